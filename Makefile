@@ -44,6 +44,15 @@ chat: setup ## Use: talk to the model in the terminal
 serve: setup ## Use: an OpenAI-compatible server for MODEL on RANKS ranks, with --speculate auto (ARGS="--speculate off": without)
 	@$(PY) -m server --tp $(RANKS) --model $(MODEL) --speculate auto $(ARGS)
 
+plan-serving: setup ## Use: which tp, replicas, weights, variant and batch for your latencies, and the load: make plan-serving MODEL=llama-3-70b ARGS="--gpus 8 --ttft 500 --itl 20"
+	@$(PY) -m server.plan --model $(MODEL) $(ARGS)
+
+cluster: setup ray ## Use: 2 replicas of MODEL on RANKS ranks each behind one address, on a local Ray: make cluster ARGS="--replicas 3"
+	@.venv-ray/bin/python -m deploy.ray_serve --tp $(RANKS) $(ARGS) -- --model $(MODEL)
+
+ray:
+	@[ -x .venv-ray/bin/serve ] || { python3 -m venv .venv-ray && .venv-ray/bin/pip install -q -r deploy/requirements-ray.txt; }
+
 quantize: setup ## Use: MODEL with weights in 8 or 4 bits, into OUT: make quantize MODEL=… OUT=… ARGS="--weights fp8"
 	@$(PY) -m scripts.quantize --model $(MODEL) --out $(OUT) $(ARGS)
 
@@ -69,8 +78,14 @@ lm-eval: setup-dev #+ Test: lm-evaluation-harness against the server, compared w
 test: setup-dev ## Test: all tests
 	@$(PY) -m pytest -n auto --dist worksteal $(ARGS)
 
+cluster-test: setup-dev ray #+ Test: kill, update and scale replicas on a local Ray under load (4 min, 4 GB)
+	@$(PY) -m pytest -m exhaustive tests/deploy $(ARGS)
+
 clients: setup-dev #+ Test: openai, anthropic, agents and benchmarks from PyPI and npm against the server, resumable, into out/clients.md (tracked: ARGS=--write; 20 min, 10 GB of disk)
 	@$(PY) -m tests.clients $(ARGS)
+
+routers: setup-dev #+ Test: routers from PyPI in front of two servers: balance, prefixes, a killed server, drain, into out/routers.md (tracked: ARGS=--write; 5 min, 2 GB)
+	@$(PY) -m tests.routers $(ARGS)
 
 same-tokens: setup-dev #+ Test: 10,000 prompts have the same tokens with speculation and without, on 1, 2 and 4 ranks: make same-tokens ARGS="--jobs 12" (a GB for each job)
 	@$(PY) -m tests.same_tokens $(ARGS)
@@ -89,6 +104,9 @@ accuracy: setup #+ Measure: perplexity and exact match of every embedded model a
 accuracy-weights: setup #+ Measure: what weights in 8 and 4 bits and an 8-bit KV cache cost every embedded model, resumable, into out (tracked: ARGS=--write; an hour, 2 GB)
 	@$(PY) -m scripts.quality.weights $(ARGS)
 
+accuracy-seeds: setup-dev #+ Measure: train and evaluate every embedded variant with three seeds, resumable; mean, errors and a paired test (on a GPU, ARGS="--processes 6 -- --compile")
+	@$(PY) -m scripts.quality.seeds $(ARGS)
+
 divergence: setup-dev #+ Measure: how many greedy answers differ between tp 1 and tp RANKS, and batch 1 and 64, with and without --deterministic, and where, into out (tracked: ARGS=--write; 20 min, 2 GB)
 	@$(PY) -m scripts.quality.divergence --model $(MODEL) --tp $(RANKS) $(ARGS)
 
@@ -100,6 +118,9 @@ baseline: setup #+ Measure: ms a token of 8B and 70B:16 presets by variant on RA
 
 bench-cpu: setup-dev #+ Measure: decode speed compared with transformers.generate, same weights and threads, into out/bench-cpu.json (tracked: ARGS=--write; 1.5 min)
 	@$(PY) -m scripts.bench.serving.transformers_cpu $(ARGS)
+
+plan-serving-check: setup-dev #+ Measure: the planner for serving compared with measured servers, engines and steps, into out/plan-serving.md (tracked: ARGS=--write)
+	@$(PY) -m scripts.report.plan_serving $(ARGS)
 
 speculation: setup-dev #+ Measure: accepted tokens of drafts and tokens/s with and without speculation by task on the embedded models, into out/speculation.md (tracked: ARGS=--write; 15 min)
 	@$(PY) -m scripts.bench.serving.speculation $(ARGS)
@@ -170,6 +191,9 @@ paper-tables: setup #+ Measure: the paper's tables 1, 2 and 6 next to this machi
 
 plot-hidden: setup-dev #+ Measure: profile ladder and standard on 2 CPU ranks, and plot which all-reduces are hidden, into out (tracked: ARGS=--write)
 	@$(PY) -m scripts.report.plot_hidden $(ARGS)
+
+dashboard: setup #+ Set up: write the Grafana dashboard deploy/grafana/rung.json from the server's metrics
+	@$(PY) -m scripts.report.dashboard --write
 
 redraw: setup-dev #+ Measure: draw the tracked figures again from their raw files, into out (tracked: ARGS=--write)
 	@$(PY) -m scripts.report.redraw $(ARGS)

@@ -22,7 +22,8 @@ if "$python" -c "$has_torch" 2>/dev/null; then options=--system-site-packages; e
 install() { .venv/bin/python -m pip --disable-pip-version-check install -q --no-compile "$@"; }
 
 if ! .venv/bin/python -c "$has_torch" 2>/dev/null; then
-  if command -v nvidia-smi >/dev/null && nvidia-smi -L >/dev/null 2>&1; then
+  device=${DEVICE:-$(nvidia-smi -L >/dev/null 2>&1 && echo cuda || echo cpu)} # a container is built where there may be no GPU
+  if [ "$device" = cuda ]; then
     install 'torch==2.11.*'
   else # without a GPU: the CPU build, from where pip looks anyway or from PyTorch's own index; gigabytes of CUDA only as the last resort
     install 'torch==2.13.0+cpu' 2>/dev/null ||

@@ -29,7 +29,7 @@ if TYPE_CHECKING:  # only the fixtures below import it when they run: most tests
     from tests.support.server_thread import Site
 
 SEED_VARIABLE = "RUNG_TEST_SEED"
-MOST_WORKERS = 4  # each starts its own ranks and servers, which take gigabytes of memory
+MOST_WORKERS = 5  # each starts its own ranks and servers, which take gigabytes of memory
 
 torch.set_num_threads(1)
 
@@ -59,9 +59,9 @@ def pytest_configure(config: pytest.Config) -> None:
 
 
 def pytest_xdist_auto_num_workers() -> int:
-    """The number of workers for `-n auto`, which `make test` uses. With a GPU, 0: tests run one at a time, as they measure
-    GPU memory."""
-    return 0 if torch.cuda.is_available() else min(MOST_WORKERS, os.cpu_count() or 1)
+    """The number of workers for `-n auto`, which `make test` uses: one more than cores, because tests also wait, for kills, time
+    limits and idle servers. With a GPU, 0: tests run one at a time, as they measure GPU memory."""
+    return 0 if torch.cuda.is_available() else min(MOST_WORKERS, (os.cpu_count() or 1) + 1)
 
 
 @pytest.hookimpl(hookwrapper=True)

@@ -13,7 +13,6 @@ Needs Python, npm and Node 20 or newer, and a network for the first run. Runs on
 """
 
 import argparse
-import hashlib
 import json
 import os
 import shutil
@@ -21,7 +20,7 @@ import signal
 import subprocess
 import sys
 import tempfile
-from collections.abc import Iterable, Sequence
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -34,9 +33,9 @@ from scripts.lib.markdown import table_lines
 from scripts.lib.results import OUT, ROOT, add_write_option, results_folder, write_json, write_text
 from scripts.lib.servers import rung_server
 from tests.clients.recorder import Request, fixture, recording
+from tests.support.environments import digest, install
 
 HERE = Path(__file__).parent
-CACHE = Path(os.environ.get("RUNG_CACHE", Path.home() / ".cache" / "rung")) / "clients"
 FIXTURES = ROOT / "tests" / "server" / "fixtures" / "clients"
 AGENTS = ("codex", "claude_code", "opencode", "qwen_code")  # their prompts need a long context
 TITLES = {
@@ -61,49 +60,10 @@ TITLES = {
 FEATURES = ("answer", "stream", "tools", "tools, streamed", "format", "format and tools", "state", "tokens", "one turn")
 MODEL = ROOT / "models" / "tiny-hybrid"
 CONTEXT, LAYERS = 131_072, 2  # of the agents' model
-CLIENT_SECONDS, INSTALL_SECONDS = 1200, 1800
+CLIENT_SECONDS = 1200
 CONNECTIONS = ("--max-num-seqs", "16", "--idle-timeout", "300")
 
 Row = dict[str, Any]  # api, feature, ok, detail
-
-
-# --- environments ---------------------------------------------------------------------------------------------------------
-
-
-def install(name: str) -> Path:
-    """The folder of a client's environment. Raises UserError if it cannot be made."""
-    folder, wanted = CACHE / name, digest(requirements(name))
-    mark = folder / "installed"
-    if not mark.exists() or mark.read_text() != wanted:
-        shutil.rmtree(folder, ignore_errors=True)
-        folder.mkdir(parents=True)
-        for command in commands(name, folder):
-            done = subprocess.run(command, cwd=folder, capture_output=True, text=True, timeout=INSTALL_SECONDS)
-            if done.returncode:
-                raise UserError(f"{name}: `{' '.join(command)}` failed: {done.stderr[-2000:]}")
-        mark.write_text(wanted)
-    return folder
-
-
-def requirements(name: str) -> list[Path]:
-    return [path for path in (HERE / name / "requirements.txt", HERE / name / "package.json") if path.exists()]
-
-
-def commands(name: str, folder: Path) -> Iterable[list[str]]:
-    (source,) = requirements(name)
-    if source.suffix == ".json":
-        yield ["cp", str(source), str(folder)]
-        yield ["npm", "install", "--no-audit", "--no-fund", "--loglevel=error"]
-    else:
-        yield [shutil.which("python3", path=os.defpath) or sys.executable, "-m", "venv", "venv"]
-        yield ["venv/bin/pip", "install", "-q", "--disable-pip-version-check", "-r", str(source)]
-
-
-def digest(files: Iterable[Path]) -> str:
-    content = hashlib.sha256()
-    for file in sorted(files):
-        content.update(file.read_bytes())
-    return content.hexdigest()
 
 
 # --- servers --------------------------------------------------------------------------------------------------------------
@@ -162,8 +122,13 @@ def attempt(name: str, folder: Path, url: str, model: Path) -> list[Row]:
     return rows
 
 
+def requirements(name: str) -> Path:
+    (source,) = (path for path in (HERE / name / "requirements.txt", HERE / name / "package.json") if path.exists())
+    return source
+
+
 def version(name: str) -> str:
-    (source,) = requirements(name)
+    source = requirements(name)
     if source.suffix == ".json":
         pins = json.loads(source.read_text())["dependencies"]
         return ", ".join(f"{package} {pin}" for package, pin in pins.items() if package != "zod")
@@ -213,7 +178,7 @@ def run_all(names: Sequence[str], again: bool, record: bool) -> None:
             with rung_server(1, ["--model", str(model), *CONNECTIONS], log) as server:
                 for name, file, state in mine:
                     bar.set_description(name)
-                    environment = install(name)
+                    environment = install("clients", name, requirements(name))
                     with recording(server.url) as (url, taken):
                         rows = attempt(name, environment, url, model)
                     write_text(file, json.dumps({"state": state, "version": version(name), "rows": rows}, indent=1) + "\n")

@@ -1,0 +1,177 @@
+"""The gateway of `deploy.ray_serve`: takes clients' requests, has replicas answer them, and asks again where that saves one."""
+
+import asyncio
+import json
+from collections.abc import AsyncIterator, Iterable, Set
+from dataclasses import dataclass, replace
+from typing import Any
+from urllib.parse import quote
+
+from ray.exceptions import RayError
+from ray.serve.exceptions import BackPressureError, DeploymentUnavailableError, RayServeException
+from starlette.requests import Request
+from starlette.responses import JSONResponse, Response, StreamingResponse
+
+from deploy.routing import Call, prefix_keys
+
+MOST_LOSSES = 5  # replicas that may end with a request before it counts as the reason
+ELSEWHERE = {"loading", "draining", "engine_failed"}  # codes of a 503 that another replica may not have
+UNKNOWN = {"response_not_found", "previous_response_not_found", "result_not_found"}  # codes of a 404: another may know it
+HOP = {"connection", "keep-alive", "transfer-encoding", "upgrade", "te", "trailer", "host", "content-length"}
+
+
+class ServerLost(Exception):
+    """The connection to a replica's server broke."""
+
+
+@dataclass
+class Reply:
+    """An answer of which at least the first piece is here: all of it if `rest` is None."""
+
+    status: int
+    headers: dict[str, str]
+    replica: str
+    body: bytes
+    rest: Any = None
+
+    @property
+    def code(self) -> str:
+        """The code of an error, for those that another replica might not have."""
+        try:
+            return str(json.loads(self.body)["error"]["code"]) if self.status in (404, 503) else ""
+        except (ValueError, TypeError, KeyError):
+            return ""
+
+
+class Gateway:
+    """Takes the HTTP requests of clients."""
+
+    def __init__(self, replicas: Any, request_timeout: float, max_body_mb: int) -> None:
+        self._replicas, self._timeout, self._max_mb = replicas, request_timeout, max_body_mb
+        self._forward = replicas.options(stream=True, method_name="forward")
+
+    async def __call__(self, request: Request) -> Response:
+        path = request.url.path
+        body = bytearray()
+        async for piece in request.stream():
+            body += piece
+            if len(body) > self._max_mb << 20:
+                return failure(path, 413, f"the body is larger than {self._max_mb} MiB", "body_too_large")
+        try:
+            async with asyncio.timeout(self._timeout):
+                call = call_of(request, bytes(body))
+                return await (self._metrics(call) if path == "/metrics" else self._answer(path, call))
+        except TimeoutError:
+            return failure(path, 503, "no replica answered in time", "timeout")
+        except BackPressureError:
+            return failure(path, 429, "too many requests wait; try again soon", "queue_full")
+        except DeploymentUnavailableError:
+            return failure(path, 503, "no replica could be started; Ray's log says why", "engine_failed")
+
+    async def _answer(self, path: str, call: Call) -> Response:
+        """Ask replicas until one answers, or MOST_LOSSES of them ended."""
+        losses = 0
+        while True:
+            try:
+                reply = await self._ask(call)
+            except (BackPressureError, DeploymentUnavailableError):
+                raise
+            except (RayError, RayServeException, ServerLost):
+                losses += 1
+                if losses == MOST_LOSSES:
+                    return failure(path, 500, f"{losses} replicas ended while they computed this request", "poisoned")
+                await asyncio.sleep(0.1 * losses)
+                continue
+            again = reply.code in UNKNOWN and reply.replica not in call.avoid
+            if not again and reply.code not in ELSEWHERE:
+                return relayed(path, reply)
+            call = replace(call, avoid=call.avoid | {reply.replica})
+            if reply.code in ELSEWHERE:
+                await asyncio.sleep(0.2)
+
+    async def _ask(self, call: Call) -> Reply:
+        """An answer with its first event, or all of it if it is no stream: until then another replica can be asked."""
+        stream = self._forward.remote(call)
+        try:
+            status, headers, name = await anext(stream)
+            if headers.get("content-type", "").startswith("text/event-stream"):
+                return Reply(status, headers, name, await anext(stream, b""), stream)
+            return Reply(status, headers, name, b"".join([piece async for piece in stream]))
+        except BaseException:
+            stream.cancel()
+            raise
+
+    async def _metrics(self, call: Call) -> Response:
+        """All replicas' metrics, with the label `replica`. Samples of one name stand together, as the format wants them."""
+        families: dict[str, dict[str, None]] = {}
+        for answer in await self._replicas.broadcast("metrics", call.headers).results_async(return_exceptions=True):
+            if isinstance(answer, Exception):  # it has just ended
+                continue
+            name, status, text = answer
+            if status != 200:
+                return Response(text, status, media_type="application/json")
+            family: dict[str, None] = {}
+            for line in text.splitlines():
+                if line.startswith("# HELP"):
+                    family = families.setdefault(line.split()[2], {})
+                family[line if line.startswith("#") else line.replace("{", f'{{replica="{name}",', 1)] = None
+        lines = [line for family in families.values() for line in family]
+        return Response("\n".join([*lines, ""]), media_type="text/plain; version=0.0.4; charset=utf-8")
+
+
+class Stream(StreamingResponse):
+    """The rest of a stream. Ends the request if the client leaves, and with an error event if the replica ends."""
+
+    def __init__(self, path: str, reply: Reply) -> None:
+        self._path, self._reply = path, reply
+        super().__init__(self._pieces(), reply.status, reply.headers)
+
+    async def _pieces(self) -> AsyncIterator[bytes]:
+        yield self._reply.body
+        try:
+            async for piece in self._reply.rest:
+                yield piece
+        except (RayError, RayServeException, ServerLost):
+            yield lost_event(self._path)
+
+    async def __call__(self, *args: Any) -> None:
+        try:
+            await super().__call__(*args)
+        finally:
+            self._reply.rest.cancel()
+
+
+def relayed(path: str, reply: Reply) -> Response:
+    return Response(reply.body, reply.status, reply.headers) if reply.rest is None else Stream(path, reply)
+
+
+def lost_event(path: str) -> bytes:
+    """The last event of a stream whose replica has ended, in the layout of the path's API."""
+    message, code = "the replica ended; send the request again", "engine_failed"
+    if path.startswith("/v1/responses"):
+        data = json.dumps({"type": "error", "code": code, "message": message, "param": None}).encode()
+    else:
+        data = bytes(failure(path, 503, message, code).body)
+    named = path.startswith(("/v1/responses", "/v1/messages"))
+    return b"event: error\ndata: " + data + b"\n\n" if named else b"data: " + data + b"\n\ndata: [DONE]\n\n"
+
+
+def kept(headers: Iterable[tuple[str, str]], but: Set[str] = frozenset()) -> dict[str, str]:
+    return {name.lower(): value for name, value in headers if name.lower() not in HOP | but}
+
+
+def call_of(request: Request, body: bytes) -> Call:
+    headers = kept(request.headers.items())
+    if request.client:  # whom the server's log names, and among whom it is fair
+        headers["x-forwarded-for"] = ", ".join(filter(None, (headers.get("x-forwarded-for"), request.client.host)))
+    query = f"?{request.url.query}" if request.url.query else ""
+    target = quote(request.url.path, safe="/:@!$&'()*+,;=~") + query
+    return Call(request.method, target, list(headers.items()), body, prefix_keys(body))
+
+
+def failure(path: str, status: int, message: str, code: str) -> Response:
+    """An error in the layout of the path's API."""
+    kind = "rate_limit_error" if status == 429 else "server_error" if status >= 500 else "invalid_request_error"
+    if path.startswith("/v1/messages"):
+        return JSONResponse({"type": "error", "error": {"type": kind, "message": message}}, status)
+    return JSONResponse({"error": {"message": message, "type": kind, "param": None, "code": code}}, status)

@@ -1,0 +1,249 @@
+"""Replicas of the server on a Ray cluster, behind one address: python -m deploy.ray_serve --replicas 2 -- --model DIR
+
+Two deployments of Ray Serve. A `Replica` runs `python -m server --tp N`, a process for each rank, on GPUs that Ray has reserved,
+and passes requests to it over loopback. A `Gateway` reads a request, lets `PrefixRouter` choose a replica, and passes the answer
+on. It sends a request again if its replica ends before the client got a byte.
+
+Without --address it starts Ray on this machine, and ends it with Ctrl-C. With --address it deploys to that cluster and returns;
+the same command with other flags replaces the replicas one by one. `serve deploy` takes `deploy.ray_serve:build` as import path
+and the fields of `Options` as args.
+"""
+
+import argparse
+import asyncio
+import logging
+import math
+import os
+import signal
+import socket
+import subprocess
+import sys
+import threading
+from collections.abc import AsyncIterator
+from pathlib import Path
+from typing import Any
+
+import aiohttp
+import ray
+from pydantic import BaseModel, Field
+from ray import serve
+from ray.serve.config import AutoscalingConfig, RequestRouterConfig
+from yarl import URL
+
+from cli import Parser, note, run
+from deploy.gateway import Gateway, ServerLost, kept
+from deploy.routing import Call
+from errors import UserError
+from processes import PR_SET_PDEATHSIG
+
+ROOT = Path(__file__).resolve().parent.parent
+OWN_PYTHON = ROOT / ".venv" / "bin" / "python"
+OWN = ("--tp", "--host", "--port", "--drain-timeout")  # flags of the server that this program sets
+# Starts the server so that the kernel kills it with the replica, however that ends.
+LEASH = (
+    f"import ctypes, os, sys; ctypes.CDLL(None).prctl({PR_SET_PDEATHSIG}, 9, 0, 0, 0); os.execv(sys.executable, sys.argv[1:])"
+)
+END_SECONDS = 15.0  # for a server's processes to end after its drain
+RAY_SETS = {"date", "server", "x-request-id"}  # headers of answers
+QUIET = {"log_level": "WARNING"}  # of Ray Serve: an access log for each replica and gateway would repeat the server's
+
+
+class Options(BaseModel):
+    """What `build` needs. Each field but `server` is a flag, see `--help`."""
+
+    server: list[str] = Field(default=[], description="flags of python -m server")
+    python: str = Field(default=str(OWN_PYTHON if OWN_PYTHON.exists() else sys.executable), description="runs the server")
+    tp: int = Field(default=1, description="tensor-parallel ranks of a replica, all on one host")
+    gpus: int = Field(default=-1, description="GPUs of a replica; -1: as many as ranks if the cluster has GPUs")
+    cpus: float = Field(default=0, description="CPUs of a replica; 0: as many as ranks")
+    replicas: int = Field(default=2, description="with --max-replicas, the fewest")
+    max_replicas: int = Field(default=0, description="start up to so many, by the queue; 0: --replicas")
+    target: float = Field(default=32.0, description="with --max-replicas, requests of each, running and waiting")
+    upscale_delay: float = Field(default=10.0, description="seconds above the target before a replica is started")
+    downscale_delay: float = Field(default=300.0, description="seconds below it before one is ended")
+    max_requests: int = Field(default=256, description="most requests of a replica; others wait in the gateways")
+    max_queue: int = Field(default=4096, description="most that wait in a gateway; further clients get a 429")
+    gateways: int = Field(default=1, description="processes that take requests, each with its own memory of prefixes")
+    surge: int = Field(default=0, description="percent of the replicas that an update may start before it ends old ones")
+    drain_timeout: float = Field(default=30.0, description="seconds for the requests of a replica that is to end")
+    request_timeout: float = Field(default=600.0, description="seconds for a request's first byte, with all tries")
+    max_body_mb: int = Field(default=16, description="largest body of a request, in MiB")
+
+
+class Replica:
+    """A server with its ranks. It ends with this actor, and this actor with it, so that Ray starts another one."""
+
+    async def __init__(self, options: Options) -> None:  # type: ignore[misc]  # Ray awaits it
+        with socket.socket() as reserved:  # bound until the server listens, so that nobody else gets the port
+            reserved.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+            reserved.bind(("127.0.0.1", 0))
+            self._url = f"http://127.0.0.1:{reserved.getsockname()[1]}"
+            self._start(options, reserved.getsockname()[1])
+            self._http = aiohttp.ClientSession(
+                connector=aiohttp.TCPConnector(limit=0),
+                timeout=aiohttp.ClientTimeout(total=None),
+                cookie_jar=aiohttp.DummyCookieJar(),
+                auto_decompress=False,
+            )
+            while await self._status() != "ready":
+                if self._process.poll() is not None:
+                    raise RuntimeError(f"the server ended with exit code {self._process.returncode}: {self._last}")
+                await asyncio.sleep(0.1)
+        threading.Thread(target=self._end_with_server, daemon=True).start()
+
+    def _start(self, options: Options, port: int) -> None:
+        own = ("--tp", options.tp, "--port", port, "--drain-timeout", options.drain_timeout, "--trusted-proxy", "127.0.0.1")
+        command = [options.python, "-c", LEASH, options.python, "-m", "server", *options.server, *map(str, own)]
+        threads = {"OMP_NUM_THREADS": str(max(1, int(options.cpus) // options.tp))}  # Ray's value counts all ranks as one
+        self._last, self._ending = "", False
+        self._process = subprocess.Popen(
+            command, cwd=ROOT, env=os.environ | threads, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True
+        )
+        threading.Thread(target=self._read_log, daemon=True).start()
+
+    def _read_log(self) -> None:
+        for line in self._process.stdout or ():
+            sys.stderr.write(line)  # to Ray's log of this actor
+            self._last = line.strip() or self._last
+
+    def _end_with_server(self) -> None:
+        self._process.wait()
+        if not self._ending:
+            os._exit(1)
+
+    async def _status(self) -> str:
+        try:
+            async with self._http.get(f"{self._url}/health") as reply:
+                return str((await reply.json())["status"])
+        except aiohttp.ClientError:
+            return "unreachable"
+
+    async def check_health(self) -> None:
+        """Called by Ray. A server that recovers from a fault keeps its requests, so it counts as healthy."""
+        if (status := await self._status()) not in ("ready", "recovering"):
+            raise RuntimeError(f"the server is {status}")
+
+    async def forward(self, call: Call) -> AsyncIterator[Any]:
+        """Yield the status, headers and this replica's name, then the body in pieces as they come.
+
+        Raises ServerLost. If the caller is cancelled, so is the request.
+        """
+        name = serve.get_replica_context().replica_id.unique_id
+        url = URL(self._url + call.target, encoded=True)
+        try:
+            async with self._http.request(
+                call.method, url, headers=call.headers, data=call.body or None, allow_redirects=False
+            ) as reply:
+                yield reply.status, kept(reply.headers.items(), RAY_SETS) | {"x-rung-replica": name}, name
+                async for piece in reply.content.iter_any():
+                    yield piece
+        except aiohttp.ClientError as e:
+            raise ServerLost(str(e)) from None
+
+    async def metrics(self, headers: list[tuple[str, str]]) -> tuple[str, int, str]:
+        async with self._http.get(f"{self._url}/metrics", headers=headers) as reply:
+            return serve.get_replica_context().replica_id.unique_id, reply.status, await reply.text()
+
+    async def __del__(self) -> None:
+        """Called by Ray when no request is left: end the server. Ray kills this actor if that takes too long."""
+        self._ending = True
+        self._process.send_signal(signal.SIGTERM)
+        await asyncio.to_thread(self._process.wait)
+
+
+def build(options: Options) -> Any:
+    """The application for `serve.run` and `serve deploy`."""
+    on_gpus = options.gpus < 0 and ray.cluster_resources().get("GPU")
+    resources = {"num_cpus": options.cpus or options.tp, "num_gpus": options.tp if on_gpus else max(0, options.gpus)}
+    scaling = AutoscalingConfig(
+        min_replicas=options.replicas,
+        max_replicas=max(options.replicas, options.max_replicas),
+        target_ongoing_requests=options.target,
+        upscale_delay_s=options.upscale_delay,
+        downscale_delay_s=options.downscale_delay,
+    )
+    ending = options.drain_timeout + END_SECONDS
+    replicas = serve.deployment(Replica).options(
+        name="replicas",
+        autoscaling_config=scaling,
+        ray_actor_options=resources,
+        max_ongoing_requests=options.max_requests,
+        max_queued_requests=options.max_queue,
+        max_surge_percent=options.surge,
+        graceful_shutdown_wait_loop_s=0.2,
+        graceful_shutdown_timeout_s=ending,
+        health_check_period_s=2,
+        health_check_timeout_s=10,
+        request_router_config=RequestRouterConfig(request_router_class="deploy.ray_router.PrefixRouter"),
+    )
+    gateway = serve.deployment(Gateway).options(
+        name="gateway",
+        num_replicas=options.gateways,
+        ray_actor_options={"num_cpus": 0},
+        max_ongoing_requests=100_000,
+        max_surge_percent=100,  # the new one starts before the old one drains
+        graceful_shutdown_wait_loop_s=0.2,
+        graceful_shutdown_timeout_s=ending + END_SECONDS,
+    )
+    return gateway.bind(replicas.bind(options), options.request_timeout, options.max_body_mb)
+
+
+def parse() -> tuple[argparse.Namespace, Options]:
+    parser = Parser(description=__doc__, formatter_class=argparse.ArgumentDefaultsHelpFormatter)
+    parser.add_argument("--address", help="a running cluster's, such as auto; without it Ray starts on this machine")
+    parser.add_argument("--host", default="127.0.0.1", help="of the HTTP port")
+    parser.add_argument("--port", type=int, default=8000, help="HTTP port")
+    for name, field in Options.model_fields.items():
+        if name != "server":
+            flag = "--" + name.replace("_", "-")
+            parser.add_argument(flag, type=type(field.default), default=field.default, help=field.description)
+    parser.add_argument("server", nargs="*", metavar="-- FLAGS", help="flags of python -m server")
+    args = parser.parse_args()
+    if taken := sorted({flag.partition("=")[0] for flag in args.server} & set(OWN)):
+        raise UserError(f"{', '.join(taken)} after --: give it before, or leave it out")
+    return args, Options(**{name: getattr(args, name) for name in Options.model_fields})
+
+
+def connect(address: str | None, options: Options) -> None:
+    """Connect to the cluster, or start one on this machine with as many CPUs as its replicas need."""
+    for name in ("RAY_USAGE_STATS_ENABLED", "RAY_worker_niceness"):  # Ray's default of 15 would slow the servers down
+        os.environ.setdefault(name, "0")
+    cpus = max(options.replicas, options.max_replicas) * (options.cpus or options.tp)
+    here = {"num_cpus": math.ceil(max(os.cpu_count() or 1, cpus)), "object_store_memory": 100 << 20, "include_dashboard": False}
+    where: dict[str, Any] = {"address": address} if address else {"address": "local", **here}
+    try:
+        ray.init(**where, log_to_driver=False, logging_level="ERROR", runtime_env={"env_vars": {"PYTHONPATH": str(ROOT)}})
+    except Exception as e:  # Ray raises many kinds
+        raise UserError(f"no Ray here: {e}") from None
+
+
+def main() -> None:
+    args, options = parse()
+    logging.getLogger("ray.serve").setLevel(logging.WARNING)
+    connect(args.address, options)
+    serve.start(proxy_location="EveryNode", http_options={"host": args.host, "port": args.port}, logging_config=QUIET)
+    note(f"starting {options.replicas} replicas with {options.tp} rank{'s' * (options.tp > 1)} each …")
+    try:
+        serve.run(build(options), name="rung", route_prefix="/", logging_config=QUIET)
+    except RuntimeError as e:
+        raise UserError(
+            f"the replicas did not start: {e} Ray's logs have the reason: /tmp/ray/session_latest/logs/serve"
+        ) from None
+    if args.address:
+        note("ready")
+        return
+    note(
+        f"ready: http://{args.host}:{args.port}   Ctrl-C ends it; the same command with --address auto and other flags updates it"
+    )
+    stop = threading.Event()
+    for number in (signal.SIGINT, signal.SIGTERM):
+        signal.signal(number, lambda *_: stop.set())
+    stop.wait()
+    note("draining …")
+    serve.shutdown()
+
+
+if __name__ == "__main__":
+    from deploy import ray_serve  # Ray's processes import this module by its name
+
+    run(ray_serve.main)

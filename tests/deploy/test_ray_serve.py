@@ -1,0 +1,261 @@
+"""Real replicas on a local Ray: `make cluster-test`, which takes minutes. One cluster for all tests, in their order."""
+
+import asyncio
+import os
+import random
+import re
+import signal
+import subprocess
+import time
+from collections import Counter
+from collections.abc import Iterator
+from dataclasses import dataclass, field
+
+import httpx
+import pytest
+
+from scripts.lib.process_tree import kill, process_tree
+from tests import MODELS, ROOT
+from tests.support.ports import free_port
+from tests.support.server_process import command_line, runs, wait_until
+
+PYTHON = ROOT / ".venv-ray" / "bin" / "python"
+MODEL = MODELS / "tiny-hybrid"
+START_SECONDS = 300.0
+CLIENTS = 16
+ACTOR = "ray::ServeReplica:rung:replicas"
+
+pytestmark = [
+    pytest.mark.exhaustive,
+    pytest.mark.skipif(not PYTHON.exists(), reason="needs .venv-ray, which make cluster-test makes"),
+]
+
+
+class Cluster:
+    """`python -m deploy.ray_serve` with a local Ray, and the processes of its replicas."""
+
+    def __init__(self) -> None:
+        self.port = free_port()
+        self.http = httpx.Client(base_url=f"http://127.0.0.1:{self.port}", timeout=120)
+        self.process = self.deploy("--port", self.port, "--replicas", 2)
+        wait_until(self._is_ready, START_SECONDS, "the cluster is ready")
+
+    def deploy(self, *flags: object, model_name: str = "first") -> "subprocess.Popen[str]":
+        server = ("--model", MODEL, "--kv-memory", "256M", "--served-model-name", model_name, "--max-num-seqs", 8)
+        command = [PYTHON, "-m", "deploy.ray_serve", "--drain-timeout", 60, *flags, "--", *server]
+        frequent = {f"RAY_SERVE_{who}_AUTOSCALING_METRIC_PUSH_INTERVAL_S": "1" for who in ("HANDLE", "REPLICA")}
+        environ = {"RAY_raylet_start_wait_time_s": "240", "OMP_NUM_THREADS": "1", **os.environ, **frequent}
+        return subprocess.Popen(list(map(str, command)), cwd=ROOT, env=environ, stderr=subprocess.PIPE, text=True)
+
+    def _is_ready(self) -> bool:
+        assert self.process.stderr
+        line = self.process.stderr.readline()
+        assert line, f"the cluster ended with exit code {self.process.wait()}"
+        return line.startswith("ready")
+
+    def update(self, *flags: object, **more: str) -> None:
+        """Deploy again with other flags, and wait until all replicas are new."""
+        update = self.deploy("--address", "auto", *flags, **more)
+        _, log = update.communicate(timeout=START_SECONDS)
+        assert not update.returncode, log
+
+    def actors(self) -> list[int]:
+        """The processes of the replicas, of those that start or drain, too."""
+        return [pid for pid in process_tree(self.process.pid) if command_line(pid).startswith(ACTOR)]
+
+    def serving(self) -> set[str]:
+        """The names of the replicas that answer."""
+        return set(re.findall(r'num_requests_running\{replica="(\w+)"', self.http.get("/metrics").text))
+
+    def running(self) -> float:
+        """The sequences in all replicas' batches."""
+        return sum(map(float, re.findall(r"num_requests_running{.*} (\S+)", self.http.get("/metrics").text)))
+
+    def kill_replica(self, actor: int, rng: random.Random) -> list[int]:
+        """Kill Ray's actor of a replica, its server, or all of it. Returns the processes that have to end."""
+        everything = process_tree(actor)
+        kill(rng.choice([[actor], everything[1:2], everything]))
+        return everything
+
+    def wait_for(self, replicas: int) -> None:
+        wait_until(lambda: len(self.serving()) == replicas, START_SECONDS, f"{replicas} replicas serve")
+
+    def close(self) -> None:
+        everything = process_tree(self.process.pid)
+        self.process.send_signal(signal.SIGINT)
+        try:
+            assert self.process.wait(120) == 0
+        finally:
+            kill(pid for pid in everything if runs(pid))
+
+
+@pytest.fixture(scope="module")
+def cluster() -> Iterator[Cluster]:
+    cluster = Cluster()
+    yield cluster
+    cluster.close()
+
+
+def body(prompt: str, tokens: int = 40, **more: object) -> dict[str, object]:
+    return {
+        "messages": [{"role": "user", "content": prompt}],
+        "max_tokens": tokens,
+        "temperature": 0,
+        "ignore_eos": True,
+        **more,
+    }
+
+
+@dataclass
+class Load:
+    """Clients that send one request after the other, half of them streams, and what came of the requests."""
+
+    url: str
+    results: Counter[str] = field(default_factory=Counter)
+    wrong: list[str] = field(default_factory=list)
+    ended: bool = False
+
+    async def client(self, number: int) -> None:
+        rng = random.Random(number)
+        async with httpx.AsyncClient(base_url=self.url, timeout=300) as http:
+            while not self.ended:
+                prompt = f"{rng.random()} Tell me a story."
+                result = await (self.stream(http, prompt) if number % 2 else self.whole(http, prompt))
+                self.results[result] += 1
+
+    async def whole(self, http: httpx.AsyncClient, prompt: str) -> str:
+        try:
+            reply = await http.post("/v1/chat/completions", json=body(prompt))
+            if reply.status_code == 200 and reply.json()["usage"]["completion_tokens"] == 40:
+                return "whole"
+            self.wrong.append(reply.text)
+        except httpx.HTTPError as e:
+            self.wrong.append(repr(e))
+        return "whole lost"
+
+    async def stream(self, http: httpx.AsyncClient, prompt: str) -> str:
+        begun, text = False, ""
+        try:
+            async with http.stream("POST", "/v1/chat/completions", json=body(prompt, stream=True)) as reply:
+                async for piece in reply.aiter_text():
+                    begun, text = True, text + piece
+            if reply.status_code == 200 and text.endswith("data: [DONE]\n\n") and '"error":' not in text:
+                return "stream"
+            if reply.status_code == 200 and '"error":' in text:
+                return "stream broken"
+            self.wrong.append(f"{reply.status_code} {text[-300:]}")
+        except httpx.HTTPError as e:
+            self.wrong.append(repr(e))
+        return "stream lost" if not begun else "stream cut"
+
+
+def under_load(cluster: Cluster, act: object) -> Counter[str]:
+    """Call `act()` in a thread while CLIENTS clients send requests, and return the results by kind."""
+
+    async def main() -> Load:
+        load = Load(f"http://127.0.0.1:{cluster.port}")
+        clients = [asyncio.create_task(load.client(number)) for number in range(CLIENTS)]
+        await asyncio.sleep(2)
+        try:
+            await asyncio.to_thread(act)  # type: ignore[arg-type]
+        finally:
+            load.ended = True
+            await asyncio.gather(*clients)
+        return load
+
+    load = asyncio.run(main())
+    print(f"\n{dict(load.results)}")
+    assert not load.wrong, load.wrong[:3]
+    return load.results
+
+
+def test_routes_and_errors_pass_through(cluster):
+    http = cluster.http
+    for path in ("/health", "/v1/models", "/version", "/openapi.json", "/", "/static/app.js"):
+        assert http.get(path).status_code == 200, path
+    chat = http.post("/v1/chat/completions", json=body("Hi"), headers={"x-request-id": "mine"})
+    assert chat.json()["usage"]["completion_tokens"] == 40 and chat.headers.get_list("x-request-id") == ["mine"]
+    with http.stream("POST", "/v1/completions", json={"prompt": "Once", "max_tokens": 9, "stream": True}) as stream:
+        assert list(stream.iter_lines())[-2] == "data: [DONE]"
+    assert http.post("/v1/messages", json={"model": "first", **body("Hi", 3)}).json()["type"] == "message"
+    for _ in range(4):  # a replica keeps it, and another one may be asked for it
+        answer = http.post("/v1/responses", json={"input": "Hi", "max_output_tokens": 3}).json()
+        assert http.get(f"/v1/responses/{answer['id']}").json() == answer
+    assert http.get("/v1/responses/resp_none").json()["error"]["code"] == "response_not_found"
+    for status, path, wrong in (
+        (400, "chat/completions", {"messages": 3}),
+        (404, "completions", {"model": "x", "prompt": "x"}),
+    ):
+        reply = http.post(f"/v1/{path}", json=wrong)
+        assert reply.status_code == status and reply.json()["error"]["message"]
+    assert http.post("/v1/completions", content=b"x" * (17 << 20)).status_code == 413
+    assert http.get("/none?a=%2F").status_code == 404
+
+
+def test_a_client_that_leaves_ends_its_request(cluster):
+    """It leaves after a second, in which a stream has begun."""
+
+    async def leave(stream: bool) -> None:
+        async with httpx.AsyncClient(base_url=cluster.http.base_url) as http, asyncio.timeout(1):
+            await http.post("/v1/chat/completions", json=body("Hi", 900, stream=stream, n=8), timeout=99)
+
+    for stream in (True, False):
+        with pytest.raises(TimeoutError):
+            asyncio.run(leave(stream))
+        wait_until(lambda: cluster.running() == 0, 20, "no sequence runs")
+
+
+def test_conversations_stay_with_their_replica(cluster, seed):
+    rng, chosen = random.Random(seed), []
+    for _ in range(8):
+        messages, replicas = [], set()
+        for _ in range(4):
+            messages.append({"role": "user", "content": f"{rng.random()} " * 12})
+            reply = cluster.http.post("/v1/chat/completions", json={"messages": messages, "max_tokens": 3})
+            messages.append({"role": "assistant", "content": reply.json()["choices"][0]["message"]["content"]})
+            replicas.add(reply.headers["x-rung-replica"])
+        assert len(replicas) == 1
+        chosen += replicas
+    assert len(set(chosen)) == 2, "all went to one replica; by chance in 1 of 128 runs"
+
+
+def test_killed_replicas_lose_no_request(cluster, seed):
+    rng, killed = random.Random(seed), []
+
+    def kill_some(victims: int) -> None:
+        before = cluster.serving()
+        for actor in rng.sample(cluster.actors(), victims):
+            killed.extend(cluster.kill_replica(actor, rng))
+
+        def replaced() -> bool:
+            now = cluster.serving()
+            return len(now) == 2 and len(now - before) == victims
+
+        wait_until(replaced, START_SECONDS, "the replicas that were killed are replaced")
+
+    def act() -> None:
+        for victims in (1, 1, 1, 2):
+            kill_some(victims)
+            time.sleep(2)
+
+    results = under_load(cluster, act)
+    assert results["whole"] > CLIENTS and results["stream"] > CLIENTS
+    assert results["stream broken"] <= 5 * CLIENTS / 2  # those that a killed replica had begun
+    wait_until(lambda: not any(map(runs, killed)), 30, "no process of a killed replica runs")
+
+
+def test_an_update_drains_and_loses_nothing(cluster):
+    before, old = cluster.serving(), cluster.actors()
+    results = under_load(cluster, lambda: cluster.update("--port", cluster.port, "--replicas", 2, model_name="second"))
+    assert results["stream broken"] == 0 and results["stream"] > CLIENTS
+    assert not before & cluster.serving() and cluster.http.get("/v1/models").json()["data"][0]["id"] == "second"
+    wait_until(lambda: not any(map(runs, old)), 90, "the old replicas have ended")
+
+
+def test_the_queue_starts_and_ends_replicas(cluster):
+    scaling = ("--replicas", 1, "--max-replicas", 2, "--target", 4, "--upscale-delay", 2, "--downscale-delay", 5)
+    cluster.update("--port", cluster.port, *scaling, model_name="third")
+    cluster.wait_for(1)
+    results = under_load(cluster, lambda: cluster.wait_for(2))
+    cluster.wait_for(1)
+    assert results["stream broken"] == 0

@@ -1,0 +1,117 @@
+"""The files of deploy/: the dashboard and the alerts name metrics that the server has, and the manifests agree with the server."""
+
+import json
+import re
+from typing import Any
+
+import httpx
+import pytest
+import yaml
+from prometheus_client.parser import text_string_to_metric_families
+
+from engine.protocol import Drafted, Stats
+from errors import UserError
+from scripts.report import dashboard, draw_dashboard
+from server.metrics import Metrics
+from server.middleware import OPEN_PATHS
+from server.settings import load_settings
+from tests import ROOT
+
+DEPLOY = ROOT / "deploy"
+
+
+def scraped() -> dict[str, set[str]]:
+    """The labels of each sample of a /metrics page on which every metric has a value."""
+    metrics = Metrics("tiny")
+    metrics.on_stats(Stats(drafted={"ngram": Drafted(1, 7, 3)}))
+    metrics.responses.labels("tiny", "/health", "200").inc()
+    page = metrics.render().decode()
+    return {sample.name: set(sample.labels) for family in text_string_to_metric_families(page) for sample in family.samples}
+
+
+def dead(expression: str, known: dict[str, set[str]]) -> list[str]:
+    """Names of metrics and of labels in a PromQL expression that no sample has."""
+    names = re.findall(r"rung:\w+", expression)
+    labels = {"instance", "job"}.union(*(known.get(name, ()) for name in names))
+    used = re.findall(r"(\w+)=", expression) + re.findall(r"\w+", " ".join(re.findall(r"by \((.*?)\)", expression)))
+    return [name for name in names if name not in known] + [label for label in used if label not in labels]
+
+
+def test_dashboard_is_what_the_metrics_give_and_every_name_in_it_exists() -> None:
+    stored = json.loads(dashboard.PATH.read_text())
+    assert stored == dashboard.dashboard(), "run make dashboard"
+    known = scraped()
+    expressions = [target["expr"] for panel in stored["panels"] for target in panel.get("targets", ())]
+    assert [e for e in expressions if dead(e, known) or "rung:" not in e] == []
+    shown = set(re.findall(r"rung:\w+", " ".join(expressions)))
+    bare = {re.sub(r"_(total|bucket|sum|count)$", "", name) for name in shown}
+    assert {
+        re.sub(r"_(total|bucket|sum|count)$", "", name) for name in known if name.startswith("rung:")
+    } == bare  # none is left out
+    places = [panel["gridPos"] for panel in stored["panels"]]
+    cells = [(x, y) for p in places for x in range(p["x"], p["x"] + p["w"]) for y in range(p["y"], p["y"] + p["h"])]
+    assert len(cells) == len(set(cells))  # panels do not overlap
+    assert max(x for x, _ in cells) < dashboard.COLUMNS
+
+
+def test_dashboard_refuses_a_metric_that_does_not_exist() -> None:
+    gone = dashboard.Panel("Gone", "short", [dashboard.rate("tokens_of_yesterday", "")])
+    with pytest.raises(UserError, match="rung:tokens_of_yesterday_total"):
+        dashboard.used(gone, dashboard.families())
+
+
+def test_a_query_is_sent_without_grafana_s_variables_and_its_legend_filled_in() -> None:
+    asked = []
+
+    def prometheus(request: httpx.Request) -> httpx.Response:
+        asked.append(request.url.params["query"])
+        result = {"metric": {"instance": "here:1"}, "values": [[86400, "0.5"], [172800, "NaN"]]}
+        return httpx.Response(200, json={"status": "success", "data": {"result": [result]}})
+
+    with httpx.Client(base_url="http://prometheus", transport=httpx.MockTransport(prometheus)) as client:
+        for target in (t for panel in dashboard.dashboard()["panels"] for t in panel.get("targets", ())):
+            ((legend, days, values),) = draw_dashboard.series(client, target, 0.0, 600.0)
+            assert legend == target["legendFormat"].replace("{{instance}}", "here:1")
+            assert (days, values[0]) == ([1.0, 2.0], 0.5)
+    assert [query for query in asked if "$" in query] == []
+
+
+def test_alerts_name_metrics_that_exist() -> None:
+    rules = yaml.safe_load((DEPLOY / "alerts.yml").read_text())["groups"][0]["rules"]
+    assert [rule["alert"] for rule in rules if dead(rule["expr"], scraped())] == []
+
+
+def pods() -> list[dict[str, Any]]:
+    """The pod specifications of the manifests."""
+    documents = [d for path in sorted((DEPLOY / "kubernetes").glob("*.yaml")) for d in yaml.safe_load_all(path.read_text())]
+    templates = [d["spec"]["template"] for d in documents if d["kind"] == "Deployment"]
+    for group in (d["spec"]["leaderWorkerTemplate"] for d in documents if d["kind"] == "LeaderWorkerSet"):
+        templates += [group["leaderTemplate"], group["workerTemplate"]]
+    return [template["spec"] for template in templates]
+
+
+def test_pods_agree_with_the_server() -> None:
+    """Its flags, GPUs, port and open paths; and Kubernetes kills it only after the drain."""
+    for pod in pods():
+        assert pod["enableServiceLinks"] is False  # the cluster would set RUNG_PORT, which is --port
+        (container,) = pod["containers"]
+        flags, torchrun = container["args"], container.get("command") == ["torchrun"]
+        ranks = next((flag.partition("=")[2] for flag in flags if flag.startswith("--nproc-per-node")), None)
+        settings = load_settings(flags[flags.index("server") + 1 :] if torchrun else flags, environ={})
+        assert container["resources"]["limits"]["nvidia.com/gpu"] == (ranks if torchrun else str(settings.tp))
+        assert (
+            pod["terminationGracePeriodSeconds"]
+            >= container["lifecycle"]["preStop"]["sleep"]["seconds"] + settings.drain_timeout + 10
+        )
+        environment = {one["name"]: one.get("value") for one in container["env"]}
+        assert not torchrun or float(environment["TORCH_ELASTIC_SHUTDOWN_TIMEOUT"]) > settings.drain_timeout
+        assert [port["containerPort"] for port in container.get("ports", ())] in ([], [settings.port])
+        assert {probe["httpGet"]["path"] for name, probe in container.items() if name.endswith("Probe")} <= OPEN_PATHS
+
+
+def test_the_image_has_every_package_that_the_server_imports() -> None:
+    kept = {line[1:] for line in (ROOT / ".dockerignore").read_text().splitlines() if line.startswith("!")}
+    folders = {path.name for path in ROOT.iterdir() if (path / "__init__.py").exists()}
+    files = [*ROOT.glob("*.py"), *(file for folder in folders & kept for file in (ROOT / folder).rglob("*.py"))]
+    imported = {name for file in files for name in re.findall(r"^(?:from|import) (\w+)", file.read_text(), re.MULTILINE)}
+    assert (imported & folders) - kept == set()
