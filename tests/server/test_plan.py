@@ -2,7 +2,6 @@
 
 import json
 import random
-import sys
 from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
@@ -12,7 +11,6 @@ import numpy as np
 import pytest
 from safetensors import safe_open
 
-import cli
 from engine.block_manager import BlockManager
 from engine.protocol import SamplingParams
 from engine.scheduler import Chunk, Scheduler
@@ -23,7 +21,7 @@ from server.plan.choice import GPU_SHARE, RESERVE, largest_batch, measured
 from server.plan.load import HOST_SECONDS, Goals, largest_rate, poisson, simulate
 from server.plan.steps import RESULTS, Steps, Tables, gpu, setup_of
 from tests import MODELS, ROOT
-from tests.support.command_line import Finished
+from tests.support.command_line import Here
 
 LLAMA = ("--model", "llama-3-8b", "--gpus", "1", "--ttft", "300", "--itl", "15")
 
@@ -148,29 +146,13 @@ def test_docs_have_what_the_planner_predicts_now(tables: Tables) -> None:
     assert servers(tables) == json.loads((RESULTS / "plan-serving.json").read_text())["servers"]
 
 
-class Command:
-    """Runs the planner in this process."""
-
-    def __init__(self, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]) -> None:
-        self.monkeypatch, self.capfd = monkeypatch, capfd
-        monkeypatch.delenv("RANK", raising=False)
-        monkeypatch.chdir(ROOT)
-
-    def __call__(self, *args: object) -> Finished:
-        self.monkeypatch.setattr(sys, "argv", ["plan", *map(str, args)])
-        self.capfd.readouterr()
-        with pytest.raises(SystemExit) as left:
-            cli.run(program.main)
-        out, err = self.capfd.readouterr()
-        return Finished(left.value.code or 0, out, err)  # type: ignore[arg-type]
-
-
 @pytest.fixture
-def plan(monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]) -> Command:
-    return Command(monkeypatch, capfd)
+def plan(monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]) -> Here:
+    monkeypatch.chdir(ROOT)
+    return Here(monkeypatch, capfd, program.main, ())
 
 
-def test_the_command_plans_prints_and_draws(plan: Command, tmp_path: Path) -> None:
+def test_the_command_plans_prints_and_draws(plan: Here, tmp_path: Path) -> None:
     asked = (*LLAMA, "--widths", "bf16", "fp8", "--variants", "standard", "--max-num-seqs", 8, "--prompt", 256, "--answer", 16)
     done = plan(*asked, "--json", "--plot", tmp_path / "plan.svg")
     plans = done.record["plans"]
@@ -200,7 +182,5 @@ def test_the_command_plans_prints_and_draws(plan: Command, tmp_path: Path) -> No
         (("--sweeps", "README.md"), "`make sweep` writes one"),
     ],
 )
-def test_bad_input_is_one_line(plan: Command, flags: tuple[str, ...], says: str) -> None:
-    done = plan(*LLAMA, *flags)
-    assert done.code == 2 and done.err.startswith("error: ") and done.err.count("\n") == 1
-    assert says in done.err
+def test_bad_input_is_one_line(plan: Here, flags: tuple[str, ...], says: str) -> None:
+    assert says in plan.refuses(*LLAMA, *flags)

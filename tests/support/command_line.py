@@ -1,9 +1,9 @@
-"""Runs `generate.py` as a user does, in this process (`Here`) or in new processes (`launch`)."""
+"""Runs commands as a user does: in this process (`Here`), or `generate.py` in new processes (`launch`)."""
 
 import json
 import os
 import sys
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -38,20 +38,35 @@ class Finished:
 
 
 class Here:
-    """Runs commands in this process, where torch is already imported."""
+    """Runs a command, `generate.py` by default, in this process, where torch is already imported."""
 
-    def __init__(self, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]) -> None:
-        self.monkeypatch, self.capfd = monkeypatch, capfd
+    def __init__(
+        self,
+        monkeypatch: pytest.MonkeyPatch,
+        capfd: pytest.CaptureFixture[str],
+        main: Callable[[], None] = generate.main,
+        flags: Sequence[str] = CPU,
+    ) -> None:
+        """flags: come before those of each call."""
+        self.monkeypatch, self.capfd, self.main, self.flags = monkeypatch, capfd, main, flags
         for name in ("RANK", "WORLD_SIZE"):
             monkeypatch.delenv(name, raising=False)
 
     def __call__(self, *args: object) -> Finished:
-        self.monkeypatch.setattr(sys, "argv", ["generate.py", *CPU, *map(str, args)])
+        self.monkeypatch.setattr(sys, "argv", ["command", *self.flags, *map(str, args)])
         self.capfd.readouterr()
         with pytest.raises(SystemExit) as left:
-            cli.run(generate.main)
+            cli.run(self.main)
         out, err = self.capfd.readouterr()
         return Finished(left.value.code or 0, out, err)  # type: ignore[arg-type]
+
+    def refuses(self, *args: object) -> str:
+        """The one-line message of a command that ends with a user error."""
+        done = self(*args)
+        assert done.code == 2 and not done.out, done
+        (line,) = done.err.splitlines()
+        assert line.startswith("error: ")
+        return line
 
 
 def command(args: Sequence[object], ranks: int = 0) -> list[str]:

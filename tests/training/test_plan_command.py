@@ -7,14 +7,13 @@ from typing import Any
 
 import pytest
 
-import cli
 from cluster import load_cluster
 from errors import UserError
 from presets import preset
 from processes import on_ranks
 from tests import ROOT
 from tests.support import quick_start
-from tests.support.command_line import Finished, environment
+from tests.support.command_line import Finished, Here, environment
 from training import plan
 from training.planner.collectives import synthesize, write_profile
 from training.planner.cost import forward_flops
@@ -36,37 +35,13 @@ TINY = (
 )
 
 
-class Command:
-    """Runs the planner in this process."""
-
-    def __init__(self, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]) -> None:
-        self.monkeypatch, self.capfd = monkeypatch, capfd
-        monkeypatch.delenv("RANK", raising=False)
-        monkeypatch.chdir(ROOT)
-
-    def __call__(self, *args: object) -> Finished:
-        self.monkeypatch.setattr(sys, "argv", ["plan", *map(str, args)])
-        self.capfd.readouterr()
-        with pytest.raises(SystemExit) as left:
-            cli.run(plan.main)
-        out, err = self.capfd.readouterr()
-        return Finished(left.value.code or 0, out, err)  # type: ignore[arg-type]
-
-    def refuses(self, *args: object) -> str:
-        """The one-line message of a command that ends with a user error."""
-        done = self(*args)
-        assert done.code == 2 and not done.out, done
-        (line,) = done.err.splitlines()
-        assert line.startswith("error: ")
-        return line
-
-
 @pytest.fixture
-def command(monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]) -> Command:
-    return Command(monkeypatch, capfd)
+def command(monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]) -> Here:
+    monkeypatch.chdir(ROOT)
+    return Here(monkeypatch, capfd, plan.main, ())
 
 
-def test_the_choice_and_the_alternatives_as_text(command: Command) -> None:
+def test_the_choice_and_the_alternatives_as_text(command: Here) -> None:
     done = command(*PAPER, "--no-overlap", "updates")
     assert done.code == 0 and not done.err
     assert "plan     P 1x1, G 1x1, OS 8x1" in done.out
@@ -75,7 +50,7 @@ def test_the_choice_and_the_alternatives_as_text(command: Command) -> None:
     assert "MFU" in done.out and "does not fit" in done.out
 
 
-def test_the_same_as_json(command: Command) -> None:
+def test_the_same_as_json(command: Here) -> None:
     record = command(*PAPER, "--json").record
     chosen = record["chosen"]
     assert (chosen["parameters"], chosen["gradients"], chosen["optimizer"]) == ("1x1", "1x1", "8x1")
@@ -89,7 +64,7 @@ def test_the_same_as_json(command: Command) -> None:
     assert record["cluster"]["sources"]["node_gb_per_second"]
 
 
-def test_flags_reach_the_model(command: Command) -> None:
+def test_flags_reach_the_model(command: Here) -> None:
     """Each flag alone changes the figure that it concerns, in the right direction."""
 
     def chosen(*more: object) -> dict[str, Any]:
@@ -113,7 +88,7 @@ def test_flags_reach_the_model(command: Command) -> None:
     assert plain["exposed_seconds"]["total"] < plain["communication_seconds"]["total"]
 
 
-def test_a_checkpoint_directory_and_a_profile(command: Command, tmp_path: Path) -> None:
+def test_a_checkpoint_directory_and_a_profile(command: Here, tmp_path: Path) -> None:
     profile = tmp_path / "profile.json"
     write_profile(profile, synthesize(load_cluster("a800"), 2), {})
     refused = command.refuses(*TINY, "--profile", profile)
@@ -124,7 +99,7 @@ def test_a_checkpoint_directory_and_a_profile(command: Command, tmp_path: Path) 
     assert "profile-collectives" in command.refuses(*fitting[:3], "64", *fitting[4:], "--profile", profile)
 
 
-def test_nodes_are_put_in_order(command: Command, tmp_path: Path) -> None:
+def test_nodes_are_put_in_order(command: Here, tmp_path: Path) -> None:
     leaves = tmp_path / "leaves.txt"
     leaves.write_text("".join(f"node{i} leaf{i % 2}\n" for i in range(8)))
     args = ("--model", "llama-7b", "--gpus", "64", "--cluster", "a800", "--sharding", "1,1,8x4", "--leaves", leaves)
@@ -137,7 +112,7 @@ def test_nodes_are_put_in_order(command: Command, tmp_path: Path) -> None:
     assert "the plan needs 8" in command.refuses(*args)
 
 
-def test_the_plot(command: Command, tmp_path: Path) -> None:
+def test_the_plot(command: Here, tmp_path: Path) -> None:
     path = tmp_path / "mfu.png"
     done = command("--model", "llama-7b", "--gpus", "64", "--cluster", "a800", "--plot", path)
     assert done.code == 0 and path.read_bytes()[:4] == b"\x89PNG" and path.stat().st_size > 10_000
@@ -150,7 +125,7 @@ def _last(done: Finished) -> str:
     return done.err.splitlines()[-1]
 
 
-def test_scaling_covers_8_to_4096_gpus(command: Command) -> None:
+def test_scaling_covers_8_to_4096_gpus(command: Here) -> None:
     args = plan.parse_args([*PAPER, "--no-overlap", "updates"])
     lines = scaling(plan.workload_of(args), args, 80e9)
     assert [gpus for gpus, _ in lines["chosen"]] == [8 * 2**i for i in range(10)]
@@ -160,7 +135,7 @@ def test_scaling_covers_8_to_4096_gpus(command: Command) -> None:
     assert falls[7] < falls[0], "fewer micro-batches hide less"
 
 
-def test_a_measured_profile_is_plotted_as_far_as_it_reaches(command: Command, tmp_path: Path) -> None:
+def test_a_measured_profile_is_plotted_as_far_as_it_reaches(command: Here, tmp_path: Path) -> None:
     path = tmp_path / "profile.json"
     write_profile(path, synthesize(load_cluster("a800"), 4), {})
     args = plan.parse_args(["--model", "llama-7b", "--gpus", "32", "--cluster", "a800", "--profile", str(path)])
@@ -192,13 +167,13 @@ def test_a_measured_profile_is_plotted_as_far_as_it_reaches(command: Command, tm
         (("--model", "llama-7b"), ("--gpus", "--help")),
     ],
 )
-def test_bad_input_is_one_line_with_its_mend(command: Command, args: tuple[str, ...], mends: tuple[str, ...]) -> None:
+def test_bad_input_is_one_line_with_its_mend(command: Here, args: tuple[str, ...], mends: tuple[str, ...]) -> None:
     line = command.refuses(*args)
     for mend in mends:
         assert mend in line
 
 
-def test_help_teaches(command: Command) -> None:
+def test_help_teaches(command: Here) -> None:
     done = command("--help")
     assert done.code == 0
     for word in ("--sharding", "--leaves", "--profile", "a800", "python -m training.plan", "docs/planner.md"):
@@ -214,7 +189,7 @@ def profile(*args: object, ranks: int = 0) -> Finished:
     return Finished(done.returncode, done.stdout, done.stderr)
 
 
-def test_a_measured_profile_plans_for_the_ranks_it_was_made_on(command: Command, tmp_path: Path) -> None:
+def test_a_measured_profile_plans_for_the_ranks_it_was_made_on(command: Here, tmp_path: Path) -> None:
     path = tmp_path / "profile.json"
     sizes = ("--smallest", "4k", "--largest", "64k", "--repeats", "2")
     done = profile("--device", "cpu", "--gpus-per-node", 1, *sizes, "--out", path, ranks=2)
@@ -235,7 +210,7 @@ def test_profiling_needs_ranks_and_a_place_to_write(tmp_path: Path) -> None:
     assert nowhere.code == 2 and "there is no folder" in nowhere.err
 
 
-def test_a_choice_that_is_not_the_shortest_says_why(command: Command) -> None:
+def test_a_choice_that_is_not_the_shortest_says_why(command: Here) -> None:
     """The message says how much longer the step is and which tolerance allows it. --tolerance 0 chooses the shortest step."""
     asked = (
         "--model",
