@@ -58,8 +58,8 @@ def quantized(
 def auto(
     device: torch.device, error_budget: float = 0.0, group: dist.ProcessGroup | None = None, rebuild: bool = False
 ) -> Communicator:
-    """Between hosts NCCL's all-reduces or hierarchical ones, whichever were faster for the size; else the fastest algorithm by message size. Between GPUs with peer access, all-reduces of many
-    rows are fused with GEMMs where that is faster.
+    """Between hosts NCCL's all-reduces or hierarchical ones, whichever were faster for the size; else the fastest algorithm by
+    message size. Between GPUs with peer access, all-reduces of many rows are fused with GEMMs where that is faster.
 
     error_budget: the relative error (see `relative_error`) up to which all-reduces may be quantized. rebuild: measure even
     if there is a table."""
