@@ -143,10 +143,12 @@ class RequestSpans:
     ) -> None:
         """A sequence has ended. `queue_seconds`: from its arrival in the engine to its first step; None if it had none.
         `first`: when its first token came, None if none did."""
-        begun = end if queue_seconds is None else min(started + queue_seconds, end)
+        # `queue_seconds` is measured in another process, so a sum with it may lie behind times that are measured here.
+        answered = end if first is None else first
+        begun = end if queue_seconds is None else min(started + queue_seconds, answered)
         self._add("queue", started, begun, attributes)
         if queue_seconds is not None:
-            self._add("prefill", begun, first or end, attributes)
+            self._add("prefill", begun, answered, attributes)
         if first is not None:
             self._add("decode", first, end, attributes)
 

@@ -10,9 +10,10 @@ from typing import Any
 import httpx
 import pytest
 from opentelemetry.proto.collector.trace.v1.trace_service_pb2 import ExportTraceServiceRequest
+from starlette.datastructures import Headers
 
 from errors import UserError
-from server.tracing import Tracing
+from server.tracing import RequestSpans, Tracing
 from tests.support.server_thread import CHAT, Site, wait_for
 
 PARENT = "00-0af7651916cd43dd8448eb211c80319c-b7ad6b7169203331-01"  # the example of W3C Trace Context, section 3.2
@@ -126,6 +127,17 @@ def test_clients_and_collectors_that_leave(site: Site, collector: Collector) -> 
     collector.stuck.clear()  # answers come without it
     for _ in range(3):
         assert site.complete()["choices"][0]["text"]
+
+
+def test_a_queue_that_is_longer_than_the_answer_took(collector: Collector) -> None:
+    """The engine's times and the frontend's come from two processes. A span never ends before it starts."""
+    tracing = Tracing(f"http://127.0.0.1:{collector.server_port}/v1/traces", "m")
+    spans = RequestSpans(tracing, Headers())
+    for first in (5.5, None):
+        spans.on_sequence(started=5.0, queue_seconds=2.0, first=first, end=6.0, attributes={})
+    tracing.provider.shutdown()
+    assert sorted(span.name for span in collector.spans) == sorted([*STAGES, *STAGES[:2]])
+    assert all(span.start_time_unix_nano <= span.end_time_unix_nano for span in collector.spans)
 
 
 def test_what_is_needed(monkeypatch: pytest.MonkeyPatch) -> None:
