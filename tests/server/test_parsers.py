@@ -183,6 +183,8 @@ def test_nearly_right_answers_lose_nothing_and_do_not_depend_on_how_they_are_cut
             found = joined(AnswerParser(REASONING["think"], inside, tools, frozenset()), pieces)
             results.append(found)
         assert all(one == results[0] for one in results), text
+        if "```weather" in text:
+            continue  # a word behind a fence is its language if the fence opens calls, and text if it closes them
         if '"arguments": {}, "name"' in text or any(isinstance(one, Call) for one in results[0][-1:]):
             continue  # arguments in front of the name; a call that is cut off in front of its arguments
         # A space between two parts, so that their ends together are no marker.
