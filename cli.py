@@ -51,7 +51,7 @@ def run(main: Callable[[], None]) -> NoReturn:
     except BrokenPipeError:  # the reader of our output has ended, as in `… | head`
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
     except RuntimeError as e:
-        if not (_in_process_group() and lost_connection(str(e))):
+        if not ((is_rank() or _in_process_group()) and lost_connection(str(e))):
             raise
         if "hosts" in sys.modules:
             sys.modules["hosts"].await_cause(e)
@@ -67,8 +67,15 @@ def _in_process_group() -> bool:
 
 
 def lost_connection(message: str) -> bool:
-    """Whether the message of a collective's error says that another rank has ended."""
-    signs = ("Connection closed", "Connection reset", "Connection was likely closed", "Broken pipe", "ncclRemoteError")
+    """Whether the message of an error says that another rank has ended: in a collective, or while the ranks join their group."""
+    signs = (
+        "Connection closed",
+        "Connection reset",
+        "Connection was likely closed",
+        "Broken pipe",
+        "ncclRemoteError",
+        "connectFullMesh failed",  # gloo: the other rank had sent its address, and no longer listens there
+    )
     return any(sign in message for sign in signs)
 
 

@@ -469,8 +469,9 @@ def test_when_a_rank_is_killed_the_launcher_ends(tmp_path: Path) -> None:
 # --- ends without an error -----------------------------------------------------------------------------------------------
 
 
+@pytest.mark.parametrize("ranks", ["joined", "joining"])
 @pytest.mark.parametrize("message", ["Connection closed by peer [127.0.0.1]:1234", "index out of range"])
-def test_only_a_lost_connection_of_ranks_is_no_bug(message: str, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_only_a_lost_connection_of_ranks_is_no_bug(message: str, ranks: str, monkeypatch: pytest.MonkeyPatch) -> None:
     def fail() -> None:
         raise RuntimeError(message)
 
@@ -478,7 +479,10 @@ def test_only_a_lost_connection_of_ranks_is_no_bug(message: str, monkeypatch: py
         cli.run(fail)
     left = []
     monkeypatch.setattr(cli, "leave", left.append)
-    monkeypatch.setattr("torch.distributed.is_initialized", lambda: True)
+    if ranks == "joined":
+        monkeypatch.setattr("torch.distributed.is_initialized", lambda: True)
+    else:
+        monkeypatch.setattr(cli, "is_rank", lambda: True)
     with contextlib.nullcontext() if "Connection" in message else pytest.raises(RuntimeError, match="index"):
         cli.run(fail)
     assert left == ([cli.LOST_RANK] if "Connection" in message else [])
