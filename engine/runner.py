@@ -91,7 +91,7 @@ class InFlightStep:
     scored: list[int] = field(default_factory=list)  # the draws whose requests ask for log-probabilities
     scores: Scores | None = None  # of these, valid after `ready`
     pooled: Pooled | None = None  # valid after `ready`
-    # when the device could begin the step, and when it had the tokens; None on a CPU
+    # when the device could begin the step, with its inputs laid out, and when it had the tokens; None on a CPU
     begin: "torch.cuda.Event | None" = None
     ready: "torch.cuda.Event | None" = None
 
@@ -274,17 +274,20 @@ class Runner:
     def launch(self, chunks: List[Chunk], after: InFlightStep | None = None) -> InFlightStep:
         """Start a step, and draw its tokens unless a grammar must first see the token before. after: the step before, if it is
         still in flight; the tokens that the host does not know yet are drawn by it."""
-        chunks, begin = list(chunks), self._event()
+        chunks = list(chunks)
         sampling, tokens = [c for c in chunks if c.samples], sum([c.count for c in chunks])
         draws = len(sampling) + (sum([len(c.draft) for c in chunks]) if self.capacity.drafted else 0)
         pooling = {c.sequence.params.pooling for c in chunks} - {None}
         scored = "mean" in pooling or any(map(scores_prompt, chunks))
+        compute: Callable[[], Output]
         if self.graphs is None:
-            output = self._span_step(*self._write_spans(chunks, tokens, max(1, draws), after), scored)
+            compute = partial(self._span_step, *self._write_spans(chunks, tokens, max(1, draws), after), scored)
         elif len(sampling) == len(chunks) and draws == tokens and not scored:
-            output = self._launch_decode(self.graphs, chunks, draws, after)
+            compute = self._lay_out_decode(self.graphs, chunks, draws, after)
         else:
-            output = self._launch_spans(self.graphs, chunks, tokens, scored, after)
+            compute = self._lay_out_spans(self.graphs, chunks, tokens, scored, after)
+        begin = self._event()  # not earlier: if the step before ends meanwhile, the device waits until here
+        output = compute()
         if output.hidden is not None:
             self._score_prompts(chunks, output.hidden)
         step = InFlightStep(chunks, sampling, output.last[:draws], draws > len(sampling), output.streams, begin=begin)
@@ -296,7 +299,10 @@ class Runner:
             self.draw(step)
         return step
 
-    def _launch_decode(self, graphs: Graphs, chunks: list[Chunk], draws: int, after: InFlightStep | None) -> Output:
+    def _lay_out_decode(
+        self, graphs: Graphs, chunks: list[Chunk], draws: int, after: InFlightStep | None
+    ) -> Callable[[], Output]:
+        """Write the inputs of a decode step. Returns what launches it."""
         rows = next(n for n in self._decode_sizes if n >= draws)
         self._capture_decode(graphs, rows)
         if draws > len(chunks) or not self.decode.continues(chunks):
@@ -305,12 +311,12 @@ class Runner:
                 self._write_drawn(self.decode.tokens, chunks, after)
         rows_of = chunks if draws == len(chunks) else [c for c in chunks for _ in range(c.count)]
         self.decode.tables.update([c.sequence.blocks for c in rows_of])
-        output: Output = graphs.replay(("decode", rows))
-        return output
+        return partial(graphs.replay, ("decode", rows))
 
-    def _launch_spans(
+    def _lay_out_spans(
         self, graphs: Graphs, chunks: list[Chunk], tokens: int, scored: bool, after: InFlightStep | None
-    ) -> Output:
+    ) -> Callable[[], Output]:
+        """Write the inputs of a step with prompt chunks. Returns what launches it."""
         self.decode.forget()
         graph_rows = next((n for n in self._prefill_sizes if n >= tokens), None)
         rows = graph_rows or -(-tokens // ROUND) * ROUND
@@ -320,9 +326,8 @@ class Runner:
             self._capture_prefill(graphs, rows)
         arguments = self._write_spans(chunks, rows, min(rows, self.capacity.draws), after)
         if graph_rows is None or scored:  # a graph keeps only the rows that draw
-            return self._span_step(*arguments, scored)
-        output: Output = graphs.replay(("prefill", rows))
-        return output
+            return partial(self._span_step, *arguments, scored)
+        return partial(graphs.replay, ("prefill", rows))
 
     def _write_spans(self, chunks: list[Chunk], rows: int, draws: int, after: InFlightStep | None) -> tuple[int, int, int, int]:
         """Write the inputs of a step of `rows` rows, padding included. Returns the arguments of `_span_step`."""

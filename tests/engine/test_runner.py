@@ -15,6 +15,7 @@ import torch
 
 import engine.core
 import engine.paged_cache
+import engine.runner
 from engine.core import Engine, EngineLimits
 from engine.drafts import Costs
 from engine.graphs import Captured, Graphs
@@ -213,6 +214,38 @@ def test_no_step_waits_for_the_tokens_of_the_step_before(seed: int) -> None:
         tokens, params = answers[submit.request_id].tokens, submit.params
         assert tokens or i in (3, 7)
         assert not params.allowed_token_ids or set(tokens) <= set(params.allowed_token_ids)
+
+
+@pytest.mark.parametrize("largest", [16, LARGEST_GRAPH])
+def test_a_step_begins_when_its_inputs_are_laid_out(largest: int, seed: int) -> None:
+    """With and without a graph: between the event and the step's own work, the host does nothing."""
+    log: list[str] = []
+
+    class Logged(Happened):
+        def record(self) -> None:
+            log.append("event")
+
+    with patch.object(torch.cuda, "Event", Logged), patch.object(engine.runner, "LARGEST_GRAPH", largest):
+        made = engine_of(random_model(config_of("standard")), max_batch_tokens=90)
+        runner = made.runner
+        runner.capture()
+        graphs = runner.graphs
+        assert graphs is not None
+        owners = (runner.decode, "write"), (runner.spans, "write"), (runner, "_write_drawn"), (graphs, "replay")
+        for owner, name in (*owners, (runner, "_span_step"), (runner, "launch")):
+            patched = getattr(owner, name)
+
+            def called(*args: Any, name: str = name, patched: Any = patched, **more: Any) -> Any:
+                log.append(name)
+                return patched(*args, **more)
+
+            setattr(owner, name, called)
+        serve(made, random_submits(6, temperature=0.0, max_tokens=9), 2)
+    steps = [step.split() for step in " ".join(log).split("launch")[1:]]
+    for step in steps:
+        begin = step.index("event")
+        assert step[begin + 1] in ("replay", "_span_step") and not {"write", "_write_drawn"} & set(step[begin:]), step
+    assert any("_span_step" in step and "replay" not in step for step in steps) == (largest < 90)
 
 
 def test_plain_requests_get_the_same_ahead_with_others_beside(seed: int) -> None:
