@@ -53,8 +53,9 @@ def decode_buckets(sequences: int) -> list[int]:
 
 def prefill_buckets(tokens: int) -> list[int]:
     """Numbers of tokens that have a graph. Large ones are close together, because padding rows take computing time. A
-    step with a prompt of a round length also has one row for each decoding sequence, so there is a size just above it."""
-    sizes = [16, 64, 128, 192, 256, 320, 384, 512, 576, 768, 1024, 1088, 1280, 1536, 1792, LARGEST_GRAPH]
+    step with a prompt of a round length also has one row for each decoding sequence, so there are sizes just above it."""
+    sizes = [16, 64, 128, 192, 256, 320, 384, 512, 576, 768]
+    sizes += [1024, 1088, 1152, 1216, 1280, 1536, 1792, LARGEST_GRAPH]
     largest = min(tokens, LARGEST_GRAPH)
     return [*(n for n in sizes if n < largest), largest]
 

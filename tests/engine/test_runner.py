@@ -240,7 +240,8 @@ def test_a_step_begins_when_its_inputs_are_laid_out(largest: int, seed: int) -> 
                 return patched(*args, **more)
 
             setattr(owner, name, called)
-        serve(made, random_submits(6, temperature=0.0, max_tokens=9), 2)
+        long = Submit("long", [random.randrange(101) for _ in range(40)], SamplingParams(max_tokens=5))
+        serve(made, [long, *random_submits(6)], 2)
     steps = [step.split() for step in " ".join(log).split("launch")[1:]]
     for step in steps:
         begin = step.index("event")
@@ -355,6 +356,12 @@ def test_buckets_hold_every_step(most: int) -> None:
         assert buckets == sorted(set(buckets)), buckets
         assert buckets[0] >= 1
         assert buckets[-1] == largest
+
+
+@pytest.mark.parametrize("streams", [1, 64, 65, 96, 128, 192, 200, 256])
+def test_a_prompt_of_1024_beside_streams_is_padded_little(streams: int) -> None:
+    tokens = 1024 + streams
+    assert 0 <= next(n for n in prefill_buckets(2048) if n >= tokens) - tokens < 64
 
 
 def rank_serves(world: World, directory: Path, submits: list[Submit], seed: int) -> dict[str, Answer]:
