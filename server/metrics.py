@@ -147,6 +147,9 @@ class Metrics:
         self.draft_tokens = self._by_source("spec_decode_num_draft_tokens", "Their tokens")
         self.accepted_tokens = self._by_source("spec_decode_num_accepted_tokens", "Their tokens that were right")
         self.steps = self._counter("engine_steps", "Steps of the engine")
+        self.all_step_seconds = self._counter("engine_step_seconds", "Seconds of the engine's steps")
+        help_text = "Seconds of the engine's steps in which the GPU waits for the host; without a value on CPUs"
+        self.idle_seconds = Counter("rung:gpu_idle_seconds", help_text, ["model_name"], registry=self.registry)
         self.prefix_queries = self._counter("prefix_cache_queries", "Prompt tokens that were looked up in the prefix cache")
         self.prefix_hits = self._counter("prefix_cache_hits", "Prompt tokens that were found in the prefix cache")
         self.preemptions = self._counter("num_preemptions", "Preempted sequences, whose KV cache is computed again")
@@ -230,7 +233,11 @@ class Metrics:
         self.prefix_queries.inc(max(0, stats.prefix_queries - last.prefix_queries))
         self.prefix_hits.inc(max(0, stats.prefix_hits - last.prefix_hits))
         self.preemptions.inc(max(0, stats.preemptions - last.preemptions))
-        self.steps.inc(max(0, stats.steps - last.steps))
+        steps = max(0, stats.steps - last.steps)
+        self.steps.inc(steps)
+        self.all_step_seconds.inc(steps * stats.step_seconds)
+        if stats.idle_share is not None:
+            self.idle_seconds.labels(self._model_name).inc(stats.idle_share * steps * stats.step_seconds)
         for tokens in stats.batch_tokens:
             self.step_tokens.observe(tokens)
         self._on_drafted(stats.drafted, last.drafted)

@@ -36,8 +36,9 @@ QUANTITIES = (
     Quantity("{size} requests at once, tokens/s", more_is_better=True),
     Quantity(f"time to first token at {{size}} requests/s, ms ({PERCENTILE})"),
     Quantity(f"time between tokens at {{size}} requests/s, ms ({PERCENTILE})"),
+    Quantity("GPU's wait for the host at {size} requests/s, % of a step"),  # vLLM does not report it
 )
-DECODE, PREFILL, OFFLINE, TTFT, ITL = range(len(QUANTITIES))
+DECODE, PREFILL, OFFLINE, TTFT, ITL, IDLE = range(len(QUANTITIES))
 
 Figures = dict[Case, dict[str, float]]  # by variant or VLLM
 
@@ -49,7 +50,9 @@ def compare(folder: Path) -> str | None:
     for case, whose, value, machine in (*_sweeps(folder), *_loads(folder)):
         figures.setdefault(case, {})[whose] = value
         machines[machine] = None
-    figures = {case: by for case, by in sorted(figures.items()) if VLLM in by and len(by) > 1}
+    both = {case for case, by in figures.items() if VLLM in by and len(by) > 1}
+    both |= {case._replace(quantity=IDLE) for case in both if case.quantity == TTFT}
+    figures = {case: by for case, by in sorted(figures.items()) if case in both}
     if not figures:
         return None
     variants = sorted({name for by in figures.values() for name in by} - {VLLM}, key=ORDER.index)
@@ -57,9 +60,11 @@ def compare(folder: Path) -> str | None:
     lines = [head, ["---"] * len(head)]
     for case, by in figures.items():
         quantity = QUANTITIES[case.quantity]
-        cells = [case.model, str(case.ranks), case.tokens, quantity.name.format(size=f"{case.size:g}"), _number(by[VLLM])]
+        cells = [case.model, str(case.ranks), case.tokens, quantity.name.format(size=f"{case.size:g}")]
+        cells.append(_number(by[VLLM]) if VLLM in by else "")
         for variant in variants:
-            cells += [_number(by[variant]), f"{_ratio(quantity, by, variant):.2f}"] if variant in by else ["–", "–"]
+            ratio = f"{_ratio(quantity, by, variant):.2f}" if VLLM in by and variant in by else "–"
+            cells += [_number(by[variant]) if variant in by else "–", ratio]
         lines.append(cells)
     table = "\n".join(f"| {' | '.join(line)} |" for line in lines)
     return f"{table}\n\nMedians. Made on {'; '.join(machines)}.\n"
@@ -108,6 +113,8 @@ def _loads(folder: Path) -> Iterator[Found]:
             for quantity, name in (TTFT, "ttft_ms"), (ITL, "itl_ms"):
                 if spread := one["summary"][name]:
                     yield Case(model, s["ranks"], quantity, lengths, one["rate"]), whose, spread[PERCENTILE], machine
+            if (share := one.get("gpu_idle_share")) is not None:
+                yield Case(model, s["ranks"], IDLE, lengths, one["rate"]), whose, 100 * share, machine
 
 
 def lengths_of(settings: dict[str, Any]) -> str:

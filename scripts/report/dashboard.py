@@ -90,7 +90,11 @@ ROWS: dict[str, list[Panel]] = {
     "Steps and ranks": [
         Panel("Time of a step", "s", [gauge("step_time_seconds")]),
         Panel("All-reduces' share of a step", "percentunit", [gauge("all_reduce_time_share")]),
-        Panel("GPU's share of waiting for the host", "percentunit", [gauge("gpu_idle_share")]),
+        Panel(
+            "GPU's share of waiting for the host",
+            "percentunit",
+            [gauge("gpu_idle_share"), ratio("gpu_idle_seconds", "engine_step_seconds", "mean")],
+        ),
     ],
     "Outcomes and faults": [
         Panel("Sequences that ended, a second", "ops", [rate("request_success", "", "finished_reason")]),

@@ -54,7 +54,8 @@ def loaded(folder: Path, server: str, variant: str | None, ttft: float, itl: flo
     settings = {"model": "llama-3-8b", "ranks": 2, "server": server, "variant": variant, **more}
     settings |= {"prompt_length": [1024, 1024], "new_tokens": [256, 256]}
     spread = {name: {"p50": value, "p90": 9e9, "p99": 9e9} for name, value in (("ttft_ms", ttft), ("itl_ms", itl))}
-    result = {"settings": settings, "machine": MACHINE, "rates": [{"rate": 4.0, "summary": spread}]}
+    idle = 0.0123 if server == "Rung" else None
+    result = {"settings": settings, "machine": MACHINE, "rates": [{"rate": 4.0, "summary": spread, "gpu_idle_share": idle}]}
     result["offline"] = None if offline is None else {"requests": 32, "generated_tokens_per_second": offline}
     (folder / f"load-{server}-{variant}-{len(more)}.json").write_text(json.dumps(result))
 
@@ -90,6 +91,8 @@ def test_the_table_has_medians_and_ratios(tmp_path: Path, seed: int) -> None:
     assert float(found["32 requests at once, tokens/s"][6]) == pytest.approx(3000 / (32 * 256 / seconds), abs=0.006)
     assert found["time to first token at 4 requests/s, ms (p50)"][4:7] == ["40.00", "50.00", "0.80"]
     assert found["time between tokens at 4 requests/s, ms (p50)"][4:7] == ["5.00", "4.00", "1.25"]
+    assert found["GPU's wait for the host at 4 requests/s, % of a step"][4:7] == ["", "1.23", "–"]
+    assert not any("fp8" in cells[0] for cells in lines), "vLLM was not measured so"
     assert "decode, ms a step of 64" not in found, "vLLM was not measured there"
     assert "2 x a GPU, torch 2.11" in table
 

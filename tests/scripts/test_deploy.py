@@ -23,7 +23,7 @@ DEPLOY = ROOT / "deploy"
 def scraped() -> dict[str, set[str]]:
     """The labels of each sample of a /metrics page on which every metric has a value."""
     metrics = Metrics("tiny")
-    metrics.on_stats(Stats(drafted={"ngram": Drafted(1, 7, 3)}))
+    metrics.on_stats(Stats(idle_share=0.5, drafted={"ngram": Drafted(1, 7, 3)}))
     metrics.responses.labels("tiny", "/health", "200").inc()
     page = metrics.render().decode()
     return {sample.name: set(sample.labels) for family in text_string_to_metric_families(page) for sample in family.samples}

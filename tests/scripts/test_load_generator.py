@@ -4,17 +4,21 @@ import asyncio
 import json
 import random
 import sys
+import threading
 from collections.abc import AsyncIterator, Awaitable, Callable, Sequence
 from contextlib import suppress
+from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from typing import Any
 
 import numpy as np
 import pytest
 
+from engine.protocol import Stats
 from errors import UserError
-from scripts.bench.serving.load import parse_range, table
+from scripts.bench.serving.load import idle_share, parse_range, step_seconds, table
 from scripts.lib.load_generator import Answer, Request, keeps, offer, plan, summary
 from scripts.lib.sse_client import StreamClient, in_event_loop
+from server.metrics import Metrics
 from tests import MODELS
 from tests.support import quick_start
 from tests.support.command_line import environment
@@ -256,6 +260,66 @@ def test_figures_of_known_answers(seed: int) -> None:
     gaps = sorted(gap * 1e3 for a in answers for gap in a.gaps)
     assert found["itl_ms"]["p50"] == pytest.approx((gaps[201] + gaps[202]) / 2, abs=1e-3)
     assert summary([], 1, 1)["ttft_ms"] is None
+
+
+def serve_page(page: bytes | None) -> tuple[ThreadingHTTPServer, str]:
+    """A server whose /metrics is `page`; None: it has none."""
+
+    class Handler(BaseHTTPRequestHandler):
+        def do_GET(self) -> None:
+            self.send_response(200 if page is not None and self.path == "/metrics" else 404)
+            self.end_headers()
+            self.wfile.write(page or b"")
+
+        def log_message(self, *_: object) -> None: ...
+
+    server = ThreadingHTTPServer(("127.0.0.1", 0), Handler)
+    threading.Thread(target=server.serve_forever, daemon=True).start()
+    return server, f"http://127.0.0.1:{server.server_address[1]}"
+
+
+def read_page(page: bytes | None) -> tuple[float, float] | None:
+    server, url = serve_page(page)
+    try:
+        return step_seconds(url)
+    finally:
+        server.shutdown()
+        server.server_close()
+
+
+def test_the_idle_share_between_two_looks_at_the_metrics(seed: int) -> None:
+    """The engine's reports have shares of different numbers of steps; ranks that start again count from 0."""
+    metrics, total, idle, steps = Metrics("a"), 0.0, 0.0, 0
+    before = None
+    for i in range(9):
+        count, mean, share = random.randint(0, 50), random.uniform(0.001, 0.1), random.random()
+        if i == 5:
+            metrics.on_recovery(1.0)
+            steps = 0
+        if i == 3:
+            before, total, idle = read_page(metrics.render()), 0.0, 0.0
+        steps += count
+        total, idle = total + count * mean, idle + count * mean * share
+        metrics.on_stats(Stats(steps=steps, step_seconds=mean, idle_share=share))
+    assert idle_share(before, read_page(metrics.render())) == pytest.approx(idle / total, abs=1e-4)
+    assert idle_share(before, before) is None
+
+
+def test_servers_that_say_nothing_of_a_gpu() -> None:
+    on_cpu, other = Metrics("a"), b"vllm:num_requests_running 1.0\n"
+    on_cpu.on_stats(Stats(steps=3, step_seconds=0.1))
+    assert [read_page(page) for page in (on_cpu.render(), other, None)] == [None, None, None]
+    assert step_seconds("http://127.0.0.1:9") is None and idle_share(None, None) is None
+
+
+def test_the_table_has_a_column_of_idle_shares_where_one_is_known() -> None:
+    def head_and_lines(*shares: float | None) -> list[list[str]]:
+        rates = [{"rate": 1.0, "summary": summary([], 1, 1), "gpu_idle_share": share} for share in shares]
+        lines = table({"settings": {"ttft_limit": 1, "itl_limit": 1}, "rates": rates}).splitlines()
+        return [[cell.strip() for cell in line.strip("|").split("|")] for line in lines]
+
+    assert [line[-1] for line in head_and_lines(0.0312, None)] == ["GPU idle", "---", "3.1%", ""]
+    assert "GPU idle" not in head_and_lines(None)[0]
 
 
 def test_goodput_needs_both_limits_and_the_mean_gap() -> None:

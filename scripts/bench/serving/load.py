@@ -6,23 +6,28 @@
 
 Arrivals are a Poisson process drawn in advance from --seed, so a slow server does not delay the next request. All times count
 from the moment at which a request should have been sent. For every rate it prints percentiles of the time to the first token
-(TTFT), between tokens (ITL) and to the end, and the goodput: requests a second that met both limits. Without --url it starts
-its own server for --model, a checkpoint or a preset with random weights. --seconds and --drain bound the time per rate. With
---offline it also runs `engine.bench` on the same lengths, all requests at once and without HTTP. That throughput is an upper
-bound for every rate. Prompts are random token ids, and answers continue past EOS.
+(TTFT), between tokens (ITL) and to the end, the goodput (requests a second that met both limits), and of Rung on a GPU the
+share of the steps' time in which the GPU waited for the host. Without --url it starts its own server for --model, a
+checkpoint or a preset with random weights. --seconds and --drain bound the time per rate. With --offline it also runs
+`engine.bench` on the same lengths, all requests at once and without HTTP. That throughput is an upper bound for every rate.
+Prompts are random token ids, and answers continue past EOS.
 """
 
 import argparse
+import asyncio
 import gc
 import json
 import math
+import re
 import subprocess
 import tempfile
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from dataclasses import asdict, fields
 from pathlib import Path
 from typing import Any
+
+import httpx
 
 from cli import Parser, note, run
 from errors import UserError
@@ -38,6 +43,8 @@ from scripts.lib.sse_client import StreamClient, in_event_loop, parse_url
 from scripts.lib.vllm_model import QUANTIZES, write_model
 
 UNSHARED = ("tp", "max_model_len", "compile")  # model options that `engine.bench` does not take
+STEP_SECONDS = ("engine_step_seconds", "gpu_idle_seconds")  # metrics of the server
+STATS_SECONDS = 0.5  # until the server's metrics have the last steps: the engine sends them every 0.25 s
 HEALTHY_SECONDS = 120.0  # time limit for the server of --url to answer
 
 
@@ -53,13 +60,24 @@ def table(result: dict[str, Any]) -> str:
     """A Markdown table with one line per rate. Cells with three figures hold p50, p90 and p99."""
     limits = f"goodput, TTFT ≤ {result['settings']['ttft_limit']:g} ms, ITL ≤ {result['settings']['itl_limit']:g} ms"
     spreads = [f"{name}, ms: p50 / p90 / p99" for name in ("TTFT", "ITL", "end to end")]
-    head = ["offered, requests/s", "served, requests/s", "tokens/s", *spreads, limits, "failed"]
+    idle = any(one.get("gpu_idle_share") is not None for one in result["rates"])
+    head = [
+        "offered, requests/s",
+        "served, requests/s",
+        "tokens/s",
+        *spreads,
+        limits,
+        "failed",
+        *(("GPU idle",) if idle else ()),
+    ]
     lines: list[list[str]] = []
     for one in result["rates"]:
         s = one["summary"]
         spread = [" / ".join(f"{ms:.1f}" for ms in (s[name] or {}).values()) for name in ("ttft_ms", "itl_ms", "end_to_end_ms")]
         figures = [f"{one['rate']:g}", f"{s['requests_per_second']:.2f}", f"{s['tokens_per_second']:.1f}", *spread]
-        lines.append([*figures, f"{s['goodput']:.2f}", f"{sum(s['failed'].values())} of {s['requests']}"])
+        share = one.get("gpu_idle_share")
+        cell = ("" if share is None else f"{share:.1%}",) if idle else ()
+        lines.append([*figures, f"{s['goodput']:.2f}", f"{sum(s['failed'].values())} of {s['requests']}", *cell])
     return "\n".join(table_lines(head, lines))
 
 
@@ -133,6 +151,24 @@ def recorded(answer: Answer) -> dict[str, Any]:
     return {name: round(value, 6) if isinstance(value, float) else value for name, value in fields.items()}
 
 
+def step_seconds(url: str) -> tuple[float, float] | None:
+    """Seconds of the server's steps so far, and those of them in which its GPU waited for the host. None if it does not say."""
+    with suppress(httpx.HTTPError):
+        text = httpx.get(url.rstrip("/") + "/metrics", trust_env=False).text
+        found = [re.findall(rf"^rung:{name}_total\{{.*\}} (\S+)$", text, re.MULTILINE) for name in STEP_SECONDS]
+        if all(found):
+            return float(found[0][0]), float(found[1][0])
+    return None
+
+
+def idle_share(before: tuple[float, float] | None, after: tuple[float, float] | None) -> float | None:
+    """The share of the steps' time between two `step_seconds` in which the GPU waited. None if a server does not say, or had no
+    step."""
+    if before is None or after is None or after[0] <= before[0]:
+        return None
+    return round((after[1] - before[1]) / (after[0] - before[0]), 4)
+
+
 async def offer_all(args: argparse.Namespace, url: str, vocab_size: int) -> list[dict[str, Any]]:
     """Measure every rate in turn, after a few warm-up requests."""
     rates: list[dict[str, Any]] = []
@@ -144,9 +180,12 @@ async def offer_all(args: argparse.Namespace, url: str, vocab_size: int) -> list
         gc.freeze()  # the garbage collector then skips the imported modules, so that it adds no delay between tokens
         for rate in args.rates:
             requests = plan(rate, args.requests, *shape, args.seed, args.seconds)
+            before = step_seconds(url)
             answers = await offer(client, requests, f"{rate:g} requests/s", args.drain, more)
+            await asyncio.sleep(STATS_SECONDS)
+            share = idle_share(before, step_seconds(url))
             found = summary(answers, args.ttft_limit, args.itl_limit)
-            rates.append({"rate": rate, "summary": found, "answers": [recorded(a) for a in answers]})
+            rates.append({"rate": rate, "summary": found, "gpu_idle_share": share, "answers": [recorded(a) for a in answers]})
     return rates
 
 
