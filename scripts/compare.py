@@ -2,6 +2,7 @@
 
     python -m scripts.compare --models llama-3-8b --ranks 1 --vllm-python ~/vllm/bin/python
     python -m scripts.compare --models llama-3-8b --ranks 1 --vllm-python ~/vllm/bin/python --quantize fp8 --kv-dtype fp8
+    python -m scripts.compare --models llama-3-8b --ranks 1 --vllm-python ~/vllm/bin/python --prompt-length 7936 --batch-sizes 1 8 --rates
     python -m scripts.compare --models llama-3-70b:16 --ranks 2 --vllm-python ~/vllm/bin/python --minutes 9 --raw out/compare-2
 
 vLLM and Rung take turns, with the same lengths and random weights. Steps that are done are not repeated, so a stopped comparison
@@ -17,14 +18,15 @@ from cli import Parser, note, run
 from errors import UserError
 from options import KV_DTYPES
 from scripts.lib.results import ROOT, write_text
-from scripts.lib.steps import Step, add_step_options, run_steps, script, sweep
+from scripts.lib.steps import Step, add_step_options, run_steps, script, sweep, vllm_flags
 from scripts.lib.vllm_model import QUANTIZES
 from scripts.report.compare import compare
 from scripts.sweep.rows import VLLM, with_widths
 
 BATCHES = (1, 2, 4, 8, 16, 32, 64, 128, 256)
 RATES = (4, 16, 32)  # requests/s
-PROMPT, STEPS, ANSWER = 1024, 64, 256  # tokens: of prompts, of a sweep's answers, of answers under load and offline
+PROMPT = 1024  # tokens of a prompt
+STEPS, ANSWER = 64, 256  # tokens of answers: in a sweep, and under load and offline
 REQUESTS = 256  # offline
 
 
@@ -33,25 +35,26 @@ def steps(args: argparse.Namespace) -> Iterator[Step]:
     widths = f" --kv-dtype {args.kv_dtype}" + (f" --quantize {args.quantize}" if args.quantize else "")
     for model in args.models:
         name = with_widths(model, args.quantize, args.kv_dtype)
+        name += "" if args.prompt_length == PROMPT else f", {args.prompt_length} tokens"
         batches = " ".join(map(str, args.batch_sizes))
-        lengths = f"--prompt-lengths {PROMPT} --new-tokens {STEPS}{widths}"
+        lengths = f"--prompt-lengths {args.prompt_length} --new-tokens {STEPS}{widths}"
         for server in servers:
             flags = f"--models {model} --variants {server} --batch-sizes {batches} {lengths}"
-            yield sweep(f"{name} {server}", 180 if server == VLLM else 90, args, "sweep.jsonl", flags)
-        for server in servers:
+            if server == VLLM and args.rates:  # all requests at once; one start of vLLM takes a minute
+                flags += f" --also {REQUESTS} {args.prompt_length} {ANSWER}"
+                yield sweep(f"{name} {server} and offline", 240, args, "sweep.jsonl", flags)
+            else:
+                yield sweep(f"{name} {server}", 180 if server == VLLM else 90, args, "sweep.jsonl", flags)
+        for server in servers if args.rates else ():
             yield _load(model, name, server, args, widths)
-        if args.vllm_python:
-            flags = f"--models {model} --variants {VLLM} --batch-sizes {REQUESTS} --prompt-lengths {PROMPT}"
-            flags += f" --new-tokens {ANSWER}{widths}"
-            yield sweep(f"{name} {VLLM} offline", 120, args, "sweep-offline.jsonl", flags)
 
 
 def _load(model: str, name: str, server: str, args: argparse.Namespace, widths: str) -> Step:
     """A server under load; for Rung also the engine with all requests at once."""
     rates = " ".join(f"{rate:g}" for rate in args.rates)
     flags = f"--model {model} --ranks {args.ranks} --rates {rates} --seconds {args.seconds:g} --requests {REQUESTS}"
-    flags += f" --max-num-seqs {REQUESTS} --prompt-length {PROMPT} --new-tokens {ANSWER}{widths}"
-    more = ("--vllm-python", args.vllm_python) if server == VLLM else ("--variant", server, "--offline")
+    flags += f" --max-num-seqs {REQUESTS} --prompt-length {args.prompt_length} --new-tokens {ANSWER}{widths}"
+    more = vllm_flags(args) if server == VLLM else ("--variant", server, "--offline")
     out = args.raw / f"load-{re.sub('[:/, ]+', '-', name)}-{server}.json"
     seconds = 60 + len(args.rates) * (args.seconds + 15)
     return Step(f"load {name} {server}", round(seconds), script("bench.serving.load", flags, *more, "--out", out))
@@ -70,15 +73,23 @@ def parse_args() -> argparse.Namespace:
         "--batch-sizes", nargs="+", type=int, default=BATCHES, metavar="N", help=f"default: {' '.join(map(str, BATCHES))}"
     )
     parser.add_argument(
-        "--rates", nargs="+", type=float, default=RATES, metavar="R", help=f"requests/s (default: {' '.join(map(str, RATES))})"
+        "--rates",
+        nargs="*",
+        type=float,
+        default=RATES,
+        metavar="R",
+        help=f"requests/s; none: no servers and no offline throughput, only steps (default: {' '.join(map(str, RATES))})",
+    )
+    parser.add_argument(
+        "--prompt-length", type=int, default=PROMPT, metavar="N", help=f"tokens of a prompt (default: {PROMPT})"
     )
     parser.add_argument("--seconds", type=float, default=10, metavar="S", help="of arrivals at each rate (default: 10)")
     parser.add_argument("--quantize", choices=QUANTIZES, help="width of the weights of both")
     parser.add_argument("--kv-dtype", choices=KV_DTYPES, default="auto", help="KV cache of both (default: auto)")
     add_step_options(parser, ROOT / "out" / "compare")
     args = parser.parse_args()
-    if min(args.ranks, *args.batch_sizes) < 1 or min(args.minutes, args.seconds, *args.rates) <= 0:
-        raise UserError("--ranks, --batch-sizes, --rates, --seconds and --minutes must be above 0")
+    if min(args.ranks, args.prompt_length, *args.batch_sizes) < 1 or min(args.minutes, args.seconds, *args.rates) <= 0:
+        raise UserError("--ranks, --batch-sizes, --prompt-length, --rates, --seconds and --minutes must be above 0")
     args.variants = args.variants or (["standard"] if args.ranks == 1 else ["standard", "ladder"])
     return args
 

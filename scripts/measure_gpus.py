@@ -21,7 +21,7 @@ from errors import UserError
 from processes import on_ranks
 from quantized.scheme import SCHEMES
 from scripts.lib.results import ROOT
-from scripts.lib.steps import Step, add_step_options, run_steps, script, sweep
+from scripts.lib.steps import Step, add_step_options, run_steps, script, sweep, vllm_flags
 from scripts.sweep.rows import VLLM
 
 MODELS = ("llama-3-70b", "llama-3-70b:16", "llama-3-8b")
@@ -48,7 +48,7 @@ def serving(args: argparse.Namespace) -> Iterator[Step]:
     _, cut, _ = args.models
     load = f"--model {cut} --ranks {args.ranks} --rates 4 16 32 64 --seconds 4 --drain 3 --max-num-seqs 256"
     load += " --prompt-length 1024 --new-tokens 256"
-    kinds: dict[str, tuple[str, ...]] = {VLLM: ("--vllm-python", args.vllm_python)} if args.vllm_python else {}
+    kinds: dict[str, tuple[object, ...]] = {VLLM: vllm_flags(args)} if args.vllm_python else {}
     kinds |= {"standard": (), "ladder": ("--variant", "ladder")}
     for name, more in kinds.items():
         yield Step(

@@ -13,6 +13,7 @@ from pathlib import Path
 from cli import note
 from errors import UserError
 from scripts.lib.results import ROOT, check_folder
+from scripts.lib.vllm_model import add_vllm_memory
 
 GRACE_SECONDS = 20  # time that a stopped step gets to end its ranks
 PATIENCE = 2.5  # a step is stopped after this multiple of its expected time
@@ -40,8 +41,13 @@ def script(module: str, flags: str, *more: object) -> tuple[str, ...]:
 
 def sweep(name: str, seconds: int, args: argparse.Namespace, file: str, flags: str) -> Step:
     """A step that adds rows to the sweep in `file`."""
-    vllm = ("--vllm-python", args.vllm_python) if args.vllm_python else ()
-    return Step(name, seconds, script("sweep", f"--tp {args.ranks} {flags}", "--out", args.raw / file, *vllm))
+    return Step(name, seconds, script("sweep", f"--tp {args.ranks} {flags}", "--out", args.raw / file, *vllm_flags(args)))
+
+
+def vllm_flags(args: argparse.Namespace) -> tuple[object, ...]:
+    """The flags of a command that may start vLLM."""
+    python = ("--vllm-python", args.vllm_python) if args.vllm_python else ()
+    return *python, *(("--vllm-memory", args.vllm_memory) if python and args.vllm_memory else ())
 
 
 def add_step_options(parser: argparse.ArgumentParser, raw: Path) -> None:
@@ -51,6 +57,7 @@ def add_step_options(parser: argparse.ArgumentParser, raw: Path) -> None:
         "--raw", type=Path, default=raw, metavar="DIR", help=f"folder of the raw files (default: {raw.relative_to(ROOT)})"
     )
     parser.add_argument("--vllm-python", metavar="PYTHON", help="Python of an environment with vLLM")
+    add_vllm_memory(parser)
     parser.add_argument("--only", nargs="+", metavar="TEXT", help="run only steps whose names contain one of these texts")
     parser.add_argument("--minutes", type=float, default=float("inf"), help="time limit for all steps (default: none)")
     parser.add_argument("--list", action="store_true", help="print the steps and their expected seconds, and measure nothing")

@@ -1,5 +1,6 @@
 """What vLLM needs to run a preset with random weights, in the same number of bits as Rung."""
 
+import argparse
 import json
 from pathlib import Path
 
@@ -7,8 +8,29 @@ from hf_config import config_to_hf
 from presets import model_config
 from quantized.compressed import scheme_to_hf
 from quantized.scheme import SCHEMES
+from scripts.sweep.vllm_worker import MEMORY
 
 QUANTIZES = ("fp8", "int4")  # values of --quantize in which vLLM can hold random weights
+
+
+def memory_share(text: str) -> float:
+    """The type of `--vllm-memory`."""
+    try:
+        share = float(text)
+    except ValueError:
+        share = 0.0
+    if not 0 < share <= 1:
+        raise argparse.ArgumentTypeError(f"{text!r} is no share of a GPU's memory; give a number above 0, at most 1")
+    return share
+
+
+def add_vllm_memory(parser: argparse._ActionsContainer) -> None:
+    parser.add_argument(
+        "--vllm-memory",
+        type=memory_share,
+        metavar="SHARE",
+        help=f"share of a GPU's memory that vLLM may use (default: {MEMORY} in a sweep, vLLM's own of a server)",
+    )
 
 
 def write_model(folder: Path, model: str, ranks: int, quantize: str | None) -> str | None:

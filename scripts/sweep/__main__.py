@@ -33,10 +33,12 @@ from options import KV_DTYPES, OVERLAPS
 from presets import PRESETS
 from quantized.scheme import QUANTIZATIONS
 from scripts.lib.results import ROOT
+from scripts.lib.vllm_model import add_vllm_memory
 from scripts.sweep.grids import GRIDS, settings_of
 from scripts.sweep.launches import RowsFile, by_launch, run_all
 from scripts.sweep.rows import read_rows
 from scripts.sweep.tables import latency_table, table
+from scripts.sweep.vllm_worker import MEMORY
 
 
 def parse_args() -> argparse.Namespace:
@@ -58,6 +60,13 @@ def parse_args() -> argparse.Namespace:
     axes.add_argument("--interconnects", nargs="+", metavar="NAME", help="see above (default: default)")
     axes.add_argument("--prompt-lengths", nargs="+", type=int, metavar="N", help="prompt tokens (default: 1024)")
     axes.add_argument("--new-tokens", nargs="+", type=int, metavar="N", help="generated tokens (default: 512)")
+    axes.add_argument(
+        "--also",
+        nargs=3,
+        type=int,
+        metavar=("BATCH", "PROMPT", "NEW"),
+        help="one more batch size with its own lengths, measured in the same launch",
+    )
     parser.add_argument("--device", choices=("cpu", "cuda"), help="default: CUDA if there is any")
     parser.add_argument("--dtype", choices=DTYPES, help="default: bfloat16 on CUDA, float32 on CPU")
     parser.add_argument("--compile", action=argparse.BooleanOptionalAction, default=False, help="compile the modules")
@@ -94,6 +103,7 @@ def parse_args() -> argparse.Namespace:
         metavar="PYTHON",
         help="Python of an environment with vLLM (default: this one)",
     )
+    add_vllm_memory(parser)
     parser.add_argument("--timeout", type=float, default=600, help="seconds for one run, including loading (default: 600)")
     return parser.parse_args()
 
@@ -107,7 +117,7 @@ def main() -> None:
         note(f"{len(settings) - len(todo)} of {len(settings)} configurations are in {args.out} already")
     with tqdm(total=len(todo), unit="configuration") as bar:
         try:
-            for start, found in by_launch(todo, args.vllm_python):
+            for start, found in by_launch(todo, args.vllm_python, args.vllm_memory or MEMORY):
                 run_all(file, start, found, args.timeout, bar)
         except KeyboardInterrupt:
             bar.close()

@@ -3,7 +3,7 @@
 import argparse
 import subprocess
 from dataclasses import replace
-from itertools import product
+from itertools import chain, product
 from typing import Any
 
 import torch
@@ -69,8 +69,12 @@ def settings_of(args: argparse.Namespace) -> list[Setting]:
     grid = DEFAULTS | (ON_CPU if device == "cpu" else {}) | GRIDS.get(args.grid, {})
     axes = {name: getattr(args, name) or grid[name] for name in DEFAULTS}
     dtype = args.dtype or ("bfloat16" if device == "cuda" else "float32")
-    if min(*axes["tp"], *axes["batch_sizes"], *axes["prompt_lengths"], *axes["new_tokens"], args.runs) < 1:
-        raise UserError("--tp, --batch-sizes, --prompt-lengths, --new-tokens and --runs must be at least 1")
+    shapes = [*product(axes["prompt_lengths"], axes["new_tokens"], axes["batch_sizes"])]
+    if args.also:
+        batch, *lengths = args.also
+        shapes.append((*lengths, batch))
+    if min(*axes["tp"], *chain(*shapes), args.runs) < 1:
+        raise UserError("--tp, --batch-sizes, --prompt-lengths, --new-tokens, --also and --runs must be at least 1")
     for comm, link in product(axes["comms"], axes["interconnects"]):
         choose(device, comm, interconnect(link).link)
     for model, variant, tp in product(axes["models"], axes["variants"], axes["tp"]):
@@ -85,14 +89,14 @@ def settings_of(args: argparse.Namespace) -> list[Setting]:
         raise UserError(
             f"vLLM is not measured with {args.quantize}, only with {' and '.join(QUANTIZES)}; leave vllm out of --variants"
         )
-    order = ("tp", "interconnects", "models", "comms", "prompt_lengths", "new_tokens", "batch_sizes", "variants")
+    order = (*(axes[name] for name in ("tp", "interconnects", "models", "comms")), shapes, axes["variants"])
     settings = [
         Setting(
             model, variant, tp, batch, prompt, new, comm, link, device, dtype,
             args.compile, seed, args.runs, args.profile, args.overlap, args.kv_dtype, args.quantize, args.deterministic,
         )
-        for seed, (tp, link, model, comm, prompt, new, batch, variant) in product(
-            dict.fromkeys(args.seeds), product(*(dict.fromkeys(axes[name]) for name in order))
+        for seed, (tp, link, model, comm, (prompt, new, batch), variant) in product(
+            dict.fromkeys(args.seeds), product(*map(dict.fromkeys, order))
         )
     ]  # fmt: skip
     # vLLM has its own all-reduce, so --comms does not apply to it

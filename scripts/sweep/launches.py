@@ -21,6 +21,7 @@ from scripts.lib.machine import machine
 from scripts.lib.results import ROOT, check_output, unwritable
 from scripts.lib.vllm_model import write_model
 from scripts.sweep.rows import VLLM, Row, Setting, interconnect, read_rows, row_line
+from scripts.sweep.vllm_worker import MEMORY
 from scripts.sweep.worker import MARK
 
 
@@ -34,12 +35,14 @@ class Start:
     environment: tuple[tuple[str, str], ...]
     vllm: str = ""  # the model that vLLM measures (one per launch); empty: Rung is measured
     vllm_python: str = ""  # the Python of the environment with vLLM
+    vllm_memory: float = MEMORY  # the share of a GPU's that it may use
     deterministic: bool = False
 
     def command(self, job: Path) -> list[str]:
         """The command that measures the settings in the file `job`. For vLLM, the model's config.json is in the same folder."""
         if self.vllm:
-            return [self.vllm_python, str(Path(__file__).with_name("vllm_worker.py")), str(job), str(job.parent)]
+            script = str(Path(__file__).with_name("vllm_worker.py"))
+            return [self.vllm_python, script, str(job), str(job.parent), str(self.vllm_memory)]
         worker = ["-m", "scripts.sweep.worker", str(job)]
         if self.hosts > 1:
             two_hosts = [sys.executable, "-m", "scripts.two_hosts", "--ranks", str(self.ranks), "--device", self.device]
@@ -47,14 +50,16 @@ class Start:
         return [*on_ranks(self.ranks), *worker]
 
 
-def by_launch(settings: Iterable[Setting], vllm_python: str = "") -> Iterator[tuple[Start, list[Setting]]]:
+def by_launch(
+    settings: Iterable[Setting], vllm_python: str = "", vllm_memory: float = MEMORY
+) -> Iterator[tuple[Start, list[Setting]]]:
     """Group the settings into launches: pairs of a `Start` and the settings that it measures."""
 
     def start(s: Setting) -> Start:
         between = interconnect(s.interconnect)
         environment = tuple(sorted(between.environment.items()))
         if s.variant == VLLM:
-            return Start(s.tp, between.hosts, s.device, environment, s.model, vllm_python)
+            return Start(s.tp, between.hosts, s.device, environment, s.model, vllm_python, vllm_memory)
         return Start(s.tp, between.hosts, s.device, environment, deterministic=s.deterministic)
 
     for found, same in groupby(sorted(settings, key=lambda s: astuple(start(s))), key=start):

@@ -1,10 +1,11 @@
 """Measure vLLM for a sweep. `python -m scripts.sweep` starts it with the Python of vLLM's environment, and reads its stdout.
 
-    PYTHON scripts/sweep/vllm_worker.py SETTINGS FOLDER
+    PYTHON scripts/sweep/vllm_worker.py SETTINGS FOLDER MEMORY
 
-SETTINGS is the path of a JSON list of settings with the same model and ranks. FOLDER contains the model's config.json. One
-engine with random weights measures all settings and prints the same lines as `worker.py`. This file imports nothing of
-this repository, so that vLLM's environment does not need Rung's dependencies.
+SETTINGS is the path of a JSON list of settings with the same model and ranks. FOLDER contains the model's config.json. MEMORY
+is the share of a GPU's memory that vLLM may use. One engine with random weights measures all settings and prints the same
+lines as `worker.py`. This file imports nothing of this repository, so that vLLM's environment does not need Rung's
+dependencies.
 
 A run makes two calls, each with new random prompts: one that generates a single token, which measures the prefill, and one that
 generates all tokens. vLLM does not report single steps, so every step of a run is recorded with the mean time.
@@ -19,7 +20,7 @@ from statistics import median
 from typing import Any
 
 MARK = "@sweep "  # as in worker.py
-MEMORY = 0.85  # share of a GPU's memory that vLLM may use
+MEMORY = 0.85  # the default share of a GPU's memory
 
 
 def say(**content: Any) -> None:
@@ -34,8 +35,8 @@ def graph_sizes(batches: list[int]) -> list[int]:
     return sorted({*batches, *(1 << n for n in range(max(batches).bit_length()))})
 
 
-def start(settings: list[dict[str, Any]], folder: str) -> Any:
-    """A vLLM engine that can run all of the settings."""
+def start(settings: list[dict[str, Any]], folder: str, memory: float) -> Any:
+    """A vLLM engine that can run all of the settings. memory: the share of a GPU's that it may use."""
     from vllm import LLM  # type: ignore[import-not-found]  # installed in another environment
 
     first, batches = settings[0], [s["batch"] for s in settings]
@@ -51,7 +52,7 @@ def start(settings: list[dict[str, Any]], folder: str) -> Any:
         max_num_seqs=max(batches),
         enable_prefix_caching=False,
         disable_log_stats=True,
-        gpu_memory_utilization=MEMORY,
+        gpu_memory_utilization=memory,
         generation_config="vllm",
         seed=first["seed"],
         compilation_config={"cudagraph_capture_sizes": graph_sizes(batches)},
@@ -94,10 +95,10 @@ def measure(llm: Any, s: dict[str, Any], vocabulary: int) -> list[dict[str, Any]
 
 
 def main() -> None:
-    settings, folder = json.loads(Path(sys.argv[1]).read_text()), sys.argv[2]
+    settings, folder, memory = json.loads(Path(sys.argv[1]).read_text()), sys.argv[2], float(sys.argv[3])
     vocabulary = json.loads((Path(folder) / "config.json").read_text())["vocab_size"]
     say(begin=settings[0])
-    llm = start(settings, folder)
+    llm = start(settings, folder, memory)
     import vllm
 
     for s in settings:

@@ -31,7 +31,7 @@ def test_every_command_is_one_that_its_script_takes(
 ) -> None:
     flags = "--ranks", ranks, "--raw", tmp_path, "--models", "llama-3-8b", "llama-3-70b:16", "--vllm-python", sys.executable
     found = list(command.steps(arguments(monkeypatch, *flags, *widths)))
-    assert len({step.name for step in found}) == len(found) == 2 * (5 if ranks == 1 else 7)
+    assert len({step.name for step in found}) == len(found) == 2 * (4 if ranks == 1 else 6)
     files = [step.command[step.command.index("--out") + 1] for step in found if "bench.serving.load" in step.command[2]]
     assert len(set(files)) == len(files), "loads must not overwrite each other"
     for step in found:
@@ -40,6 +40,29 @@ def test_every_command_is_one_that_its_script_takes(
         args = {"scripts.sweep": sweep, "scripts.bench.serving.load": load}[module].parse_args()
         assert (args.quantize, args.kv_dtype) == (("fp8", "fp8") if widths else (None, "auto"))
         assert bool(widths) == (", fp8, fp8 cache " in step.name), "another width is another step of the same folder"
+
+
+def test_lengths_and_steps_alone_have_names_and_files_of_their_own(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    flags = ("--ranks", 2, "--raw", tmp_path, "--vllm-python", "py thon", "--vllm-memory", 0.92)
+    every, long, steps = (
+        list(command.steps(arguments(monkeypatch, *flags, *more)))
+        for more in ((), ("--prompt-length", 7936), ("--batch-sizes", 1, 8, "--prompt-length", 7936, "--rates"))
+    )
+    assert not {step.name for step in every} & {step.name for step in [*long, *steps]}
+    outs = [step.command[step.command.index("--out") + 1] for step in [*every, *long] if step.name.startswith("load")]
+    assert len(outs) == len(set(outs)) == 6
+    assert not {step.name for step in steps if "vllm" in step.name} & {step.name for step in long}, "long has offline, too"
+    assert [step.command[2] for step in steps] == ["scripts.sweep"] * 3
+    for step in [*every, *long, *steps]:
+        monkeypatch.setattr(sys, "argv", [step.command[2], *step.command[3:]])
+        args = {"scripts.sweep": sweep, "scripts.bench.serving.load": load}[step.command[2]].parse_args()
+        prompts = 1024 if step in every else 7936
+        assert args.vllm_memory == (0.92 if step.command[2] == "scripts.sweep" or "vllm" in step.name else None)
+        if step.command[2] == "scripts.sweep":
+            assert args.prompt_lengths == [prompts]
+            assert args.also == ([256, prompts, 256] if "vllm" in step.name and step not in steps else None)
+        else:
+            assert args.prompt_length == (prompts, prompts)
 
 
 def row(variant: str, batch: int, decode: list[float], prefill: list[float], new: int = 64, **more: Any) -> Row:
@@ -66,8 +89,8 @@ def test_the_table_has_medians_and_ratios(tmp_path: Path, seed: int) -> None:
     }
     rows = [row(variant, batch, *both) for (variant, batch), both in times.items()]
     rows += [row("ladder", 8, [1.0], [2.0]), row("standard", 64, [1.0], [2.0]), row("standard", 1, [7e4], [7e4], comm="nccl")]
+    rows.append(row("vllm", 32, [10.0], [80.0], new=256))  # all requests at once
     (tmp_path / "sweep.jsonl").write_text("".join(map(row_line, rows)))
-    (tmp_path / "sweep-offline.jsonl").write_text(row_line(row("vllm", 32, [10.0], [80.0], new=256)))
     loaded(tmp_path, "vLLM", None, 40.0, 5.0, None)
     loaded(tmp_path, "Rung", None, 50.0, 4.0, 3000.0)
     loaded(tmp_path, "Rung", None, 1.0, 1.0, None, quantize="fp8", kv_dtype="auto")  # vLLM was not measured so
@@ -118,6 +141,11 @@ def test_a_failed_step_leaves_the_table_of_the_others(
 
 
 def test_impossible_numbers_are_refused(monkeypatch: pytest.MonkeyPatch) -> None:
-    for flags in (("--ranks", 0), ("--ranks", 1, "--rates", 0), ("--ranks", 1, "--batch-sizes", 0)):
+    for flags in (
+        ("--ranks", 0),
+        ("--ranks", 1, "--rates", 0),
+        ("--ranks", 1, "--batch-sizes", 0),
+        ("--ranks", 1, "--prompt-length", 0),
+    ):
         with pytest.raises(UserError, match="above 0"):
             arguments(monkeypatch, *flags)

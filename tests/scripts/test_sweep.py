@@ -54,6 +54,13 @@ def test_settings_are_the_product_with_variants_next_to_each_other() -> None:
         assert first.of_variant("ladder") == second and first.variant == "standard"
 
 
+def test_one_more_batch_has_its_own_lengths() -> None:
+    axes = "--models tiny --tp 1 --variants standard --batch-sizes 1 4 --prompt-lengths 8 --new-tokens 3"
+    shapes = [(s.batch, s.prompt_length, s.new_tokens) for s in grids.settings_of(arguments(*axes.split(), "--also", 9, 5, 7))]
+    assert shapes == [(1, 8, 3), (4, 8, 3), (9, 5, 7)]
+    assert len(grids.settings_of(arguments(*axes.split(), "--also", 4, 8, 3))) == 2, "it is among the others"
+
+
 def test_a_grid_gives_way_to_flags() -> None:
     settings = grids.settings_of(arguments("--grid", "table-6", "--tp", 2, "--interconnects", "default"))
     assert {s.variant for s in settings} == {"standard", "ladder", "desync-2x", "desync-4x", "upper-bound"}
@@ -69,6 +76,7 @@ def test_a_grid_gives_way_to_flags() -> None:
         "--comms nccl",
         "--comms bogus",
         "--runs 0",
+        "--also 4 0 1",
         "--models x --grid y",
     ],
 )
@@ -376,7 +384,7 @@ class SamplingParams:
 class LLM:
     def __init__(self, **given):
         print("a word of its own")
-        assert given["max_model_len"] == 9 and given["tensor_parallel_size"] == 2
+        assert given["gpu_memory_utilization"] == 0.92 and given["max_model_len"] == 9 and given["tensor_parallel_size"] == 2
         assert given["compilation_config"] == {"cudagraph_capture_sizes": [1, 2, 3]}
         config = json.load(open(given["model"] + "/config.json"))
         assert [given["quantization"], "quantization_config" in config] == json.loads(os.environ["WIDTH"])
@@ -396,7 +404,7 @@ def test_vllm_is_measured_on_the_same_settings(tmp_path: Path, quantize: str | N
         replace(TINY, variant="vllm", tp=2, batch=b, prompt_length=6, new_tokens=n, runs=2, quantize=quantize)
         for b, n in ((3, 3), (1, 1))
     ]
-    ((start, found),) = launches.by_launch(settings, sys.executable)
+    ((start, found),) = launches.by_launch(settings, sys.executable, 0.92)
     file = launches.RowsFile(tmp_path / "rows.jsonl")
     with pytest.MonkeyPatch.context() as patch, tqdm(disable=True) as bar:
         patch.setenv("PYTHONPATH", str(tmp_path))
@@ -406,6 +414,14 @@ def test_vllm_is_measured_on_the_same_settings(tmp_path: Path, quantize: str | N
     assert (three.error, one.error) == (None, None) and three.variant == "vLLM 0.0.stub"
     assert len(three.samples) == len(one.samples) == 2 and one.median("decode_ms_per_token") is None
     assert "vLLM 0.0.stub" in tables.table([three, one])
+
+
+@pytest.mark.parametrize("share", ["0", "1.01", "-1", "nan", "much"])
+def test_a_share_of_memory_that_cannot_be(share: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    for script in (sweep, load):
+        monkeypatch.setattr(sys, "argv", ["script", "--vllm-memory", share])
+        with pytest.raises(UserError, match="above 0, at most 1"):
+            script.parse_args()
 
 
 def test_vllms_steps_are_what_its_prefill_leaves(monkeypatch: pytest.MonkeyPatch) -> None:

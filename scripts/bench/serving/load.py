@@ -40,7 +40,7 @@ from scripts.lib.markdown import table_lines
 from scripts.lib.results import ROOT, check_output, write_text
 from scripts.lib.servers import Server, free_port, is_healthy, rung_server, running
 from scripts.lib.sse_client import StreamClient, in_event_loop, parse_url
-from scripts.lib.vllm_model import QUANTIZES, write_model
+from scripts.lib.vllm_model import QUANTIZES, add_vllm_memory, write_model
 
 UNSHARED = ("tp", "max_model_len", "compile")  # model options that `engine.bench` does not take
 STEP_SECONDS = ("engine_step_seconds", "gpu_idle_seconds")  # metrics of the server
@@ -106,6 +106,8 @@ def vllm_server(args: argparse.Namespace, log: Path) -> Iterator[Server]:
         command += ["--generation-config", "vllm", "--disable-uvicorn-access-log", "--kv-cache-dtype", args.kv_dtype]
         if quantization:
             command += ["--quantization", quantization]
+        if args.vllm_memory:
+            command += ["--gpu-memory-utilization", str(args.vllm_memory)]
         if args.max_num_seqs:
             command += ["--max-num-seqs", str(args.max_num_seqs)]
         if args.max_batch_tokens:
@@ -199,6 +201,7 @@ def add_server_options(parser: argparse.ArgumentParser) -> None:
         metavar="PYTHON",
         help="serve --model with vLLM and random weights; PYTHON is the interpreter of an environment with vLLM",
     )
+    add_vllm_memory(what)
     what.add_argument("--ranks", type=int, default=2, help="tensor-parallel ranks (default: 2)")
     what.add_argument("--max-num-seqs", type=int, metavar="N", help="most sequences in a step")
     what.add_argument("--max-batch-tokens", type=int, metavar="N", help="most tokens in a step")
