@@ -152,9 +152,8 @@ bench-read: setup #+ Measure: how fast one GPU reads its memory, the ceiling of 
 bench-linear: setup #+ Measure: linear layers of few rows on RANKS GPUs compared with cuBLAS, into out/linear.json.RANK, the source of kernels/linear_configs
 	@$(ON_RANKS) $(RANKS) -m scripts.bench.kernels.linear --out out/linear.json $(ARGS)
 
-sanitize: setup-dev #+ Test: compute-sanitizer's memcheck, of CUDA's toolkit, over the GPU tests of the kernels and all all-reduce algorithms on one rank
-	@compute-sanitizer --tool memcheck --error-exitcode 9 $(PY) -m pytest -x -k "gpu or captured or entry_points or fusion" tests/kernels
-	@compute-sanitizer --tool memcheck $(PY) -m scripts.bench.comm.sanitize
+sanitize: setup-dev #+ Test: compute-sanitizer's memcheck, of CUDA's toolkit, over the GPU tests of the kernels and all all-reduce algorithms on one rank, resumable, into out/sanitizer/sanitizer.txt
+	@$(PY) -m scripts.sanitize $(ARGS)
 
 performance: setup-dev #+ Measure: tables and plots of GPU measurements, from the raw files in docs/results/gpu-4: make performance ARGS="--raw DIR --write"
 	@$(PY) -m scripts.report.performance $(ARGS)

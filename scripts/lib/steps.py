@@ -51,13 +51,18 @@ def vllm_flags(args: argparse.Namespace) -> tuple[object, ...]:
 
 
 def add_step_options(parser: argparse.ArgumentParser, raw: Path) -> None:
-    """Add the flags of `run_steps`. raw: the default folder of the raw files."""
+    """Add the flags of steps on several ranks, with vLLM or without. raw: the default folder of the raw files."""
     parser.add_argument("--ranks", type=int, required=True, help="number of ranks, with one GPU each")
+    parser.add_argument("--vllm-python", metavar="PYTHON", help="Python of an environment with vLLM")
+    add_vllm_memory(parser)
+    add_run_options(parser, raw)
+
+
+def add_run_options(parser: argparse.ArgumentParser, raw: Path) -> None:
+    """Add the flags of `run_steps`. raw: the default folder of the raw files."""
     parser.add_argument(
         "--raw", type=Path, default=raw, metavar="DIR", help=f"folder of the raw files (default: {raw.relative_to(ROOT)})"
     )
-    parser.add_argument("--vllm-python", metavar="PYTHON", help="Python of an environment with vLLM")
-    add_vllm_memory(parser)
     parser.add_argument("--only", nargs="+", metavar="TEXT", help="run only steps whose names contain one of these texts")
     parser.add_argument("--minutes", type=float, default=float("inf"), help="time limit for all steps (default: none)")
     parser.add_argument("--list", action="store_true", help="print the steps and their expected seconds, and measure nothing")
@@ -70,10 +75,10 @@ def run_steps(steps: Sequence[Step], args: argparse.Namespace) -> None:
     if args.list:
         print("\n".join(f"{step.seconds:4} s  {step.name}" for step in found))
         return
-    done = check_folder(args.raw) / DONE
+    check_folder(args.raw)
     failed = False
     for step in found:
-        if done.exists() and step.name in done.read_text().splitlines():
+        if done_before(step, args.raw):
             note(f"{step.name}: done before")
             continue
         left = end - time.monotonic()
@@ -85,15 +90,25 @@ def run_steps(steps: Sequence[Step], args: argparse.Namespace) -> None:
         note(f"{step.name}: {problem or 'done'}, {time.monotonic() - began:.0f} s")
         failed |= problem is not None
         if problem is None:
-            with done.open("a") as names:
+            with (args.raw / DONE).open("a") as names:
                 names.write(step.name + "\n")
     if failed:
         raise UserError("some steps did not end well, see above; the same command tries them again")
 
 
+def done_before(step: Step, raw: Path) -> bool:
+    done = raw / DONE
+    return done.exists() and step.name in done.read_text().splitlines()
+
+
+def log_of(step: Step, raw: Path) -> Path:
+    """Where a step's output goes, unless it has a file of its own."""
+    return raw / f"{step.name.replace(' ', '-').replace('/', '-').replace(':', '-').replace(',', '')}.log"
+
+
 def perform(step: Step, args: argparse.Namespace, seconds: float) -> str | None:
     """Run a step for at most `seconds`, with its output in NAME.log in --raw. Returns None, or why it failed."""
-    log = args.raw / f"{step.name.replace(' ', '-').replace('/', '-').replace(':', '-').replace(',', '')}.log"
+    log = log_of(step, args.raw)
     with log.open("w") as said, (step.output or log).open("a") as output:
         process = subprocess.Popen(step.command, cwd=ROOT, stdout=output, stderr=said, start_new_session=True)
         try:

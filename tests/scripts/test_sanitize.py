@@ -1,0 +1,80 @@
+"""`make sanitize`: which tests it selects, and what it writes of compute-sanitizer's output."""
+
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+
+from errors import UserError
+from scripts import sanitize
+from scripts.lib.steps import Step
+from tests import ROOT
+
+TOOL = f"""#!{sys.executable}
+import subprocess, sys
+print("========= COMPUTE-SANITIZER")
+code = subprocess.call(sys.argv[1:])
+if code == 7:
+    print("========= Invalid __global__ read of size 4 bytes")
+    print("=========     at _norm+0x10")
+    print("========= Invalid __global__ read of size 4 bytes")
+print(f"========= ERROR SUMMARY: {{2 if code else 0}} errors")
+sys.exit(9 if code else 0)
+"""
+
+
+def start(monkeypatch: pytest.MonkeyPatch, found: list[Step], *argv: object) -> None:
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    monkeypatch.setattr(sanitize, "steps", lambda _: found)
+    monkeypatch.setattr(sys, "argv", ["sanitize.py", *map(str, argv)])
+    sanitize.main()
+
+
+def test_the_summary_has_what_the_tool_and_pytest_say(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    (tool := tmp_path / "tool").write_text(TOOL)
+    tool.chmod(0o755)
+
+    def step(name: str, code: str) -> Step:
+        return Step(name, 60, (str(tool), sys.executable, "-c", code))
+
+    good = step("good", "print('..'); print('2 passed, 14 deselected in 3.28s'); print('2 passed by')")
+    flags = ("--raw", tmp_path, "--compute-sanitizer", tool)
+    with pytest.raises(UserError, match="did not end well"):
+        start(monkeypatch, [good, step("bad", "raise SystemExit(7)")], *flags, "--only", "good", "bad")
+    start(monkeypatch, [good, step("bad", ""), step("later", "")], *flags, "--only", "good")
+    lines = (tmp_path / "sanitizer.txt").read_text().splitlines()
+    assert lines[:8] == [
+        "== good: exit code 0",
+        "      1 2 passed, 14 deselected in 3.28s",
+        "      1 ========= ERROR SUMMARY: 0 errors",
+        "== bad: failed or stopped",
+        "      2 ========= Invalid __global__ read of size 4 bytes",
+        "      1 ========= ERROR SUMMARY: 2 errors",
+        "== later: not run",
+        "",
+    ]
+    assert lines[8].startswith("Made on ")
+
+
+def test_long_replays_are_left_out() -> None:
+    found = {step.name: step.command for step in sanitize.steps("tool")}
+    assert {"norm", "attention", "linear_stream", "linear_quantized", "all-reduces"} <= set(found)
+    assert "linear_push" not in found, "its only test of GPUs replays graphs"
+    pytest_of = found["linear_stream"][found["linear_stream"].index(sys.executable) :]
+    done = subprocess.run([*pytest_of, "--collect-only"], cwd=ROOT, capture_output=True, text=True, check=True, timeout=300)
+    assert "test_all_rows_on_a_gpu" in done.stdout and "replays" not in done.stdout
+
+
+def test_it_needs_the_tool_and_a_gpu(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    monkeypatch.setattr(sys, "argv", ["sanitize.py", "--raw", str(tmp_path), "--compute-sanitizer", "/nowhere/tool"])
+    with pytest.raises(UserError, match="there is no /nowhere/tool"):
+        sanitize.main()
+    monkeypatch.setattr(sys, "argv", ["sanitize.py", "--raw", str(tmp_path), "--compute-sanitizer", sys.executable])
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
+    with pytest.raises(UserError, match="a GPU, and there is none"):
+        sanitize.main()
+    monkeypatch.setattr(sys, "argv", ["sanitize.py", "--minutes", "0"])
+    with pytest.raises(UserError, match="above 0"):
+        sanitize.main()
