@@ -221,7 +221,7 @@ class Scheduler:
         going = self._going()
         ending = len(self.running) - len(going)  # their last token is in flight, unless a late grammar forbids it
         if ending:
-            ending = sum([not s.params.late_grammar for s in self.running if s not in going])
+            ending = sum([not s.params.late_grammar for s in set(self.running).difference(going)])
         most = self.max_num_seqs + ending
         if in_flight and self._reserved(going) > len(self.blocks.free):
             return []
