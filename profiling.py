@@ -2,9 +2,13 @@
 
 import gzip
 import json
+import re
+from collections import defaultdict
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
+from dataclasses import dataclass
 from pathlib import Path
+from statistics import median
 from typing import Any
 
 import torch
@@ -17,6 +21,18 @@ from tp import ShardedLinear
 
 Span = tuple[float, float]  # begin and end, µs
 Event = dict[str, Any]  # of the Chrome trace format
+
+COMMUNICATES = r"nccl|one_?shot|two_?shot|all_?reduce|all_?gather|reduce_?scatter|all_?to_?all|multimem|symm_mem|PtoP"
+# Kinds of GPU kernels by their names: the first that matches. Attention includes RoPE and the writes to the cache. A linear layer
+# that is fused with its all-reduce is a GEMM.
+KINDS = {
+    "attention": r"attention|flash|fmha|sdpa|^_(paged_\w+|prefill|prefill_schedule|combine_splits|merge_pieces|pieces|spans|rope_store)$",
+    "GEMM": r"gemm|gemv|cutlass|cublas|nvjet|xmma|split_?k|^_(mma\w*|stream|linear_tree|int8_linear|dequantize|expand|shrink)$",
+    "norm and all-reduce": r"rms_?norm|layer_?norm|^_(receive|quantize|quantized_sum|dequantize_sum|reduce|wait|wait_rows|advance|ready_barrier)$|"
+    + COMMUNICATES,
+}
+OTHER, IDLE = "other", "idle"
+DEVICE = ("kernel", "gpu_memcpy", "gpu_memset")  # categories of events on a GPU
 
 
 # --- recording ---------------------------------------------------------------------------------------------------------------
@@ -112,3 +128,65 @@ def kernel_idle_share(events: Sequence[Event]) -> float | None:
     trace without GPU kernels."""
     busy = union([span_of(e) for e in events if e.get("ph") == "X" and e.get("cat") == "kernel"])
     return 1 - length(busy) / (busy[-1][1] - busy[0][0]) if busy else None
+
+
+# --- what takes a GPU's time -------------------------------------------------------------------------------------------------
+
+
+def kind_of(kernel: str) -> str:
+    return next((kind for kind, names in KINDS.items() if re.search(names, kernel, re.IGNORECASE)), OTHER)
+
+
+@dataclass(frozen=True)
+class KernelTime:
+    """A kernel, or a copy, in a mean step."""
+
+    name: str
+    kind: str
+    launches: float
+    span_us: float  # the median from its begin to its end; a kernel that is launched early also waits in that time
+    own_us: float  # of a step; the time in which an earlier kernel still ran counts for that one
+
+
+@dataclass(frozen=True)
+class GpuTime:
+    """What a GPU does in a mean step."""
+
+    step_us: float
+    kernels: list[KernelTime]  # the longest first
+
+    @property
+    def by_kind(self) -> dict[str, float]:
+        """µs of a step by kind, and `IDLE`. They add up to the step."""
+        found = dict.fromkeys([*KINDS, OTHER], 0.0)
+        for kernel in self.kernels:
+            found[kernel.kind] += kernel.own_us
+        return found | {IDLE: self.step_us - sum(found.values())}
+
+
+def gpu_time(events: Sequence[Event], windows: Sequence[Span] = ()) -> GpuTime | None:
+    """The GPU's time in a mean step. windows: the steps' times, disjoint; without any, from the first kernel to the end of the last.
+    None for a trace without GPU kernels.
+
+    A launch is counted in the window in which it began. With CUDA graphs that can be another step than its own, which averages
+    out over many steps."""
+    device = sorted((e for e in events if e.get("ph") == "X" and e.get("cat") in DEVICE), key=lambda e: e["ts"])
+    if not device:
+        return None
+    windows = windows or [(span_of(device[0])[0], max(end for _, end in map(span_of, device)))]
+    spans, own = defaultdict[str, list[float]](list), defaultdict[str, float](float)
+    until = float("-inf")
+    for event in device:
+        name, (begin, end) = str(event["name"]), span_of(event)
+        if any(first <= begin < last for first, last in windows):
+            spans[name].append(end - begin)
+        for first, last in windows:
+            own[name] += max(0.0, min(end, last) - max(begin, until, first))
+        until = max(until, end)
+    steps = len(windows)
+    kernels = [
+        KernelTime(name, kind_of(name), len(spans[name]) / steps, median(spans[name] or [0.0]), us / steps)
+        for name, us in own.items()
+        if us or spans[name]
+    ]
+    return GpuTime(sum(last - first for first, last in windows) / steps, sorted(kernels, key=lambda k: -k.own_us))

@@ -5,7 +5,7 @@
         --new-tokens 512
 
 With --host it prints the host's time in a step instead: scheduling, batch layout, sampling set-up, bookkeeping. With --trace it
-also profiles some steps and prints for which share of their time no kernel ran. `idle_share` is what the engine itself measures.
+also profiles some steps and prints the shares of their time by kind of kernel, and in which no kernel ran. `idle_share` is what the engine itself measures.
 """
 
 import argparse
@@ -30,7 +30,7 @@ from engine.protocol import SamplingParams, Submit
 from errors import UserError
 from options import ModelOptions, SpeculationOptions, add_options, draft_limit, dtype_name
 from presets import model_config
-from profiling import kernel_idle_share, profiled, read_trace
+from profiling import gpu_time, kernel_idle_share, profiled, read_trace
 from tp import World, init_world
 
 TRACED = range(20, 100)  # steps that --trace profiles
@@ -67,7 +67,7 @@ def throughput(engine: Engine, args: argparse.Namespace, world: World) -> dict[s
     seconds = time.perf_counter() - start
     if args.trace and len(steps) < TRACED.start + 5:
         raise UserError(f"--trace: the run has {len(steps)} steps, too few; give more --requests or --new-tokens")
-    traced = traced_idle_shares(args.trace, idle, steps) if args.trace and world.rank == 0 else {}
+    traced = traced_shares(args.trace, idle, steps) if args.trace and world.rank == 0 else {}
     return traced | {
         "requests": args.requests,
         "prompt_length": args.prompt_length,
@@ -84,18 +84,20 @@ def throughput(engine: Engine, args: argparse.Namespace, world: World) -> dict[s
     }
 
 
-def traced_idle_shares(path: Path, idle: list[float], steps: list[float]) -> dict[str, Any]:
-    """The idle shares of the steps that were profiled: without a kernel in the trace, and as the engine measures it. idle, steps:
-    seconds for which the device had waited before each step, and those of each step."""
+def traced_shares(path: Path, idle: list[float], steps: list[float]) -> dict[str, Any]:
+    """The idle shares of the steps that were profiled: without a kernel in the trace, and as the engine measures it; and the shares
+    of their time by kind of kernel. idle, steps: seconds for which the device had waited before each step, and those of each step."""
     # a step's wait, the first one's for the profiler, is counted two steps later
     measured = range(TRACED.start + 3, min(TRACED.stop, len(steps)) - 1)
     seconds = sum(steps[i] for i in measured)
     metric = (idle[measured.stop] - idle[measured.start]) / seconds
-    share = kernel_idle_share(read_trace(path)["traceEvents"])
+    events = read_trace(path)["traceEvents"]
+    share, time = kernel_idle_share(events), gpu_time(events)
     return {
         "traced_steps": min(TRACED.stop, len(steps)) - TRACED.start,
         "traced_kernel_idle_share": None if share is None else round(share, 4),
         "traced_idle_share": round(metric, 4),
+        "traced_shares": time and {kind: round(us / time.step_us, 4) for kind, us in time.by_kind.items()},
     }
 
 
@@ -174,7 +176,7 @@ def main() -> None:
         type=Path,
         metavar="FILE",
         help=f"write a profiler trace of the GPU in steps {TRACED.start} to {TRACED.stop - 1}, for ui.perfetto.dev, and print its "
-        "idle share; the profiler makes the run slower",
+        "shares by kind of kernel and in which the GPU is idle; the profiler makes the run slower",
     )
     args = parser.parse_args()
     check_trace(args)

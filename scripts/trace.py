@@ -1,4 +1,4 @@
-"""Split the time of a step into computation, hidden communication and exposed communication.
+"""Split the time of a step into computation, hidden and exposed communication, and on a GPU by kind of kernel.
 
     python launch.py --ranks 2 -m scripts.trace --model models/tiny-ladder --out out/trace.json
     python -m scripts.trace --read out/trace.json               # the table of an existing trace
@@ -6,6 +6,9 @@
 Profiles one prefill and some decode steps after a warm-up run, and writes rank 0's trace for ui.perfetto.dev. The trace has an
 additional process `overlap`, which shows all communication as either hidden or exposed. On a GPU, kernels count as communication
 by their names (NCCL, symmetric memory); on a CPU, gloo's collectives do. Everything else that runs counts as computation.
+
+Of a GPU it also prints, for the prefill and a mean decode step, the time by kind (attention, GEMM, norm and all-reduce, other,
+idle) and by kernel. The parts add up to the step: while several kernels run, the time counts for the one that began first.
 """
 
 import argparse
@@ -15,21 +18,36 @@ import re
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
-from statistics import fmean, median
+from statistics import fmean
+from typing import Any
 
 from torch.profiler import record_function
 
 from checkpoint import DTYPES, load_model
-from cli import Parser, note, run
+from cli import Parser, note, rank, run
 from engine import LLM, SamplingParams
 from errors import UserError
 from options import ModelOptions, add_options, dtype_name
 from presets import model_config
-from profiling import Event, Span, annotate, length, profiled, read_trace, span_of, union
+from profiling import (
+    COMMUNICATES,
+    DEVICE,
+    Event,
+    GpuTime,
+    Span,
+    annotate,
+    gpu_time,
+    length,
+    profiled,
+    read_trace,
+    span_of,
+    union,
+)
+from scripts.lib.machine import machine
 from scripts.lib.markdown import table_lines
+from scripts.lib.results import check_output, write_text
 from tp import World, init_world
 
-KERNEL = r"nccl|one_?shot|two_?shot|all_?reduce|all_?gather|reduce_?scatter|all_?to_?all|multimem|symm_mem|PtoP"
 COLLECTIVE = r"^gloo:"
 STEP = re.compile(r"prefill|decode \d+")
 MODULE = re.compile(r"layer \d+ (attention|mlp)\b")  # not the span of a whole block, which includes waits
@@ -94,7 +112,7 @@ class Timeline:
         return difference(self.communicating, self.computing)
 
 
-def timeline(events: list[Event], kernel: str = KERNEL) -> Timeline:
+def timeline(events: list[Event], kernel: str = COMMUNICATES) -> Timeline:
     """Classify a trace's events as computing or communicating.
 
     In a trace with GPU kernels, those whose names match the regular expression `kernel` communicate and the others compute. The
@@ -102,7 +120,7 @@ def timeline(events: list[Event], kernel: str = KERNEL) -> Timeline:
     torch's operators and the modules on the thread that runs the model compute. Raises UserError if nothing computes.
     """
     events = [e for e in events if e.get("ph") == "X" and e.get("pid") != OVERLAP_PID]
-    device = [e for e in events if e.get("cat") in ("kernel", "gpu_memcpy", "gpu_memset")]
+    device = [e for e in events if e.get("cat") in DEVICE]
     marks = [e for e in events if e.get("cat") != "gpu_user_annotation" and STEP.fullmatch(e["name"])]
     if device:
         talks = re.compile(kernel, re.IGNORECASE)
@@ -132,11 +150,16 @@ def split(line: Timeline, window: Span) -> Split:
     return Split(compute, hidden, exposed, (window[1] - window[0]) / 1e3 - compute - hidden - exposed)
 
 
+def phase_of(step: str) -> str:
+    """`prefill`, `decode`, or the name of a window that is no step."""
+    return step.split(" ")[0] if STEP.fullmatch(step) else step
+
+
 def by_phase(line: Timeline) -> dict[str, Split]:
     """The split of the prefill, and the mean split of the decode steps."""
     phases: dict[str, list[Split]] = {}
     for name, window in line.steps:
-        phases.setdefault(name.split(" ")[0] if STEP.fullmatch(name) else name, []).append(split(line, window))
+        phases.setdefault(phase_of(name), []).append(split(line, window))
     return {
         name: Split(**{part: fmean(asdict(one)[part] for one in found) for part in asdict(found[0])})
         for name, found in phases.items()
@@ -154,25 +177,41 @@ def table(phases: dict[str, Split]) -> str:
     return "\n".join(table_lines(head, lines))
 
 
-def kernels(events: Sequence[Event], line: Timeline) -> str | None:
-    """A table of the GPU kernels' time in a mean decode step, the longest first. None for a trace without GPU kernels.
+def gpu_times(events: Sequence[Event], line: Timeline) -> dict[str, GpuTime]:
+    """What the GPU does in the prefill and in a mean decode step. Empty for a trace without GPU kernels."""
+    phases: dict[str, list[Span]] = {}
+    for name, window in line.steps:
+        phases.setdefault(phase_of(name), []).append(window)
+    found = {name: gpu_time(events, windows) for name, windows in phases.items()}
+    return {name: time for name, time in found.items() if time is not None}
 
-    A kernel is counted in the host's step during which it began. With CUDA graphs that can be another step than its own, which
-    averages out over many steps.
-    """
-    windows = [span for name, span in line.steps if name.startswith("decode")]
-    found: dict[str, list[float]] = {}
-    for event in events:
-        if event.get("cat") == "kernel" and any(begin <= event["ts"] < end for begin, end in windows):
-            found.setdefault(event["name"], []).append(float(event["dur"]))
-    if not found:
-        return None
-    rows = sorted(found.items(), key=lambda item: -sum(item[1]))
-    lines: list[list[str]] = []
-    for name, spans in rows[:SHOWN_KERNELS]:
-        each, step = median(spans), sum(spans) / len(windows)
-        lines.append([f"`{name.replace('|', ' ')[:70]}`", f"{len(spans) / len(windows):.1f}", f"{each:.2f}", f"{step:.1f}"])
-    return "\n".join(table_lines(["kernel", "launches a step", "µs each, median", "µs a step"], lines))
+
+def kind_table(phases: dict[str, GpuTime]) -> str:
+    head = ["ms and share of a step", "step", *next(iter(phases.values())).by_kind]
+    lines = [
+        [name, f"{time.step_us / 1e3:.3f}", *(f"{us / 1e3:.3f} ({us / time.step_us:.0%})" for us in time.by_kind.values())]
+        for name, time in phases.items()
+    ]
+    return "\n".join(table_lines(head, lines))
+
+
+def kernel_table(phase: str, time: GpuTime) -> str:
+    head = [f"kernel of the {phase}", "kind", "launches a step", "µs each, median", "µs a step"]
+    lines = [
+        [f"`{k.name.replace('|', ' ')[:70]}`", k.kind, f"{k.launches:.1f}", f"{k.span_us:.2f}", f"{k.own_us:.1f}"]
+        for k in time.kernels[:SHOWN_KERNELS]
+    ]
+    return "\n".join(table_lines(head, lines))
+
+
+def gpu_record(time: GpuTime) -> dict[str, Any]:
+    """As it is written to the file of --json: µs of a step, with the kernels that the table shows."""
+    kernels = [
+        {name: round(value, 3) if isinstance(value, float) else value for name, value in asdict(k).items()}
+        for k in time.kernels[:SHOWN_KERNELS]
+    ]
+    by_kind = {kind: round(us, 3) for kind, us in time.by_kind.items()}
+    return {"step_us": round(time.step_us, 3), "by_kind_us": by_kind, "kernels": kernels}
 
 
 def marked(events: list[Event], line: Timeline) -> list[Event]:
@@ -231,6 +270,17 @@ def record_model(args: argparse.Namespace) -> bool:
     return world.rank == 0
 
 
+def write_record(args: argparse.Namespace, times: dict[str, GpuTime]) -> None:
+    """Write --json. Raises UserError if the trace has no GPU kernels."""
+    if not times:
+        raise UserError(f"--json: {args.read or args.out} has no GPU kernels; record a trace on a GPU")
+    unwanted = ("read", "out", "json", "kernels")
+    settings = {} if args.read else {name: value for name, value in vars(args).items() if name not in unwanted}
+    record = {"settings": settings, "machine": machine(), "phases": {name: gpu_record(time) for name, time in times.items()}}
+    write_text(args.json, json.dumps(record, indent=1, default=str) + "\n")
+    note(f"wrote {args.json}")
+
+
 def main() -> None:
     parser = Parser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     add_options(parser, ModelOptions, "the model", without=("tp", "max_model_len"), optional=("model",))
@@ -238,7 +288,7 @@ def main() -> None:
         "--read", type=Path, metavar="FILE", help="analyse this trace (.json or .json.gz) instead of recording one"
     )
     parser.add_argument(
-        "--kernels", default=KERNEL, metavar="REGEX", help="names of GPU kernels that communicate (default: %(default)s)"
+        "--kernels", default=COMMUNICATES, metavar="REGEX", help="names of GPU kernels that communicate (default: %(default)s)"
     )
     parser.add_argument("--prompt-length", type=int, default=128, help="random prompt tokens (default: 128)")
     parser.add_argument(
@@ -250,22 +300,29 @@ def main() -> None:
     parser.add_argument("--batch-size", type=int, default=1, help="sequences (default: 1)")
     parser.add_argument("--seed", type=int, default=0, help="random seed of the prompts (default: 0)")
     parser.add_argument("--out", type=Path, default=Path("out/trace.json"), help="trace to write (default: out/trace.json)")
+    parser.add_argument(
+        "--json", type=Path, metavar="FILE", help="also write what takes the GPU's time in a step, by kind and by kernel"
+    )
     args = parser.parse_args()
     if (args.read is None) == (args.model is None):
         raise UserError("give --model to record a trace, or --read to analyse one")
     if min(args.prompt_length, args.new_tokens, args.batch_size) < 1:
         raise UserError("--prompt-length, --new-tokens and --batch-size must be at least 1")
+    if args.json and rank() == 0:
+        check_output(args.json)
     if args.read is None and not record_model(args):
         return
     path = args.read or args.out
     trace = read_trace(path)
     line = timeline(trace["traceEvents"], args.kernels)
     print(table(by_phase(line)))
-    if by_kernel := kernels(trace["traceEvents"], line):
-        print(f"\n{by_kernel}")
+    if times := gpu_times(trace["traceEvents"], line):
+        print("\n" + "\n\n".join([kind_table(times), *(kernel_table(name, time) for name, time in times.items())]))
     if args.read is None:
         path.write_text(json.dumps(trace | {"traceEvents": marked(trace["traceEvents"], line)}))
         note(f"wrote {path}; open it at ui.perfetto.dev: the process `overlap` marks what is hidden and what is exposed")
+    if args.json:
+        write_record(args, times)
 
 
 if __name__ == "__main__":

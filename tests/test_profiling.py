@@ -2,6 +2,7 @@
 
 import json
 import random
+import re
 import sys
 from pathlib import Path
 from typing import Any
@@ -11,7 +12,8 @@ import torch
 
 import engine.bench as bench
 from errors import UserError
-from profiling import Event, kernel_idle_share
+from profiling import IDLE, KINDS, OTHER, Event, gpu_time, kernel_idle_share, kind_of
+from tests import ROOT
 
 
 def kernel(begin: int, end: int, **more: Any) -> Event:
@@ -46,13 +48,67 @@ def test_the_traced_steps_and_what_the_engine_measured_in_them(tmp_path: Path, s
     for count in (random.randint(bench.TRACED.start + 5, bench.TRACED.stop), bench.TRACED.stop + 50):
         steps, waits = ([random.random() for _ in range(count)] for _ in range(2))
         idle = [sum(waits[:i]) for i in range(count)]
-        found = bench.traced_idle_shares(path, idle, steps)
+        found = bench.traced_shares(path, idle, steps)
         inner = slice(bench.TRACED.start + 3, min(count, bench.TRACED.stop) - 1)
         assert found == {
             "traced_steps": min(count, bench.TRACED.stop) - bench.TRACED.start,
             "traced_kernel_idle_share": 0.3,
             "traced_idle_share": pytest.approx(sum(waits[inner]) / sum(steps[inner]), abs=1e-4),
+            "traced_shares": {"attention": 0, "GEMM": 0, "norm and all-reduce": 0, "other": 0.7, "idle": 0.3},
         }
+
+
+def test_each_moment_of_a_step_counts_for_the_kernel_that_began_first(seed: int) -> None:
+    """Kernels of all kinds on several streams, some of which cross the borders of steps, against every µs on its own."""
+    names = ["_gemv", "_paged_decode", "_rms_norm", "copy"]
+    begins = random.sample(range(300), 40)
+    events = [kernel(b, b + random.randint(1, 25), name=random.choice(names), tid=random.randrange(3)) for b in begins]
+    events[0]["cat"] = "gpu_memcpy"
+    borders = sorted(random.sample(range(330), 6))
+    windows = [(float(a), float(b)) for a, b in zip(borders[::2], borders[1::2], strict=True)]
+    own, launches = dict.fromkeys([*names, IDLE], 0), dict.fromkeys(names, 0)
+    for begin, end in windows:
+        for moment in range(int(begin), int(end)):
+            running = [e for e in events if e["ts"] <= moment < e["ts"] + e["dur"]]
+            own[min(running, key=lambda e: e["ts"])["name"] if running else IDLE] += 1
+        for event in events:
+            launches[event["name"]] += begin <= event["ts"] < end
+    time = gpu_time([*events, kernel(0, 300, cat="cpu_op")], windows)
+    assert time is not None and time.step_us == pytest.approx(sum(b - a for a, b in windows) / 3)
+    for name in names:
+        found = next((k for k in time.kernels if k.name == name), None)
+        assert (found.own_us, found.launches) == pytest.approx((own[name] / 3, launches[name] / 3)) if found else not own[name]
+    by_kind = {"GEMM": "_gemv", "attention": "_paged_decode", "norm and all-reduce": "_rms_norm", OTHER: "copy", IDLE: IDLE}
+    assert time.by_kind == pytest.approx({kind: own[name] / 3 for kind, name in by_kind.items()})
+    assert sum(time.by_kind.values()) == pytest.approx(time.step_us)
+    assert gpu_time([kernel(0, 1, cat="cpu_op")]) is None
+
+
+def test_every_kernel_of_this_project_has_its_kind() -> None:
+    """A kernel that is launched and not named here or in `KINDS` counts as other: say what it is."""
+    launched = {
+        name for path in (ROOT / "kernels").glob("*.py") for name in re.findall(r"\b(_\w+)\[[(a-z].*\]\(", path.read_text())
+    }
+    others = {"_swiglu", "_swiglu_codes", "_embedding_shard", "_quantize_rows", "_local_best", "_combine_best"}
+    assert {name for name in launched if kind_of(name) == OTHER} == others
+    assert {"_gemv", "_mma_push", "_stream", "_paged_prefill", "_rope_store", "_rms_norm", "_one_shot"} <= launched
+
+
+def test_kinds_of_libraries_kernels() -> None:
+    kinds = {
+        "nvjet_tst_128x256_64x4_1x2_h_bz_coopA_TNT": "GEMM",
+        "void cutlass::Kernel2<cutlass_80_tensorop_bf16_s16816gemm>": "GEMM",
+        "void cublasLt::splitKreduce_kernel<32, 16, int>": "GEMM",
+        "_gemm_reduce_scatter": "GEMM",
+        "fmha_cutlassF_bf16_aligned_64x64_rf_sm80": "attention",
+        "void flash::flash_fwd_kernel<Flash_fwd_kernel_traits<128>>": "attention",
+        "ncclDevKernel_AllReduce_Sum_bf16_RING_LL": "norm and all-reduce",
+        "Memcpy PtoP (Device -> Device)": "norm and all-reduce",
+        "Memcpy HtoD (Pinned -> Device)": OTHER,
+        "void at::native::(anonymous namespace)::distribution_elementwise_grid_stride_kernel": OTHER,
+        "void at::native::reduce_kernel<512, 1, at::native::ReduceOp<float>>": OTHER,
+    }
+    assert {name: kind_of(name) for name in kinds} == kinds and set(kinds.values()) == {*KINDS, OTHER}
 
 
 @pytest.mark.parametrize(
@@ -81,3 +137,4 @@ def test_a_trace_on_a_gpu(monkeypatch: pytest.MonkeyPatch, tmp_path: Path, capsy
     result = json.loads(capsys.readouterr().out.splitlines()[-1])
     assert result["traced_steps"] > 30 and 0 < result["traced_kernel_idle_share"] < 1
     assert 0 <= result["traced_idle_share"] <= 1
+    assert sum(result["traced_shares"].values()) == pytest.approx(1, abs=1e-3) and result["traced_shares"]["GEMM"] > 0

@@ -1,6 +1,8 @@
 """Tables and plots of GPU measurements: committed tables match the raw files; a trace's kernels are counted per step."""
 
+import json
 import random
+import sys
 from itertools import product
 from pathlib import Path
 
@@ -101,15 +103,42 @@ def test_a_panel_has_six_lines_at_most(tmp_path: Path, monkeypatch: pytest.Monke
         assert panel.get_ylim()[1] >= top
 
 
-def test_kernels_are_counted_by_decode_step() -> None:
+def test_kernels_are_counted_by_step(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
     steps = [
         {"ph": "X", "name": name, "ts": at, "dur": 100} for name, at in (("prefill", 0), ("decode 1", 200), ("decode 2", 400))
     ]
-    spans = [("gemv", 10, 50), ("gemv", 210, 30), ("norm", 250, 2), ("gemv", 410, 40), ("norm", 460, 4), ("norm", 480, 6)]
+    spans = [
+        ("gemv", 10, 50),
+        ("gemv", 210, 30),
+        ("_rms_norm", 230, 22),
+        ("gemv", 410, 40),
+        ("_rms_norm", 460, 4),
+        ("copy", 480, 6),
+    ]
     kernels = [{"ph": "X", "cat": "kernel", "name": name, "ts": at, "dur": dur} for name, at, dur in spans]
-    table = trace.kernels(kernels, trace.timeline([*steps, *kernels]))
-    assert table is not None
-    assert table.splitlines()[2:] == ["| `gemv` | 1.0 | 35.00 | 35.0 |", "| `norm` | 1.5 | 4.00 | 6.0 |"]
+    (path := tmp_path / "trace.json").write_text(json.dumps({"traceEvents": [*steps, *kernels]}))
+    monkeypatch.setattr(sys, "argv", ["trace", "--read", str(path), "--json", str(out := tmp_path / "new" / "kinds.json")])
+    trace.main()
+    tables = [table.splitlines()[2:] for table in capsys.readouterr().out.split("\n\n")[1:]]
+    assert tables == [
+        [
+            "| prefill | 0.100 | 0.000 (0%) | 0.050 (50%) | 0.000 (0%) | 0.000 (0%) | 0.050 (50%) |",
+            "| decode | 0.100 | 0.000 (0%) | 0.035 (35%) | 0.008 (8%) | 0.003 (3%) | 0.054 (54%) |",
+        ],
+        ["| `gemv` | GEMM | 1.0 | 50.00 | 50.0 |"],
+        [
+            "| `gemv` | GEMM | 1.0 | 35.00 | 35.0 |",
+            "| `_rms_norm` | norm and all-reduce | 1.0 | 13.00 | 8.0 |",
+            "| `copy` | other | 0.5 | 6.00 | 3.0 |",
+        ],
+    ]
+    found = json.loads(out.read_text())
+    assert found["settings"] == {} and found["phases"]["decode"]["by_kind_us"]["idle"] == 54
+    assert found["phases"]["decode"]["kernels"][1] == {
+        "name": "_rms_norm", "kind": "norm and all-reduce", "launches": 1.0, "span_us": 13.0, "own_us": 8.0
+    }  # fmt: skip
 
 
 def test_a_trace_without_gpu_kernels_has_no_such_table() -> None:
@@ -117,4 +146,4 @@ def test_a_trace_without_gpu_kernels_has_no_such_table() -> None:
         {"ph": "X", "name": "decode 1", "ts": 0, "dur": 9, "tid": 1},
         {"ph": "X", "name": "aten::mm", "ts": 1, "dur": 2, "tid": 1},
     ]
-    assert trace.kernels(events, trace.timeline(events)) is None
+    assert trace.gpu_times(events, trace.timeline(events)) == {}
