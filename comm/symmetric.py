@@ -26,8 +26,8 @@ Kind = Literal["one-shot", "two-shot"]
 KINDS: tuple[Kind, ...] = ("one-shot", "two-shot")
 
 # bytes of a message, at most; longer ones use the process group
-CAPACITY: dict[Kind, int] = {"one-shot": 256 << 10, "two-shot": 8 << 20}
-OVERLAP_CAPACITY: dict[Kind, int] = {"one-shot": 256 << 10, "two-shot": 1 << 20}  # a decode step of 64 rows of 70B
+CAPACITY: dict[Kind, int] = {"one-shot": 256 << 10, "two-shot": 16 << 20}  # 1,024 rows of 70B
+OVERLAP_CAPACITY: dict[Kind, int] = {"one-shot": 256 << 10, "two-shot": 4 << 20}  # a decode step of 256 rows of 70B
 FEW_SMS_CAPACITY: dict[Kind, int] = {"one-shot": 256 << 10, "two-shot": 8 << 20}  # 512 rows of 70B
 GATHER_CAPACITY = 64 << 10  # logits of one row on two ranks; longer messages use the process group
 # Least and most rows of a linear layer that sends its own partial sums. With fewer rows, the ordinary kernels read the weight

@@ -4,7 +4,8 @@ One-shot (`one_shot_*`): every rank stores its whole message to every rank, and 
 protocol, each 8-byte word carries 4 bytes of the message and a 4-byte flag of this launch. The flag shows that the word has
 arrived, so the all-reduce takes the link's latency once. Two-shot (`two_shot_*`): rank s adds the s-th slice of the message and
 stores the sum to all ranks (reduce-scatter, then all-gather). Each program signals with one flag that its stores are complete.
-This takes the link's latency twice, but each rank sends 2 (N - 1) / N messages instead of N - 1.
+This takes the link's latency twice, but each rank sends 2 (N - 1) / N messages instead of N - 1. With two ranks these are equal, so
+the slice is the whole message: each rank sends it to the other, and both add. The latency is taken once.
 
 The launch number, `epoch`, is in device memory, and the kernels advance it, so a CUDA graph may replay them any number of
 times. Launch e uses slot e mod 2 of every buffer. No other synchronization is needed: a rank that has begun launch e has
@@ -206,23 +207,30 @@ def _two_shot(
     """out = sum. If x is not None: out = x + sum and normed = rms_norm(out) * weight. Slices are then whole rows, and every
     rank adds and normalizes all rows after the gather."""
     DTYPE: tl.constexpr = out.dtype.element_ty
+    SLICES: tl.constexpr = 1 if N == 2 else N
     column = tl.arange(0, BLOCK)
     if x is not None:
         scale = tl.load(weight + column, mask=column < TILE, other=0.0).to(tl.float32)
-    sums = _exchange_slices(partial, state, count, slice_size, rank, TILE, N, PADDED_N, FLAGS, CAPACITY, BLOCK, DTYPE, PDL)
+    if PDL:
+        tl.extra.cuda.gdc_launch_dependents()
+        tl.extra.cuda.gdc_wait()
+    if N == 2:
+        received = _exchange_messages(partial, state, count, rank, TILE, PADDED_N, FLAGS, CAPACITY, BLOCK, DTYPE)
+    else:
+        received = _exchange_slices(partial, state, count, slice_size, rank, TILE, N, PADDED_N, FLAGS, CAPACITY, BLOCK, DTYPE)
     start = tl.program_id(0) * TILE
     while start < slice_size:
         if x is None:
-            for owner in tl.static_range(N):
+            for owner in tl.static_range(SLICES):
                 offsets = owner * slice_size + start + column
                 inside = (start + column < slice_size) & (offsets < count)
-                tl.store(out + offsets, tl.load(sums + offsets, mask=inside, other=0.0), mask=inside)
+                tl.store(out + offsets, _sums(partial, received, offsets, inside, N), mask=inside)
         else:
-            for owner in range(N):
+            for owner in range(SLICES):
                 offsets = owner * slice_size + start + column
                 inside = (column < TILE) & (offsets < count)
                 before = tl.load(x + offsets, mask=inside, other=0.0).to(tl.float32)
-                after = (before + tl.load(sums + offsets, mask=inside, other=0.0).to(tl.float32)).to(DTYPE)
+                after = (before + _sums(partial, received, offsets, inside, N).to(tl.float32)).to(DTYPE)
                 tl.store(out + offsets, after, mask=inside)
                 rounded = after.to(tl.float32)
                 factor = tl.rsqrt(tl.sum(rounded * rounded, axis=0) / TILE + eps)
@@ -234,13 +242,10 @@ def _two_shot(
 def _exchange_slices(
     partial, state, count, slice_size, rank,
     TILE: tl.constexpr, N: tl.constexpr, PADDED_N: tl.constexpr, FLAGS: tl.constexpr, CAPACITY: tl.constexpr, BLOCK: tl.constexpr,
-    DTYPE: tl.constexpr, PDL: tl.constexpr,
+    DTYPE: tl.constexpr,
 ):  # fmt: skip
     """Reduce-scatter and all-gather. Program p handles tiles p, p + programs, … of every slice of `slice_size` values. Returns
     a pointer to the sums of the whole message, of which this program may read its own tiles of each slice."""
-    if PDL:
-        tl.extra.cuda.gdc_launch_dependents()
-        tl.extra.cuda.gdc_wait()
     column = tl.arange(0, BLOCK)
     begin, step = tl.program_id(0) * TILE, tl.num_programs(0) * TILE
     epoch = launch_epoch(state.epochs)
@@ -272,6 +277,39 @@ def _exchange_slices(
     signal(state.peers, 1, rank, epoch, N, PADDED_N)
     wait_signals(state, 1, epoch, N, PADDED_N)
     return pointer_to(state.peers[N - 1] + gathered, DTYPE)
+
+
+@triton.jit
+def _exchange_messages(
+    partial, state, count, rank,
+    TILE: tl.constexpr, PADDED_N: tl.constexpr, FLAGS: tl.constexpr, CAPACITY: tl.constexpr, BLOCK: tl.constexpr,
+    DTYPE: tl.constexpr,
+):  # fmt: skip
+    """Two ranks send each other their messages. Program p handles tiles p, p + programs, …. Returns a pointer to the other
+    rank's message, of which this program may read its own tiles."""
+    column = tl.arange(0, BLOCK)
+    epoch = launch_epoch(state.epochs)
+    slot = FLAGS + (epoch & 1) * (2 * CAPACITY)
+    destination = pointer_to(state.peers[0] + slot, DTYPE)
+    start = tl.program_id(0) * TILE
+    while start < count:
+        inside = (column < TILE) & (start + column < count)
+        tl.store(destination + start + column, tl.load(partial + start + column, mask=inside, other=0.0), mask=inside)
+        start += tl.num_programs(0) * TILE
+    signal(state.peers, 0, rank, epoch, 2, PADDED_N)
+    advance_epoch(state.epochs, epoch)
+    wait_signals(state, 0, epoch, 2, PADDED_N)
+    return pointer_to(state.peers[1] + slot, DTYPE)
+
+
+@triton.jit
+def _sums(partial, received, offsets, inside, N: tl.constexpr):
+    """The sums over ranks at `offsets`, rounded. With two ranks `received` has the other rank's values, else the sums."""
+    values = tl.load(received + offsets, mask=inside, other=0.0)
+    if N == 2:
+        own = tl.load(partial + offsets, mask=inside, other=0.0).to(tl.float32)
+        values = (own + values.to(tl.float32)).to(values.dtype)
+    return values
 
 
 # --- launches -----------------------------------------------------------------------------------------------------------------
@@ -398,16 +436,21 @@ def one_shot_options(exchange: Exchange, x: Tensor, tiling: Tiling, pdl: bool) -
 
 def _two_shot_options(exchange: Exchange, partial: Tensor, slice_size: int, pdl: bool) -> dict[str, Any]:
     ranks = exchange.world_size
-    needed = slice_size * ranks * partial.element_size()
+    needed = slice_size * _slices(exchange) * partial.element_size()
     if needed > exchange.capacity:
         raise ValueError(f"a message of {partial.nbytes} bytes needs {needed}, but the workspace takes {exchange.capacity}")
     constants = {"PADDED_N": max(2, triton.next_power_of_2(ranks)), "FLAGS": flag_bytes(ranks), "CAPACITY": exchange.capacity}
     return {"N": ranks, **constants, **pdl_options(partial.device, pdl)}
 
 
+def _slices(exchange: Exchange) -> int:
+    """Number of slices of a two-shot message: one for each rank, but two ranks send each other the whole message."""
+    return 1 if exchange.world_size == 2 else exchange.world_size
+
+
 def _slice_size(count: int, unit: int, exchange: Exchange) -> int:
-    """Values of a rank's slice, a multiple of `unit`, so that the slices of all ranks hold `count` values."""
-    return triton.cdiv(count, exchange.world_size * unit) * unit
+    """Values of a slice, a multiple of `unit`, so that all slices hold `count` values."""
+    return triton.cdiv(count, _slices(exchange) * unit) * unit
 
 
 def _whole_words(x: Tensor) -> Tensor:

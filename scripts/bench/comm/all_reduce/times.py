@@ -14,7 +14,11 @@ from kernels.norm import add_rms_norm
 from scripts.bench.comm.all_reduce.bench import SIZES, WIDTH, Bench
 
 ONE_SHOT_TILINGS = [Tiling(256, 4), Tiling(512, 8), Tiling(512, 4), Tiling(1024, 16)]
-TWO_SHOT_TILINGS = [Tiling(2048, 8, n) for n in (16, 32, 64, 128)] + [Tiling(4096, 8, n) for n in (8, 16, 24, 32, 64, 128)]
+TWO_SHOT_TILINGS = (
+    [Tiling(2048, 8, n) for n in (64, 128)]
+    + [Tiling(4096, 8, n) for n in (16, 24, 64, 128)]
+    + [Tiling(8192, 16, n) for n in (12, 64, 128)]
+)
 
 
 def torch_op(bench: Bench, name: str, sizes: Iterable[int]) -> dict[int, float]:
@@ -68,13 +72,13 @@ def with_norm(bench: Bench) -> dict[str, dict[int, float]]:
         calls[f"one-shot, fused {t.block}x{t.warps}"] = lambda p, x, t=t: all_reduce.one_shot_add_norm(  # type: ignore[misc]
             p, x, weight, 1e-5, bench.exchange("one-shot"), t
         )
-    for t in (Tiling(0, 8, 64), Tiling(0, 16, 64), Tiling(0, 32, 64)) if bench.peers else ():
-        calls[f"two-shot, fused {t.warps} warps"] = lambda p, x, t=t: all_reduce.two_shot_add_norm(  # type: ignore[misc]
+    for t in (Tiling(0, 8, 64), Tiling(0, 16, 64), Tiling(0, 16, 128)) if bench.peers else ():
+        calls[f"two-shot, fused {t.warps}x{t.programs}"] = lambda p, x, t=t: all_reduce.two_shot_add_norm(  # type: ignore[misc]
             p, x, weight, 1e-5, bench.exchange("two-shot"), t
         )
     for name, call in calls.items():
         found[name] = {}
-        for rows in (1, 4, 16, 64):
+        for rows in (1, 4, 16, 64, 128):
             partial, x = bench.random(rows, WIDTH), bench.random(rows, WIDTH)
             # in one-shot kernels all programs of a row wait for each other, so all must be resident on the GPU at once
             if bench.in_time() and (not name.startswith("one-shot, fused ") or rows <= 16):
