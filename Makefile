@@ -62,6 +62,9 @@ bench-offline: setup #+ Measure: throughput of the serving engine without HTTP, 
 startup: setup-dev #+ Measure: seconds from the server's command to its first token, cold and warm, into out/startup.json
 	@$(PY) -m scripts.bench.serving.startup --model $(MODEL) --ranks $(RANKS) $(ARGS)
 
+step-tokens: setup #+ Measure: throughput and steps of MODEL on RANKS ranks by --max-batch-tokens, the source of its default (ARGS="--tokens 1024 2048"), into out/step-tokens.json
+	@$(ON_RANKS) $(RANKS) -m scripts.bench.serving.step_tokens --model $(MODEL) $(ARGS)
+
 bench-host: setup #+ Measure: what the host adds to a decode step of 64 sequences, in ms
 	@$(ON_RANKS) $(RANKS) -m engine.bench --model $(MODEL) --host --requests 64 $(ARGS)
 

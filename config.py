@@ -87,10 +87,13 @@ class ModelConfig:
 
     def parameter_count(self) -> int:
         """Entries of the full model's matrices. A tied embedding counts once; norms and biases, which are few, do not count."""
-        attention = self.hidden_size * self.head_dim * 2 * (self.n_heads + self.n_kv_heads)
-        mlp = 3 * self.hidden_size * self.intermediate_size
         tables = self.vocab_size * self.hidden_size * (1 if self.tie_embeddings else 2)
-        return self.n_layers * (attention + mlp) + tables
+        return self.n_layers * self.layer_parameter_count() + tables
+
+    def layer_parameter_count(self) -> int:
+        """Those of a layer."""
+        attention = self.hidden_size * self.head_dim * 2 * (self.n_heads + self.n_kv_heads)
+        return attention + 3 * self.hidden_size * self.intermediate_size
 
 
 def desync_pattern(n_layers: int, every: int) -> tuple[Reduces, ...]:

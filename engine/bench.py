@@ -28,7 +28,7 @@ from engine.core import Engine, EngineLimits
 from engine.draft_models import find_draft
 from engine.protocol import SamplingParams, Submit
 from errors import UserError
-from options import ModelOptions, SpeculationOptions, add_options, draft_limit, dtype_name
+from options import ModelOptions, SpeculationOptions, add_options, draft_limit, dtype_name, whole_number
 from presets import model_config
 from profiling import gpu_time, kernel_idle_share, profiled, read_trace
 from tp import World, init_world
@@ -78,7 +78,9 @@ def throughput(engine: Engine, args: argparse.Namespace, world: World) -> dict[s
         "generated_tokens_per_second": round(args.requests * args.new_tokens / seconds, 1),
         "tokens_per_second": round(args.requests * (args.prompt_length + args.new_tokens) / seconds, 1),
         "steps": len(steps),
+        "max_batch_tokens": engine.scheduler.max_batch_tokens,
         "median_step_ms": round(median(steps) * 1e3, 3),
+        "p99_step_ms": round(sorted(steps)[int(0.99 * len(steps))] * 1e3, 3),
         "preemptions": engine.scheduler.preemptions,
         "idle_share": None if engine.runner.graphs is None else round(engine.runner.idle_seconds / seconds, 4),
     }
@@ -158,18 +160,24 @@ def check_trace(args: argparse.Namespace) -> None:
         raise UserError(f"--trace {args.trace}: the folder {args.trace.parent} does not exist; create it or name another")
 
 
+def add_load(parser: argparse.ArgumentParser, requests: int = 64, prompt_length: int = 64, new_tokens: int = 64) -> None:
+    """Add the flags of the requests, with these defaults."""
+    add = parser.add_argument
+    add("--requests", type=int, default=requests, help=f"all submitted at once (default: {requests})")
+    add("--prompt-length", type=int, default=prompt_length, help=f"tokens (default: {prompt_length})")
+    add("--new-tokens", type=int, default=new_tokens, help=f"tokens a request (default: {new_tokens})")
+    add("--temperature", type=float, default=0.0, help="default: 0, greedy")
+    add("--max-num-seqs", type=int, default=256, help="sequences in a step (default: 256)")
+    add("--seed", type=int, default=0)
+
+
 def main() -> None:
     parser = Parser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     add_options(parser, ModelOptions, "the model", without=("tp", "max_model_len", "compile"))
     add_options(parser, SpeculationOptions, "speculation")
-    parser.add_argument("--requests", type=int, default=64, help="all submitted at once (default: 64)")
-    parser.add_argument("--prompt-length", type=int, default=64, help="tokens (default: 64)")
-    parser.add_argument("--new-tokens", type=int, default=64, help="tokens a request (default: 64)")
-    parser.add_argument("--temperature", type=float, default=0.0, help="default: 0, greedy")
-    parser.add_argument("--max-num-seqs", type=int, default=256, help="sequences in a step (default: 256)")
-    parser.add_argument("--max-batch-tokens", type=int, default=2048, help="tokens in a step (default: 2048)")
+    add_load(parser)
+    parser.add_argument("--max-batch-tokens", type=whole_number(1), help="tokens in a step (default: as the server)")
     parser.add_argument("--block-size", type=int, default=16, help="tokens of a KV-cache block (default: 16)")
-    parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--host", action="store_true", help="print the host's share of a decode step")
     parser.add_argument(
         "--trace",

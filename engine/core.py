@@ -36,6 +36,7 @@ from engine.runner import InFlightStep, Runner, StepResult
 from engine.scheduler import Chunk, Scheduler, Sequence
 from engine.schedules import Schedules
 from engine.step_inputs import Capacity
+from engine.step_tokens import step_tokens
 from errors import UserError
 from memory import free_bytes
 from model import Transformer
@@ -55,7 +56,7 @@ MOST_DRAFTED = 256  # tokens of a step; with more rows a step takes longer, and 
 class EngineLimits:
     max_model_len: int | None = None  # tokens; None: the model's context
     max_num_seqs: int = 64
-    max_batch_tokens: int = 2048  # of one step
+    max_batch_tokens: int | None = None  # of one step; None: as `engine/step_tokens.py` says
     block_size: int = 16  # tokens
     kv_memory: float | None = None  # per rank; up to 1: share of the free memory; else bytes; None: 1 GiB on CPU, 0.9 on GPU
     kv_dtype: str = "auto"  # of the KV cache, one of `options.KV_DTYPES`
@@ -186,13 +187,14 @@ class Engine:
         self.max_model_len = min(limits.max_model_len or config.max_seq_len, config.max_seq_len)
         schedules = Schedules.of(model, world, limits.kv_dtype)
         # at least 2 sequences, because `Costs` needs two measured points
-        sequences, tokens = max(2, limits.max_num_seqs), max(2, limits.max_batch_tokens)
+        budget = limits.max_batch_tokens or step_tokens(config, world)
+        sequences, tokens = max(2, limits.max_num_seqs), max(2, budget)
         drafting = HeadModel(draft, model, sequences + tokens) if isinstance(draft, EagleHead) else draft
         blocks = BlockManager(count_blocks(model, drafting, limits, world), limits.block_size)
         self.scheduler = Scheduler(
             blocks,
             limits.max_num_seqs,
-            limits.max_batch_tokens,
+            budget,
             self.max_model_len,
             limits.whole_sequences,
             limits.drafted,
@@ -200,7 +202,7 @@ class Engine:
         dtype = cache_dtype(model, limits)
         text_ids = min(tokenizer.vocab_size if tokenizer else config.vocab_size, config.vocab_size)
         longest = blocks.blocks_for(self.max_model_len)
-        capacity = Capacity(limits.max_num_seqs, limits.max_batch_tokens, longest, limits.drafted)
+        capacity = Capacity(limits.max_num_seqs, budget, longest, limits.drafted)
         layers = draft.config.stream_layers if isinstance(draft, EagleHead) else ()
         cache, slots = new_cache(model, blocks.n_blocks, limits, world, dtype), adapters.limits.slots if adapters else 0
         self.runner = Runner(model, cache, text_ids, capacity, schedules, layers, adapters=slots)

@@ -211,6 +211,7 @@ class Ready(msgspec.Struct, frozen=True, tag=True):
     block_size: int  # tokens
     pid: int = 0  # rank 0's process; 0: not to be watched
     hidden_size: int = 0  # the width of embeddings
+    max_batch_tokens: int = 0  # of a step
     adapters: dict[str, str] = {}  # their folders, by name
 
 

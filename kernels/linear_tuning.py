@@ -46,13 +46,15 @@ GEMV_TILES = {  # by rows: (n, k, warps, prefetch); with more rows of x, more ro
     2: ((2, 2048, 4, False), (2, 2048, 4, True), (4, 1024, 4, False), (4, 512, 2, True), (8, 512, 4, False)),
     4: ((4, 1024, 4, False), (8, 512, 4, False)),
 }
-STREAM_TILES = {  # by rows: (n, k, warps)
+# by rows: (n, k, warps). Each program of a tile reads the whole input from L2, so a tile of few features reads, with 64 rows and
+# more, as many bytes of the input as of the weight
+STREAM_TILES = {
     8: ((64, 128, 4), (64, 256, 4)),
     16: ((64, 128, 4), (64, 256, 4)),
     32: ((64, 128, 4), (128, 128, 4)),
-    64: ((64, 128, 4), (128, 128, 4)),
-    128: ((64, 64, 4), (128, 64, 4)),
-    256: ((128, 64, 8),),
+    64: ((64, 128, 4), (128, 128, 4), (128, 128, 8), (256, 64, 8)),
+    128: ((64, 64, 4), (128, 64, 4), (128, 64, 8), (256, 64, 8)),
+    256: ((128, 64, 8), (256, 64, 8)),
 }
 KEPT_MARGIN = 0.98  # a kernel is kept if it takes less than this share of cuBLAS's time
 USUAL_MARGIN = 1.03  # times the fastest config's time

@@ -310,7 +310,7 @@ class EngineClient:
             self.adapters.on_ready(message)  # before requests that need them
             if first:
                 self.on_ready(message)
-            self.recovery.on_ready(message.pid)
+            self.recovery.on_ready(message.pid, message.max_batch_tokens)
         else:
             self.die(message.message)
 

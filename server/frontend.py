@@ -181,7 +181,7 @@ def make_server(
     attach: bool = False,
 ) -> FrontendServer:
     """kill: kills the ranks. attach: whether the ranks may have requests of a frontend that has ended."""
-    watchdog = Watchdog(kill, settings.hang_seconds, settings.max_batch_tokens)
+    watchdog = Watchdog(kill, settings.hang_seconds)
     client = EngineClient(to_engine, from_engine, Metrics(settings.model_names[0]), watchdog, attach)
     app = create_app(settings, client, tokenizer)
     config = uvicorn.Config(

@@ -77,6 +77,7 @@ def describe(settings: Settings, engine: Engine, config: ModelConfig, world: Wor
         block_size=blocks.block_size,
         pid=os.getpid(),
         hidden_size=config.hidden_size,
+        max_batch_tokens=engine.scheduler.max_batch_tokens,
     )
 
 

@@ -54,7 +54,7 @@ class Watchdog:
 
     kill: Callable[[], None] = lambda: None
     seconds: float | None = 0.0
-    max_batch_tokens: int = 0
+    max_batch_tokens: int = 0  # of a step, as the ranks say
 
     def limit(self, token_seconds: float | None) -> float:
         """Seconds without a report. token_seconds: of the step that took least for each of its tokens.
@@ -136,7 +136,8 @@ class Recovery:
         self._watch_process(pid)
         log.debug("rank 0 has process id %d", pid)
 
-    def on_ready(self, pid: int) -> None:
+    def on_ready(self, pid: int, max_batch_tokens: int) -> None:
+        self._watchdog.max_batch_tokens = max_batch_tokens
         if self.state == "serving" and pid == self._pid:
             return  # the answer to Attach
         if not self._watch_process(pid):

@@ -316,6 +316,7 @@ class StatsReply(Reply):
     device: str | None
     dtype: str | None
     max_model_len: int | None
+    max_batch_tokens: int | None  # of a step
     running: int
     waiting: int
     kv_cache_usage: float

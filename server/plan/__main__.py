@@ -66,7 +66,7 @@ def parse_args(argv: Sequence[str] | None = None) -> argparse.Namespace:
         "--max-num-seqs", type=whole_number(1, 4096), default=256, metavar="N", help="largest batch (default: 256)"
     )
     choice.add_argument(
-        "--max-batch-tokens", type=whole_number(1, 2**17), default=2048, metavar="N", help="as the server's (default: 2048)"
+        "--max-batch-tokens", type=whole_number(1, 2**17), metavar="N", help="as the server's (default: the server's)"
     )
     out = parser.add_argument_group("measurements and output")
     out.add_argument("--sweeps", type=Path, nargs="+", default=[], metavar="FILE", help="more rows, from make sweep")
@@ -111,7 +111,7 @@ def command(args: argparse.Namespace, plan: dict[str, Any]) -> str:
         words.append(f"--quantize {plan['width']}")
     if is_preset(args.model) and plan["variant"] != "standard":
         words.append(f"--variant {plan['variant']}")
-    if args.max_batch_tokens != 2048:
+    if args.max_batch_tokens:
         words.append(f"--max-batch-tokens {args.max_batch_tokens}")
     return " ".join(words)
 

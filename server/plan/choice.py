@@ -6,6 +6,7 @@ from typing import Any
 import numpy as np
 
 from engine.core import GPU_SHARE, EngineLimits
+from engine.step_tokens import default_tokens, entries
 from errors import UserError
 from server.plan.load import Answers, Goals, at_rate, highest_rate, largest_rate
 from server.plan.steps import RESULTS, WIDTHS, Setup, Steps, Tables, gpu, read_rows, setup_of
@@ -55,9 +56,10 @@ def _plan(args: argparse.Namespace, tables: Tables, setup: Setup) -> dict[str, A
     """The batch with the largest load. Batches are tried from the largest one that fits, each half of the one before."""
     goals, replicas = Goals(args.ttft / 1e3, args.itl / 1e3, args.share), args.gpus // setup.tp
     batch = largest_batch(setup, args.prompt + args.answer, args.max_num_seqs)
-    rate, steps = 0.0, Steps(tables, setup, batch, args.max_batch_tokens)
+    budget = _budget(args, setup)
+    rate, steps = 0.0, Steps(tables, setup, batch, budget)
     while batch >= SMALLEST_BATCH or batch == steps.most:
-        tried = Steps(tables, setup, batch, args.max_batch_tokens)
+        tried = Steps(tables, setup, batch, budget)
         found = largest_rate(tried, args.prompt, args.answer, goals, args.seed, rate * GAIN)
         if not found:
             break
@@ -79,6 +81,12 @@ def _plan(args: argparse.Namespace, tables: Tables, setup: Setup) -> dict[str, A
     }
 
 
+def _budget(args: argparse.Namespace, setup: Setup) -> int:
+    """The most tokens of a step."""
+    weights = setup.config.layer_parameter_count() // setup.tp
+    return args.max_batch_tokens or default_tokens(setup.gpu.name.upper(), weights, setup.tp, entries())
+
+
 def latencies(answers: Answers) -> dict[str, dict[str, float]]:
     """Percentiles of the time to the first token and of answers' mean time between tokens, ms."""
     figures = {"ttft_ms": answers.first[answers.steady], "itl_ms": answers.mean_gap[answers.steady]}
@@ -90,7 +98,7 @@ def curves(args: argparse.Namespace, plans: list[dict[str, Any]]) -> dict[str, l
     tables, found = Tables(read_rows([*sorted(RESULTS.glob("*/*.jsonl")), *args.sweeps])), dict[str, list[dict[str, Any]]]()
     for plan in plans[:CURVES]:
         setup = setup_of(args.model, gpu(args.gpu), plan["variant"], plan["tp"], WIDTHS[plan["width"]])
-        steps = Steps(tables, setup, plan["batch"], args.max_batch_tokens)
+        steps = Steps(tables, setup, plan["batch"], _budget(args, setup))
         name = f"{plan['width']}, {plan['variant']}, tp {plan['tp']} x {plan['replicas']}"
         for load in np.linspace(0.1, 1.15, POINTS) * plan["requests_per_second"]:
             answers = at_rate(steps, load / plan["replicas"], args.prompt, args.answer, args.seed)

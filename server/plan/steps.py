@@ -98,7 +98,7 @@ class Setup:
 
     def roofline(self, tokens: Any, launch: float, share: float) -> Any:
         """Seconds of a step without attention and all-reduces. tokens: a number, or an array of them."""
-        layers = self.config.parameter_count() - self.table * (1 if self.config.tie_embeddings else 2)
+        layers = self.config.n_layers * self.config.layer_parameter_count()
         peak = self.gpu.flops * (2 if self.width == "fp8" else 1)
         compute = 2 * layers / self.tp * np.asarray(tokens, float) / (share * peak)
         return (compute**EXPONENT + (self.read_bytes / self.gpu.read) ** EXPONENT) ** (

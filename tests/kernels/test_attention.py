@@ -16,6 +16,7 @@ from kernels import paged_attention
 from kernels.paged_attention import paged_decode_reference, paged_prefill_reference
 from tests.support.kernels import kernels_always
 from tests.support.ranks import Ranks
+from tests.support.replays import wrong_replays
 
 
 @dataclass(frozen=True)
@@ -100,6 +101,12 @@ class Pages:
                 both = both.float() * own[..., None]
             sequences.append((both[0], both[1]))
         return cls(cache[0], cache[1], order, scales, sequences)
+
+
+def redraw(pages: Pages) -> None:
+    """Other keys and values; unused slots keep their NaN."""
+    for cache in (pages.keys, pages.values):
+        cache.copy_(torch.randn_like(cache) + 0 * cache)
 
 
 def worse(name: str, got: Tensor, expected: list[Tensor], usual: list[Tensor], factor: float) -> list[str]:
@@ -237,3 +244,25 @@ def test_a_captured_decode_on_a_gpu_follows_lengths_and_repeats_its_bits(batch: 
                 captured.fill_(torch.nan)
                 graph.replay()
                 assert torch.equal(captured, expected), lengths
+
+
+@needs_gpu
+@pytest.mark.parametrize("codes", [False, True], ids=["values", "codes"])
+@pytest.mark.parametrize("batch", [1, 4, 100])
+def test_replays_of_decode_repeat_their_bits(batch: int, codes: bool, seed: int) -> None:
+    from kernels.paged_attention import paged_decode
+
+    shape, longest = LARGE[0], 2048
+    pages = Pages.of(shape, [longest] * batch, "cuda", torch.bfloat16, codes)
+    q = torch.randn(batch, shape.n_heads, shape.head_dim, device="cuda", dtype=torch.bfloat16)
+    lengths = torch.full((batch,), longest, dtype=torch.int32, device="cuda")
+
+    def refresh() -> None:
+        q.normal_()
+        lengths.copy_(torch.randint(0, longest + 1, (batch,)))
+        if not codes:
+            redraw(pages)
+
+    with torch.no_grad():
+        arguments = q, pages.keys, pages.values, pages.tables, lengths, None, longest, pages.scales
+        assert wrong_replays(lambda: paged_decode(*arguments), refresh) == 0, seed

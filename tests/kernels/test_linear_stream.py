@@ -216,6 +216,7 @@ def test_kernels_that_are_compiled_once() -> None:
         (1, False, Stream(64, 128, 12), torch.bfloat16),
         (100, True, Stream(256, 64, 4, 8), torch.bfloat16),
         (64, False, Stream(64, 128, 6), torch.float8_e4m3fn),
+        (128, False, Stream(256, 64, 4, 8), torch.bfloat16),
     ],
 )
 def test_it_compiles_for_hopper_and_fits_an_sm(

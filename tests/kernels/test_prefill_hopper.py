@@ -13,10 +13,11 @@ from torch import Tensor
 from kernels import prefill_schedule as schedules
 from kernels.paged_attention import paged_prefill, specialized
 from kernels.prefill_schedule import prefill_schedule, prefill_schedule_reference
-from tests.kernels.test_attention import Pages, Shape, prefill_faults
+from tests.kernels.test_attention import Pages, Shape, prefill_faults, redraw
 from tests.support.gluon_attention import Fault, load
 from tests.support.kernels import kernels_always
 from tests.support.ranks import Ranks
+from tests.support.replays import wrong_replays
 
 SHAPES = [
     Shape(16, 2, 128, 16, None),
@@ -174,3 +175,24 @@ def test_a_captured_prefill_on_a_gpu_follows_its_spans_and_repeats_its_bits(seed
                 captured.fill_(torch.nan)
                 graph.replay()
                 assert torch.equal(captured, expected), (starts, lengths)
+
+
+@needs_hopper
+@pytest.mark.parametrize("shape", SHAPES[:2], ids=str)
+def test_replays_of_prefill_repeat_their_bits(shape: Shape, seed: int) -> None:
+    rows = 1500
+    pages = Pages.of(shape, [2000] * 5, "cuda", torch.bfloat16)
+    q = torch.randn(rows, shape.n_heads, shape.head_dim, device="cuda", dtype=torch.bfloat16)
+    starts, lengths = torch.zeros(6, dtype=torch.int32, device="cuda"), torch.zeros(5, dtype=torch.int32, device="cuda")
+    assert specialized(q, pages.keys, None)
+
+    def refresh() -> None:
+        counts = torch.randint(0, rows // 5, (5,))
+        starts[1:] = counts.cumsum(0).int()
+        lengths.copy_(torch.where(counts > 0, counts + torch.randint(0, 2000 - rows // 5, (5,)), 0))
+        q.normal_()
+        redraw(pages)
+
+    with torch.no_grad():
+        arguments = q, pages.keys, pages.values, pages.tables, starts, lengths, None, rows
+        assert wrong_replays(lambda: paged_prefill(*arguments), refresh) == 0, seed

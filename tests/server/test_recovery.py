@@ -67,7 +67,7 @@ class World:
 
     def step(self, accident: bool) -> None:
         if self.machine.state != "serving":
-            self.machine.on_ready(0)
+            self.machine.on_ready(0, 2048)
             return
         suspects = [r for r in self.there if r.stuck >= SUSPECT]
         assert len(suspects) <= 1 and (not suspects or len(self.there) == 1), "a suspect has company"
@@ -116,13 +116,13 @@ def test_ranks_that_end_while_they_load_accuse_nobody() -> None:
     for _ in range(5):
         world.machine.on_starting(0)
     assert (request.sent, request.stuck) == (False, 0)
-    world.machine.on_ready(0)
+    world.machine.on_ready(0, 2048)
     assert request.sent and world.there == [request]
     for n in range(1, REFUSED):
         world.end()
         world.machine.on_starting(0)
         assert request.stuck == n
-        world.machine.on_ready(0)
+        world.machine.on_ready(0, 2048)
     world.machine.went_on(request)
     assert request.stuck == 0 and request.error is None
 

@@ -3,9 +3,11 @@
     python -m scripts.bench.kernels.non_gemm --out out/kernels.json
     python -m scripts.bench.kernels.non_gemm --ranks 4 --decode-configs 64,4,3,3,64 64,4,4,2,64 --prefill-configs 64,64,4,3 128,64,8,3
 
-The shapes are those of Llama-3-70B on 4 and on 8 ranks. A graph holds at least 20 launches, which cycle through several inputs.
-The inputs together exceed the L2 cache, so that none is still cached when it is used again. Prints a table; --out writes the
-rows as JSON. With --decode-configs or --prefill-configs only attention is timed, once with each of these launch configurations.
+    python -m scripts.bench.kernels.non_gemm --only long --ranks 1 4 8   # attention at 32k and 128k tokens
+
+The shapes are those of Llama-3-70B on 4 and on 8 ranks; on 1 rank, all its 8 key-value heads. A graph holds at least 20 launches,
+or 20 ms of them, which cycle through several inputs. The inputs together exceed the L2 cache, so that none is still cached when
+it is used again. Prints a table; --out writes the rows as JSON. Decode is also compared with how fast the GPU reads its memory. With --decode-configs or --prefill-configs only attention is timed, once with each of these launch configurations.
 This is how the tables at the top of kernels/paged_attention.py are found.
 """
 
@@ -22,21 +24,26 @@ from typing import Any
 import torch
 import torch.nn.functional as F
 from torch import Tensor
+from torch.nn.attention.bias import causal_lower_right
 
 from cli import Parser, run
 from engine import SamplingParams
 from engine.sampler import SamplingBatch, sample
 from errors import UserError
 from kernels.activation import swiglu, swiglu_reference
-from kernels.graph_times import replay_seconds
+from kernels.graph_times import replay_seconds, successive_seconds
 from kernels.norm import add_rms_norm, add_rms_norm_reference, rms_norm, rms_norm_reference
 from kernels.paged_attention import paged_decode, paged_decode_reference, paged_prefill, paged_prefill_reference
 from kernels.rope_cache import rope_store, rope_store_reference
 from kernels.sampling import combine_best, local_best
+from scripts.bench.kernels.read import read_ceiling
 from scripts.lib.machine import machine
 
 LAUNCHES, REPLAYS = 20, 15
+GRAPH_SECONDS, REPLAYED_SECONDS = 0.02, 0.5  # of the launches of a graph and of its replays: enough of them
 COLD_BYTES = 200e6  # more than three times the L2 cache of an H200
+SCORES_BYTES = 5e9  # most for the scores of a reference in fp32; of larger cases it computes SAMPLED rows
+SAMPLED = 48
 HIDDEN, INTERMEDIATE, VOCAB, HEADS, KV_HEADS, HEAD_DIM, BLOCK = 8192, 28672, 128256, 64, 8, 128, 16
 BATCHES, LENGTHS, EPS = (1, 4, 16, 64), (1024, 1536, 8192), 1e-5
 TRIED = ((1, 1100), (1, 8192), (1, 32768), (4, 1100), (16, 1100), (64, 1100), (64, 8192))  # batch and length, per DecodeConfig
@@ -57,9 +64,14 @@ class Case:
     for_peer: Callable[..., Inputs] = lambda *inputs: inputs  # converts the inputs of `make` to those of `peer`
     bytes: float = 0
     flops: float = 0
+    sampled: Tensor | None = None  # the rows that `exact` returns; None: all
 
     def copies(self) -> int:
-        return int(min(max(COLD_BYTES / max(self.bytes, 1), 2), 256))
+        """Of the inputs: one that is much larger than the cache is not there any more when it is read again."""
+        return int(min(max(COLD_BYTES / max(self.bytes, 1), 1 if self.bytes > 4 * COLD_BYTES else 2), 256))
+
+    def error(self, output: Tensor, exact: Tensor) -> float:
+        return (output if self.sampled is None else output[self.sampled]).float().sub(exact).abs().max().item()
 
 
 def randn(*shape: int) -> Tensor:
@@ -167,7 +179,9 @@ def unpaged(q: Tensor, keys: Tensor, values: Tensor, tables: Tensor, *_: Any) ->
 
 def attend(q: Tensor, k: Tensor, v: Tensor, causal: bool) -> Tensor:
     q, k, v = (x.transpose(1, 2) for x in (q, k, v))
-    out = F.scaled_dot_product_attention(q, k, v, is_causal=causal, enable_gqa=True)
+    last = causal and q.shape[2] < k.shape[2]  # the queries are the last positions: is_causal would make them the first
+    mask: Any = causal_lower_right(q.shape[2], k.shape[2]) if last else None
+    out = F.scaled_dot_product_attention(q, k, v, attn_mask=mask, is_causal=causal and not last, enable_gqa=True)
     return out.transpose(1, 2).flatten(0, 1)
 
 
@@ -192,34 +206,57 @@ def decode_case(ranks: int, batch: int, length: int, bound: int) -> Case:
 
 def decode_cases(ranks: int) -> Iterator[Case]:
     shapes = [(b, length, length) for b in BATCHES for length in LENGTHS] + [(1, 1024, 8192), (64, 1024, 8192)]
-    shapes += [(b, length, length) for b, length in ((1, 32768), (32, 32768), (1, 131072))]
     return (decode_case(ranks, *shape) for shape in shapes)
 
 
-def prefill_case(ranks: int, spans: int, length: int) -> Case:
-    heads, kv_heads = HEADS // ranks, KV_HEADS // ranks
+def prefill_case(ranks: int, spans: int, length: int, keys: int | None = None) -> Case:
+    """Spans of `length` queries, the last positions of sequences of `keys` tokens (default: the whole sequences)."""
+    heads, kv_heads, keys = HEADS // ranks, KV_HEADS // ranks, keys or length
+    large = 4 * heads * length * keys > SCORES_BYTES
+    sampled = torch.randperm(spans * length, device="cuda")[:SAMPLED] if large else None
 
     def make() -> Inputs:
         starts = torch.arange(spans + 1, dtype=torch.int32, device="cuda") * length
-        lengths = torch.full((spans,), length, dtype=torch.int32, device="cuda")
+        lengths = torch.full((spans,), keys, dtype=torch.int32, device="cuda")
         q = randn(spans * length, heads, HEAD_DIM)
-        return q, *pages(spans, length, kv_heads), starts, lengths, None, length
+        return q, *pages(spans, keys, kv_heads), starts, lengths, None, length
 
     return Case(
         "paged_prefill",
-        {"spans": spans, "length": length, "heads": heads, "kv_heads": kv_heads},
+        {"spans": spans, "length": length, "keys": keys, "heads": heads, "kv_heads": kv_heads},
         make,
         paged_prefill,
         partial(attend, causal=True),
-        lambda q, *rest: paged_prefill_reference(q.float(), *rest),
+        prefill_exact if sampled is None else partial(prefill_rows_exact, sampled, length),
         for_peer=unpaged,
-        bytes=spans * length * (2 * heads + 2 * kv_heads) * HEAD_DIM * 2,
-        flops=2 * spans * length * (length + 1) * heads * HEAD_DIM,
+        bytes=spans * (2 * heads * length + 2 * kv_heads * keys) * HEAD_DIM * 2,
+        flops=4 * spans * length * (keys - (length - 1) / 2) * heads * HEAD_DIM,
+        sampled=sampled,
     )
+
+
+def prefill_exact(q: Tensor, *rest: Any) -> Tensor:
+    return paged_prefill_reference(q.float(), *rest)
+
+
+def prefill_rows_exact(
+    rows: Tensor, span: int, q: Tensor, keys: Tensor, values: Tensor, tables: Tensor, starts: Tensor, lengths: Tensor, *_: Any
+) -> Tensor:
+    """These rows of q, in spans of `span` rows: each attends as one that is decoded at its position."""
+    seen = lengths[rows // span] - span + rows % span + 1
+    return paged_decode_reference(q[rows].float(), keys, values, tables[rows // span], seen, None, int(seen.max()))
 
 
 def prefill_cases(ranks: int) -> Iterator[Case]:
     return (prefill_case(ranks, spans, length) for spans, length in ((1, 1024), (8, 1024), (1, 8192)))
+
+
+def long_cases(ranks: int) -> Iterator[Case]:
+    """Attention at 32k and 128k tokens: decode, whole prompts, and their last chunks, of 2,048 and 8,192 tokens."""
+    lengths = (32768, 131072)
+    yield from (decode_case(ranks, batch, length, length) for batch in (1, 32) for length in lengths)
+    if ranks > 1:  # a prompt of 128k tokens takes a second with all 64 heads
+        yield from (prefill_case(ranks, 1, queries, keys) for keys in lengths for queries in (2048, 8192, keys))
 
 
 def draw(logits: Tensor, batch: SamplingBatch, positions: Tensor) -> Tensor:
@@ -252,6 +289,7 @@ FAMILIES: dict[str, Callable[[int], Iterator[Case]]] = {
     "rope": rope_cases,
     "decode": decode_cases,
     "prefill": prefill_cases,
+    "long": long_cases,
     "sampling": sampling_cases,
 }
 
@@ -260,23 +298,27 @@ FAMILIES: dict[str, Callable[[int], Iterator[Case]]] = {
 
 def microseconds(call: Callable[..., Any], inputs: list[Inputs]) -> float:
     """Median time of one call in µs, in a CUDA graph of many calls."""
-    count = max(LAUNCHES, len(inputs))
     call(*inputs[0])
+    once = median(successive_seconds(partial(call, *inputs[0]), 3))
+    count = max(min(LAUNCHES, math.ceil(GRAPH_SECONDS / once)), len(inputs))
     graph = torch.cuda.CUDAGraph()
     with torch.cuda.graph(graph):
         for i in range(count):
             call(*inputs[i % len(inputs)])
     graph.replay()
-    return median(replay_seconds(graph, REPLAYS)) * 1e6 / count
+    replays = min(REPLAYS, max(3, round(REPLAYED_SECONDS / (once * count))))
+    return median(replay_seconds(graph, replays)) * 1e6 / count
 
 
-def measure(case: Case) -> dict[str, Any]:
+def measure(case: Case, ceiling: float) -> dict[str, Any]:
+    """ceiling: bytes/s that decode is compared with."""
     inputs = [case.make() for _ in range(case.copies())]
     peer_inputs = [case.for_peer(*x) for x in inputs]
     exact = case.exact(*inputs[0]).float()
-    outputs = case.ours(*inputs[0]), case.peer(*peer_inputs[0])
-    error, peer_error = ((x.float() - exact).abs().max().item() for x in outputs)
+    error = case.error(case.ours(*inputs[0]), exact)
+    peer_error = case.error(case.peer(*peer_inputs[0]), exact)
     ours, peer = microseconds(case.ours, inputs), microseconds(case.peer, peer_inputs)
+    share = {"share_of_ceiling": round(case.bytes / ours * 1e6 / ceiling, 3)} if case.kernel == "paged_decode" else {}
     return {
         "kernel": case.kernel,
         **case.shape,
@@ -284,6 +326,7 @@ def measure(case: Case) -> dict[str, Any]:
         "peer_us": round(peer, 2),
         "gb_per_second": round(case.bytes / ours / 1e3, 1),
         "tflop_per_second": round(case.flops / ours / 1e6, 1),
+        **share,
         "error": error,
         "peer_error": peer_error,
         "right": error <= 2 * peer_error + 1e-6,
@@ -300,12 +343,12 @@ def tried(table: str, configs: Sequence[Any], cases: Iterable[Case]) -> Iterator
     for case in cases:
         inputs = [case.make() for _ in range(case.copies())]
         exact = case.exact(*inputs[0]).float()
-        error_of_torch = (case.peer(*case.for_peer(*inputs[0])).float() - exact).abs().max().item()
+        error_of_torch = case.error(case.peer(*case.for_peer(*inputs[0])), exact)
         print(case.kernel, *(f"{k}={v}" for k, v in case.shape.items()))
         for config in configs:
             setattr(kernels, table, ((math.inf, config),))
             try:
-                error = (case.ours(*inputs[0]).float() - exact).abs().max().item()
+                error = case.error(case.ours(*inputs[0]), exact)
             except OutOfResources as refusal:
                 print(f"    {config}: {refusal}")
                 continue
@@ -330,10 +373,10 @@ def trials(args: argparse.Namespace) -> Iterator[dict[str, Any]]:
     yield from tried("PREFILL_CONFIGS", args.prefill_configs, prefill if args.prefill_configs else ())
 
 
-def measured(ranks: list[int], families: list[str]) -> Iterator[dict[str, Any]]:
+def measured(ranks: list[int], families: list[str], ceiling: float) -> Iterator[dict[str, Any]]:
     for case in (case for name in families for n in ranks for case in FAMILIES[name](n)):
-        row = measure(case)
-        show(row)
+        row = measure(case, ceiling)
+        show(row, case)
         yield row
 
 
@@ -347,10 +390,10 @@ def config_of(kind: str) -> Callable[[str], Any]:
     return parse
 
 
-def show(row: dict[str, Any]) -> None:
-    figures = {"us", "peer_us", "gb_per_second", "tflop_per_second", "error", "peer_error", "right", "kernel"}
-    shape = " ".join(f"{k}={v}" for k, v in row.items() if k not in figures)
+def show(row: dict[str, Any], case: Case) -> None:
+    shape = " ".join(f"{k}={v}" for k, v in case.shape.items())
     rate = f"{row['tflop_per_second']:7.1f} TFLOP/s" if row["tflop_per_second"] else f"{row['gb_per_second']:7.1f} GB/s"
+    rate += f" {row['share_of_ceiling']:.0%} of the ceiling" if "share_of_ceiling" in row else ""
     verdict = "" if row["right"] else f"  WRONG: {row['error']:.3g}, PyTorch {row['peer_error']:.3g}"
     print(f"{row['kernel']:14} {shape:58} {row['us']:9.2f} us  PyTorch {row['peer_us']:9.2f} us {rate}{verdict}", flush=True)
 
@@ -363,7 +406,7 @@ def main() -> None:
         "--ranks",
         nargs="+",
         type=int,
-        choices=(4, 8),
+        choices=(1, 2, 4, 8),
         default=[4, 8],
         help="measure the shards of these numbers of ranks (default: 4 8)",
     )
@@ -376,11 +419,16 @@ def main() -> None:
     if not torch.cuda.is_available():
         raise UserError("measuring needs a GPU, and this machine shows none")
     torch.manual_seed(0)
+    content: dict[str, Any] = {"machine": machine()}
     with torch.no_grad():
-        rows = list(trials(args) if args.decode_configs or args.prefill_configs else measured(args.ranks, args.only))
+        if args.decode_configs or args.prefill_configs:
+            rows = list(trials(args))
+        else:
+            content["read_bytes_per_second"] = read_ceiling()
+            rows = list(measured(args.ranks, args.only, content["read_bytes_per_second"]))
     if args.out:
         args.out.parent.mkdir(parents=True, exist_ok=True)
-        args.out.write_text(json.dumps({"machine": machine(), "rows": rows}, indent=1) + "\n")
+        args.out.write_text(json.dumps(content | {"rows": rows}, indent=1) + "\n")
     wrong = [row["kernel"] for row in rows if not row["right"]]
     if wrong:
         raise UserError(f"wrong results: {', '.join(sorted(set(wrong)))}")

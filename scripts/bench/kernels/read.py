@@ -48,20 +48,30 @@ def bytes_per_second(x: torch.Tensor, block: int, programs: int, stages: int) ->
     return x.nbytes / median(seconds[1:])  # the first launch compiles
 
 
+def rates() -> dict[str, float]:
+    """Bytes/s of each launch configuration, by its name."""
+    x = torch.randint(-(2**31), 2**31, (WORDS,), dtype=torch.int32, device="cuda")
+    sms = torch.cuda.get_device_properties(x.device).multi_processor_count
+    return {
+        f"blocks of {block}, {each} programs an SM, {stages} stages": bytes_per_second(x, block, sms * each, stages)
+        for block in BLOCKS
+        for each in PROGRAMS_AN_SM
+        for stages in STAGES
+    }
+
+
+def read_ceiling() -> float:
+    """Bytes/s of the fastest."""
+    return max(rates().values())
+
+
 def main() -> None:
     parser = Parser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--out", type=Path, help="JSON file to write")
     args = parser.parse_args()
     if not torch.cuda.is_available():
         raise UserError("this measures the memory of a GPU, and there is none")
-    x = torch.randint(-(2**31), 2**31, (WORDS,), dtype=torch.int32, device="cuda")
-    sms = torch.cuda.get_device_properties(x.device).multi_processor_count
-    found = {
-        f"blocks of {block}, {each} programs an SM, {stages} stages": bytes_per_second(x, block, sms * each, stages)
-        for block in BLOCKS
-        for each in PROGRAMS_AN_SM
-        for stages in STAGES
-    }
+    found = rates()
     best = max(found, key=lambda name: found[name])
     print(f"{found[best] / 1e12:.3f} TB/s ({best})")
     if args.out:

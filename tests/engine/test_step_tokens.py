@@ -1,0 +1,97 @@
+"""The default of `--max-batch-tokens`: by GPU and layers, the same on all ranks, and how it is measured."""
+
+import json
+import sys
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from engine import step_tokens as module
+from engine.core import Engine, EngineLimits
+from engine.step_tokens import USUAL, Entry, default_tokens, entries, kind, step_tokens
+from errors import UserError
+from presets import model_config
+from scripts.bench.serving import step_tokens as bench
+from tests.engine.test_engine import ALONE, config_of, random_model
+from tp import World
+
+H100 = "NVIDIA H100 80GB HBM3"
+
+
+def test_the_fewest_tokens_that_are_enough_of_the_nearest_entry() -> None:
+    few = Entry("H100", "", 1, 100, {1024: 96.0, 2048: 99.0, 4096: 100.0, 8192: 101.0})
+    many = Entry("H100", "", 1, 300, {8192: 100.0, 512: 98.0})
+    split, known = Entry("H100", "", 2, 100, {1024: 1.0}), [few, many, Entry("H200", "", 1, 100, {64: 1.0})]
+    assert [default_tokens(H100, weights, 1, known) for weights in (49, 50, 170, 180, 600, 601)] == [
+        USUAL,
+        2048,
+        2048,
+        512,
+        512,
+        USUAL,
+    ]
+    assert default_tokens("H100", 100, 1, known) == 2048 and default_tokens("NVIDIA H200", 100, 1, known) == 64
+    assert default_tokens(H100, 100, 2, known) == USUAL and default_tokens(H100, 100, 8, [*known, split]) == 1024
+    for other in ("", "NVIDIA A100-SXM4-80GB", "NVIDIA GH200 480GB", "H1000"):
+        assert default_tokens(other, 100, 1, known) == USUAL
+
+
+def test_the_table_that_is_shipped() -> None:
+    assert entries()
+    for entry in entries():
+        assert entry.layer_weights == model_config(entry.model, None, 1).layer_parameter_count() // entry.ranks
+        assert entry.gpu == kind(entry.gpu) and len(entry.tokens_per_second) > 1
+        assert entry.tokens == default_tokens(f"NVIDIA {entry.gpu} X", entry.layer_weights, entry.ranks, entries())
+
+
+def test_an_engine_takes_it_unless_told() -> None:
+    model = random_model(config_of("parallel"))
+    for given, expected in ((None, USUAL), (77, 77)):
+        engine = Engine(model, None, EngineLimits(max_batch_tokens=given, max_num_seqs=2, kv_memory=1e6, block_size=4), ALONE)
+        assert engine.scheduler.max_batch_tokens == engine.runner.capacity.tokens == expected
+
+
+def chosen(world: World) -> int:
+    """As if each rank had another GPU."""
+    config = model_config("tiny", None, world.world_size)
+    weights = config.layer_parameter_count() // world.world_size
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(torch.cuda, "get_device_name", lambda _: f"NVIDIA X{world.rank}")
+        found = [Entry(f"X{rank}", "", 2, weights, {100 + rank: 1.0}) for rank in range(world.world_size)]
+        patch.setattr(module, "entries", lambda: found)
+        return step_tokens(config, replace(world, device=torch.device("cuda")))
+
+
+def test_all_ranks_take_rank_0s(ranks: Any) -> None:
+    assert ranks.run(3, chosen) == [100] * 3
+
+
+def test_a_measurement_enters_the_table(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path, capsys: pytest.CaptureFixture[str], seed: int
+) -> None:
+    path, table = tmp_path / "measured.json", tmp_path / "table.json"
+    flags = f"--requests 3 --prompt-length 20 --new-tokens 4 --max-num-seqs 4 --tokens 8 32 --device cpu --out {path}"
+    monkeypatch.setattr(sys, "argv", ["bench", "--model", "tiny", *flags.split()])
+    bench.main()
+    content = json.loads(path.read_text())
+    assert [run["max_batch_tokens"] for run in content["runs"]] == [8, 32]
+    assert content["runs"][0]["steps"] > content["runs"][1]["steps"]
+    assert all(run["p99_step_ms"] >= run["median_step_ms"] > 0 for run in content["runs"])
+    with pytest.raises(UserError, match="measured without a GPU"):
+        bench.merge([path])
+    content["machine"]["gpus"] = f"2 x {H100}"
+    path.write_text(json.dumps(content))
+    monkeypatch.setattr(bench, "TABLE", table)
+    before = entries()
+    bench.merge([path])
+    rates = {run["max_batch_tokens"]: run["generated_tokens_per_second"] for run in content["runs"]}
+    monkeypatch.setattr(module, "TABLE", table)
+    entries.cache_clear()
+    try:
+        added = [entry for entry in entries() if entry not in before]
+        assert len(entries()) == len(before) + 1 and added == [Entry("H100", "tiny", 1, content["layer_weights"], rates)]
+    finally:
+        entries.cache_clear()
