@@ -18,7 +18,7 @@ from tqdm import tqdm
 
 from comm.table import PLAUSIBLE, Table, Times, from_rank_0, machine_key, read, write
 from kernels import linear_config, linear_quantized_config, linear_quantized_tuning
-from kernels.linear_config import MAX_ROWS, Config, format_config, shipped_now
+from kernels.linear_config import MAX_ROWS, PROMPT_ROWS, Config, format_config, shipped_now
 from kernels.linear_quantized import Packed, has_scaled_product
 from kernels.linear_quantized_tuning import QuantizedProblem, QuantizedShape
 from kernels.linear_tuning import ROWS, Problem, Shape, compile_kernels, measure, row_counts, winner
@@ -159,7 +159,7 @@ def problem_of(case: str) -> Problem:
         found: Problem = linear_quantized_tuning.problem_of(*sizes, gated, kinds[0])
     else:
         found = Problem(sizes[0], Shape(*sizes[1:], gated), [])
-    known = ROWS if kinds else row_counts(found.shape, MAX_ROWS)
+    known = (*ROWS, *PROMPT_ROWS) if kinds else row_counts(found.shape, MAX_ROWS)
     if found.key != case or found.rows not in known:
         raise ValueError(case)
     return found

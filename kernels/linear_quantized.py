@@ -7,6 +7,7 @@ scaled      a weight of 8 bits with a scale for each row whose scheme quantizes 
             INT8_EXACT_ROWS (int8): each row of the input by its own largest value (`kernels/row_codes.py`), then a product of codes:
             of fp8 up to CODE_ROWS rows by `kernels/linear_stream.py`, else by PyTorch; of int8 by `kernels/linear_int8.py`. With few rows `exact` is used, which
             rounds less than the scheme asks
+tiles       more rows of an input that keeps its 16 bits, `kernels/linear_quantized_tiles.py`: the codes are converted in registers
 dequantize  else: a Triton kernel writes the weight in 16 bits, one layer at a time, for F.linear
 """
 
@@ -32,6 +33,7 @@ from kernels.linear_quantized_config import (
     Format,
     QuantizedConfig,
     QuantizedGemv,
+    QuantizedTiles,
     code_config,
     config,
 )
@@ -126,8 +128,8 @@ def linear(
     if weight.columns is not None:
         x = x.index_select(-1, weight.columns)
     exact_rows = exact_rows_of(weight, x.dtype)
-    few = 0 < rows <= exact_rows and aligned(x)
-    if few and (chosen := config(rows, weight.n, weight.k, weight.format, swiglu)):
+    exact = 0 < rows <= exact_rows or (exact_rows == STREAM_ROWS < rows and exact_scales(weight, x.dtype))
+    if exact and aligned(x) and (chosen := config(rows, weight.n, weight.k, weight.format, swiglu)):
         return linear_with(x, weight, bias, chosen, swiglu)
     if rows > 0 and exact_rows < STREAM_ROWS:
         y = scaled_linear(quantize_rows(x, KINDS[weight.format.kind]), weight, bias)
@@ -156,12 +158,20 @@ def has_scaled_product(weight: Packed, dtype: torch.dtype) -> bool:
     return weight.scaled and weight.format == Format("fp8") and weight.n % 16 == 0 and dtype == torch.bfloat16
 
 
+def exact_scales(weight: Packed, dtype: torch.dtype) -> bool:
+    """Whether scales of groups in an input's data type are as accurate as the products with them are."""
+    scales = weight.scales.dtype
+    return not weight.format.group or scales == dtype or (dtype == torch.bfloat16 and scales == torch.float16)
+
+
 def linear_with(x: Tensor, weight: Packed, bias: Tensor | None, chosen: QuantizedConfig, swiglu: bool) -> Tensor:
-    """`linear` by the gemv or stream kernel, for x with its columns in the order of the codes."""
+    """`linear` by the gemv, stream or tiles kernel, for x with its columns in the order of the codes."""
     out = torch.empty(*x.shape[:-1], weight.n // 2 if swiglu else weight.n, dtype=x.dtype, device=x.device)
     # counters are allocated even if this layer needs none, because later ones may be captured
     x, shared = x.reshape(-1, weight.k), counters(x.device)
-    if isinstance(chosen, QuantizedGemv):  # both modules need Gluon
+    if isinstance(chosen, QuantizedTiles):  # the modules need Gluon
+        import_module("kernels.linear_quantized_tiles").tiles(x, weight, bias, out, shared, chosen, swiglu)
+    elif isinstance(chosen, QuantizedGemv):
         import_module("kernels.linear_quantized_gemv").gemv(x, weight, bias, out, chosen, swiglu)
     else:
         import_module("kernels.linear_quantized_stream").stream(x, weight, bias, out, shared, chosen, swiglu)

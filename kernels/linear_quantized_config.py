@@ -1,4 +1,4 @@
-"""Launch configurations of quantized linear layers of few rows, and what their kernel needs to know of a weight."""
+"""Launch configurations of quantized linear layers, and what their kernels need to know of a weight."""
 
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
@@ -6,7 +6,7 @@ from functools import cache
 from typing import Any
 
 from kernels import linear_config, linear_tuning
-from kernels.linear_config import GEMV_ROWS, SMS, STREAM_BYTES, SUMS, Stream
+from kernels.linear_config import GEMV_ROWS, PROMPT_ROWS, SMS, STREAM_BYTES, SUMS, Stream
 
 GROUPS = (16, 32, 64, 128)  # input features that share a scale
 STREAM_ROWS = 128  # rows of the stream kernel, at most
@@ -30,6 +30,8 @@ GEMV_TILES = (  # rows, warps, chunks, programs for each SM
 )
 REGISTERS = {(4, 1): 144, (8, 1): 168, (4, 2): 128, (4, 3): 80}  # of a thread, by warps and programs of an SM
 WGMMA_REGISTERS = 128  # fewer do not suffice for wgmma's operands
+TILE_N = 256  # rows of the weight of a tile, with more than STREAM_ROWS rows: four wgmmas
+MIN_SHARERS = 8  # programs of a tile of rows, at least
 PIECE = 64  # input features of a wgmma's operand A in registers, at most
 COLUMNS = 8  # of operand B of an mma: rows of the input, for each group of a chunk
 
@@ -121,6 +123,37 @@ class QuantizedStream(Stream):
 
 
 @dataclass(frozen=True)
+class QuantizedTiles(Stream):
+    """Config of the kernel for many rows: tiles of `block_n` rows of the weight, half of them for each of two warpgroups, and `rows`
+    rows of the input."""
+
+    warps: int = 8
+    rows: int = 128
+
+    def tile_rows(self, rows: int) -> int:
+        return self.rows
+
+    @property
+    def most_rows(self) -> int:
+        """Of a launch. A program has one tile of rows, so with many tiles of rows their numbers of programs would leave SMs idle."""
+        return self.rows * (self.programs // MIN_SHARERS)
+
+    def ring_bytes(self, fmt: Format) -> int:
+        """Of the buffers and their barriers."""
+        groups = self.block_k // fmt.group if fmt.group else 0
+        codes = self.block_n * (self.block_k * fmt.bits // 8 + groups * (4 if fmt.zeros else 2))
+        return self.stages * (codes + 2 * self.block_k * self.rows + 16)
+
+    def fits(self, n: int, k: int, fmt: Format) -> bool:
+        """Whether the kernel can compute this layer of 16-bit inputs, whose scales of groups have 16 bits, too."""
+        room = self.stages >= 2 and self.ring_bytes(fmt) <= STREAM_BYTES
+        aligned = k % fmt.unit == 0 and fmt.group % fmt.unit == 0 and self.block_k % 128 == 0
+        tile = self.block_n == TILE_N and self.warps == 8 and self.rows in (64, 128) and self.programs >= MIN_SHARERS
+        steps = -(-n // self.block_n) * -(-k // self.block_k)
+        return room and aligned and tile and not fmt.wide_scales and steps * self.programs < 2**31
+
+
+@dataclass(frozen=True)
 class QuantizedGemv:
     """Config of the gemv kernel. Each program has tiles of `block_n` rows of the weight, a multiple of 16, and `warps` warps with
     `chunks` chunks of a row in flight, each of 64 bytes. on_an_sm: programs for each SM, at most; 0 for one for each tile."""
@@ -144,7 +177,7 @@ class QuantizedGemv:
         return rows <= COLUMNS // self.groups(fmt) and k % fmt.unit == 0 and fmt.group % fmt.unit == 0
 
 
-QuantizedConfig = QuantizedGemv | QuantizedStream
+QuantizedConfig = QuantizedGemv | QuantizedStream | QuantizedTiles
 
 
 _tuned: dict[str, Any] = {}  # by `table_key`
@@ -165,9 +198,9 @@ def use(configs: Mapping[str, Any]) -> None:
 @cache
 def config(rows: int, n: int, k: int, fmt: Format, swiglu: bool) -> QuantizedConfig | None:
     """The config for `rows` rows and an (n, k) weight; None if no kernel supports it, or none was faster than PyTorch."""
-    if (key := table_key(rows, n, k, fmt, swiglu)) in _tuned:
+    if (key := table_key(min(rows, PROMPT_ROWS[-1]), n, k, fmt, swiglu)) in _tuned:
         return _tuned[key]
-    chosen = candidates(rows, n, k, fmt, swiglu)
+    chosen = candidates(rows, n, k, fmt, swiglu) if rows <= STREAM_ROWS else []
     return chosen[0] if chosen else None
 
 
@@ -188,9 +221,21 @@ def code_candidates(rows: int, n: int, k: int) -> list[Stream]:
 
 def candidates(rows: int, n: int, k: int, fmt: Format, swiglu: bool) -> list[QuantizedConfig]:
     """Configs to try, the one that is expected to be fastest first: measured on an H200 with the layers of Llama 8B and 70B."""
+    if rows > STREAM_ROWS:
+        return tile_candidates(n, k, fmt)
     gemv = gemv_candidates(rows, n, k, fmt, swiglu) if rows <= COLUMNS else []
     stream = stream_candidates(rows, n, k, fmt, swiglu)
     return [*gemv, *stream] if rows <= GEMV_ROWS and n * k * fmt.bits // 8 <= GEMV_CODES else [*stream, *gemv]
+
+
+def tile_candidates(n: int, k: int, fmt: Format) -> list[QuantizedConfig]:
+    """Each has as many buffers as there is room for."""
+    found: list[QuantizedConfig] = []
+    for tile_k, rows in ((128, 128), (128, 64)):
+        one = QuantizedTiles(TILE_N, tile_k, 1, rows=rows)
+        chosen = replace(one, stages=STREAM_BYTES // one.ring_bytes(fmt))
+        found += [chosen] if chosen.fits(n, k, fmt) else []
+    return found
 
 
 def gemv_candidates(rows: int, n: int, k: int, fmt: Format, swiglu: bool) -> list[QuantizedGemv]:

@@ -38,6 +38,31 @@ _LOADER_REGISTERS = gl.constexpr(LOADER_REGISTERS)
 
 
 @gluon.jit
+def allocate_ring(
+    x, codes, scales, zeros, BLOCK_K: gl.constexpr, STAGES: gl.constexpr, PARTS: gl.constexpr, READERS: gl.constexpr
+):  # fmt: skip
+    """(codes, scales, zeros, input, full, free): buffers of STAGES steps, and their barriers. READERS: partitions that arrive at a
+    free buffer's barrier."""
+    BLOCK: gl.constexpr = codes.block_type.shape[0]
+    ROWS: gl.constexpr = x.block_type.shape[0]
+    PIECE: gl.constexpr = x.block_type.shape[1]
+    a = gl.allocate_shared_memory(codes.dtype, [STAGES * PARTS, BLOCK, codes.block_type.shape[1]], codes.layout)
+    b = gl.allocate_shared_memory(x.dtype, [STAGES * (BLOCK_K // PIECE), ROWS, PIECE], x.layout)
+    s = b
+    z = b
+    if scales is not None:
+        s = gl.allocate_shared_memory(scales.dtype, [STAGES * PARTS, scales.block_type.shape[0], BLOCK], scales.layout)
+    if zeros is not None:
+        z = gl.allocate_shared_memory(zeros.dtype, [STAGES * PARTS, zeros.block_type.shape[0], BLOCK], zeros.layout)
+    full = gl.allocate_shared_memory(gl.int64, [STAGES, 1], mbarrier.MBarrierLayout())
+    free = gl.allocate_shared_memory(gl.int64, [STAGES, 1], mbarrier.MBarrierLayout())
+    for i in gl.static_range(STAGES):
+        mbarrier.init(full.index(i), count=1)
+        mbarrier.init(free.index(i), count=READERS)
+    return a, s, z, b, full, free
+
+
+@gluon.jit
 def _load_weight(weight, ring, slot, feature, step, features, SWIGLU: gl.constexpr):
     """Start to load a step's codes, scales and zeros. The buffer's barrier then expects these bytes and those of the input."""
     codes, scales, zeros = weight
@@ -89,7 +114,7 @@ def _load_steps(x, weight, ring, share, features, start, stop, SWIGLU: gl.conste
 
 
 @gluon.jit
-def _load(x, codes, scales, zeros, ring, share, features, SWIGLU: gl.constexpr, PDL: gl.constexpr):
+def load(x, codes, scales, zeros, ring, share, features, SWIGLU: gl.constexpr, PDL: gl.constexpr):
     """The loading warp: weights as far ahead as there are buffers, the input only after the previous kernel."""
     _tiles, steps = share_counts(share)
     weight = (codes, scales, zeros)
@@ -143,14 +168,14 @@ def _multiply(
                 sums, up = add_pieces(sums, up, partials, counters, share, shared, SWIGLU)
         if complete:
             if row_scales is not None:
-                sums *= _row_scales(row_scales, tile * BLOCK, features, sums)
+                sums *= scale_rows(row_scales, tile * BLOCK, features, sums)
                 if SWIGLU:
-                    up *= _row_scales(row_scales + features, tile * BLOCK, features, up)
+                    up *= scale_rows(row_scales + features, tile * BLOCK, features, up)
             store_tile(sums, up, bias, out, row_tile * ROWS, tile * BLOCK, rows, features, SWIGLU)
 
 
 @gluon.jit
-def _row_scales(pointer, column, features, sums):
+def scale_rows(pointer, column, features, sums):
     feature = column + gl.arange(0, sums.shape[0], gl.SliceLayout(1, sums.type.layout))
     return gl.load(pointer + feature, mask=feature < features, other=0)[:, None]
 
@@ -175,9 +200,9 @@ def _mma_step(ring, slot, sums, up, UNPACK: gl.constexpr, GROUP: gl.constexpr, S
             added = gl.zeros_like(sums)
             added_up = gl.zeros_like(up)
         x = b.index(slot * PIECES + piece).permute((1, 0)).load(gl.DotOperandLayout(1, sums.type.layout, 2))
-        added = mma_v2(_weight_piece(ring, PARTS * slot, piece, PIECES, UNPACK, GROUP, sums), x, added)
+        added = mma_v2(weight_piece(ring, PARTS * slot, 0, piece, PIECES, UNPACK, GROUP, sums), x, added)
         if SWIGLU:
-            added_up = mma_v2(_weight_piece(ring, PARTS * slot + 1, piece, PIECES, UNPACK, GROUP, sums), x, added_up)
+            added_up = mma_v2(weight_piece(ring, PARTS * slot + 1, 0, piece, PIECES, UNPACK, GROUP, sums), x, added_up)
         if GROUP and (piece + 1) * PIECE % GROUP == 0:
             sums, up = _scaled(ring, slot, piece, sums, up, added, added_up, GROUP, SWIGLU)
     return (sums, up) if GROUP else (added, added_up)
@@ -193,10 +218,10 @@ def _wgmma_step(ring, slot, sums, up, UNPACK: gl.constexpr, GROUP: gl.constexpr,
     w = 0
     w_up = 0
     for piece in gl.static_range(PIECES):
-        next_w = _weight_piece(ring, PARTS * slot, piece, PIECES, UNPACK, GROUP, sums)
+        next_w = weight_piece(ring, PARTS * slot, 0, piece, PIECES, UNPACK, GROUP, sums)
         next_up = w_up
         if SWIGLU:
-            next_up = _weight_piece(ring, PARTS * slot + 1, piece, PIECES, UNPACK, GROUP, sums)
+            next_up = weight_piece(ring, PARTS * slot + 1, 0, piece, PIECES, UNPACK, GROUP, sums)
         if piece > 0:
             added, added_up = _wait(added, added_up, w, w_up, SWIGLU)
             if GROUP:
@@ -228,19 +253,19 @@ def _scaled(ring, slot, piece, sums, up, added, added_up, GROUP: gl.constexpr, S
     """The sums plus those of a piece, times the scales of its group."""
     _a, s, _z, b, _full, _free = ring
     PARTS: gl.constexpr = 2 if SWIGLU else 1
+    BLOCK: gl.constexpr = sums.shape[0]
     group: gl.constexpr = piece * b.type.shape[2] // GROUP
     LAYOUT: gl.constexpr = gl.SliceLayout(1, sums.type.layout)
-    sums += added * _group_values(s.index(PARTS * slot), group, LAYOUT).to(gl.float32)[:, None]
+    sums += added * _group_values(s.index(PARTS * slot), group, 0, BLOCK, LAYOUT).to(gl.float32)[:, None]
     if SWIGLU:
-        up += added_up * _group_values(s.index(PARTS * slot + 1), group, LAYOUT).to(gl.float32)[:, None]
+        up += added_up * _group_values(s.index(PARTS * slot + 1), group, 0, BLOCK, LAYOUT).to(gl.float32)[:, None]
     return sums, up
 
 
 @gluon.jit
-def _group_values(buffer, group: gl.constexpr, LAYOUT: gl.constexpr):
-    """The row `group` of (groups, BLOCK) values."""
-    BLOCK: gl.constexpr = buffer.type.shape[1]
-    values = buffer.slice(group, 1).load(_row_layout(BLOCK, gl.num_warps()))
+def _group_values(buffer, group: gl.constexpr, first: gl.constexpr, BLOCK: gl.constexpr, LAYOUT: gl.constexpr):
+    """BLOCK values of row `group` of a buffer."""
+    values = buffer.slice(group, 1).slice(first, BLOCK, 1).load(_row_layout(BLOCK, gl.num_warps()))
     return gl.convert_layout(values.reshape((BLOCK,)), LAYOUT)
 
 
@@ -270,24 +295,30 @@ def _code_layout(block, columns, warps):
 
 
 @gluon.jit
-def _weight_piece(ring, buffer, piece: gl.constexpr, PIECES: gl.constexpr, UNPACK: gl.constexpr, GROUP: gl.constexpr, sums):
-    """(BLOCK, PIECE) codes of a step minus their zero points, in the input's data type, as operand A of wgmma."""
-    a, _s, z, b, _full, _free = ring
+def weight_piece(
+    ring, buffer, NTH: gl.constexpr, piece: gl.constexpr, PIECES: gl.constexpr, UNPACK: gl.constexpr, GROUP: gl.constexpr, sums
+):  # fmt: skip
+    """Operand A of wgmma for `sums` (BLOCK, any): the buffer's NTH BLOCK rows and a step's piece. Codes minus their zero points, or
+    also times their scales, in the input's data type (BLOCK, PIECE)."""
+    a, s, z, b, _full, _free = ring
     ASM: gl.constexpr = UNPACK[0]
     PER_PAIR: gl.constexpr = UNPACK[1]  # codes in two bytes
     ZERO: gl.constexpr = UNPACK[2]  # what is added to a zero point, None without any
-    BLOCK: gl.constexpr = a.type.shape[1]
+    SCALED: gl.constexpr = UNPACK[3]
+    BLOCK: gl.constexpr = sums.shape[0]
     COLUMNS: gl.constexpr = a.type.shape[2] // PIECES
     PIECE: gl.constexpr = b.type.shape[2]
     CODES: gl.constexpr = _code_layout(BLOCK, COLUMNS, gl.num_warps())
+    ROW: gl.constexpr = gl.SliceLayout(1, CODES)
     OPERAND: gl.constexpr = gl.DotOperandLayout(0, sums.type.layout, 2)
-    pairs = a.index(buffer).slice(piece * COLUMNS, COLUMNS, 1).load(CODES)
+    group: gl.constexpr = piece * PIECE // GROUP if GROUP else 0
+    operands = (a.index(buffer).slice(NTH * BLOCK, BLOCK).slice(piece * COLUMNS, COLUMNS, 1).load(CODES),)
     if ZERO is not None:
-        zero = _group_values(z.index(buffer), piece * PIECE // GROUP, gl.SliceLayout(1, CODES)).to(gl.float32) + ZERO
-        found = inline_asm(ASM, PER_PAIR, (pairs, zero.to(b.dtype)[:, None]), b)
-    else:
-        found = inline_asm(ASM, PER_PAIR, (pairs,), b)
-    w = _interleave(found, PER_PAIR, BLOCK, COLUMNS)
+        zero = _group_values(z.index(buffer), group, NTH * BLOCK, BLOCK, ROW).to(gl.float32) + ZERO
+        operands += (zero.to(b.dtype)[:, None],)  # type: ignore[assignment]
+    if SCALED:
+        operands += (_group_values(s.index(buffer), group, NTH * BLOCK, BLOCK, ROW).to(b.dtype)[:, None],)  # type: ignore[assignment]
+    w = _interleave(inline_asm(ASM, PER_PAIR, operands, b), PER_PAIR, BLOCK, COLUMNS)
     return gl.convert_layout(w.reshape((BLOCK, PIECE)), OPERAND)
 
 
@@ -339,40 +370,23 @@ def _stream(
     K,
     BLOCK_K: gl.constexpr,
     STAGES: gl.constexpr,
-    UNPACK: gl.constexpr,  # (PTX, codes in two bytes, offset of zero points or None)
+    UNPACK: gl.constexpr,  # (PTX, codes in two bytes, offset of zero points or None, whether scales multiply the codes)
     GROUP: gl.constexpr,  # input features that share a scale, 0 for all of them
     SWIGLU: gl.constexpr,
     MMA: gl.constexpr,  # whether mma multiplies rather than wgmma
     PDL: gl.constexpr,
 ):
-    PARTS: gl.constexpr = 2 if SWIGLU else 1
-    ROWS: gl.constexpr = x.block_type.shape[0]
-    PIECE: gl.constexpr = x.block_type.shape[1]
-    BLOCK: gl.constexpr = codes.block_type.shape[0]
     if PDL:
         tl.extra.cuda.gdc_launch_dependents()
-    a = gl.allocate_shared_memory(codes.dtype, [STAGES * PARTS, BLOCK, codes.block_type.shape[1]], codes.layout)
-    b = gl.allocate_shared_memory(x.dtype, [STAGES * (BLOCK_K // PIECE), ROWS, PIECE], x.layout)
-    s = b
-    z = b
-    if scales is not None:
-        s = gl.allocate_shared_memory(scales.dtype, [STAGES * PARTS, scales.block_type.shape[0], BLOCK], scales.layout)
-    if zeros is not None:
-        z = gl.allocate_shared_memory(zeros.dtype, [STAGES * PARTS, zeros.block_type.shape[0], BLOCK], zeros.layout)
-    full = gl.allocate_shared_memory(gl.int64, [STAGES, 1], mbarrier.MBarrierLayout())
-    free = gl.allocate_shared_memory(gl.int64, [STAGES, 1], mbarrier.MBarrierLayout())
-    for i in gl.static_range(STAGES):
-        mbarrier.init(full.index(i), count=1)
-        mbarrier.init(free.index(i), count=1)
-    ring = (a, s, z, b, full, free)
-    share = program_share(rows, features, K, ROWS, BLOCK, BLOCK_K)
+    ring = allocate_ring(x, codes, scales, zeros, BLOCK_K, STAGES, 2 if SWIGLU else 1, 1)
+    share = program_share(rows, features, K, x.block_type.shape[0], codes.block_type.shape[0], BLOCK_K)
     gl.warp_specialize(
         [
             (
                 _multiply,
                 (ring, row_scales, bias, out, partials, counters, rows, features, share, UNPACK, GROUP, SWIGLU, MMA, PDL),
             ),
-            (_load, (x, codes, scales, zeros, ring, share, features, SWIGLU, PDL)),
+            (load, (x, codes, scales, zeros, ring, share, features, SWIGLU, PDL)),
         ],
         [1],
         [_LOADER_REGISTERS],
@@ -382,17 +396,18 @@ def _stream(
 # --- conversions --------------------------------------------------------------------------------------------------------------
 
 
-def unpack_asm(fmt: Format, dtype: torch.dtype) -> str:
+def unpack_asm(fmt: Format, dtype: torch.dtype, scaled: bool = False) -> str:
     """PTX that converts two pairs of bytes, in one word, to two or four words of two 16-bit values: the pairs' first codes, their
-    second ones, ... Its last operand, for 4-bit codes with zero points and for 8-bit ones with them, is two zero points.
+    second ones, ... Its next operand, with zero points, is two of them, and its last one, if `scaled`, is two scales.
 
-    All steps are exact. fp8: sign, exponent and mantissa move to their places, and a product corrects the exponent, also that of
+    All steps but the scales are exact. fp8: sign, exponent and mantissa move to their places, and a product corrects the exponent, also that of
     subnormal values. Integers become mantissas of 128 or 1024, which are then subtracted.
     """
     bf16 = dtype == torch.bfloat16
     kind = "bf16x2" if bf16 else "f16x2"
     magic = 0x43004300 if bf16 else 0x64006400
-    last = f"${4 + 1 if fmt.bits == 4 else 2 + 1}"  # the zero points
+    outputs = 16 // fmt.bits
+    zero = f"${outputs + 1}"
     lines = []
     if fmt.kind == "fp8":
         shift, mask, factor = (4, 0x07F007F0, 0x7B807B80) if bf16 else (1, 0x3F803F80, 0x5C005C00)
@@ -404,12 +419,14 @@ def unpack_asm(fmt: Format, dtype: torch.dtype) -> str:
         lines += ["mov.b32 f, $2;", "shr.u32 t, f, 8;", f"mov.b32 u, {magic:#x};"]
         for i, source in enumerate("ft"):  # the low seven bits, minus 128 times the sign
             lines += [f"lop3.b32 p, {source}, 0x007F007F, u, 0xEA;", f"lop3.b32 q, {source}, 0x00800080, u, 0xEA;"]
-            lines += [f"sub.rn.{kind} ${i}, p, q;"] + ([f"sub.rn.{kind} ${i}, ${i}, {last};"] if fmt.zeros else [])
+            lines += [f"sub.rn.{kind} ${i}, p, q;"] + ([f"sub.rn.{kind} ${i}, ${i}, {zero};"] if fmt.zeros else [])
     else:
         lines += ["mov.b32 f, $4;", f"mov.b32 u, {magic:#x};", f"mov.b32 t, {magic + 0x00080008:#x};"]
         for i in range(4):
             lines += [f"shr.u32 p, f, {4 * i};"] if i else ["mov.b32 p, f;"]
-            lines += ["lop3.b32 p, p, 0x000F000F, u, 0xEA;", f"sub.rn.{kind} ${i}, p, {last if fmt.zeros else 't'};"]
+            lines += ["lop3.b32 p, p, 0x000F000F, u, 0xEA;", f"sub.rn.{kind} ${i}, p, {zero if fmt.zeros else 't'};"]
+    if scaled:
+        lines += [f"mul.rn.{kind} ${i}, ${i}, ${outputs + 1 + fmt.zeros};" for i in range(outputs)]
     return "{ .reg .b32 f, t, u, p, q;\n" + "\n".join(lines) + "\n}"
 
 
@@ -452,7 +469,7 @@ def stream(
         *(bias, out, partials, counters, len(x), features, k),
         BLOCK_K=chosen.block_k,
         STAGES=chosen.stages,
-        UNPACK=(unpack_asm(fmt, x.dtype), 16 // fmt.bits, zero_offset(fmt, x.dtype)),
+        UNPACK=(unpack_asm(fmt, x.dtype), 16 // fmt.bits, zero_offset(fmt, x.dtype), False),
         GROUP=fmt.group,
         SWIGLU=swiglu,
         MMA=chosen.is_mma(len(x)),

@@ -1,4 +1,4 @@
-"""Measures which configs make quantized linear layers of few rows fastest on this GPU, as `kernels/linear_tuning.py` does for layers
+"""Measures which configs make quantized linear layers fastest on this GPU, as `kernels/linear_tuning.py` does for layers
 in 16 bits.
 
 Only the tiles are measured, of the kernel that `kernels/linear_quantized_config.py` expects to be the fastest. A norm precedes each
@@ -17,7 +17,7 @@ from torch import Tensor
 
 from kernels import linear_quantized_config
 from kernels.activation import swiglu
-from kernels.linear_config import Stream
+from kernels.linear_config import PROMPT_ROWS, Stream
 from kernels.linear_quantized import Packed, dequantize, linear_with, scaled_linear_with
 from kernels.linear_quantized_config import (
     CODE_ROWS,
@@ -26,7 +26,7 @@ from kernels.linear_quantized_config import (
     STREAM_ROWS,
     Format,
     QuantizedConfig,
-    QuantizedGemv,
+    QuantizedStream,
     table_key,
 )
 from kernels.linear_tuning import CHECKED, ROWS, Problem, Shape
@@ -127,14 +127,15 @@ class QuantizedProblem(Problem):
 
 
 def _tile(config: QuantizedConfig) -> tuple[int, ...] | None:
-    if isinstance(config, QuantizedGemv):
+    if not isinstance(config, QuantizedStream):
         return None
     return config.block_n, config.block_k, config.warps, config.on_an_sm
 
 
 def row_counts(shape: QuantizedShape, most: int) -> list[int]:
     """The numbers of rows to measure, if decoding computes at most `most`."""
-    return [rows for rows in ROWS if rows < 2 * most and rows <= (CODE_ROWS if shape.scaled else STREAM_ROWS)]
+    few = [rows for rows in ROWS if rows < 2 * most and rows <= (CODE_ROWS if shape.scaled else STREAM_ROWS)]
+    return few + ([] if shape.scaled else [2 * STREAM_ROWS, *PROMPT_ROWS])
 
 
 def problem_of(rows: int, n: int, k: int, gated: bool, kind: str) -> QuantizedProblem:

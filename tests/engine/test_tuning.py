@@ -17,8 +17,8 @@ from comm.table import Table, Times, read, write
 from engine import tuning
 from engine.tuning import FAILED, name_of, names_of, problem_of, quantized_shapes, shapes, tune
 from kernels import linear_config, linear_quantized_config
-from kernels.linear_config import Config, Gemv, Mma, Stream, shipped
-from kernels.linear_quantized_config import Format, QuantizedGemv, QuantizedStream
+from kernels.linear_config import PROMPT_ROWS, Config, Gemv, Mma, Stream, shipped
+from kernels.linear_quantized_config import Format, QuantizedGemv, QuantizedStream, QuantizedTiles
 from kernels.linear_quantized_tuning import TILES, QuantizedProblem, QuantizedShape
 from kernels.linear_tuning import GEMV_IN_A_MODEL, KEPT_MARGIN, ROWS, TIE, USUAL_MARGIN, Problem, Shape, candidates, winner
 from model import Transformer
@@ -196,8 +196,8 @@ def test_a_table_goes_through_its_file(tmp_path: Path, monkeypatch: pytest.Monke
 
 QUANTIZED = {  # the formats of a tiny model's layers, with the numbers of rows; `codes` have no SwiGLU
     "fp8": {"fp8-0": (1, 2, 4, 8), "codes": (16, 32, 64)},
-    "int8": {"int8-0": (1, 2, 4, 8, 16, 32, 64, 128)},
-    "int4": {"int4-64": (1, 2, 4, 8, 16, 32, 64, 128)},
+    "int8": {"int8-0": (1, 2, 4, 8, 16, 32, 64, 128, 256, 512, 1024, 2048)},
+    "int4": {"int4-64": (1, 2, 4, 8, 16, 32, 64, 128, 256, 512, 1024, 2048)},
 }
 
 
@@ -223,7 +223,7 @@ def test_quantized_layers_are_measured_and_their_configs_used(
     assert set(linear_quantized_config._tuned) == expected and not expected & set(linear_config._tuned)
     assert {len(found) for found in quantized_shapes(model).values()} == {2}
     fmt = next(shape.format for shape in quantized_shapes(model) if shape.swiglu)
-    for rows, bucket in (1, 1), (7, 8), (8, 8):
+    for rows, bucket in (1, 1), (7, 8), (8, 8), *([] if weights == "fp8" else [(129, 256), (5000, 2048)]):
         chosen = linear_quantized_config.config(rows, 640, 192, fmt, True)
         assert chosen in equal_to(done.found, f"{bucket},640,192,swiglu,{fmt.name}")
     if weights == "fp8":
@@ -251,10 +251,15 @@ def test_keys_of_quantized_layers(seed: int) -> None:
         Format("int4", 64, True),
         Format("int4"),
     ):
-        rows, n, k, gated = random.choice(ROWS), 16 * random.randint(1, 999), 128 * random.randint(1, 99), random.random() < 0.5
+        rows, n, k, gated = (
+            random.choice((*ROWS, *PROMPT_ROWS)),
+            16 * random.randint(1, 999),
+            128 * random.randint(1, 99),
+            random.random() < 0.5,
+        )
         shape = QuantizedShape(n, k, gated, format=fmt, scaled=fmt == Format("fp8"))
         problem = QuantizedProblem(rows, shape, [])
-        assert {type(config) for config in problem.candidates()} <= {QuantizedGemv, QuantizedStream, Stream}
+        assert {type(config) for config in problem.candidates()} <= {QuantizedGemv, QuantizedStream, QuantizedTiles, Stream}
         assert names_of(problem.key) == {name_of(config) for config in (None, *problem.candidates())}
         assert problem.of_codes == problem.key.endswith(",codes")
         if not problem.of_codes and rows <= 128:

@@ -1,4 +1,4 @@
-"""Quantized linear layers on GPUs: packing, the gemv and stream kernels in a simulator and on a GPU, and the kernels for many
+"""Quantized linear layers on GPUs: packing, the gemv, stream and tiles kernels in a simulator and on a GPU, and the kernels for many
 rows."""
 
 import importlib
@@ -14,6 +14,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from kernels import linear_quantized as kernel
+from kernels import linear_quantized_config as config_module
 from kernels import linear_quantized_tuning as tuning
 from kernels.linear import counters
 from kernels.linear_quantized import Packed, linear, linear_with, pack
@@ -24,6 +25,7 @@ from kernels.linear_quantized_config import (
     QuantizedConfig,
     QuantizedGemv,
     QuantizedStream,
+    QuantizedTiles,
     candidates,
 )
 from kernels.row_codes import quantize_rows
@@ -53,6 +55,7 @@ SCHEMES = {
 }
 MODULE, NEEDS = "kernels.linear_quantized_stream", ("kernels.linear_stream",)
 GEMV, GEMV_NEEDS = "kernels.linear_quantized_gemv", (*NEEDS, MODULE)
+TILES, TILES_NEEDS = "kernels.linear_quantized_tiles", (*NEEDS, MODULE)
 
 
 class Case(NamedTuple):
@@ -232,19 +235,33 @@ def random_gemv_case(dice: random.Random, scheme: str) -> Case:
     return Case(dice.randint(1, of_a_group), n, k, scheme, chosen, dtype, swiglu, dice.random() < 0.5, scattered)
 
 
+def random_tiles_case(dice: random.Random, scheme: str) -> Case:
+    """Small layers: several launches, tiles of rows and of features, and tiles that programs share."""
+    tile_rows = dice.choice([64, 128])
+    tile_k = dice.choice([128, 256]) if tile_rows == 64 and SCHEMES[scheme].bits == 4 else 128
+    chosen = QuantizedTiles(256, tile_k, 2, programs=dice.randint(8, 30), rows=tile_rows)
+    grouped, swiglu = bool(SCHEMES[scheme].group) or not SCHEMES[scheme].symmetric, dice.random() < 0.4
+    k = 128 * dice.randint(1, 6) if grouped else 32 * dice.randint(1, 24)
+    n, dtype = dice.choice([dice.randint(1, 300), 256, 320]) * (1 + swiglu), dice.choice([torch.bfloat16, torch.float16])
+    scattered = "group" in scheme and dice.random() < 0.5
+    return Case(dice.randint(1, 300), n, k, scheme, chosen, dtype, swiglu, dice.random() < 0.5, scattered)
+
+
 def simulated(module: Any, simulator: gluon.Simulator, case: Case) -> str | None:
     """What is wrong with a case: its result, that of a second run in another order, or the counters."""
     x, _, packed, bias, exact, plain = operands(case)
     if packed.columns is not None:
         x = x[:, packed.columns]
     simulator.early = [t for t in (packed.codes, packed.scales, packed.zeros) if t is not None]
-    counts = torch.zeros(0 if isinstance(case.chosen, QuantizedGemv) else 2 * case.chosen.programs, dtype=torch.int32)
+    counts = torch.zeros(0 if isinstance(case.chosen, QuantizedGemv) else 4 * case.chosen.programs, dtype=torch.int32)
     results = []
     for _ in range(2):
         with gluon.poisoned():
             out = torch.empty_like(plain)
             if isinstance(case.chosen, QuantizedGemv):
                 module.gemv(x, packed, bias, out, case.chosen, case.swiglu)
+            elif isinstance(case.chosen, QuantizedTiles):
+                module.tiles(x, packed, bias, out, counts, case.chosen, case.swiglu)
             else:
                 module.stream(x, packed, bias, out, counts, case.chosen, case.swiglu)
         results.append(out)
@@ -260,6 +277,14 @@ def test_the_kernel_in_the_simulator(seed: int) -> None:
     module, simulator = gluon.load(MODULE, seed, needs=NEEDS)
     for scheme in dice.sample(list(SCHEMES), 5):
         case = random_case(dice, scheme)
+        assert simulated(module, simulator, case) is None, case
+
+
+def test_the_tiles_kernel_in_the_simulator(seed: int) -> None:
+    dice = random.Random(seed)
+    module, simulator = gluon.load(TILES, seed, needs=TILES_NEEDS)
+    for scheme in dice.sample([name for name in SCHEMES if name != "fp8 by block"], 4):  # whose scales are fp32
+        case = random_tiles_case(dice, scheme)
         assert simulated(module, simulator, case) is None, case
 
 
@@ -295,6 +320,22 @@ def test_all_codes_are_converted_exactly(dtype: torch.dtype, seed: int) -> None:
         assert torch.equal(out.T, dequantize(Quantized(codes, torch.ones(4, 1)), dtype))
 
 
+def test_many_rows_use_the_kernel_that_was_measured_to_be_faster(monkeypatch: pytest.MonkeyPatch) -> None:
+    """And only if the scales are as exact in the input's data type."""
+    chosen, used = QuantizedTiles(256, 128, 4), []
+    _, weight, packed, *_ = operands(Case(1, 32, 256, "int4 group 128", ANY))
+    assert packed.scales.dtype == torch.bfloat16
+    monkeypatch.setattr(config_module, "_tuned", {config_module.table_key(2048, 32, 256, packed.format): chosen})
+    monkeypatch.setattr(kernel, "linear_with", lambda x, *rest: used.append(rest[2]) or torch.empty(len(x), 32))
+    monkeypatch.setattr(kernel, "dequantize", lambda _, dtype: used.append(None) or dequantize(weight, dtype))
+    config_module.config.cache_clear()
+    cases = [(2000, torch.bfloat16), (9000, torch.bfloat16), (1000, torch.bfloat16), (2000, torch.float16)]
+    for rows, dtype in cases:
+        linear(torch.zeros(rows, 256, dtype=dtype), packed)
+    config_module.config.cache_clear()
+    assert used == [chosen, chosen, None, None]
+
+
 # --- compiling ----------------------------------------------------------------------------------------------------------------
 
 COMPILED = [
@@ -304,21 +345,26 @@ COMPILED = [
     Case(8, 1024, 1024, "fp8", QuantizedStream(256, 128, 6, 8), swiglu=True),
     Case(2, 1024, 4096, "int4 group 128", QuantizedGemv(16, 8, 4), swiglu=True),
     Case(1, 1024, 6144, "fp8", QuantizedGemv(16, 4, 8)),
+    Case(300, 1024, 1024, "int4 group 128", QuantizedTiles(256, 128, 4)),
+    Case(300, 1024, 1024, "int4 group 64 asymmetric", QuantizedTiles(256, 128, 4), swiglu=True),
 ]
+
+
+KERNELS = {QuantizedGemv: (GEMV, "_gemv"), QuantizedStream: (MODULE, "_stream"), QuantizedTiles: (TILES, "_tiles")}
 
 
 @pytest.mark.parametrize("case", COMPILED)
 def test_it_compiles_for_hopper_and_fits_an_sm(case: Case, monkeypatch: pytest.MonkeyPatch) -> None:
-    """With Triton's compiler, for Hopper. Buffers and registers suffice, and the weight comes from registers."""
+    """With Triton's compiler, for Hopper. Buffers suffice, registers do for few rows, and the weight comes from registers."""
     triton = pytest.importorskip("triton")
     target = SimpleNamespace(
         get_current_target=lambda: triton.backends.compiler.GPUTarget("cuda", 90, 32),
         get_current_device=lambda: 0,
         get_current_stream=lambda _device: 0,
     )
-    is_gemv = isinstance(case.chosen, QuantizedGemv)
-    module = importlib.import_module(GEMV if is_gemv else MODULE)
-    jitted = module._gemv if is_gemv else module._stream
+    name, kernel = KERNELS[type(case.chosen)]
+    module = importlib.import_module(name)
+    jitted = getattr(module, kernel)
     compiled, run = [], jitted.run
     monkeypatch.setattr(triton.runtime.driver, "_active", target)
     monkeypatch.setattr(jitted, "run", lambda *a, **options: compiled.append(run(*a, **options | {"warmup": True})))
@@ -328,11 +374,16 @@ def test_it_compiles_for_hopper_and_fits_an_sm(case: Case, monkeypatch: pytest.M
     if isinstance(case.chosen, QuantizedGemv):
         module.gemv(x, packed, bias, out, case.chosen, case.swiglu)
         assert compiled[0].metadata.shared <= 32 * case.chosen.block_n * case.chosen.warps  # only for the sums of warps
+    elif isinstance(case.chosen, QuantizedTiles):
+        module.tiles(x, packed, bias, out, torch.empty(0, dtype=torch.int32), case.chosen, case.swiglu)
+        assert case.chosen.ring_bytes(packed.format) <= compiled[0].metadata.shared <= 227 << 10
     else:
         module.stream(x, packed, bias, out, torch.empty(0, dtype=torch.int32), case.chosen, case.swiglu)
         ring = case.chosen.ring_bytes(case.rows, packed.format)
         assert ring <= compiled[0].metadata.shared <= (227 << 10) // case.chosen.on_an_sm
-    is_mma = isinstance(case.chosen, QuantizedGemv) or case.chosen.is_mma(case.rows)
+    is_mma = isinstance(case.chosen, QuantizedGemv) or (
+        isinstance(case.chosen, QuantizedStream) and case.chosen.is_mma(case.rows)
+    )
     assert ("mma.sync" if is_mma else "wgmma.mma_async") in compiled[0].asm["ptx"]
     assert compiled[0].asm["ptx"].count(".local") == 0
 
@@ -341,6 +392,7 @@ def test_it_compiles_for_hopper_and_fits_an_sm(case: Case, monkeypatch: pytest.M
 
 ROWS = ((1, 2), (3, 4), (5, 8), (16,), (17,), (64,), (128,))  # those of a tile of one size
 MANY = (40, 64, 256, 300)  # by `linear`: products of codes, and what is beyond the stream kernels
+TILED = (129, 300, 2100)  # by the tiles kernel: one launch, and two
 SHAPES = [(6144, 4096, False, False), (1000, 1152, False, True), (2 * 1336, 640, True, True)]  # N, K, SwiGLU, bias
 
 
@@ -349,15 +401,16 @@ SHAPES = [(6144, 4096, False, False), (1000, 1152, False, True), (2 * 1336, 640,
 def test_all_rows_on_a_gpu(scheme: str, seed: int) -> None:
     """Into memory of NaN: some candidates of the kernels, because each takes seconds to compile, and what many rows use."""
     dice = random.Random(seed)
-    for sizes in (*ROWS[:2], *dice.sample(ROWS, 3), MANY):
+    for sizes in (*ROWS[:2], *dice.sample(ROWS, 3), MANY, TILED):
         n, k, swiglu, biased = dice.choice(SHAPES)
         dtype = dice.choice([torch.bfloat16, torch.float16])
         given = operands(Case(max(sizes), n, k, scheme, ANY, dtype, swiglu, biased, "group" in scheme and biased), "cuda")
         ordered = given.x if given.packed.columns is None else given.x[:, given.packed.columns]
         # rows of 8 bits, as the scheme asks
         times = 40 if sizes == MANY and given.packed.scaled else 2
-        chosen = dice.choice(candidates(min(STREAM_ROWS, max(sizes)), n, k, given.packed.format, swiglu))
-        for rows in sizes:
+        found = candidates(max(sizes) if sizes == TILED else min(STREAM_ROWS, max(sizes)), n, k, given.packed.format, swiglu)
+        chosen = dice.choice(found) if found else None  # with fp32 scales of groups the tiles kernel has none
+        for rows in sizes if chosen else ():
             exact, plain = given.exact[:rows], given.plain[:rows]
             with gluon.poisoned():
                 if sizes == MANY:

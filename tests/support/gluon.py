@@ -1,9 +1,8 @@
 """Runs Gluon kernels for Hopper on the CPU, because Triton's interpreter cannot: `load` imports a module of kernels with this
 simulator in place of Triton, and its kernels then run when they are launched.
 
-The simulator knows what `kernels/linear_stream.py`, `kernels/linear_quantized_stream.py` and `kernels/linear_quantized_gemv.py`
-use, PTX included. Programs start in random order, some of them only after others have ended, and their partitions take turns at
-random. TMA loads and wgmmas are as late as their barriers and waits allow. It raises `Fault` for: memory or a buffer that is used
+The simulator knows what `kernels/linear_stream.py` and the kernels of `kernels/linear_quantized.py` use, PTX included. Programs
+start in random order, some of them only after others have ended, and their partitions take turns at random. TMA loads and wgmmas are as late as their barriers and waits allow. It raises `Fault` for: memory or a buffer that is used
 before it is loaded, or overwritten before it has been read; bytes that a barrier did not expect, or a second arrival in a phase;
 addresses outside a tensor; memory but `early` tensors before the wait for the previous kernel; and programs that all wait.
 Registers, memory order, and integers of 32 bits are not simulated.
@@ -243,8 +242,7 @@ class _Buffer:
         return _View(self, order)
 
     def slice(self, start: int, length: int, dim: int = 0) -> "_Slice":
-        _check(start >= 0 and start + length <= self.values.shape[dim], "a slice is outside its buffer")
-        return _Slice(self, start, length, dim)
+        return _Slice(self, self.values).slice(start, length, dim)
 
 
 @dataclass(frozen=True)
@@ -259,14 +257,16 @@ class _View:
 @dataclass(frozen=True)
 class _Slice:
     buffer: _Buffer
-    start: int
-    length: int
-    dim: int
+    values: Tensor
+
+    def slice(self, start: int, length: int, dim: int = 0) -> "_Slice":
+        _check(start >= 0 and start + length <= self.values.shape[dim], "a slice is outside its buffer")
+        return _Slice(self.buffer, self.values.narrow(dim, start, length))
 
     def load(self, _layout: Any) -> Any:
         _thread().pause()
         _check(not self.buffer.loading, "a buffer is read that is not loaded")
-        return _block(self.buffer.values.narrow(self.dim, self.start, self.length).clone())
+        return _block(self.values.clone())
 
 
 def _poison(dtype: torch.dtype) -> float:
