@@ -38,6 +38,8 @@ from training.export import save_checkpoint
 from training.losses import cross_entropy
 from training.sharding import Mesh, Sharding
 
+NEEDS_GPU = pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")
+
 # A run takes one of each kind.
 VARIANTS = [
     ("standard", "biased"),
@@ -144,7 +146,7 @@ def test_the_all_reduce_is_the_tree_of_the_definition(
         assert torch.equal(found, pairs[0])
 
 
-@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")
+@NEEDS_GPU
 @pytest.mark.parametrize("name", ["biased", "qwen3-some-layers", "hybrid-list"])
 def test_answers_on_a_gpu_have_the_bits_of_a_score(name: str, in_turn: Callable[..., Any], tmp_path: Path, seed: int) -> None:
     """Alone, and together in small chunks; the score has no cache."""
@@ -163,6 +165,34 @@ def test_answers_on_a_gpu_have_the_bits_of_a_score(name: str, in_turn: Callable[
             assert (single.token_ids, single.logprobs) == (answer.token_ids, answer.logprobs), (quantize, seed)
             found = one.score(prompt + answer.token_ids).logprobs[len(prompt) :]
             assert found == [position.chosen.logprob for position in answer.logprobs], (quantize, seed)
+
+
+NEIGHBOURS: list[dict[str, Any]] = [
+    {"logprobs": 2},
+    {"top_p": 0.7},
+    {"top_k": 9, "min_p": 0.01},
+    {"presence_penalty": 1.5},
+    {"repetition_penalty": 1.3, "min_tokens": 5},
+]
+
+
+@pytest.mark.parametrize("device", ["cpu", pytest.param("cuda", marks=NEEDS_GPU)])
+def test_neighbours_of_every_kind_change_no_drawn_token(device: str, tmp_path: Path, seed: int) -> None:
+    """On a GPU a graph draws the tokens of plain requests alone, and PyTorch draws those of a step with others."""
+    save_checkpoint(random_model(replace(config_of("hybrid-list"), head_dim=16)), tmp_path, torch.float32)
+    alone = World(0, 1, torch.device(device), Local())
+    with deterministic():
+        model = checkpoint.load_model(str(tmp_path), model_config(str(tmp_path), None, 1), alone, torch.bfloat16)
+        llm = LLM(model, None, alone, limits=EngineLimits(max_model_len=80, max_num_seqs=8, kv_memory=1e7))
+        prompts = [[random.randrange(101) for _ in range(random.randint(1, 20))] for _ in range(4)]
+        kinds = [{}, {}, *random.sample(NEIGHBOURS, 2)]  # the first two are plain
+        params = [
+            SamplingParams(max_tokens=30, temperature=2.0, seed=random.randrange(2**62), ignore_eos=True, **kind)
+            for kind in kinds
+        ]
+        together = [answer.token_ids for answer in llm.generate(prompts, params)]
+        assert together == [llm.generate([p], one)[0].token_ids for p, one in zip(prompts, params, strict=True)], kinds
+        assert together[:2] == [answer.token_ids for answer in llm.generate(prompts[:2], params[:2])]
 
 
 # --- training ----------------------------------------------------------------------------------------------------------------
