@@ -1,6 +1,7 @@
 """--deterministic: the same bits alone, in a batch, in chunks, after a preemption, with drafts, on 1, 2 and 4 ranks, and in training."""
 
 import random
+import re
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import replace
@@ -15,6 +16,7 @@ from torch import Tensor
 
 import checkpoint
 import determinism
+import hosts
 from attention import Causal, causal_mask
 from comm import Local, TreeCommunicator
 from communicators import choose
@@ -31,7 +33,7 @@ from model import Transformer
 from presets import model_config
 from tests.engine.test_engine import ALONE, CPU, Answer, config_of, draws, plain_logits, random_model, random_submits, serve
 from tests.support.ranks import Ranks
-from tp import Shard, ShardedLinear, World, stream_shards
+from tp import Shard, ShardedLinear, World, init_world, stream_shards
 from training.batches import IGNORED, Batch
 from training.executor import Execution, Executor
 from training.export import save_checkpoint
@@ -349,3 +351,25 @@ def test_what_the_mode_cannot_do_is_refused_by_name() -> None:
             stream_shards(config_of("upper-bound"), 0, 2)
         with pytest.raises(UserError, match="--compile"):
             random_model(standard).compile_modules()
+
+
+@pytest.mark.parametrize("capabilities", [[(9, 0), (9, 0)], [(9, 0), (8, 0)], [(10, 0), (9, 0)]])
+def test_only_hopper_gpus_are_accepted(capabilities: list[tuple[int, int]], monkeypatch: pytest.MonkeyPatch) -> None:
+    """By every rank of a host alike, whichever of its GPUs is another. Without the mode all are."""
+    monkeypatch.setenv("LOCAL_WORLD_SIZE", "2")
+    monkeypatch.setattr(hosts, "several", lambda: False)
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: 2)
+    monkeypatch.setattr(torch.cuda, "set_device", lambda index: None)
+    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda index: capabilities[index])
+    monkeypatch.setattr(torch.cuda, "get_device_name", lambda index: f"GPU {capabilities[index]}")
+    assert init_world("cuda").device.type == "cuda"
+    other = next((str(one) for one in capabilities if one != (9, 0)), None)
+    try:
+        if other is None:
+            init_world("cuda", deterministic=True)
+            return
+        with pytest.raises(UserError, match=re.escape(f"on Hopper GPUs, not on GPU {other};")):
+            init_world("cuda", deterministic=True)
+        assert init_world("cpu", deterministic=True).device.type == "cpu"
+    finally:
+        determinism.enable(False)
