@@ -1,7 +1,10 @@
 """--deterministic: the same bits alone, in a batch, in chunks, after a preemption, with drafts, on 1, 2 and 4 ranks, and in training."""
 
+import json
 import random
 import re
+import subprocess
+import sys
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import replace
@@ -31,7 +34,9 @@ from kernels import exact
 from kernels.sampling import exponential_noise, gumbel_noise
 from model import Transformer
 from presets import model_config
+from tests import ROOT
 from tests.engine.test_engine import ALONE, CPU, Answer, config_of, draws, plain_logits, random_model, random_submits, serve
+from tests.support.gpus import most_ranks
 from tests.support.ranks import Ranks
 from tp import Shard, ShardedLinear, World, init_world, stream_shards
 from training.batches import IGNORED, Batch
@@ -140,12 +145,16 @@ def test_the_all_reduce_is_the_tree_of_the_definition(
     values: int, in_turn: Callable[..., Any], ranks: Ranks, seed: int
 ) -> None:
     n, dtype = in_turn([2, 4, 8], values), in_turn([torch.float32, torch.bfloat16], values // 2)
-    a = torch.randn(n, values).to(dtype)
-    pairs = [(a[i].double() + a[i + 1].double()).to(dtype) for i in range(0, n, 2)]
-    while len(pairs) > 1:
-        pairs = [(x.double() + y.double()).to(dtype) for x, y in zip(pairs[::2], pairs[1::2], strict=True)]
-    for found in ranks.run(n, sums_of, a):
-        assert torch.equal(found, pairs[0])
+    partials = torch.randn(n, values).to(dtype)
+    for found in ranks.run(n, sums_of, partials):
+        assert torch.equal(found, tree_of(list(partials)))
+
+
+def tree_of(nodes: list[Tensor]) -> Tensor:
+    """The definition of the tree over ranks."""
+    while len(nodes) > 1:
+        nodes = [(x.double() + y.double()).to(x.dtype) for x, y in zip(nodes[::2], nodes[1::2], strict=True)]
+    return nodes[0]
 
 
 @NEEDS_GPU
@@ -167,6 +176,53 @@ def test_answers_on_a_gpu_have_the_bits_of_a_score(name: str, in_turn: Callable[
             assert (single.token_ids, single.logprobs) == (answer.token_ids, answer.logprobs), (quantize, seed)
             found = one.score(prompt + answer.token_ids).logprobs[len(prompt) :]
             assert found == [position.chosen.logprob for position in answer.logprobs], (quantize, seed)
+
+
+@pytest.mark.parametrize(
+    "n", [pytest.param(n, marks=pytest.mark.skipif(most_ranks() < n, reason=f"needs {n} GPUs")) for n in (1, 2, 4)]
+)
+def test_gpus_give_the_bits_of_one_gpu(n: int, tmp_path: Path, seed: int) -> None:
+    """The all-reduces follow their definition, answers are those of one GPU, and training computes the forward pass of inference."""
+    names = ["standard", "parallel", "hybrid-list", "ladder", "desync-2x:4"]
+    expected = {}
+    for name in names:
+        config = replace(config_of(name), head_dim=16, intermediate_size=320)
+        save_checkpoint(random_model(config), tmp_path / name, torch.float32)
+        expected[name] = answers_alone(tmp_path / name, seed)
+    command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc_per_node", str(n)]
+    command += ["-m", "tests.gpu_deterministic_rank", str(seed), *(str(tmp_path / name) for name in names)]
+    result = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=280)
+    assert result.returncode == 0, result.stderr[-3000:]
+    found = json.loads(result.stdout.splitlines()[-1])
+    assert found["wrong"] == [], found["communicators"]
+    for name in names:
+        assert found["answers"][name] == expected[name], (name, found["communicators"])
+    if n == 2 and found["communicators"]["one-shot"] != "SymmetricCommunicator":
+        pytest.skip("these GPUs have no peer access, so only NCCL was tried")
+
+
+def answers_alone(path: Path, seed: int) -> list[Any]:
+    """The tokens and log-probabilities of `requests` on this GPU, one after the other."""
+    alone = World(0, 1, torch.device("cuda"), Local())
+    with deterministic():
+        model = checkpoint.load_model(str(path), model_config(str(path), None, 1), alone, torch.bfloat16)
+        llm = LLM(model, None, alone, limits=EngineLimits(max_model_len=80, max_num_seqs=8, kv_memory=1e8))
+        found = [llm.generate([prompt], one)[0] for prompt, one in zip(*requests(seed), strict=True)]
+    return [[one.token_ids, [position.chosen.logprob for position in one.logprobs]] for one in found]
+
+
+def requests(seed: int) -> tuple[list[list[int]], list[SamplingParams]]:
+    """Prompts with beginnings in common, greedy and sampled, with log-probabilities and without."""
+    draw = random.Random(seed)
+    common = [draw.randrange(101) for _ in range(40)]
+    prompts = [common[: draw.randint(1, 40)] + [draw.randrange(101) for _ in range(draw.randint(1, 20))] for _ in range(8)]
+    params = [
+        SamplingParams(
+            max_tokens=10, temperature=i % 2, seed=draw.randrange(2**62), logprobs=None if i > 5 else 0, ignore_eos=True
+        )
+        for i in range(len(prompts))
+    ]
+    return prompts, params
 
 
 NEIGHBOURS: list[dict[str, Any]] = [
