@@ -43,17 +43,18 @@ class Choice:
         """The communicator over the default process group. Collective. Raises UserError if these GPUs do not support it."""
         import torch
 
-        from comm import SimulatedLink, TreeCommunicator
+        from comm import SimulatedLink
 
         device = torch.device("cuda", torch.cuda.current_device()) if self.device == "cuda" else torch.device("cpu")
-        communicator = TreeCommunicator() if determinism.enabled() else _entry(self.name).builders[self.device](self, device)
+        builders = TREE if determinism.enabled() else _entry(self.name).builders
+        communicator = builders[self.device](self, device)
         return SimulatedLink(communicator, self.link) if self.link else communicator
 
 
 def choose(device: str, name: str | None = None, link: str | None = None, error_budget: float = 0.0) -> Choice:
     """The communicator with this name, checked. device: `cpu` or `cuda`. name: a key of COMMUNICATORS, with options if it is
     quantized; None for the device's default. link: as in `--simulate-link`, on CPU only. error_budget: for `auto` on GPUs only.
-    With --deterministic, every exact one is `comm.TreeCommunicator`.
+    With --deterministic, every exact one adds as a tree.
 
     Raises UserError for a name that is unknown or does not run on the device, for a wrong group, link or budget, and for quantized
     all-reduces with --deterministic.
@@ -135,6 +136,10 @@ COMMUNICATORS: dict[str, Entry] = {
     **dict.fromkeys(("int8", "int6", "int4", "fp8"), _WIDTH),
 }
 DEFAULT = {"cpu": "gloo", "cuda": "auto"}
+TREE: dict[str, Callable[[Choice, torch.device], Communicator]] = {
+    "cpu": lambda choice, device: _comm().TreeCommunicator(),
+    "cuda": lambda choice, device: _build().tree(choice.name, device),
+}
 KNOWN = ", ".join(
     f"{', '.join(names)} ({text})" for text, names in groupby(COMMUNICATORS, lambda name: COMMUNICATORS[name].help)
 )

@@ -409,9 +409,20 @@ def _own_device(kind: str, rank: int) -> torch.device:
                     f"or set {shared_gpus.VARIABLE}=1 to try them on fewer GPUs, slowly"
                 )
             shared_gpus.prepare(rank)
+        _check_orders(min(local_ranks, gpus))
         torch.cuda.set_device(local_rank % gpus)
         return torch.device("cuda", local_rank % gpus)
     return torch.device(kind)
+
+
+def _check_orders(gpus: int) -> None:
+    """Raises UserError if the tensor cores of one of this host's first `gpus` GPUs add in orders that --deterministic does not know."""
+    for index in range(gpus) if determinism.enabled() else ():
+        if torch.cuda.get_device_capability(index)[0] != 9:
+            name = torch.cuda.get_device_name(index)
+            raise UserError(
+                f"--deterministic runs on CPUs and on Hopper GPUs, not on {name}; leave it out, or use --device cpu"
+            )
 
 
 def _loopback_store(rank: int) -> TCPStore:

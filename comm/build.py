@@ -8,6 +8,7 @@ import sys
 import torch
 import torch.distributed as dist
 
+import determinism
 from comm.auto import CODE, AutoCommunicator, measure_times, size_table
 from comm.fused import FusedCommunicator
 from comm.hierarchical import fastest_between_hosts
@@ -17,8 +18,9 @@ from comm.quantize import WIDTHS, Scheme, parse_scheme, relative_error
 from comm.quantized import QuantizedGlooCommunicator, QuantizedNcclCommunicator
 from comm.quantized_symmetric import QuantizedSymmetricCommunicator, wire_format_of
 from comm.relay import RelayCommunicator
-from comm.symmetric import Kind, SymmetricCommunicator
+from comm.symmetric import KINDS, Kind, SymmetricCommunicator
 from comm.table import from_rank_0, machine_key
+from comm.tree import TreeCommunicator
 from comm.workspace import Memory, check_reachable, memory_between
 from errors import UserError
 
@@ -93,7 +95,8 @@ def by_size(
     """All algorithms within the error budget, and the table that chooses. Raises UserError as `open_workspace`."""
     memory = memory_between(device, group)
     one_shot = SymmetricCommunicator("one-shot", device, group, memory)
-    algorithms: dict[str, Communicator] = {"nccl": NcclCommunicator(group), "one-shot": one_shot}
+    process_group = TreeCommunicator(group) if determinism.enabled() else NcclCommunicator(group)
+    algorithms: dict[str, Communicator] = {"nccl": process_group, "one-shot": one_shot}
     try:
         algorithms["two-shot"] = exact("two-shot", device, group, memory)
     except UserError as error:  # /dev/shm may be large enough for short messages only
@@ -105,6 +108,15 @@ def by_size(
     key = machine_key(device, dist.get_world_size(group), torch.bfloat16, CODE) | {"algorithms": forms, "memory": memory}
     table = size_table(key, algorithms, lambda: measure_times(algorithms, device, torch.bfloat16, group), group, rebuild)
     return AutoCommunicator(algorithms, table)
+
+
+def tree(name: str, device: torch.device, group: dist.ProcessGroup | None = None) -> Communicator:
+    """What `--deterministic` uses for the communicator with this name. A sum of 2 ranks, added in fp32 and rounded once, is their
+    tree, so 2 GPUs with peer access use the kernels over symmetric memory, without those that also do something else."""
+    over_nccl = name in ("nccl", "hierarchical") or dist.get_world_size(group) != 2 or memory_between(device, group) != "peer"
+    if over_nccl:
+        return TreeCommunicator(group)
+    return exact(name, device, group, "peer") if name in KINDS else by_size(device, 0.0, group)
 
 
 def schemes_within(error_budget: float, group: dist.ProcessGroup | None = None) -> list[Scheme]:

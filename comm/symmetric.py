@@ -13,8 +13,10 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
+import determinism
 from comm.interface import Done, Input, Linear, PendingAllReduce, Schedule, on_side_stream
 from comm.process_group import GlooCommunicator, NcclCommunicator, ProcessGroupCommunicator
+from comm.tree import TreeCommunicator
 from comm.workspace import Memory, Workspace, open_workspace
 from kernels import all_reduce, linear_push
 from kernels.all_reduce import Tiling
@@ -73,13 +75,14 @@ class AllReduceKernel:
         return _ALL_REDUCE[self.kind](partial, self.workspace.exchange, self.tiling, self.pdl)
 
     def add_norm(self, partial: Tensor, x: Tensor, weight: Tensor, eps: float) -> tuple[Tensor, Tensor]:
-        """(x + sum, rms_norm(x + sum) * weight), in one kernel if there is one for these shapes."""
+        """(x + sum, rms_norm(x + sum) * weight), in one kernel if there is one for these shapes, and but for --deterministic: that
+        kernel adds x before it rounds, and a row's squares in another order."""
         if self._norm_fits(partial, x, weight):
             return _ADD_NORM[self.kind](partial, x, weight, eps, self.workspace.exchange, pdl=self.pdl)
         return add_rms_norm(x, self.all_reduce(partial), weight, eps)
 
     def _norm_fits(self, partial: Tensor, x: Tensor, weight: Tensor) -> bool:
-        if not all_reduce.fits_norm(partial, x, weight):
+        if determinism.enabled() or not all_reduce.fits_norm(partial, x, weight):
             return False
         ranks, rows = self.workspace.exchange.world_size, x.numel() // x.shape[-1]
         if self.kind == "one-shot":
@@ -124,7 +127,7 @@ class _PushedAllReduce(PendingAllReduce):
 
 class KernelCommunicator(ProcessGroupCommunicator):
     """All-reduces by kernels over symmetric memory. Messages that do not fit a workspace use NCCL, which is also faster for
-    them, or gloo on CPU.
+    them, or gloo on CPU; with --deterministic `TreeCommunicator`, which has the same bits on 2 ranks.
 
     All launches may be captured in CUDA graphs. The graphs may be replayed any number of times between other launches.
     """
@@ -141,7 +144,8 @@ class KernelCommunicator(ProcessGroupCommunicator):
         """Collective. Raises UserError as `open_workspace`."""
         super().__init__(group)
         self.name, self.blocking, self.overlapped, self.memory = name, blocking, overlapped, memory
-        self.fallback = NcclCommunicator(group) if device.type == "cuda" else GlooCommunicator(group)
+        exact = TreeCommunicator if determinism.enabled() else NcclCommunicator if device.type == "cuda" else GlooCommunicator
+        self.fallback: ProcessGroupCommunicator = exact(group)
         self.gathers = open_workspace(all_reduce.one_shot_bytes, GATHER_CAPACITY, device, group, memory)
         self.few_sms: AllReduceKernel | None = None  # for overlapped all-reduces on few SMs; None: as `overlapped`
         self.stream = torch.cuda.Stream(device, priority=-1) if device.type == "cuda" else None
@@ -215,8 +219,8 @@ class SymmetricCommunicator(KernelCommunicator):
         return _PushedAllReduce(self.blocking, x, layer.weight)
 
     def _pushes(self, x: Tensor, weight: Tensor) -> bool:
-        """Whether the layer's kernel sends its own partial sums: with one-shot, and PUSHED_ROWS rows."""
+        """Whether the layer's kernel sends its own partial sums: with one-shot, and PUSHED_ROWS rows. It knows no parts."""
         min_rows, max_rows = PUSHED_ROWS
-        if self.name != "one-shot" or not min_rows <= math.prod(x.shape[:-1]) <= max_rows:
+        if determinism.enabled() or self.name != "one-shot" or not min_rows <= math.prod(x.shape[:-1]) <= max_rows:
             return False
         return on_gpu(x) and not torch.compiler.is_compiling() and linear_push.fits(x, weight, self.blocking.workspace.exchange)

@@ -126,6 +126,11 @@ class LLM:
         """The tokens that end an answer."""
         return frozenset(self.model.config.eos_token_ids) | frozenset(self.tokenizer.eos_ids if self.tokenizer else ())
 
+    @property
+    def engine(self) -> Engine | None:
+        """The engine of the latest call; None before the first."""
+        return self._engine and self._engine[1]
+
     def generate(
         self, prompts: Sequence[str] | Sequence[Sequence[int]], params: SamplingParams | Sequence[SamplingParams] | None = None
     ) -> list[Completion]:

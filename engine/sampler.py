@@ -1,6 +1,7 @@
 """Sampling tokens from logits: temperature, top-k, top-p, min-p, seeded per sequence, vectorized over the batch.
 
-Filters apply to the distribution after temperature: top-k, then top-p, then min-p. Every threshold is compared in fp32. min_p is
+Filters apply to the distribution after temperature: top-k, then top-p, then min-p. Parameters are fp32 values. Top-p adds
+probabilities as whole multiples of 2^-60, because the order in which a GPU adds fp32 values depends on the batch. min_p is
 compared as a logarithm, log p_i >= log p_max + log(min_p), because the logarithm of any positive min_p can be represented: 1e-84
 drops tokens more than 193.4 below the largest logit / temperature. A top_p that fp32 rounds to 1 filters nothing. A temperature
 above 0 and below 1e-6 counts as 1e-6, or as 0 if fp32 rounds it to 0.
@@ -69,8 +70,14 @@ def keep(scaled: Tensor, batch: SamplingBatch) -> Tensor:
     rank = torch.arange(vocab, device=scaled.device)
     passes = rank < torch.where(batch.top_k == 0, vocab, batch.top_k)
     probabilities = softmax(ordered.masked_fill(~passes, -torch.inf))
-    before = probabilities.cumsum(-1) - probabilities  # the probability of all likelier tokens
-    passes &= (before < batch.top_p) | (batch.top_p == 1)  # rounding may make `before` 1 while tokens are left
+    whole = _whole(probabilities)
+    before = whole.cumsum(-1) - whole  # the probability of all likelier tokens
+    passes &= (before < _whole(batch.top_p)) | (batch.top_p == 1)  # rounding may make `before` 1 while tokens are left
     passes &= ordered - ordered[:, :1] >= batch.log_min_p  # logarithms, because probabilities and their products underflow
     passes[:, 0] = True
     return torch.zeros_like(passes).scatter_(-1, order, passes)
+
+
+def _whole(probabilities: Tensor) -> Tensor:
+    """fp32 as int64 multiples of 2^-60, whose sums are the same in every order."""
+    return (probabilities.double() * 2.0**60).long()

@@ -267,8 +267,8 @@ def _exchange_slices(
     start = begin
     while start < slice_size:
         inside = (column < TILE) & (start + column < slice_size) & (rank * slice_size + start + column < count)
-        sum = tl.zeros([BLOCK], tl.float32)
-        for r in tl.static_range(N):
+        sum = tl.load(received + start + column, mask=inside, other=0.0).to(tl.float32)
+        for r in tl.static_range(1, N):
             sum += tl.load(received + r * slice_size + start + column, mask=inside, other=0.0).to(tl.float32)
         for i in tl.static_range(N):
             destination = pointer_to(state.peers[i] + gathered, DTYPE) + rank * slice_size

@@ -166,15 +166,16 @@ def receive_sum(
     polls = 0
     while (missing != 0) & (polls < state.max_polls):
         late = tl.zeros([BLOCK], tl.int32)
-        first = tl.zeros([BLOCK], tl.float32)
-        second = tl.zeros([BLOCK], tl.float32)
         for source in tl.static_range(N):
             words = pointer_to(receive_address(state, source, rank, N), tl.int64) + source * CAPACITY
             word = tl.load(words + offsets, mask=inside, other=flag, volatile=True)
             late |= flag_differs(word, flag)
             payload = word.to(tl.int32)
-            first += first_value(payload, DTYPE)
-            second += second_value(payload, DTYPE)
+            if source == 0:  # the sum of -0 and -0 is -0
+                first, second = first_value(payload, DTYPE), second_value(payload, DTYPE)
+            else:
+                first += first_value(payload, DTYPE)
+                second += second_value(payload, DTYPE)
         missing = tl.max(late, axis=0)
         polls += 1
     if missing != 0:

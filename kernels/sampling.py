@@ -8,6 +8,7 @@ as a signed integer, and the lower half the complement of the id, which must be 
 """
 
 from functools import partial
+from typing import Any
 
 import torch
 import torch.nn.functional as F
@@ -35,8 +36,8 @@ def local_best(logits: Tensor, temperature: Tensor, seed: Tensor, positions: Ten
     if keys.numel():
         per_row = (x.contiguous() for x in (temperature, seed, positions))
         numbers = rows.stride(0), rows.shape[1], first_id, limit, slices
-        options = pdl_options(logits.device)
-        _local_best[(rows.shape[0], slices)](rows, *per_row, keys, *numbers, SLICE=SLICE, num_warps=4, **options)
+        options = _noise_options(logits)
+        _local_best[(rows.shape[0], slices)](rows, *per_row, keys, *numbers, SLICE=SLICE, **options)
     return keys
 
 
@@ -79,13 +80,24 @@ def pack(scores: Tensor, ids: Tensor) -> Tensor:
 
 
 def gumbel_noise(seed: Tensor, positions: Tensor, ids: Tensor) -> Tensor:
-    """-log of `exponential_noise`."""
+    """-log of `exponential_noise`, (B, V) fp32. On a GPU it has the bits of the noise in `local_best`, so that it does not matter which
+    of the two draws a token."""
+    if not on_gpu(seed):
+        return gumbel_noise_reference(seed, positions, ids)
+    noise = torch.empty(len(seed), len(ids), device=seed.device)
+    if noise.numel():
+        grid, inputs = (len(seed), triton.cdiv(len(ids), SLICE)), (x.contiguous() for x in (seed, positions, ids))
+        _gumbel_noise[grid](*inputs, noise, len(ids), SLICE=SLICE, **_noise_options(noise))
+    return noise
+
+
+def gumbel_noise_reference(seed: Tensor, positions: Tensor, ids: Tensor) -> Tensor:
     noise = exponential_noise(seed, positions, ids)
     return -(exact.log(noise.double()).float() if exact.used(noise) else noise.log())
 
 
 def exponential_noise(seed: Tensor, positions: Tensor, ids: Tensor) -> Tensor:
-    """(B, V) fp32, Exp(1) distributed, a hash of seed (B, 1), position (B, 1) and token id (V,)."""
+    """(B, V) fp32, Exp(1) distributed, a hash of seed (B, 1), position (B, 1) and token id (V,). In PyTorch, also on a GPU."""
     mixed = hash64(hash64(hash64(seed) ^ positions) ^ ids)
     uniform = _shift_right(mixed, 32).float() * 2.0**-32 + 2.0**-33  # small values keep their relative precision
     uniform = uniform.clamp(max=1 - 2.0**-24)  # so that the noise is finite
@@ -129,6 +141,11 @@ def _shift_right(x: Tensor, bits: int) -> Tensor:
 # --- kernels ------------------------------------------------------------------------------------------------------------------
 
 
+def _noise_options(x: Tensor) -> dict[str, Any]:
+    """Launch options of the kernels with noise. No fused multiply-adds, because a compiler would fuse others in each kernel."""
+    return {"num_warps": 4, "enable_fp_fusion": False, **pdl_options(x.device)}
+
+
 @triton.jit(do_not_specialize=["first_id", "limit", "slices"])
 def _local_best(
     logits, temperatures, seeds, positions, keys, row_stride, size, first_id, limit, slices,
@@ -146,12 +163,24 @@ def _local_best(
     position = tl.load(positions + row).to(tl.uint64, bitcast=True)
     ids = column.to(tl.int64) + first_id
     if temperature != 0:
-        mixed = _hash64(_hash64(_hash64(seed) ^ position) ^ ids.to(tl.uint64, bitcast=True))
         divisor = tl.maximum(temperature, 1e-6) + tl.zeros_like(scores)
-        scores = tl.math.div_rn(scores, divisor) - tl.log(_exponential(mixed))
+        scores = tl.math.div_rn(scores, divisor) + _gumbel(seed, position, ids)
     scores = tl.where(ids < limit, scores, -float("inf"))
     best = tl.where(column < size, _pack(scores, ids), -0x7FFFFFFFFFFFFFFF - 1)
     tl.store(keys + row * slices + tl.program_id(1), tl.max(best, axis=0))
+
+
+@triton.jit(do_not_specialize=["size"])
+def _gumbel_noise(seeds, positions, ids, noise, size, SLICE: tl.constexpr, PDL: tl.constexpr):
+    row = tl.program_id(0).to(tl.int64)
+    column = tl.program_id(1) * SLICE + tl.arange(0, SLICE)
+    if PDL:
+        tl.extra.cuda.gdc_launch_dependents()
+        tl.extra.cuda.gdc_wait()
+    seed = tl.load(seeds + row).to(tl.uint64, bitcast=True)
+    position = tl.load(positions + row).to(tl.uint64, bitcast=True)
+    values = _gumbel(seed, position, tl.load(ids + column, mask=column < size, other=0))
+    tl.store(noise + row * size + column, values, mask=column < size)
 
 
 @triton.jit(do_not_specialize=["count"])
@@ -162,6 +191,13 @@ def _combine_best(keys, tokens, row_stride, count, BLOCK: tl.constexpr, PDL: tl.
         tl.extra.cuda.gdc_wait()
     found = tl.load(keys + row * row_stride + column, mask=column < count, other=-0x7FFFFFFFFFFFFFFF - 1)
     tl.store(tokens + row, ~tl.max(found, axis=0) & 0xFFFFFFFF)
+
+
+@triton.jit
+def _gumbel(seed, position, ids):
+    """`gumbel_noise` of int64 ids, for a uint64 seed and position."""
+    mixed = _hash64(_hash64(_hash64(seed) ^ position) ^ ids.to(tl.uint64, bitcast=True))
+    return -tl.log(_exponential(mixed))
 
 
 @triton.jit

@@ -1,6 +1,10 @@
 """--deterministic: the same bits alone, in a batch, in chunks, after a preemption, with drafts, on 1, 2 and 4 ranks, and in training."""
 
+import json
 import random
+import re
+import subprocess
+import sys
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import replace
@@ -15,6 +19,7 @@ from torch import Tensor
 
 import checkpoint
 import determinism
+import hosts
 from attention import Causal, causal_mask
 from comm import Local, TreeCommunicator
 from communicators import choose
@@ -29,14 +34,18 @@ from kernels import exact
 from kernels.sampling import exponential_noise, gumbel_noise
 from model import Transformer
 from presets import model_config
+from tests import ROOT
 from tests.engine.test_engine import ALONE, CPU, Answer, config_of, draws, plain_logits, random_model, random_submits, serve
+from tests.support.gpus import most_ranks
 from tests.support.ranks import Ranks
-from tp import Shard, ShardedLinear, World, stream_shards
+from tp import Shard, ShardedLinear, World, init_world, stream_shards
 from training.batches import IGNORED, Batch
 from training.executor import Execution, Executor
 from training.export import save_checkpoint
 from training.losses import cross_entropy
 from training.sharding import Mesh, Sharding
+
+NEEDS_GPU = pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")
 
 # A run takes one of each kind.
 VARIANTS = [
@@ -136,15 +145,19 @@ def test_the_all_reduce_is_the_tree_of_the_definition(
     values: int, in_turn: Callable[..., Any], ranks: Ranks, seed: int
 ) -> None:
     n, dtype = in_turn([2, 4, 8], values), in_turn([torch.float32, torch.bfloat16], values // 2)
-    a = torch.randn(n, values).to(dtype)
-    pairs = [(a[i].double() + a[i + 1].double()).to(dtype) for i in range(0, n, 2)]
-    while len(pairs) > 1:
-        pairs = [(x.double() + y.double()).to(dtype) for x, y in zip(pairs[::2], pairs[1::2], strict=True)]
-    for found in ranks.run(n, sums_of, a):
-        assert torch.equal(found, pairs[0])
+    partials = torch.randn(n, values).to(dtype)
+    for found in ranks.run(n, sums_of, partials):
+        assert torch.equal(found, tree_of(list(partials)))
 
 
-@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")
+def tree_of(nodes: list[Tensor]) -> Tensor:
+    """The definition of the tree over ranks."""
+    while len(nodes) > 1:
+        nodes = [(x.double() + y.double()).to(x.dtype) for x, y in zip(nodes[::2], nodes[1::2], strict=True)]
+    return nodes[0]
+
+
+@NEEDS_GPU
 @pytest.mark.parametrize("name", ["biased", "qwen3-some-layers", "hybrid-list"])
 def test_answers_on_a_gpu_have_the_bits_of_a_score(name: str, in_turn: Callable[..., Any], tmp_path: Path, seed: int) -> None:
     """Alone, and together in small chunks; the score has no cache."""
@@ -163,6 +176,81 @@ def test_answers_on_a_gpu_have_the_bits_of_a_score(name: str, in_turn: Callable[
             assert (single.token_ids, single.logprobs) == (answer.token_ids, answer.logprobs), (quantize, seed)
             found = one.score(prompt + answer.token_ids).logprobs[len(prompt) :]
             assert found == [position.chosen.logprob for position in answer.logprobs], (quantize, seed)
+
+
+@pytest.mark.parametrize(
+    "n", [pytest.param(n, marks=pytest.mark.skipif(most_ranks() < n, reason=f"needs {n} GPUs")) for n in (1, 2, 4)]
+)
+def test_gpus_give_the_bits_of_one_gpu(n: int, tmp_path: Path, seed: int) -> None:
+    """The all-reduces follow their definition, answers are those of one GPU, and training computes the forward pass of inference."""
+    names = ["standard", "parallel", "hybrid-list", "ladder", "desync-2x:4"]
+    expected = {}
+    for name in names:
+        config = replace(config_of(name), head_dim=16, intermediate_size=320)
+        save_checkpoint(random_model(config), tmp_path / name, torch.float32)
+        expected[name] = answers_alone(tmp_path / name, seed)
+    command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc_per_node", str(n)]
+    command += ["-m", "tests.gpu_deterministic_rank", str(seed), *(str(tmp_path / name) for name in names)]
+    result = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=280)
+    assert result.returncode == 0, result.stderr[-3000:]
+    found = json.loads(result.stdout.splitlines()[-1])
+    assert found["wrong"] == [], found["communicators"]
+    for name in names:
+        assert found["answers"][name] == expected[name], (name, found["communicators"])
+    if n == 2 and found["communicators"]["one-shot"] != "SymmetricCommunicator":
+        pytest.skip("these GPUs have no peer access, so only NCCL was tried")
+
+
+def answers_alone(path: Path, seed: int) -> list[Any]:
+    """The tokens and log-probabilities of `requests` on this GPU, one after the other."""
+    alone = World(0, 1, torch.device("cuda"), Local())
+    with deterministic():
+        model = checkpoint.load_model(str(path), model_config(str(path), None, 1), alone, torch.bfloat16)
+        llm = LLM(model, None, alone, limits=EngineLimits(max_model_len=80, max_num_seqs=8, kv_memory=1e8))
+        found = [llm.generate([prompt], one)[0] for prompt, one in zip(*requests(seed), strict=True)]
+    return [[one.token_ids, [position.chosen.logprob for position in one.logprobs]] for one in found]
+
+
+def requests(seed: int) -> tuple[list[list[int]], list[SamplingParams]]:
+    """Prompts with beginnings in common, greedy and sampled, with log-probabilities and without."""
+    draw = random.Random(seed)
+    common = [draw.randrange(101) for _ in range(40)]
+    prompts = [common[: draw.randint(1, 40)] + [draw.randrange(101) for _ in range(draw.randint(1, 20))] for _ in range(8)]
+    params = [
+        SamplingParams(
+            max_tokens=10, temperature=i % 2, seed=draw.randrange(2**62), logprobs=None if i > 5 else 0, ignore_eos=True
+        )
+        for i in range(len(prompts))
+    ]
+    return prompts, params
+
+
+NEIGHBOURS: list[dict[str, Any]] = [
+    {"logprobs": 2},
+    {"top_p": 0.7},
+    {"top_k": 9, "min_p": 0.01},
+    {"presence_penalty": 1.5},
+    {"repetition_penalty": 1.3, "min_tokens": 5},
+]
+
+
+@pytest.mark.parametrize("device", ["cpu", pytest.param("cuda", marks=NEEDS_GPU)])
+def test_neighbours_of_every_kind_change_no_drawn_token(device: str, tmp_path: Path, seed: int) -> None:
+    """On a GPU a graph draws the tokens of plain requests alone, and PyTorch draws those of a step with others."""
+    save_checkpoint(random_model(replace(config_of("hybrid-list"), head_dim=16)), tmp_path, torch.float32)
+    alone = World(0, 1, torch.device(device), Local())
+    with deterministic():
+        model = checkpoint.load_model(str(tmp_path), model_config(str(tmp_path), None, 1), alone, torch.bfloat16)
+        llm = LLM(model, None, alone, limits=EngineLimits(max_model_len=80, max_num_seqs=8, kv_memory=1e7))
+        prompts = [[random.randrange(101) for _ in range(random.randint(1, 20))] for _ in range(4)]
+        kinds = [{}, {}, *random.sample(NEIGHBOURS, 2)]  # the first two are plain
+        params = [
+            SamplingParams(max_tokens=30, temperature=2.0, seed=random.randrange(2**62), ignore_eos=True, **kind)
+            for kind in kinds
+        ]
+        together = [answer.token_ids for answer in llm.generate(prompts, params)]
+        assert together == [llm.generate([p], one)[0].token_ids for p, one in zip(prompts, params, strict=True)], kinds
+        assert together[:2] == [answer.token_ids for answer in llm.generate(prompts[:2], params[:2])]
 
 
 # --- training ----------------------------------------------------------------------------------------------------------------
@@ -319,3 +407,25 @@ def test_what_the_mode_cannot_do_is_refused_by_name() -> None:
             stream_shards(config_of("upper-bound"), 0, 2)
         with pytest.raises(UserError, match="--compile"):
             random_model(standard).compile_modules()
+
+
+@pytest.mark.parametrize("capabilities", [[(9, 0), (9, 0)], [(9, 0), (8, 0)], [(10, 0), (9, 0)]])
+def test_only_hopper_gpus_are_accepted(capabilities: list[tuple[int, int]], monkeypatch: pytest.MonkeyPatch) -> None:
+    """By every rank of a host alike, whichever of its GPUs is another. Without the mode all are."""
+    monkeypatch.setenv("LOCAL_WORLD_SIZE", "2")
+    monkeypatch.setattr(hosts, "several", lambda: False)
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: 2)
+    monkeypatch.setattr(torch.cuda, "set_device", lambda index: None)
+    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda index: capabilities[index])
+    monkeypatch.setattr(torch.cuda, "get_device_name", lambda index: f"GPU {capabilities[index]}")
+    assert init_world("cuda").device.type == "cuda"
+    other = next((str(one) for one in capabilities if one != (9, 0)), None)
+    try:
+        if other is None:
+            init_world("cuda", deterministic=True)
+            return
+        with pytest.raises(UserError, match=re.escape(f"on Hopper GPUs, not on GPU {other};")):
+            init_world("cuda", deterministic=True)
+        assert init_world("cpu", deterministic=True).device.type == "cpu"
+    finally:
+        determinism.enable(False)

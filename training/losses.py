@@ -52,7 +52,7 @@ def distillation(
 
     def loss(logits: Tensor, teacher_rows: Tensor, targets: Tensor) -> Tensor:
         with torch.no_grad():
-            wanted = (_logits(teacher, teacher_rows, teacher.head.weight) / temperature).log_softmax(-1)
+            wanted = (head_logits(teacher, teacher_rows, teacher.head.weight) / temperature).log_softmax(-1)
         divergence = F.kl_div((logits / temperature).log_softmax(-1), wanted, reduction="none", log_target=True)
         divergence = divergence.sum(-1).masked_fill(targets == IGNORED, 0.0).sum() * temperature**2
         return divergence if share == 1 else share * divergence + (1 - share) * _surprise(logits, targets)
@@ -60,7 +60,7 @@ def distillation(
     return _by_chunks(model, hidden, loss, chunk, teacher_hidden.detach().flatten(0, 1), batch.targets.flatten())
 
 
-def _logits(model: Transformer, rows: Tensor, head: Tensor) -> Tensor:
+def head_logits(model: Transformer, rows: Tensor, head: Tensor) -> Tensor:
     """(n, C) to (n, vocab_size), in fp32 or a wider dtype."""
     logits = (linear if determinism.enabled() else F.linear)(rows, head)[:, : model.config.vocab_size]
     return logits.to(torch.promote_types(logits.dtype, torch.float32))
@@ -71,7 +71,7 @@ def _by_chunks(model: Transformer, hidden: Tensor, loss: ChunkLoss, chunk: int |
     chunk = chunk or max(CHUNK, CHUNK_LOGITS // len(head))
 
     def loss_of(rows: Tensor, head: Tensor, *others: Tensor) -> Tensor:
-        return loss(_logits(model, rows, head), *others)
+        return loss(head_logits(model, rows, head), *others)
 
     if torch.is_grad_enabled() and (rows.requires_grad or head.requires_grad):
         return _SumOfChunks.apply(rows, head, loss_of, chunk, *others)

@@ -1,12 +1,13 @@
-"""How many greedy answers differ between 1 rank and several, and between single requests and a batch, with and without --deterministic? On CPUs,
-where this flag runs.
+"""How many greedy answers differ between 1 rank and several, and between single requests and a batch, with and without
+--deterministic?
 
     python -m scripts.quality.divergence                                          # models/tiny-hybrid in bfloat16, tp 2, batches of 64
     python -m scripts.quality.divergence --model DIR --tp 4 --items 200 --tokens 512
+    python -m scripts.quality.divergence --device cuda --tp 2                     # on GPUs
     python -m scripts.quality.divergence --items 8 --tokens 32 --batch 8 --dry-run
 
 Each prompt is the beginning of a held-out story. An answer has --tokens tokens, whatever they are. Two answers part at the first token
-that differs. Writes divergence.json, .md and .png into out (with --write into docs/results).
+that differs. Writes divergence.json, .md and .png, or divergence-gpu, into out (with --write into docs/results).
 """
 
 import argparse
@@ -37,7 +38,7 @@ MODES = {"fast": False, "deterministic": True}
 
 def work(args: argparse.Namespace) -> None:
     """What one rank does: answer all prompts in batches of each size. Rank 0 writes the token ids, by batch size."""
-    world = init_world("cpu", deterministic=args.deterministic)
+    world = init_world(args.device, deterministic=args.deterministic)
     llm = LLM(args.model, world=world, dtype=args.dtype)
     tokenizer = load_tokenizer(Path(args.model))
     stories = documents(SEED, args.items, split="heldout", kind="story")
@@ -54,7 +55,7 @@ def answers(args: argparse.Namespace, ranks: int, mode: str, sizes: list[int]) -
     """The answers on so many ranks, for each batch size."""
     with tempfile.NamedTemporaryFile(suffix=".json") as file:
         command = [*on_ranks(ranks), "-m", "scripts.quality.divergence", "--answers", file.name, "--model", args.model]
-        command += ["--items", str(args.items), "--tokens", str(args.tokens), "--dtype", args.dtype]
+        command += ["--items", str(args.items), "--tokens", str(args.tokens), "--dtype", args.dtype, "--device", args.device]
         command += ["--sizes", *map(str, sizes), *(["--deterministic"] if MODES[mode] else [])]
         if subprocess.run(command, cwd=ROOT).returncode:
             raise UserError(f"the answers on {ranks} ranks failed; see above")
@@ -86,9 +87,7 @@ def table(rows: list[dict[str, Any]], args: argparse.Namespace, where: dict[str,
         middle = f"{median(places):g}" if places else ""
         cells = [f"{len(places)} of {len(row['parted'])}", str(min(places, default="")), middle]
         lines.append([row["compared"], row["mode"], *cells])
-    caption = (
-        f"Greedy answers of {args.tokens} tokens, `{Path(args.model).name}` in {args.dtype}. Made on {describe(where, 'cpu')}."
-    )
+    caption = f"Greedy answers of {args.tokens} tokens, `{Path(args.model).name}` in {args.dtype}. Made on {describe(where, args.device)}."
     head = ["compared", "mode", "answers that differ", "first token that differs: earliest", "median"]
     return "\n".join([*table_lines(head, lines), "", caption, ""])
 
@@ -118,6 +117,7 @@ def main() -> None:
     parser.add_argument("--batch", type=whole_number(2), default=64, metavar="N", help="sequences of a batch (default: 64)")
     parser.add_argument("--items", type=whole_number(1), default=64, metavar="N", help="prompts (default: 64)")
     parser.add_argument("--tokens", type=whole_number(1), default=128, metavar="N", help="of an answer (default: 128)")
+    parser.add_argument("--device", choices=("cpu", "cuda"), default="cpu", help="default: cpu")
     parser.add_argument("--dtype", choices=DTYPE_NAMES, default="bfloat16", help="default: bfloat16")
     parser.add_argument("--dry-run", action="store_true", help="print the table and write nothing")
     add_write_option(parser)
@@ -133,14 +133,14 @@ def main() -> None:
         return
     folder = None if args.dry_run else results_folder(args)
     rows, where = measure(args), machine()
-    text = table(rows, args, where)
+    text, name = table(rows, args, where), "divergence" if args.device == "cpu" else "divergence-gpu"
     print(text)
     if folder:
-        raw = write_json("divergence", {"machine": where, "tokens": args.tokens, "rows": rows}, folder)
-        write_text(folder / "divergence.md", text, raw)
-        plot(rows, args.tokens, folder / "divergence.png")
-        made(folder / "divergence.png", raw)
-        print(f"wrote divergence.json, divergence.md and divergence.png in {folder.relative_to(ROOT)}")
+        raw = write_json(name, {"machine": where, "device": args.device, "tokens": args.tokens, "rows": rows}, folder)
+        write_text(folder / f"{name}.md", text, raw)
+        plot(rows, args.tokens, folder / f"{name}.png")
+        made(folder / f"{name}.png", raw)
+        print(f"wrote {name}.json, {name}.md and {name}.png in {folder.relative_to(ROOT)}")
 
 
 if __name__ == "__main__":

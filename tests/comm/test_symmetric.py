@@ -1,6 +1,7 @@
 """All-reduces over shared memory: the kernels in Triton's interpreter on gloo ranks that poll shared memory, and on GPUs."""
 
 import ctypes
+import itertools
 import json
 import os
 import random
@@ -19,6 +20,7 @@ import torch.distributed as dist
 import torch.nn.functional as F
 from torch import Tensor
 
+from kernels.norm import add_rms_norm
 from tests import ROOT
 from tests.support.gpus import most_ranks
 from tests.support.ranks import RankError, Ranks
@@ -121,6 +123,46 @@ def wrong_norms(world: World, kind: Any, memory: Any, seed: int) -> list[str]:
 @pytest.mark.parametrize(("kind", "n", "memory"), [*PEERS, ("one-shot", 3, "host")])
 def test_a_sum_with_addition_and_norm(interpreters: Ranks, kind: str, n: int, memory: str, seed: int) -> None:
     assert interpreters.run(n, wrong_norms, kind, memory, seed) == [[]] * n, f"seed {seed}"
+
+
+def not_trees(world: World, kind: Any, seed: int) -> list[str]:
+    """With --deterministic: sums, and norms after an addition, whose bits are not those of the definition. The interpreter does not
+    round to bf16."""
+    import determinism
+
+    torch.manual_seed(seed)
+    found, draw = [], random.Random(seed)
+    determinism.enable()
+    try:
+        comm = symmetric(kind)
+        for n, dtype in itertools.product((1, 33 * 8, draw.randrange(1000, 3000) * 8, SHORT), (torch.float32, torch.float16)):
+            both = (torch.randn(2, n) * torch.exp2(torch.randint(-9, 9, (2, n)).float())).to(dtype)
+            both[:, 0] = -0.0
+            x, weight = torch.randn(n // 8, 8).to(dtype), torch.randn(8).to(dtype)
+            expected = (both[0].double() + both[1].double()).to(dtype)  # fp64 hardly ever rounds
+            comm.use(draw.choice(["overlapped", "few-sms"]))
+            pending = comm.begin_all_reduce(both[world.rank].clone(), overlap=draw.random() < 0.5)
+            if not same_bits(pending.wait(), expected):
+                found.append(f"{n} {dtype}")
+            if n % 8 == 0:
+                pending = comm.begin_all_reduce(both[world.rank].clone().view(-1, 8))
+                expected_norm = add_rms_norm(x, expected.view(-1, 8), weight, 1e-5)
+                if not all(map(same_bits, pending.add_norm(x, weight, 1e-5), expected_norm)):
+                    found.append(f"norm of {n} {dtype}")
+        comm.check()
+    finally:
+        determinism.enable(False)
+    return found
+
+
+def same_bits(a: Tensor, b: Tensor) -> bool:
+    """Also of -0 and 0."""
+    return torch.equal(a.view(torch.uint8), b.view(torch.uint8))
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_two_ranks_add_the_tree_of_the_deterministic_mode(interpreters: Ranks, kind: str, seed: int) -> None:
+    assert interpreters.run(2, not_trees, kind, seed) == [[], []], f"seed {seed}"
 
 
 def wrong_gathers(world: World, memory: Any, seed: int) -> list[str]:

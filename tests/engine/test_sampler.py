@@ -16,6 +16,7 @@ from engine import SamplingParams
 from engine.sampler import SamplingBatch, keep, sample
 from errors import UserError
 from kernels.sampling import exponential_noise, hash64
+from kernels.sampling import softmax as softmax_of_rows
 
 CPU = torch.device("cpu")
 WORD = 2**64
@@ -117,6 +118,40 @@ def test_without_filters_every_token_passes_whatever_its_neighbours_ask(seed: in
     peaked = random_logits(seed, 2, vocab=500) * 8  # fp32 cumulative sums reach 1 long before the last token
     passes = survivors(peaked, [SamplingParams(), SamplingParams(top_k=1)])
     assert passes.sum(-1).tolist() == [500, 1]
+
+
+def whole_faults(device: str) -> list[str]:
+    """Rows whose tokens that top-p keeps differ from fp64's, but at the limit, or depend on the other rows."""
+    found, vocab = [], random.choice([1000, 5000, 130_001])
+    logits = torch.randn(64, vocab, device=device) * torch.empty(64, 1, device=device).uniform_(0.5, 4)
+    ordered, order = logits.sort(dim=-1, descending=True, stable=True)
+    probabilities = softmax_of_rows(ordered).double()  # rounded to fp32, as the sampler has them
+    before = (probabilities.cumsum(-1) - probabilities).gather(-1, order.argsort(-1))
+    close = [
+        min(max(float(row[random.randrange(vocab)]), 1e-6), 0.999) for row in before
+    ]  # to a sum, so that its last bits matter
+    params = [SamplingParams(top_p=limit) for limit in close]
+    passes = keep(logits, SamplingBatch.of(params, torch.device(device)))
+    limits = torch.tensor([[p.top_p] for p in params], device=device).double()
+    wrong = (passes != (before < limits)) & ((before - limits).abs() > 1e-10)
+    if wrong.any():
+        found.append(f"{int(wrong.sum())} of {vocab} tokens are not those of fp64")
+    for count in (1, 2):
+        rows = [random.randrange(64) for _ in range(count)]
+        if not torch.equal(keep(logits[rows], SamplingBatch.of([params[i] for i in rows], torch.device(device))), passes[rows]):
+            found.append(f"rows {rows} keep others than in a batch of 64")
+    return found
+
+
+def test_top_p_keeps_what_fp64_keeps_in_batches_of_every_size(seed: int) -> None:
+    assert whole_faults("cpu") == []
+
+
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")
+def test_top_p_keeps_the_same_in_batches_of_every_size_on_a_gpu(seed: int) -> None:
+    with torch.inference_mode():
+        for _ in range(20):
+            assert whole_faults("cuda") == []
 
 
 @pytest.mark.parametrize("min_p", [0.3, 1e-30, 1e-42, 1e-84, 5e-324])

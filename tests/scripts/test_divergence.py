@@ -2,6 +2,7 @@
 
 import json
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 
@@ -11,6 +12,25 @@ from scripts.quality import divergence
 def test_where_answers_part() -> None:
     assert divergence.parted([1, 2, 3], [1, 2, 3]) is None
     assert divergence.parted([1, 2, 3], [1, 5, 3]) == 1
+
+
+def test_ranks_run_on_the_named_device(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    """And the files of GPUs do not replace those of CPUs."""
+    commands: list[list[str]] = []
+
+    def ranks(command: list[str], **_: object) -> SimpleNamespace:
+        commands.append(command)
+        sizes = command[command.index("--sizes") + 1 : command.index("--sizes") + (3 if "64" in command else 2)]
+        Path(command[command.index("--answers") + 1]).write_text(json.dumps({size: [[1]] for size in sizes}))
+        return SimpleNamespace(returncode=0)
+
+    monkeypatch.setattr(divergence.subprocess, "run", ranks)
+    monkeypatch.setattr(divergence, "ROOT", tmp_path)
+    monkeypatch.setattr(divergence, "results_folder", lambda args: tmp_path)
+    monkeypatch.setattr("sys.argv", ["divergence", "--tokens", "1", "--device", "cuda", "--items", "1"])
+    divergence.main()
+    assert len(commands) == 4 and all(c[c.index("--device") + 1] == "cuda" for c in commands)
+    assert sorted(path.suffix for path in tmp_path.glob("divergence-gpu.*")) == [".json", ".md", ".png"]
 
 
 def test_table_and_plot(monkeypatch: pytest.MonkeyPatch, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

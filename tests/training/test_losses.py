@@ -142,7 +142,7 @@ def test_a_frozen_head_still_passes_the_gradient_on(seed: int) -> None:
 def test_no_logits_of_more_than_a_chunk(monkeypatch: pytest.MonkeyPatch, seed: int) -> None:
     model, batch = make_model(16, 30, torch.float32), make_batch(4, 16, 30, 0.0)
     rows: list[int] = []
-    plain = losses._logits
-    monkeypatch.setattr(losses, "_logits", lambda model, x, head: rows.append(len(x)) or plain(model, x, head))
+    plain = losses.head_logits
+    monkeypatch.setattr(losses, "head_logits", lambda model, x, head: rows.append(len(x)) or plain(model, x, head))
     losses.cross_entropy(model, torch.randn(4, 16, 16, requires_grad=True), batch, chunk=10).backward()
     assert sum(rows) == 64 and max(rows) == 10, "every row once, forward and backward together"

@@ -1,0 +1,322 @@
+"""Have prompts the same log-probabilities, to the bit, whatever runs beside, on 1 and on several ranks, and in training?
+
+    python -m scripts.quality.same_bits --device cuda             # 2 GPUs: models/tiny-hybrid and 4 layers of Llama 3 8B, in bfloat16
+    python -m scripts.quality.same_bits --items 24 --models models/tiny-hybrid     # CPU ranks
+    python -m scripts.quality.same_bits --items 24 --fast         # without --deterministic, to see that differences are found
+
+Random prompts, of which some begin alike, are answered alone, in batches of several sizes in other orders, and in small chunks with too
+little memory, so that prompts are found in the prefix cache and sequences are preempted. A quarter of the answers each is greedy,
+sampled, sampled with top_p and with a penalty. The training executor then computes the forward pass of the prompts with their
+answers. A prompt's vector, its answer's tokens and their log-probabilities, is compared with that of a single request on one rank.
+
+Each launch's result is kept in out/same-bits, and --seconds bounds the whole: run it again to go on. Writes same-bits.json and .md
+into out (with --write into docs/results). The exit code is 1 if a vector differs.
+"""
+
+import argparse
+import hashlib
+import json
+import random
+import subprocess
+import sys
+import tempfile
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import replace
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import msgspec
+import torch
+
+from checkpoint import DTYPES, build_model, load_model
+from cli import Parser, run
+from comm import Local
+from comm.table import digest
+from engine import LLM, SamplingParams
+from engine.core import EngineLimits
+from engine.paged_cache import PagedCache
+from errors import UserError
+from kernels.sampling import log_softmax
+from model import Transformer
+from options import DTYPE_NAMES, whole_number
+from presets import has_random_weights, model_config
+from processes import on_ranks
+from scripts.lib.machine import describe, machine
+from scripts.lib.markdown import table_lines
+from scripts.lib.results import OUT, ROOT, add_write_option, check_folder, results_folder, write_json, write_text
+from tp import World, init_world
+from training.executor import Execution, Executor
+from training.export import save_checkpoint
+from training.losses import head_logits
+from training.sharding import Mesh, Sharding
+
+LENGTH = 128  # tokens of a prompt and its answer, at most
+TOGETHER = 128  # sequences of a batch, at most
+CHUNKED = EngineLimits(max_model_len=LENGTH, max_num_seqs=32, max_batch_tokens=64)  # and memory for a quarter of the sequences
+ROWS = 16  # prompts of a batch of training
+MARGIN = 30.0  # seconds below which no launch is started
+CODE = ("*.py", "comm/*.py", "engine/*.py", "kernels/*.py", "quantized/*.py", "training/*.py", "scripts/quality/same_bits.py")
+
+
+class Setting(NamedTuple):
+    """A way to answer all prompts."""
+
+    name: str
+    batch: int  # requests of a call
+    logprobs: bool = True  # without them, and alone, a graph draws the tokens
+    chunked: bool = False
+
+
+SETTINGS = (
+    Setting("alone", 1),
+    Setting("alone, without log-probabilities", 1, logprobs=False),
+    *(Setting(f"in batches of {n}", n) for n in (2, 8, 32, TOGETHER)),
+    Setting("in chunks, preempted", TOGETHER, chunked=True),
+)
+REFERENCE = SETTINGS[0].name
+
+
+class Vector(NamedTuple):
+    """Digests of a prompt's answer, and of it with its log-probabilities."""
+
+    tokens: str
+    whole: str | None
+
+
+def vector(tokens: list[int], logprobs: list[float] | None) -> Vector:
+    return Vector(_digest(tokens), None if logprobs is None else _digest([tokens, logprobs]))
+
+
+def _digest(content: Any) -> str:
+    return hashlib.sha256(json.dumps(content).encode()).hexdigest()[:16]
+
+
+def prompts_of(vocab: int, args: argparse.Namespace) -> tuple[list[list[int]], list[SamplingParams]]:
+    """Prompts, four of which begin alike, and their parameters; the same in each process."""
+    draw, prompts = random.Random(0), []
+    while len(prompts) < args.items:
+        common = [draw.randrange(vocab) for _ in range(draw.randrange(LENGTH - 40 - args.tokens))]
+        prompts += [common + [draw.randrange(vocab) for _ in range(draw.randint(1, 40))] for _ in range(4)]
+    kinds: list[dict[str, float]] = [{"temperature": 0}, {}, {"top_p": 0.9}, {"presence_penalty": 1.0}]
+    params = [SamplingParams(max_tokens=args.tokens, seed=i, ignore_eos=True, **kinds[i % 4]) for i in range(args.items)]  # type: ignore[arg-type]
+    return prompts[: args.items], params
+
+
+# --- what a rank does ----------------------------------------------------------------------------------------------------------
+
+
+def work(args: argparse.Namespace) -> None:
+    """Answer all prompts in each setting, and compute them as training does. Rank 0 writes the vectors by setting, and counts."""
+    world = init_world(args.device, overlap="overlapped", deterministic=not args.fast)  # `auto` would measure for a minute
+    model = load(args, world)
+    prompts, params = prompts_of(model.config.vocab_size, args)
+    size = PagedCache.bytes_per_block(
+        model.attention_slots, CHUNKED.block_size, model.n_kv_heads, model.config.head_dim, DTYPES[args.dtype]
+    )
+    blocks = CHUNKED.max_num_seqs * LENGTH // CHUNKED.block_size
+    roomy = EngineLimits(max_model_len=LENGTH, max_num_seqs=TOGETHER, kv_memory=size * blocks * 16)
+    engines = {False: LLM(model, None, world, limits=roomy)}
+    engines[True] = LLM(model, None, world, limits=replace(CHUNKED, kv_memory=size * blocks // 4))
+    found: dict[str, list[Vector]] = {}
+    for setting in SETTINGS:
+        answers = answers_of(engines[setting.chunked], prompts, params, setting)
+        found[setting.name] = [vector(*answer) for answer in answers]
+        if setting.name == REFERENCE:
+            texts = [(prompt, tokens) for prompt, (tokens, _) in zip(prompts, answers, strict=True)]
+    stats = [engine.engine.stats() for engine in engines.values() if engine.engine is not None]
+    counts = {name: sum(getattr(one, name) for one in stats) for name in ("prefix_hits", "preemptions", "steps")}
+    del engines
+    found["in training"] = trained(args, world, model, texts)
+    if world.rank == 0:
+        args.work.write_text(json.dumps({"vectors": found, "counts": counts}))
+
+
+def load(args: argparse.Namespace, world: World) -> Transformer:
+    return load_model(args.model, model_config(args.model, None, world.world_size), world, DTYPES[args.dtype])
+
+
+def answers_of(
+    llm: LLM, prompts: list[list[int]], params: list[SamplingParams], setting: Setting
+) -> list[tuple[list[int], list[float] | None]]:
+    """Each prompt's tokens and log-probabilities. The order of the prompts is another one in each setting."""
+    order = list(range(len(prompts)))
+    random.Random(setting.name).shuffle(order)
+    found: list[Any] = [None] * len(prompts)
+    for first in range(0, len(order), setting.batch):
+        own = order[first : first + setting.batch]
+        each = [replace_logprobs(params[i], setting.logprobs) for i in own]
+        for i, answer in zip(own, llm.generate([prompts[i] for i in own], each), strict=True):
+            logprobs = [position.chosen.logprob for position in answer.logprobs] if setting.logprobs else None
+            found[i] = answer.token_ids, logprobs
+    return found
+
+
+def replace_logprobs(params: SamplingParams, wanted: bool) -> SamplingParams:
+    return msgspec.structs.replace(params, logprobs=0 if wanted else None)
+
+
+def trained(
+    args: argparse.Namespace, world: World, model: Transformer, texts: list[tuple[list[int], list[int]]]
+) -> list[Vector]:
+    """The vectors that the forward pass of training gives, with autograd and the weights cut over all ranks."""
+    if world.world_size > 1:
+        model = load(args, replace(world, rank=0, world_size=1, comm=Local(), control=None))
+    model.requires_grad_(True)
+    mesh, parameters = Mesh(world.world_size, 1), dict(model.named_parameters())
+    sharding = Sharding(mesh, mesh, mesh)
+    executor = Executor(model, parameters.__getitem__, world.rank, sharding, mesh, Execution())
+    order = sorted(range(len(texts)), key=lambda i: len(texts[i][0]))
+    found: list[Any] = [None] * len(texts)
+    for first in range(0, len(order), ROWS):
+        own = order[first : first + ROWS]
+        whole = [texts[i][0] + texts[i][1] for i in own]
+        longest = max(map(len, whole))
+        inputs = torch.tensor([ids + [0] * (longest - len(ids)) for ids in whole], device=world.device)
+        hidden = executor.forward(inputs)
+        for row, i in enumerate(own):
+            prompt, tokens = texts[i]
+            rows = hidden[row, len(prompt) - 1 : len(prompt) + len(tokens) - 1]
+            logprobs = log_softmax(head_logits(model, rows, model.head.weight))
+            chosen = logprobs.gather(-1, torch.tensor(tokens, device=world.device)[:, None])[:, 0]
+            found[i] = vector(tokens, chosen.tolist())
+    executor.close()
+    return found
+
+
+# --- launches --------------------------------------------------------------------------------------------------------------------
+
+
+@contextmanager
+def stored(name: str, args: argparse.Namespace) -> Iterator[str]:
+    """The folder of a model. A preset's random weights, which would be others on each rank, are written to a temporary one."""
+    if not has_random_weights(name):
+        yield name
+        return
+    alone = World(0, 1, torch.device(args.device), Local())
+    with tempfile.TemporaryDirectory() as folder:
+        model = build_model(name, model_config(name, None, 1), alone, DTYPES[args.dtype], 0)
+        save_checkpoint(model, Path(folder), DTYPES[args.dtype])
+        del model
+        if args.device == "cuda":
+            torch.cuda.empty_cache()
+        yield folder
+
+
+def launched(name: str, folder: str | None, ranks: int, args: argparse.Namespace, deadline: float) -> dict[str, Any] | None:
+    """The result of a launch: kept from an earlier run of the same code, or of the model in `folder`; None without either."""
+    settings = {
+        "model": name,
+        "ranks": ranks,
+        "items": args.items,
+        "tokens": args.tokens,
+        "dtype": args.dtype,
+        "fast": args.fast,
+    }
+    key = settings | {"device": args.device, "machine": machine(), "code": digest(CODE)}
+    path = check_folder(OUT / "same-bits") / f"{_digest(key)}.json"
+    left = deadline - time.monotonic()
+    if not path.exists():
+        if folder is None or left < MARGIN:
+            return None
+        part = path.with_suffix(".part")
+        command = [*on_ranks(ranks), "-m", "scripts.quality.same_bits", "--work", str(part), "--model", folder]
+        command += ["--items", str(args.items), "--tokens", str(args.tokens), "--dtype", args.dtype, "--device", args.device]
+        try:
+            code = subprocess.run([*command, *(["--fast"] if args.fast else [])], cwd=ROOT, timeout=left).returncode
+        except subprocess.TimeoutExpired:
+            return None
+        if code:
+            raise UserError(f"{name} on {ranks} ranks failed; see above")
+        part.rename(path)
+    found: dict[str, Any] = json.loads(path.read_text())
+    return found
+
+
+def measure(args: argparse.Namespace) -> list[dict[str, Any]]:
+    """A row for each model, number of ranks and setting. Raises UserError if there is no time for all."""
+    deadline, rows = time.monotonic() + args.seconds, []
+    for name in args.models:
+        found = [launched(name, None, ranks, args, deadline) for ranks in (1, args.tp)]
+        if None in found:
+            with stored(name, args) as folder:
+                found = [launched(name, folder, ranks, args, deadline) for ranks in (1, args.tp)]
+        if None in found:
+            raise UserError(f"{args.seconds} s were not enough; run it again to go on, or give more --seconds")
+        rows += compared(name, (1, args.tp), found)  # type: ignore[arg-type]
+    return rows
+
+
+def compared(name: str, ranks: tuple[int, ...], found: list[dict[str, Any]]) -> list[dict[str, Any]]:
+    """The rows of a model. differ: the prompts whose vector is not that of a single request on one rank."""
+    right = found[0]["vectors"][REFERENCE]
+    rows = []
+    for n, one in zip(ranks, found, strict=True):
+        for setting, vectors in one["vectors"].items():
+            differ = [
+                i
+                for i, ((tokens, whole), wanted) in enumerate(zip(vectors, right, strict=True))
+                if tokens != wanted[0] or whole not in (None, wanted[1])
+            ]
+            rows.append(
+                {"model": name, "ranks": n, "setting": setting, "prompts": len(vectors), "differ": differ} | one["counts"]
+            )
+    return rows
+
+
+def table(rows: list[dict[str, Any]], args: argparse.Namespace, where: dict[str, Any]) -> str:
+    head = ["model", "ranks", "prompts answered", "other bits than alone on 1 rank"]
+    lines = [
+        [Path(row["model"]).name, row["ranks"], row["setting"], f"{len(row['differ'])} of {row['prompts']}"] for row in rows
+    ]
+    counts = [
+        f"{Path(row['model']).name} on {row['ranks']}: {row['prefix_hits']} and {row['preemptions']}"
+        for row in rows
+        if row["setting"] == REFERENCE
+    ]
+    caption = (
+        f"Answers of {args.tokens} tokens in {args.dtype}{', without --deterministic' if args.fast else ''}. Prompt tokens found in the "
+        f"prefix cache, and preemptions: {'; '.join(counts)}. Made on {describe(where, args.device)}."
+    )
+    return "\n".join([*table_lines(head, lines), "", caption, ""])
+
+
+def main() -> None:
+    parser = Parser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument(
+        "--models",
+        nargs="+",
+        default=["models/tiny-hybrid", "llama-3-8b:4"],
+        metavar="MODEL",
+        help="checkpoints, or presets with random weights (default: models/tiny-hybrid llama-3-8b:4)",
+    )
+    parser.add_argument("--tp", type=whole_number(2, 8), default=2, metavar="N", help="ranks compared with one (default: 2)")
+    parser.add_argument("--items", type=whole_number(1), default=1000, metavar="N", help="prompts (default: 1000)")
+    parser.add_argument("--tokens", type=whole_number(1, LENGTH - 60), default=8, metavar="N", help="of an answer (default: 8)")
+    parser.add_argument("--dtype", choices=DTYPE_NAMES, default="bfloat16", help="default: bfloat16")
+    parser.add_argument("--device", choices=("cpu", "cuda"), default="cpu", help="default: cpu")
+    parser.add_argument("--seconds", type=whole_number(1), default=600, metavar="S", help="for all launches (default: 600)")
+    parser.add_argument("--fast", action="store_true", help="without --deterministic; prints the table and writes nothing")
+    add_write_option(parser)
+    parser.add_argument("--work", type=Path, help=argparse.SUPPRESS)  # of the ranks
+    parser.add_argument("--model", help=argparse.SUPPRESS)
+    args = parser.parse_args()
+    if args.work:
+        work(args)
+        return
+    folder = None if args.fast else results_folder(args)
+    rows, where = measure(args), machine()
+    text = table(rows, args, where)
+    print(text)
+    if folder:
+        content = {"machine": where, "device": args.device, "dtype": args.dtype, "tokens": args.tokens, "rows": rows}
+        raw = write_json("same-bits", content, folder)
+        write_text(folder / "same-bits.md", text, raw)
+        print(f"wrote same-bits.json and same-bits.md in {folder.relative_to(ROOT)}")
+    if any(row["differ"] for row in rows):
+        sys.exit(1)
+
+
+if __name__ == "__main__":
+    run(main)
