@@ -95,8 +95,18 @@ class Tensors:
             raise UserError(f"{self._name(suffix)} has codes that are not numbers (NaN); quantize the model anew")
         return found
 
-    def input_scale(self) -> Tensor | None:
-        return self.scales("input_scale").reshape(()).float() if self.part.scheme.activations == "static" else None
+    def input_scale(self, suffixes: tuple[str, ...] = ("input_scale",)) -> Tensor | None:
+        static = self.part.scheme.activations == "static"
+        return self.scales(self.only(suffixes)).reshape(()).float() if static else None
+
+    def only(self, suffixes: tuple[str, ...]) -> str:
+        """The one of these names that the file has. Raises UserError for none or several."""
+        found, names = [suffix for suffix in suffixes if self.has(suffix)], [self._name(suffix) for suffix in suffixes]
+        if not found:
+            raise UserError(f"the checkpoint lacks {' or '.join(names)}; is it complete, and does config.json belong to it?")
+        if len(found) > 1:
+            raise UserError(f"the checkpoint has both {' and '.join(names)}; quantize the model anew")
+        return found[0]
 
     def groups(self, suffix: str) -> Tensor | None:
         """The group (K,) of each of this rank's input features; None if they are neighbours in order."""
@@ -163,23 +173,27 @@ def in_bytes(values: slice, bits: int) -> slice:
 
 
 class Plain:
-    """One code an element in `weight` (compressed-tensors float-quantized and int-quantized, ModelOpt fp8, HF fp8)."""
+    """One code an element in `weight` (compressed-tensors float-quantized and int-quantized, ModelOpt fp8, HF fp8).
 
-    def __init__(self, block_scale: str = "weight_scale") -> None:
-        self.block_scale = block_scale  # the name of the scales of blocks
+    scales and input_scales: the names of which a file has one for these tensors. Only the first one may hold scales of blocks.
+    """
 
-    def _scale(self, part: Slice) -> str:
-        return self.block_scale if part.scheme.group and part.scheme.rows != 1 else "weight_scale"
+    def __init__(self, scales: tuple[str, ...] = ("weight_scale",), input_scales: tuple[str, ...] = ("input_scale",)) -> None:
+        self.scales, self.input_scales = scales, input_scales
+
+    def _scales(self, part: Slice) -> tuple[str, ...]:
+        return self.scales[:1] if part.scheme.group else self.scales
 
     def shapes(self, part: Slice) -> Shapes:
         (n, k), scheme = part.shape, part.scheme
         grid = (-(-n // (scheme.rows or n)), part.groups)
         also = [(n,)] if scheme.group is None and scheme.rows == 1 else [(), (1,)] if grid == (1, 1) else []
-        found: Shapes = {"weight": ((n, k),), self._scale(part): (grid, *also)}
+        found: Shapes = {"weight": ((n, k),)}
+        names, inputs = self._scales(part), self.input_scales if scheme.activations == "static" else ()
+        found |= dict.fromkeys(names, (grid, *also, None) if len(names) > 1 else (grid, *also))
+        found |= dict.fromkeys(inputs, ((), (1,), None) if len(inputs) > 1 else ((), (1,)))
         if not scheme.symmetric:
             found["weight_zero_point"] = (grid, *also)
-        if scheme.activations == "static":
-            found["input_scale"] = ((), (1,))
         return found
 
     def read(self, tensors: Tensors) -> Quantized:
@@ -188,11 +202,11 @@ class Plain:
         dim = 0 if len(part.columns) == part.shape[1] else 1
         codes = tensors.codes("weight", dtype, dim, part.columns if dim else part.rows)
         grid = (len(blocks(part)), part.groups)
-        scales, zeros = tensors.scales(self._scale(part), 0, blocks(part)).reshape(grid), None
+        scales, zeros = tensors.scales(tensors.only(self._scales(part)), 0, blocks(part)).reshape(grid), None
         if not part.scheme.symmetric:
             zeros = tensors.read("weight_zero_point", (torch.int8,), 0, blocks(part)).reshape(grid)
             zeros = of_columns(of_rows(zeros, part), part)
-        return Quantized(codes, of_columns(of_rows(scales, part), part), zeros, None, tensors.input_scale())
+        return Quantized(codes, of_columns(of_rows(scales, part), part), zeros, None, tensors.input_scale(self.input_scales))
 
 
 class Packed:
@@ -316,7 +330,7 @@ class OnLoad:
 
 FORMATS: dict[str, Plain | Packed | Gptq | Awq | OnLoad] = {
     "plain": Plain(),
-    "fp8": Plain("weight_scale_inv"),
+    "fp8": Plain(("weight_scale_inv", "weight_scale"), ("activation_scale", "input_scale")),  # of transformers, of AutoFP8
     "packed": Packed(),
     "gptq": Gptq(less=1),
     "gptq-v2": Gptq(less=0),

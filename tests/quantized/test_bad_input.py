@@ -56,6 +56,17 @@ DAMAGE: dict[str, tuple[str, Callable[[Tensors], None], tuple[str, ...]]] = {
     "block scale infinite": ("HF block fp8", at("weight_scale_inv", first(float("inf"))), ("weight_scale_inv", "finite")),
     "input scale zero": ("int8 by channel, static", at("input_scale", first(0.0)), ("input_scale", "zero")),
     "input scale missing": ("ModelOpt fp8", at("input_scale", lambda t: None), ("lacks", "input_scale")),
+    "fp8 scale missing": ("HF fp8 by tensor, dynamic", at("weight_scale_inv", lambda t: None), ("lacks", "weight_scale_inv")),
+    "activation scale missing": (
+        "HF fp8 by tensor, static",
+        at("activation_scale", lambda t: None),
+        ("lacks", "activation_scale", "input_scale"),
+    ),
+    "scales under both names": (
+        "HF fp8 by tensor, dynamic",
+        lambda tensors: tensors.update({f"{LAYER}.weight_scale": torch.ones(())}),
+        ("both", "weight_scale_inv", "weight_scale"),
+    ),
     "packed truncated": (
         "W4A16 group 128",
         at("weight_packed", lambda t: t[:, :-8].contiguous()),
