@@ -405,11 +405,16 @@ def random_weights(model: Transformer, seed: int = 0) -> None:
     for place in places(model):
         randomize(place, seed)
     for quantized in quantized_places(model, model.config):
-        part, module = quantized.part, quantized.module
-        dim, dtype = int(len(part.columns) < part.shape[1]), model.norm.weight.dtype
-        full = torch.empty(module.n, module.k, device=module.device, dtype=dtype)
-        randomize(Place(part.name + ".weight", full, part.shape, dim, part.columns if dim else part.rows), seed)
-        module.fill(quantize(full, part.scheme, part.name))
+        quantized.module.fill(rounded_random(quantized, seed, model.norm.weight.dtype))
+
+
+def rounded_random(place: QuantizedPlace, seed: int, dtype: torch.dtype) -> Quantized:
+    """A slice of random weights, rounded."""
+    part, module = place.part, place.module
+    dim = int(len(part.columns) < part.shape[1])
+    full = torch.empty(module.n, module.k, device=module.device, dtype=dtype)
+    randomize(Place(part.name + ".weight", full, part.shape, dim, part.columns if dim else part.rows), seed)
+    return quantize(full, part.scheme, part.name)
 
 
 def randomize(place: Place, seed: int) -> None:

@@ -3,6 +3,7 @@
 N output features and K input features of the full layer.
 """
 
+import threading
 from collections.abc import Callable
 from dataclasses import dataclass
 
@@ -16,6 +17,7 @@ from quantized.weight import FP8, Quantized, local_group, pack, quantize, unpack
 
 WIDE = (torch.bfloat16, torch.float16, torch.float32)
 INT32 = (torch.int32,)
+ROUNDING = threading.Lock()  # of the threads that read weights: one at a time has one in 16 or 32 bits on the device
 AWQ_ORDER = (0, 4, 1, 5, 2, 6, 3, 7)  # the nibble that holds each of 8 neighbouring features
 
 Shapes = dict[str, tuple[tuple[int, ...] | None, ...]]  # which shapes a tensor may have; None: it may be absent
@@ -69,6 +71,10 @@ class Tensors:
 
     def read(self, suffix: str, dtypes: tuple[torch.dtype, ...], dim: int = 0, rows: range | None = None) -> Tensor:
         """`rows` of a tensor along `dim`, on the device; all of it without them."""
+        return self.on_host(suffix, dtypes, dim, rows).to(self.device)
+
+    def on_host(self, suffix: str, dtypes: tuple[torch.dtype, ...], dim: int = 0, rows: range | None = None) -> Tensor:
+        """`read`, before it is copied to the device."""
         name = self._name(suffix)
         shape = self._shapes[name]
         whole = range(shape[dim] if shape else 1)
@@ -79,7 +85,7 @@ class Tensors:
             raise UserError(
                 f"{name} has data type {tensor.dtype}, and config.json asks for {known}; it describes another format"
             )
-        return tensor.to(self.device)
+        return tensor
 
     def scales(self, suffix: str, dim: int = 0, rows: range | None = None) -> Tensor:
         found = self.read(suffix, WIDE, dim, rows)
@@ -319,13 +325,19 @@ class OnLoad:
     def read(self, tensors: Tensors) -> Quantized:
         part = tensors.part
         if determinism.enabled():
-            whole = quantize(tensors.read("weight", WIDE, 0, part.rows), part.scheme, part.name)
+            whole = self._rounded(tensors, 0, part.rows)
             first, last = (end * part.scheme.bits // 8 for end in (part.columns.start, part.columns.stop))
             group = part.shape[1] // whole.scales.shape[1]
             zeros = None if whole.zeros is None else of_columns(whole.zeros, part, group)
             return whole._replace(codes=whole.codes[:, first:last], scales=of_columns(whole.scales, part, group), zeros=zeros)
         dim = 0 if len(part.columns) == part.shape[1] else 1
-        return quantize(tensors.read("weight", WIDE, dim, part.columns if dim else part.rows), part.scheme, part.name)
+        return self._rounded(tensors, dim, part.columns if dim else part.rows)
+
+    @staticmethod
+    def _rounded(tensors: Tensors, dim: int, rows: range) -> Quantized:
+        weight = tensors.on_host("weight", WIDE, dim, rows)
+        with ROUNDING:
+            return quantize(weight.to(tensors.device), tensors.part.scheme, tensors.part.name)
 
 
 FORMATS: dict[str, Plain | Packed | Gptq | Awq | OnLoad] = {
