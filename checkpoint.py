@@ -19,6 +19,7 @@ from torch import Tensor, nn
 from tqdm import tqdm
 
 import determinism
+from cli import note
 from config import ModelConfig
 from errors import UserError
 from files import INDEX_BYTES, check_regular, read_json
@@ -466,6 +467,8 @@ def load_model(
         error = e
     agree_on_error(world, error)
     assert model is not None
+    if config.quantization is not None and world.comm.name == "fused" and world.rank == 0:
+        note("--comm fused: quantized layers are not fused with their all-reduces; these run as with --comm auto")
     return model
 
 
