@@ -19,6 +19,7 @@ from torch import Tensor, nn
 from tqdm import tqdm
 
 import determinism
+from cli import note
 from config import ModelConfig
 from errors import UserError
 from files import INDEX_BYTES, check_regular, read_json
@@ -405,11 +406,16 @@ def random_weights(model: Transformer, seed: int = 0) -> None:
     for place in places(model):
         randomize(place, seed)
     for quantized in quantized_places(model, model.config):
-        part, module = quantized.part, quantized.module
-        dim, dtype = int(len(part.columns) < part.shape[1]), model.norm.weight.dtype
-        full = torch.empty(module.n, module.k, device=module.device, dtype=dtype)
-        randomize(Place(part.name + ".weight", full, part.shape, dim, part.columns if dim else part.rows), seed)
-        module.fill(quantize(full, part.scheme, part.name))
+        quantized.module.fill(rounded_random(quantized, seed, model.norm.weight.dtype))
+
+
+def rounded_random(place: QuantizedPlace, seed: int, dtype: torch.dtype) -> Quantized:
+    """A slice of random weights, rounded."""
+    part, module = place.part, place.module
+    dim = int(len(part.columns) < part.shape[1])
+    full = torch.empty(module.n, module.k, device=module.device, dtype=dtype)
+    randomize(Place(part.name + ".weight", full, part.shape, dim, part.columns if dim else part.rows), seed)
+    return quantize(full, part.scheme, part.name)
 
 
 def randomize(place: Place, seed: int) -> None:
@@ -461,6 +467,8 @@ def load_model(
         error = e
     agree_on_error(world, error)
     assert model is not None
+    if config.quantization is not None and world.comm.name == "fused" and world.rank == 0:
+        note("--comm fused: quantized layers are not fused with their all-reduces; these run as with --comm auto")
     return model
 
 

@@ -8,8 +8,11 @@ from pathlib import Path
 
 import torch
 
+import determinism
 from config import ModelConfig
 from errors import UserError
+from quantized.scheme import ON_LOAD
+from quantized.weight import rounding_bytes
 from tp import SPLITS, Shard, World, agree_on_error, checkpoint_name, stream_shards
 
 SHORT = "GB a rank for its weights"  # every message about a model that does not fit contains this
@@ -44,6 +47,19 @@ def weight_bytes(config: ModelConfig, world_size: int, dtype: torch.dtype) -> in
             else:
                 total += features * size * scheme.bits // 8 + features * size // (scheme.group or size) * SCALE_BYTES
     return total
+
+
+def loading_bytes(config: ModelConfig, world_size: int) -> int:
+    """Bytes at most that a rank needs beside its weights while it rounds them for --quantize, one after the other; else 0."""
+    most = 0
+    for part, split in SPLITS.items():
+        is_table = split.axis == "vocab"
+        scheme = config.quantization and config.quantization.scheme(checkpoint_name(None if is_table else 0, part))
+        if scheme and scheme.format == ON_LOAD:
+            whole = determinism.enabled() and split.dim == 1  # all input features are rounded then, see `formats.OnLoad`
+            shard = Shard(0, 1) if whole else Shard(0, world_size) if is_table else stream_shards(config, 0, world_size)[0]
+            most = max(most, rounding_bytes(len(shard.range(config, split.axis)), config.hidden_size))
+    return most
 
 
 def cache_bytes(config: ModelConfig, world_size: int, dtype: torch.dtype, tokens: int, kv_dtype: str = "auto") -> int:
@@ -100,6 +116,7 @@ def check_memory(
     try:
         weights = weight_bytes(config, world.world_size, dtype) + more
         cache = cache_bytes(config, world.world_size, dtype, tokens, kv_dtype)
+        weights += max(0, loading_bytes(config, world.world_size) - cache)  # the cache is allocated after the weights
         free = free_bytes(world.device)
         if weights + cache > free:
             error = UserError(shortage(name, world, weights, cache, free))

@@ -38,7 +38,8 @@ def empty_codes(shape: torch.Size, like: Tensor, kind: torch.dtype = FP8) -> Row
 
 def quantize_rows(x: Tensor, kind: torch.dtype = FP8) -> RowCodes:
     """x (..., K) with each row divided by its own scale, which makes its largest value 448, or 127.5 before rounding to int8;
-    on CUDA, K a multiple of 16. kind: of the codes. `quantized.weight.quantized_input` defines it."""
+    on CUDA, K a multiple of 16. A row with a value that is not finite has the scale NaN. kind: of the codes.
+    `quantized.weight.quantized_input` defines it."""
     rows, out = as_rows(x), empty_codes(x.shape, x, kind)
     size = x.shape[-1]
     options = {"BLOCK": triton.next_power_of_2(size), "num_warps": row_warps(size)} | pdl_options(x.device)
@@ -63,11 +64,12 @@ def _quantize_rows(x, codes, scales, row_stride, size, BLOCK: tl.constexpr, PDL:
 
 @triton.jit
 def store_codes(values, codes, scales, row, size, BLOCK: tl.constexpr):
-    """Store the codes and the scale of a row: values (BLOCK,) fp32, 0 from `size` on."""
+    """Store the codes and the scale of a row: values (BLOCK,) fp32, 0 from `size` on. The scale is NaN if a value is not finite."""
     INTEGER: tl.constexpr = codes.dtype.element_ty == tl.int8
-    largest = tl.max(tl.abs(values), axis=0)
+    # bits of floats without a sign have the floats' order, with NaN, which a maximum of floats would pass over, above infinity
+    largest = tl.max(values.to(tl.int32, bitcast=True) & 0x7FFFFFFF, axis=0).to(tl.float32, bitcast=True)
     scale = tl.where(largest > 0, largest / (127.5 if INTEGER else 448.0), 1.0)
-    tl.store(scales + row, scale)
+    tl.store(scales + row, tl.where(largest < float("inf"), scale, float("nan")))
     if INTEGER:  # the addition rounds to an integer, to nearest and half to even
         found = tl.minimum(tl.maximum(values / scale + 12582912.0 - 12582912.0, -128.0), 127.0).to(tl.int8)
     else:

@@ -3,6 +3,7 @@
 N output features and K input features of the full layer.
 """
 
+import threading
 from collections.abc import Callable
 from dataclasses import dataclass
 
@@ -16,6 +17,7 @@ from quantized.weight import FP8, Quantized, local_group, pack, quantize, unpack
 
 WIDE = (torch.bfloat16, torch.float16, torch.float32)
 INT32 = (torch.int32,)
+ROUNDING = threading.Lock()  # of the threads that read weights: one at a time has one in 16 or 32 bits on the device
 AWQ_ORDER = (0, 4, 1, 5, 2, 6, 3, 7)  # the nibble that holds each of 8 neighbouring features
 
 Shapes = dict[str, tuple[tuple[int, ...] | None, ...]]  # which shapes a tensor may have; None: it may be absent
@@ -69,6 +71,10 @@ class Tensors:
 
     def read(self, suffix: str, dtypes: tuple[torch.dtype, ...], dim: int = 0, rows: range | None = None) -> Tensor:
         """`rows` of a tensor along `dim`, on the device; all of it without them."""
+        return self.on_host(suffix, dtypes, dim, rows).to(self.device)
+
+    def on_host(self, suffix: str, dtypes: tuple[torch.dtype, ...], dim: int = 0, rows: range | None = None) -> Tensor:
+        """`read`, before it is copied to the device."""
         name = self._name(suffix)
         shape = self._shapes[name]
         whole = range(shape[dim] if shape else 1)
@@ -79,7 +85,7 @@ class Tensors:
             raise UserError(
                 f"{name} has data type {tensor.dtype}, and config.json asks for {known}; it describes another format"
             )
-        return tensor.to(self.device)
+        return tensor
 
     def scales(self, suffix: str, dim: int = 0, rows: range | None = None) -> Tensor:
         found = self.read(suffix, WIDE, dim, rows)
@@ -95,8 +101,18 @@ class Tensors:
             raise UserError(f"{self._name(suffix)} has codes that are not numbers (NaN); quantize the model anew")
         return found
 
-    def input_scale(self) -> Tensor | None:
-        return self.scales("input_scale").reshape(()).float() if self.part.scheme.activations == "static" else None
+    def input_scale(self, suffixes: tuple[str, ...] = ("input_scale",)) -> Tensor | None:
+        static = self.part.scheme.activations == "static"
+        return self.scales(self.only(suffixes)).reshape(()).float() if static else None
+
+    def only(self, suffixes: tuple[str, ...]) -> str:
+        """The one of these names that the file has. Raises UserError for none or several."""
+        found, names = [suffix for suffix in suffixes if self.has(suffix)], [self._name(suffix) for suffix in suffixes]
+        if not found:
+            raise UserError(f"the checkpoint lacks {' or '.join(names)}; is it complete, and does config.json belong to it?")
+        if len(found) > 1:
+            raise UserError(f"the checkpoint has both {' and '.join(names)}; quantize the model anew")
+        return found[0]
 
     def groups(self, suffix: str) -> Tensor | None:
         """The group (K,) of each of this rank's input features; None if they are neighbours in order."""
@@ -163,23 +179,27 @@ def in_bytes(values: slice, bits: int) -> slice:
 
 
 class Plain:
-    """One code an element in `weight` (compressed-tensors float-quantized and int-quantized, ModelOpt fp8, HF fp8)."""
+    """One code an element in `weight` (compressed-tensors float-quantized and int-quantized, ModelOpt fp8, HF fp8).
 
-    def __init__(self, block_scale: str = "weight_scale") -> None:
-        self.block_scale = block_scale  # the name of the scales of blocks
+    scales and input_scales: the names of which a file has one for these tensors. Only the first one may hold scales of blocks.
+    """
 
-    def _scale(self, part: Slice) -> str:
-        return self.block_scale if part.scheme.group and part.scheme.rows != 1 else "weight_scale"
+    def __init__(self, scales: tuple[str, ...] = ("weight_scale",), input_scales: tuple[str, ...] = ("input_scale",)) -> None:
+        self.scales, self.input_scales = scales, input_scales
+
+    def _scales(self, part: Slice) -> tuple[str, ...]:
+        return self.scales[:1] if part.scheme.group else self.scales
 
     def shapes(self, part: Slice) -> Shapes:
         (n, k), scheme = part.shape, part.scheme
         grid = (-(-n // (scheme.rows or n)), part.groups)
         also = [(n,)] if scheme.group is None and scheme.rows == 1 else [(), (1,)] if grid == (1, 1) else []
-        found: Shapes = {"weight": ((n, k),), self._scale(part): (grid, *also)}
+        found: Shapes = {"weight": ((n, k),)}
+        names, inputs = self._scales(part), self.input_scales if scheme.activations == "static" else ()
+        found |= dict.fromkeys(names, (grid, *also, None) if len(names) > 1 else (grid, *also))
+        found |= dict.fromkeys(inputs, ((), (1,), None) if len(inputs) > 1 else ((), (1,)))
         if not scheme.symmetric:
             found["weight_zero_point"] = (grid, *also)
-        if scheme.activations == "static":
-            found["input_scale"] = ((), (1,))
         return found
 
     def read(self, tensors: Tensors) -> Quantized:
@@ -188,11 +208,11 @@ class Plain:
         dim = 0 if len(part.columns) == part.shape[1] else 1
         codes = tensors.codes("weight", dtype, dim, part.columns if dim else part.rows)
         grid = (len(blocks(part)), part.groups)
-        scales, zeros = tensors.scales(self._scale(part), 0, blocks(part)).reshape(grid), None
+        scales, zeros = tensors.scales(tensors.only(self._scales(part)), 0, blocks(part)).reshape(grid), None
         if not part.scheme.symmetric:
             zeros = tensors.read("weight_zero_point", (torch.int8,), 0, blocks(part)).reshape(grid)
             zeros = of_columns(of_rows(zeros, part), part)
-        return Quantized(codes, of_columns(of_rows(scales, part), part), zeros, None, tensors.input_scale())
+        return Quantized(codes, of_columns(of_rows(scales, part), part), zeros, None, tensors.input_scale(self.input_scales))
 
 
 class Packed:
@@ -305,18 +325,24 @@ class OnLoad:
     def read(self, tensors: Tensors) -> Quantized:
         part = tensors.part
         if determinism.enabled():
-            whole = quantize(tensors.read("weight", WIDE, 0, part.rows), part.scheme, part.name)
+            whole = self._rounded(tensors, 0, part.rows)
             first, last = (end * part.scheme.bits // 8 for end in (part.columns.start, part.columns.stop))
             group = part.shape[1] // whole.scales.shape[1]
             zeros = None if whole.zeros is None else of_columns(whole.zeros, part, group)
             return whole._replace(codes=whole.codes[:, first:last], scales=of_columns(whole.scales, part, group), zeros=zeros)
         dim = 0 if len(part.columns) == part.shape[1] else 1
-        return quantize(tensors.read("weight", WIDE, dim, part.columns if dim else part.rows), part.scheme, part.name)
+        return self._rounded(tensors, dim, part.columns if dim else part.rows)
+
+    @staticmethod
+    def _rounded(tensors: Tensors, dim: int, rows: range) -> Quantized:
+        weight = tensors.on_host("weight", WIDE, dim, rows)
+        with ROUNDING:
+            return quantize(weight.to(tensors.device), tensors.part.scheme, tensors.part.name)
 
 
 FORMATS: dict[str, Plain | Packed | Gptq | Awq | OnLoad] = {
     "plain": Plain(),
-    "fp8": Plain("weight_scale_inv"),
+    "fp8": Plain(("weight_scale_inv", "weight_scale"), ("activation_scale", "input_scale")),  # of transformers, of AutoFP8
     "packed": Packed(),
     "gptq": Gptq(less=1),
     "gptq-v2": Gptq(less=0),

@@ -19,6 +19,7 @@ from quantized.scheme import LEAST_GROUP, Scheme
 FP8 = torch.float8_e4m3fn
 FP8_MAX = 448.0
 PIECE = 1 << 24  # elements of a weight that are rounded at once
+PIECE_BYTES = 20  # of each of them meanwhile: values of fp32, in units of the scale, rounded, between bounds; codes
 
 
 class Quantized(NamedTuple):
@@ -187,11 +188,23 @@ def quantize(weight: Tensor, scheme: Scheme, name: str) -> Quantized:
     fits or a weight is not finite.
     """
     group, dtype = local_group(scheme, range(weight.shape[1]), name), scale_dtype(weight, scheme)
-    pieces = weight.split(max(1, PIECE // weight.shape[1]))
-    found = joined([_quantize(piece.float().unflatten(1, (-1, group)), scheme, dtype) for piece in pieces])
+    found, first = None, 0
+    for piece in weight.split(max(1, PIECE // weight.shape[1])):
+        made = _quantize(piece.float().unflatten(1, (-1, group)), scheme, dtype)
+        found = found or Quantized(*(t if t is None else t.new_empty(len(weight), *t.shape[1:]) for t in made))
+        for whole, part in zip(found, made, strict=True):
+            if whole is not None:
+                whole[first : first + len(piece)] = part
+        first += len(piece)
+    assert found is not None
     check_finite(found.scales, name)
     static = torch.ones((), device=weight.device) if scheme.activations == "static" else None
     return found._replace(input_scale=static)
+
+
+def rounding_bytes(n: int, k: int) -> int:
+    """Bytes at most of a weight (n, k) in 32 bits and of what `quantize` needs beside its result."""
+    return n * k * 4 + min(n * k, PIECE) * PIECE_BYTES
 
 
 def _quantize(groups: Tensor, scheme: Scheme, dtype: torch.dtype) -> Quantized:

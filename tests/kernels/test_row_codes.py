@@ -1,6 +1,7 @@
 """Activations in 8 bits: their codes against the definition, wherever they are made, and a model that reads them."""
 
 from collections.abc import Callable
+from dataclasses import replace
 from unittest import mock
 
 import pytest
@@ -14,8 +15,8 @@ from kernels import activation, linear_quantized, norm
 from kernels.linear_quantized_config import Format
 from kernels.row_codes import RowCodes, quantize_rows
 from model import Transformer
-from quantized.scheme import on_load
-from quantized.weight import quantize
+from quantized.scheme import SCHEMES, on_load
+from quantized.weight import quantize, quantized_input
 from tests.support.kernels import codes_as_on_a_gpu, kernels_always
 from tests.support.ranks import Ranks
 from tp import ShardedLinear
@@ -28,9 +29,9 @@ EPS = 1e-5
 # --- codes --------------------------------------------------------------------------------------------------------------------
 
 
-def values_of(codes: RowCodes) -> Tensor:
+def values_of(codes: RowCodes, kind: str = "fp8") -> Tensor:
     """What the codes stand for, in fp64, with the features in their order."""
-    fmt = Format("fp8")
+    fmt = Format(kind)
     packed = linear_quantized.Packed(
         fmt, *codes.codes.shape, codes.codes.view(torch.int16), torch.ones_like(codes.scales[:, 0])
     )
@@ -71,6 +72,40 @@ def faults(seed: int, device: str, dtype: torch.dtype) -> list[str]:
             gate_up = torch.randn(*shape[:-1], 2 * shape[-1] + 8, device=device).to(dtype)[..., 8:] * 4
             found += same(f"swiglu {shape}", activation.swiglu_codes(gate_up), activation.swiglu(gate_up))
     return found
+
+
+def not_finite(seed: int, device: str, dtype: torch.dtype) -> list[str]:
+    """Where rows with a NaN or an infinity become other values than by the definition, in which all of such a row is NaN."""
+    torch.manual_seed(seed)
+    x, update = (torch.randn(6, 112, device=device).to(dtype) for _ in range(2))
+    for row, value in enumerate((float("nan"), float("inf"), -float("inf"))):
+        update[row, torch.randint(112, ())] = value
+    ones = torch.ones(112, device=device, dtype=dtype)
+    kinds = {"fp8": torch.float8_e4m3fn, "int8": torch.int8}
+    with kernels_always(norm, activation), codes_as_on_a_gpu():
+        made = {
+            **{name: (name, quantize_rows(update, kind), update) for name, kind in kinds.items()},
+            "norm": ("fp8", norm.add_rms_norm_codes(x, update, ones, EPS)[1], norm.add_rms_norm(x, update, ones, EPS)[1]),
+            "swiglu": ("fp8", activation.swiglu_codes(torch.cat([x, update], -1)), x.float().sigmoid() * x.float() * update),
+        }
+    found = []
+    for name, (kind, codes, values) in made.items():
+        weight = torch.zeros(1, 112, device=device)
+        scheme = replace(SCHEMES[kind], activations="token")
+        expected = quantized_input(values.to(dtype), scheme, quantize(weight, replace(scheme, format="plain"), "layer"))
+        got = values_of(codes, kind)
+        if not (torch.equal(got.isnan(), expected.isnan()) and got[:3].isnan().all() and got[3:].isfinite().all()):
+            found.append(name)
+    return found
+
+
+def test_values_that_are_not_finite_stay_so_in_the_interpreter(interpreters: Ranks, seed: int) -> None:
+    assert interpreters.call(not_finite, seed, "cpu", torch.float16) == []
+
+
+@GPU
+def test_values_that_are_not_finite_stay_so_on_a_gpu(seed: int) -> None:
+    assert not_finite(seed, "cuda", torch.bfloat16) == []
 
 
 def test_codes_in_the_interpreter(interpreters: Ranks, seed: int) -> None:

@@ -20,7 +20,9 @@ from presets import model_config
 from quantized.hf import read_quantization
 from tests.quantized.test_formats import SHAPE
 from tests.quantized.writers import FORMATS, STATIC, TOKEN, Tensors, compressed, write
+from tests.support.command_line import Finished, launch
 from tests.support.ranks import Ranks
+from tests.test_bad_input import Started, check_refused
 from tp import World, agree_on_error
 
 LAYER = "model.layers.1.mlp.down_proj"
@@ -56,6 +58,17 @@ DAMAGE: dict[str, tuple[str, Callable[[Tensors], None], tuple[str, ...]]] = {
     "block scale infinite": ("HF block fp8", at("weight_scale_inv", first(float("inf"))), ("weight_scale_inv", "finite")),
     "input scale zero": ("int8 by channel, static", at("input_scale", first(0.0)), ("input_scale", "zero")),
     "input scale missing": ("ModelOpt fp8", at("input_scale", lambda t: None), ("lacks", "input_scale")),
+    "fp8 scale missing": ("HF fp8 by tensor, dynamic", at("weight_scale_inv", lambda t: None), ("lacks", "weight_scale_inv")),
+    "activation scale missing": (
+        "HF fp8 by tensor, static",
+        at("activation_scale", lambda t: None),
+        ("lacks", "activation_scale", "input_scale"),
+    ),
+    "scales under both names": (
+        "HF fp8 by tensor, dynamic",
+        lambda tensors: tensors.update({f"{LAYER}.weight_scale": torch.ones(())}),
+        ("both", "weight_scale_inv", "weight_scale"),
+    ),
     "packed truncated": (
         "W4A16 group 128",
         at("weight_packed", lambda t: t[:, :-8].contiguous()),
@@ -69,6 +82,16 @@ DAMAGE: dict[str, tuple[str, Callable[[Tensors], None], tuple[str, ...]]] = {
     "another weight_shape": ("W8A16 group 64", at("weight_shape", first(1)), ("weight_shape",)),
     "tensors of another format": ("W8A16 group 64", at("weight_packed", lambda t: None), ("lacks", "weight_packed")),
 }
+
+
+def write_damaged(what: str, folder: Path) -> Path:
+    """A checkpoint with this damage."""
+    name, spoil, _ = DAMAGE[what]
+    write(SHAPE, FORMATS[name], folder, folder / "plain")
+    tensors = load_file(folder / "model.safetensors")
+    spoil(tensors)
+    save_file(tensors, folder / "model.safetensors")
+    return folder
 
 
 def refusals(world: World, folders: list[Path]) -> list[str]:
@@ -90,17 +113,34 @@ def refusals(world: World, folders: list[Path]) -> list[str]:
 
 
 def test_damaged_tensors_are_refused_alike_on_every_rank(ranks: Ranks, tmp_path: Path, seed: int) -> None:
-    folders = [tmp_path / str(i) for i in range(len(DAMAGE))]
-    for folder, (name, spoil, _) in zip(folders, DAMAGE.values(), strict=True):
-        write(SHAPE, FORMATS[name], folder, folder / "plain")
-        tensors = load_file(folder / "model.safetensors")
-        spoil(tensors)
-        save_file(tensors, folder / "model.safetensors")
+    folders = [write_damaged(what, tmp_path / str(i)) for i, what in enumerate(DAMAGE)]
     one, other = ranks.run(2, refusals, folders)
     assert one == other
     for what, message in zip(DAMAGE, one, strict=True):
         assert message and "\n" not in message, what
         assert all(part in message for part in DAMAGE[what][2]), (what, message)
+
+
+@pytest.mark.parametrize("what", ["scales missing", "packed truncated", "scale NaN", "weights not rounded", "input scale zero"])
+def test_generate_ends_with_one_line_on_two_ranks(what: str, tmp_path: Path, seed: int) -> None:
+    """Found in the headers, or while the weights are read. Both ways of starting ranks: by generate.py, and without it, which shows
+    each rank's own exit code and output."""
+    folder = write_damaged(what, tmp_path / "model")
+    args = ["--model", folder, "--prompt-ids", "1,2", "--max-new-tokens", 2]
+    check_refused(launch(*args, ranks=2), *DAMAGE[what][2])
+    started = Started([args] * 2, tmp_path)
+    try:
+        assert started.wait(200.0) == [2, 2]
+    finally:
+        started.close()
+    check_refused(Finished(2, started.out(0), started.err(0)), *DAMAGE[what][2])
+    assert started.out(1) + started.err(1) == ""
+
+
+def test_generate_does_not_quantize_twice_on_two_ranks(tmp_path: Path, seed: int) -> None:
+    write(SHAPE, FORMATS["AWQ"], tmp_path, tmp_path / "plain")
+    args = ["--model", tmp_path, "--quantize", "int4", "--prompt-ids", "1,2", "--max-new-tokens", 2]
+    check_refused(launch(*args, ranks=2), "quantized already", "awq")
 
 
 def damaged(tensor: Tensor, is_scale: bool) -> Iterator[Tensor]:

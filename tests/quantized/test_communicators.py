@@ -1,7 +1,9 @@
 """Quantized layers beside layers in fp32, by every communicator and every schedule of a ladder."""
 
 import random
+from contextlib import redirect_stderr
 from dataclasses import replace
+from io import StringIO
 from pathlib import Path
 
 import pytest
@@ -43,6 +45,27 @@ def differences(world: World, folder: Path, ids: list[int]) -> dict[str, tuple[f
             error = (model(tokens, context) - expected).abs().max().item()
             found[f"{name} {schedule}"] = error, getattr(comm, "fused", 0) - before
     return found
+
+
+def notes(world: World, folder: Path) -> dict[str, list[str]]:
+    """What loading a model prints, by communicator."""
+    from tests.comm.test_fused import communicators
+
+    found = {}
+    for name, comm in communicators(world).items():
+        with redirect_stderr(StringIO()) as printed:
+            load_model(str(folder), model_config(str(folder), None, 2), replace(world, comm=comm), torch.float32)
+        found[name] = printed.getvalue().splitlines()
+    return found
+
+
+def test_fused_says_that_quantized_layers_are_not(interpreters: Ranks, tmp_path: Path, seed: int) -> None:
+    write(SHAPE, FORMATS[MIXED], tmp_path, tmp_path / "plain")
+    first, second = interpreters.run(2, notes, tmp_path)
+    (line,) = first.pop("fused")
+    assert "quantized layers are not fused" in line and len(first) > 1
+    assert not any(first.values()) and not any(second.values())
+    assert not any(lines for found in interpreters.run(2, notes, tmp_path / "plain") for lines in found.values())
 
 
 @pytest.mark.parametrize("variant", ["hybrid:1", "ladder"])

@@ -4,6 +4,7 @@ import math
 import random
 from collections.abc import Callable
 from pathlib import Path
+from unittest import mock
 
 import pytest
 import torch
@@ -82,7 +83,8 @@ def errors(world: World, names: list[str], folders: list[Path], seed: int) -> li
                 for piece, weight in theirs.pieces():
                     layer = checkpoint_name(ours.layer, piece.split(".")[0])
                     how = "none" if any(kept in layer for kept in format.kept) else format.activations
-                    inputs = rounded(x, how, is_float, tensors.get(layer + ".input_scale"))
+                    scale = tensors.get(f"{layer}.input_scale", tensors.get(f"{layer}.activation_scale"))
+                    inputs = rounded(x, how, is_float, scale)
                     out.append(inputs @ weight.double().T)
                 largest = max(largest, error(ours(x), theirs.finish(torch.cat(out, -1).float())))
         tokens = torch.arange(18).view(2, 9)  # the weights are random
@@ -147,6 +149,19 @@ def test_transformers_computes_the_same(name: str, written: dict[str, Path], see
     with torch.no_grad():
         expected = theirs(tokens).logits
     assert error(logits_of(ALONE, written[name], tokens), expected) < (NEAR if FORMATS[name].activations == "none" else COARSE)
+
+
+@pytest.mark.parametrize("name", [name for name in FORMATS if name.startswith("HF ")])
+def test_transformers_dequantizes_the_same(name: str, written: dict[str, Path], seed: int) -> None:
+    """Without a GPU it multiplies by the dequantized weights, and so do we if inputs are not rounded."""
+    pytest.importorskip("accelerate")
+    dequantize = transformers.FineGrainedFP8Config(dequantize=True)
+    theirs = transformers.AutoModelForCausalLM.from_pretrained(
+        written[name], dtype=torch.float32, quantization_config=dequantize
+    )
+    tokens = torch.randint(0, SHAPE.vocab_size, (2, 9))
+    with torch.no_grad(), mock.patch("quantized.weight.quantized_input", lambda x, *_: x):
+        assert error(logits_of(ALONE, written[name], tokens), theirs(tokens).logits) < NEAR
 
 
 @pytest.mark.parametrize("name", [name for name in COMPRESSED if "asymmetric" in name])

@@ -187,6 +187,22 @@ def hf_block_fp8() -> Format:
     return Format(quantization | {"modules_to_not_convert": ["lm_head"]}, write, "group")
 
 
+def fp8_by_tensor(scale: str, input_scale: str | None) -> Format:
+    """quant_method fp8 without blocks, whose scale multiplies the codes whatever its name."""
+
+    def write(n: int, k: int) -> tuple[Tensors, Tensor]:
+        codes, factor = fp8(n, k), scales(k, 8, 1)[0].bfloat16()
+        shape = random.choice([(), (1,), (1, 1)])  # transformers loads the first and writes the last
+        tensors = {"weight": codes, scale: factor.reshape(shape)}
+        if input_scale:
+            tensors[input_scale] = torch.rand(()) * 0.02 + 0.02
+        return tensors, codes.float() * factor.float()
+
+    quantization = {"quant_method": "fp8", "activation_scheme": "static" if input_scale else "dynamic"}
+    skipped = {"modules_to_not_convert": ["lm_head"]} if scale.endswith("inv") else {"ignored_layers": ["lm_head"]}
+    return Format(quantization | {"weight_block_size": None} | skipped, write, "static" if input_scale else "token")
+
+
 def modelopt(kept: tuple[str, ...] = ("o_proj",)) -> Format:
     def write(n: int, k: int) -> tuple[Tensors, Tensor]:
         codes, scale = fp8(n, k), scales(k, 8, 1)[0]
@@ -251,6 +267,9 @@ FORMATS: dict[str, Format] = {
     "W8A16 group 64": packed(8, 64),
     "W8A16 by channel asymmetric": packed(8, None, symmetric=False),
     "HF block fp8": hf_block_fp8(),
+    "HF fp8 by tensor, dynamic": fp8_by_tensor("weight_scale_inv", None),
+    "HF fp8 by tensor, static": fp8_by_tensor("weight_scale_inv", "activation_scale"),
+    "AutoFP8 by tensor, static": fp8_by_tensor("weight_scale", "input_scale"),
     "ModelOpt fp8": modelopt(),
     "GPTQ 4 bits": gptq(4, 128),
     "GPTQ 4 bits act-order asymmetric": gptq(4, 32, desc_act=True, sym=False),

@@ -1,0 +1,84 @@
+"""What quantization holds at once beside its result: tensors that are alive at the same time, counted on the CPU."""
+
+import time
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+import torch
+from torch import Tensor
+
+import memory
+from checkpoint import READERS, SafetensorsSource, all_places, fill_all, random_weights
+from comm import Local
+from errors import UserError
+from memory import cache_bytes, check_memory, loading_bytes, weight_bytes
+from model import Transformer
+from presets import model_config, preset
+from quantized import formats
+from quantized.scheme import QUANTIZATIONS, SCHEMES, Scheme, on_load
+from quantized.weight import Quantized, quantize, rounding_bytes
+from tests.support.live_bytes import LiveBytes
+from tests.test_tensor_parallel import save_random
+from tp import World
+
+CPU = torch.device("cpu")
+ALONE = World(0, 1, CPU, Local())
+SHAPE = replace(preset("tiny"), n_layers=4, hidden_size=128, intermediate_size=384)
+
+
+@pytest.mark.parametrize("name", SCHEMES)
+@pytest.mark.parametrize("piece", [1 << 12, 1 << 20])
+def test_rounding_needs_the_memory_that_is_counted(name: str, piece: int, monkeypatch: pytest.MonkeyPatch, seed: int) -> None:
+    monkeypatch.setattr("quantized.weight.PIECE", piece)
+    weight, live = torch.randn(384, 256).bfloat16(), LiveBytes()
+    with live.watched():
+        found = quantize(weight, SCHEMES[name], "layer")
+    held = sum(tensor.untyped_storage().nbytes() for tensor in found if tensor is not None)
+    assert live.now == held < 1.1 * weight.numel()
+    assert live.most - held + 4 * weight.numel() <= rounding_bytes(*weight.shape)
+
+
+@pytest.mark.parametrize("name", SCHEMES)
+def test_readers_round_one_weight_at_a_time(name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, seed: int) -> None:
+    """As many threads as a GPU's reading has. Only what they round would be on the device."""
+    source, live = save_random(SHAPE, tmp_path), LiveBytes()
+    config = model_config(str(source), None, 1, name)
+
+    def watched(weight: Tensor, scheme: Scheme, layer: str) -> Quantized:
+        live.add(weight.nbytes)
+        time.sleep(0.005)  # another thread that may round at the same time does
+        with live.watched():
+            found = quantize(weight, scheme, layer)
+        live.add(-weight.nbytes)
+        return found
+
+    monkeypatch.setattr(formats, "quantize", watched)
+    model = Transformer(config, Local(), CPU, torch.float32).requires_grad_(False)
+    fill_all(all_places(model), SafetensorsSource(source), READERS)
+    assert 0 < live.most - live.now <= loading_bytes(config, 1)
+
+
+@pytest.mark.parametrize("name", QUANTIZATIONS)
+def test_random_weights_are_rounded_one_at_a_time(name: str, seed: int) -> None:
+    config, live = replace(SHAPE, quantization=on_load(name)), LiveBytes()
+    model = Transformer(config, Local(), CPU, torch.float32).requires_grad_(False)
+    with live.watched():
+        random_weights(model)
+    assert 0 < live.most - live.now <= loading_bytes(config, 1)
+
+
+def test_a_weight_that_is_rounded_has_to_fit_beside_the_others(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Unless the cache, which is allocated later, needs more."""
+    config = replace(SHAPE, quantization=on_load("int4"))
+    weights, loading = weight_bytes(config, 1, torch.float32), loading_bytes(config, 1)
+    assert loading == rounding_bytes(384, 128) and not loading_bytes(SHAPE, 1)
+    tokens = 2 * loading // cache_bytes(config, 1, torch.float32, 1)
+    cache = cache_bytes(config, 1, torch.float32, tokens)
+    for needed, more in ((weights + loading, 0), (weights + cache, tokens)):
+        monkeypatch.setattr(memory, "host_free_bytes", lambda needed=needed: needed)
+        monkeypatch.setenv("LOCAL_WORLD_SIZE", "1")
+        check_memory("model", config, ALONE, torch.float32, more)
+        monkeypatch.setattr(memory, "host_free_bytes", lambda needed=needed: needed - 1)
+        with pytest.raises(UserError, match="model needs about"):
+            check_memory("model", config, ALONE, torch.float32, more)
