@@ -163,25 +163,25 @@ class Chains:
         if not chunks:
             return {}
         flights = [self.runner.launch(chunks)]
-        ends = {id(chunk.sequence) for chunk in flights[0].sampling}
-        ready = {s: shadow for s in counts if (shadow := shadows.get(s)) and id(shadow.sequence) in ends}
+        originals = {id(shadow.sequence): s for s, shadow in shadows.items() if s in counts}
+        ready = [s for chunk in flights[0].sampling if (s := originals.get(id(chunk.sequence)))]
         for step in range(1, max((counts[s] for s in ready), default=1)):
-            going = [shadow.sequence for s, shadow in ready.items() if counts[s] > step]
-            if step > 1 and len(going) < len(flights[-1].sampling):
-                self.runner.collect(flights[-1])  # other rows: the host writes, and must not overtake the device
+            # by falling length, so these are the first rows of the step before, and the device has them without the host
+            going = [shadows[s].sequence for s in ready if counts[s] > step]
+            self.runner.decode.keep(len(going))
             flights.append(self._link(going, step, flights[-1]))
         if not ready:
             return {}
         self.runner.collect(flights[-1])
         self.ready = flights[-1].ready
-        tokens: dict[int, list[int]] = {id(shadow.sequence): [] for shadow in ready.values()}
+        tokens: dict[int, list[int]] = {}
         for flight in flights:
             assert flight.tokens is not None
             for chunk, token in zip(flight.sampling, flight.tokens.tolist(), strict=True):
                 tokens.setdefault(id(chunk.sequence), []).append(token)
-        for shadow in ready.values():
+        for shadow in (shadows[s] for s in ready):
             shadow.guess, shadow.begin = tokens[id(shadow.sequence)], len(shadow.sequence.tokens)
-        return {s: shadow.guess for s, shadow in ready.items()}
+        return {s: shadows[s].guess for s in ready}
 
     def _link(self, going: list[Sequence], step: int, after: InFlightStep) -> InFlightStep:
         """Draw another token of each chain. step: how many they have. after: what drew the last ones."""
@@ -208,9 +208,10 @@ class Chains:
         return next((i for i, b in enumerate(full) if self._held[b] != self.blocks.identities[b]), len(full))
 
     def _catch_up(self, counts: Mapping[Sequence, int]) -> tuple[dict[Sequence, Shadow], list[Chunk]]:
-        """The shadows, and chunks of the tokens that the draft model lacks, as many as a step takes. Of the last chain, the tokens
-        that proved right need not be computed again."""
-        shadows, chunks, budget = {s: self._shadow(s) for s in counts}, [], self.runner.capacity.tokens
+        """The shadows, and chunks of the tokens that the draft model lacks, as many as a step takes, by falling length of the
+        chains. Of the last chain, the tokens that proved right need not be computed again."""
+        ordered = sorted(counts, key=lambda s: -counts[s])
+        shadows, chunks, budget = {s: self._shadow(s) for s in ordered}, [], self.runner.capacity.tokens
         for shadow in shadows.values():
             tokens = shadow.sequence.tokens
             if shadow.guess:
