@@ -107,7 +107,6 @@ def build_engine(
     reached("weights")
     if settings.compile:
         model.compile_modules()
-    log_tuning(tune(model, world, settings.max_num_seqs, settings.tune_seconds), settings.tune_seconds)
     limits = EngineLimits(
         max_model_len=settings.max_model_len,
         max_num_seqs=settings.max_num_seqs,
@@ -117,6 +116,8 @@ def build_engine(
         kv_dtype=settings.kv_dtype,
         draft_tokens=draft_limit(settings.speculate, settings.draft_tokens),
     )
+    rows = limits.max_num_seqs + limits.draft_tokens
+    log_tuning(tune(model, world, rows, settings.tune_seconds, draft=drafting), settings.tune_seconds)
     engine = Engine(model, tokenizer, limits, world, drafting, adapters)
     if engine.runner.graphs is not None:
         reached("cache")
