@@ -252,14 +252,17 @@ def sharing(head: EagleHead, world: World) -> Communicator:
     return world.comm if size >= SHARED_BYTES and world.world_size > 1 else Local()
 
 
-@torch.inference_mode()
-def random_head(base: ModelConfig, world: World, dtype: torch.dtype, drafted: int = 32000) -> EagleHead:
-    """A head with random weights for models like `base`, for benchmarks. It has the model's width and one of its layers, knows the
-    first `drafted` ids, uses the model's embedding, as most published heads, and is split over the ranks as a real one. Raises
-    UserError if the model has too few layers."""
+def random_config(base: ModelConfig, drafted: int = 32000) -> EagleConfig:
+    """A head for models like `base`, for benchmarks: one of the model's layers, that knows the first `drafted` ids. Raises UserError
+    if the model has too few layers."""
     layer = replace(base, n_layers=1, variant="standard", ladder_layers=(), quantization=None, tie_embeddings=False)
-    streams = _stream_layers({}, base.n_layers)
-    config = EagleConfig(layer, base.hidden_size, min(drafted, base.vocab_size), streams)
+    return EagleConfig(layer, base.hidden_size, min(drafted, base.vocab_size), _stream_layers({}, base.n_layers))
+
+
+@torch.inference_mode()
+def random_head(config: EagleConfig, world: World, dtype: torch.dtype) -> EagleHead:
+    """A head with random weights, the same on all ranks if they do not split it. It uses the model's embedding, as most published
+    heads."""
     comm = sharing(EagleHead(config, Local(), torch.device("meta"), dtype), world)
     head, generator = EagleHead(config, comm, world.device, dtype), torch.Generator(world.device).manual_seed(0)
     for parameter in head.eval().requires_grad_(False).parameters():

@@ -21,7 +21,7 @@ import torch
 from checkpoint import load_model
 from comm import Local
 from config import ModelConfig
-from eagle import EagleConfig, EagleHead, is_head, load_head, read_eagle_config
+from eagle import EagleConfig, EagleHead, is_head, load_head, random_config, random_head, read_eagle_config
 from engine.block_manager import BlockManager
 from engine.drafts import count_equal
 from engine.logits import SamplingState, sibling
@@ -37,6 +37,7 @@ from tokenizer_files import find_tokenizer, load_tokenizer
 from tp import World, stream_shards
 
 TEXT, AUTO = "ngram", "auto"  # what `--speculate` takes instead of a model
+RANDOM_HEAD = "random-head"  # a head with random weights, for a base with random weights
 EMBEDDED = "draft"  # the folder of a checkpoint's own head
 REPLICATED = 2 << 30  # bytes of weights up to which every rank holds a whole draft model
 MEASURED_CHAIN = 3  # tokens of the chains that `Chains.seconds` measures
@@ -57,6 +58,8 @@ class Draft:
     def load(self, world: World, dtype: torch.dtype, seed: int = 0) -> Transformer | EagleHead:
         """The model on this rank: whole if it is small or cannot be split, else sharded like the base; a head as
         `eagle.load_head` has it. Collective. Raises UserError."""
+        if isinstance(self.config, EagleConfig) and self.name == RANDOM_HEAD:
+            return random_head(self.config, world, dtype)
         if isinstance(self.config, EagleConfig):
             return load_head(Path(self.name), self.base, world, dtype)
         return load_model(self.name, self.config, world_of(self.config, world, dtype), dtype, seed)
@@ -71,6 +74,10 @@ def find_draft(
         speculate = str(Path(model) / EMBEDDED) if model and (Path(model) / EMBEDDED).is_dir() else TEXT
     if speculate in (None, TEXT):
         return None
+    if speculate == RANDOM_HEAD:
+        if model is None or not has_random_weights(model):
+            raise UserError(f"--speculate {RANDOM_HEAD} is for benchmarks of presets, which have random weights; name a folder")
+        return Draft(speculate, random_config(base), base)
     if (Path(speculate) / "config.json").exists() and is_head(Path(speculate)):
         if base.kind.speed_limit and ranks > 1:
             raise UserError(
@@ -95,6 +102,20 @@ def find_draft(
                 f"--speculate {speculate}: its tokenizer has other tokens than the model's; a draft model needs the same"
             )
     return Draft(speculate, config, base)
+
+
+def check_accept_rate(rate: float | None, draft: Draft | None, model: str) -> None:
+    """Raises UserError unless a stand-in for the agreement of drafts (`EngineLimits.accept_rate`) has sense."""
+    if rate is None:
+        return
+    if not 0 <= rate <= 1:
+        raise UserError(f"--accept-rate is a probability from 0 to 1, not {rate:g}")
+    if not has_random_weights(model):
+        raise UserError(
+            f"--accept-rate is for benchmarks of models with random weights, and {model} has trained ones; leave it out"
+        )
+    if draft is None:
+        raise UserError(f"--accept-rate needs drafts of a model or head; give --speculate {RANDOM_HEAD}")
 
 
 def world_of(config: ModelConfig, world: World, dtype: torch.dtype) -> World:

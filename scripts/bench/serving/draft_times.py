@@ -18,7 +18,7 @@ import torch
 
 from checkpoint import DTYPES, load_model
 from cli import Parser, run
-from eagle import random_head
+from eagle import random_config, random_head
 from engine.core import Engine, EngineLimits
 from engine.tuning import tune
 from options import ModelOptions, add_options, dtype_name, whole_number
@@ -32,7 +32,7 @@ def measure(name: str, args: argparse.Namespace, world: World) -> dict[str, obje
     config = model_config(name, args.variant, world.world_size, args.quantize)
     dtype = DTYPES[dtype_name(args.dtype, world.device.type)]
     model = load_model(name, config, world, dtype)
-    head = random_head(config, world, dtype, args.draft_vocab)
+    head = random_head(random_config(config, args.draft_vocab), world, dtype)
     tune(model, world, 2 * SEQUENCES, args.tune_seconds, draft=head)
     limits = EngineLimits(CONTEXT, SEQUENCES, max_batch_tokens=256, draft_tokens=args.tokens, kv_dtype=args.kv_dtype)
     engine = Engine(model, None, limits, world, head)
