@@ -252,6 +252,25 @@ def sharing(head: EagleHead, world: World) -> Communicator:
     return world.comm if size >= SHARED_BYTES and world.world_size > 1 else Local()
 
 
+def random_config(base: ModelConfig, drafted: int = 32000) -> EagleConfig:
+    """A head for models like `base`, for benchmarks: one of the model's layers, that knows the first `drafted` ids. Raises UserError
+    if the model has too few layers."""
+    layer = replace(base, n_layers=1, variant="standard", ladder_layers=(), quantization=None, tie_embeddings=False)
+    return EagleConfig(layer, base.hidden_size, min(drafted, base.vocab_size), _stream_layers({}, base.n_layers))
+
+
+@torch.inference_mode()
+def random_head(config: EagleConfig, world: World, dtype: torch.dtype) -> EagleHead:
+    """A head with random weights, the same on all ranks if they do not split it. It uses the model's embedding, as most published
+    heads."""
+    comm = sharing(EagleHead(config, Local(), torch.device("meta"), dtype), world)
+    head, generator = EagleHead(config, comm, world.device, dtype), torch.Generator(world.device).manual_seed(0)
+    for parameter in head.eval().requires_grad_(False).parameters():
+        if parameter.dim() == 2:  # norms stay 1
+            parameter.normal_(0.0, 0.02, generator=generator)
+    return head
+
+
 def load_head(directory: Path, base: ModelConfig, world: World, dtype: torch.dtype) -> EagleHead:
     """The head in `directory` for the model `base`. Collective: a UserError of one rank is raised on all."""
     error, head = None, None

@@ -155,7 +155,8 @@ class SpeculationOptions:
         help="guess the next tokens of an answer and verify them in one step, which changes no token but where two are nearly tied: "
         "ngram continues what occurred before in the prompt, the answer, or the text that a request predicts; the folder of a smaller "
         "checkpoint with the same vocabulary, or of an EAGLE-3 head for the model, lets this guess, too; auto is the head in the "
-        "model's folder draft if there is one, else ngram (default: off)",
+        "model's folder draft if there is one, else ngram; for benchmarks random-head is a head with random weights for a model with "
+        "random weights (default: off)",
     )
     draft_tokens: int = option(
         default=7,
@@ -163,6 +164,19 @@ class SpeculationOptions:
         metavar="K",
         help=f"with --speculate, the most tokens to guess at once, up to {MOST_DRAFT_TOKENS}; it guesses fewer where they are often "
         "wrong (default: 7)",
+    )
+
+
+@dataclass(frozen=True, kw_only=True)
+class StandInOptions:
+    """What replaces the agreement of models with random weights, for benchmarks."""
+
+    accept_rate: float | None = option(
+        default=None,
+        type=float,
+        metavar="P",
+        help="for benchmarks with random weights, which agree on nothing: each drafted token counts as right with probability P, whatever "
+        "the model draws, and only a head or a model drafts. The answers are then noise of another kind (default: off)",
     )
 
 

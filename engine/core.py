@@ -62,6 +62,7 @@ class EngineLimits:
     kv_dtype: str = "auto"  # of the KV cache, one of `options.KV_DTYPES`
     whole_sequences: bool = False  # a sequence gets all blocks that it may need when it starts, and shares none: no preemption
     draft_tokens: int = 0  # most drafted tokens of a sequence in a step; 0: no speculation
+    accept_rate: float | None = None  # for benchmarks, see `Speculation`
 
     @property
     def drafted(self) -> int:
@@ -214,7 +215,10 @@ class Engine:
             chains = new_chains(drafting, cache, text_ids, smaller, blocks, world, limits.kv_dtype)
         # without `self`: an engine in a cycle would keep its memory until the garbage collector finds it
         self.speculation = Speculation(
-            limits.draft_tokens, partial(measure, self.runner, chains, self.max_model_len, world), chains
+            limits.draft_tokens,
+            partial(measure, self.runner, chains, self.max_model_len, world),
+            chains,
+            limits.accept_rate,
         )
         self.look_ahead = self.runner.graphs is not None  # whether steps are launched before the tokens of the last are known
         self._ahead: InFlightStep | None = None  # the step that was launched so
@@ -447,6 +451,8 @@ class Engine:
             drawn, entries, first = result.tokens[first:stop], result.logprobs[first:stop], stop
             if sequence.finish_reason is not None:
                 continue
+            if draft and self.speculation.accept_rate is not None:
+                drawn = self.speculation.stand_in(chunk, drawn, self.runner.text_ids)
             accepted = count_equal(draft, drawn)
             if accepted < len(draft):
                 self.scheduler.reject(sequence, len(draft) - accepted)

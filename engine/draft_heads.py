@@ -8,6 +8,7 @@ drafts of the head.
 """
 
 from collections.abc import Mapping
+from itertools import accumulate
 
 import torch
 from torch import Tensor
@@ -77,11 +78,14 @@ class HeadChains(Chains):
 
     @torch.inference_mode()
     def _catch_up(self, counts: Mapping[Sequence, int]) -> tuple[dict[Sequence, Shadow], list[Chunk]]:
-        """The shadows of the sequences of the last step, and chunks of its rows but for rejected ones."""
+        """The shadows of the sequences of the last step, and chunks of its rows but for rejected ones, by falling length of the
+        chains."""
         last, self._last = self._last, None
-        shadows, chunks, rows, row = dict[Sequence, Shadow](), list[Chunk](), list[int](), 0
-        for chunk in last.chunks if last else ():
-            sequence, first, row = chunk.sequence, row, row + chunk.count
+        shadows, chunks, rows = dict[Sequence, Shadow](), list[Chunk](), list[int]()
+        computed = last.chunks if last else []
+        firsts = accumulate([chunk.count for chunk in computed], initial=0)
+        for chunk, first in sorted(zip(computed, firsts, strict=False), key=lambda one: -counts.get(one[0].sequence, 0)):
+            sequence = chunk.sequence
             if sequence.finish_reason is not None or not sequence.blocks or not self.follows(sequence):
                 continue
             shadow, count = self._shadow(sequence), sequence.computed - chunk.start
@@ -101,8 +105,7 @@ class HeadChains(Chains):
 
     @torch.inference_mode()
     def _link(self, going: list[Sequence], step: int, after: InFlightStep) -> InFlightStep:
-        places = {id(chunk.sequence): i for i, chunk in enumerate(after.sampling)}
-        self.model.features[: len(going)] = _rows(after.hidden, [places[id(sequence)] for sequence in going])
+        self.model.features[: len(going)] = after.hidden[: len(going)]
         return super()._link(going, step, after)
 
     def _invented_step(self, sequences: list[Sequence]) -> InFlightStep:

@@ -21,7 +21,7 @@ import torch
 from checkpoint import load_model
 from comm import Local
 from config import ModelConfig
-from eagle import EagleConfig, EagleHead, is_head, load_head, read_eagle_config
+from eagle import EagleConfig, EagleHead, is_head, load_head, random_config, random_head, read_eagle_config
 from engine.block_manager import BlockManager
 from engine.drafts import count_equal
 from engine.logits import SamplingState, sibling
@@ -37,6 +37,7 @@ from tokenizer_files import find_tokenizer, load_tokenizer
 from tp import World, stream_shards
 
 TEXT, AUTO = "ngram", "auto"  # what `--speculate` takes instead of a model
+RANDOM_HEAD = "random-head"  # a head with random weights, for a base with random weights
 EMBEDDED = "draft"  # the folder of a checkpoint's own head
 REPLICATED = 2 << 30  # bytes of weights up to which every rank holds a whole draft model
 MEASURED_CHAIN = 3  # tokens of the chains that `Chains.seconds` measures
@@ -57,6 +58,8 @@ class Draft:
     def load(self, world: World, dtype: torch.dtype, seed: int = 0) -> Transformer | EagleHead:
         """The model on this rank: whole if it is small or cannot be split, else sharded like the base; a head as
         `eagle.load_head` has it. Collective. Raises UserError."""
+        if isinstance(self.config, EagleConfig) and self.name == RANDOM_HEAD:
+            return random_head(self.config, world, dtype)
         if isinstance(self.config, EagleConfig):
             return load_head(Path(self.name), self.base, world, dtype)
         return load_model(self.name, self.config, world_of(self.config, world, dtype), dtype, seed)
@@ -71,6 +74,10 @@ def find_draft(
         speculate = str(Path(model) / EMBEDDED) if model and (Path(model) / EMBEDDED).is_dir() else TEXT
     if speculate in (None, TEXT):
         return None
+    if speculate == RANDOM_HEAD:
+        if model is None or not has_random_weights(model):
+            raise UserError(f"--speculate {RANDOM_HEAD} is for benchmarks of presets, which have random weights; name a folder")
+        return Draft(speculate, random_config(base), base)
     if (Path(speculate) / "config.json").exists() and is_head(Path(speculate)):
         if base.kind.speed_limit and ranks > 1:
             raise UserError(
@@ -95,6 +102,20 @@ def find_draft(
                 f"--speculate {speculate}: its tokenizer has other tokens than the model's; a draft model needs the same"
             )
     return Draft(speculate, config, base)
+
+
+def check_accept_rate(rate: float | None, draft: Draft | None, model: str) -> None:
+    """Raises UserError unless a stand-in for the agreement of drafts (`EngineLimits.accept_rate`) has sense."""
+    if rate is None:
+        return
+    if not 0 <= rate <= 1:
+        raise UserError(f"--accept-rate is a probability from 0 to 1, not {rate:g}")
+    if not has_random_weights(model):
+        raise UserError(
+            f"--accept-rate is for benchmarks of models with random weights, and {model} has trained ones; leave it out"
+        )
+    if draft is None:
+        raise UserError(f"--accept-rate needs drafts of a model or head; give --speculate {RANDOM_HEAD}")
 
 
 def world_of(config: ModelConfig, world: World, dtype: torch.dtype) -> World:
@@ -163,25 +184,25 @@ class Chains:
         if not chunks:
             return {}
         flights = [self.runner.launch(chunks)]
-        ends = {id(chunk.sequence) for chunk in flights[0].sampling}
-        ready = {s: shadow for s in counts if (shadow := shadows.get(s)) and id(shadow.sequence) in ends}
+        originals = {id(shadow.sequence): s for s, shadow in shadows.items() if s in counts}
+        ready = [s for chunk in flights[0].sampling if (s := originals.get(id(chunk.sequence)))]
         for step in range(1, max((counts[s] for s in ready), default=1)):
-            going = [shadow.sequence for s, shadow in ready.items() if counts[s] > step]
-            if step > 1 and len(going) < len(flights[-1].sampling):
-                self.runner.collect(flights[-1])  # other rows: the host writes, and must not overtake the device
+            # by falling length, so these are the first rows of the step before, and the device has them without the host
+            going = [shadows[s].sequence for s in ready if counts[s] > step]
+            self.runner.decode.keep(len(going))
             flights.append(self._link(going, step, flights[-1]))
         if not ready:
             return {}
         self.runner.collect(flights[-1])
         self.ready = flights[-1].ready
-        tokens: dict[int, list[int]] = {id(shadow.sequence): [] for shadow in ready.values()}
+        tokens: dict[int, list[int]] = {}
         for flight in flights:
             assert flight.tokens is not None
             for chunk, token in zip(flight.sampling, flight.tokens.tolist(), strict=True):
                 tokens.setdefault(id(chunk.sequence), []).append(token)
-        for shadow in ready.values():
+        for shadow in (shadows[s] for s in ready):
             shadow.guess, shadow.begin = tokens[id(shadow.sequence)], len(shadow.sequence.tokens)
-        return {s: shadow.guess for s, shadow in ready.items()}
+        return {s: shadows[s].guess for s in ready}
 
     def _link(self, going: list[Sequence], step: int, after: InFlightStep) -> InFlightStep:
         """Draw another token of each chain. step: how many they have. after: what drew the last ones."""
@@ -208,9 +229,10 @@ class Chains:
         return next((i for i, b in enumerate(full) if self._held[b] != self.blocks.identities[b]), len(full))
 
     def _catch_up(self, counts: Mapping[Sequence, int]) -> tuple[dict[Sequence, Shadow], list[Chunk]]:
-        """The shadows, and chunks of the tokens that the draft model lacks, as many as a step takes. Of the last chain, the tokens
-        that proved right need not be computed again."""
-        shadows, chunks, budget = {s: self._shadow(s) for s in counts}, [], self.runner.capacity.tokens
+        """The shadows, and chunks of the tokens that the draft model lacks, as many as a step takes, by falling length of the
+        chains. Of the last chain, the tokens that proved right need not be computed again."""
+        ordered = sorted(counts, key=lambda s: -counts[s])
+        shadows, chunks, budget = {s: self._shadow(s) for s in ordered}, [], self.runner.capacity.tokens
         for shadow in shadows.values():
             tokens = shadow.sequence.tokens
             if shadow.guess:

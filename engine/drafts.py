@@ -12,6 +12,7 @@ tokens that all ranks know, and of times that were measured once for all ranks, 
 from collections.abc import Callable, Mapping
 from collections.abc import Sequence as List
 from dataclasses import dataclass, replace
+from hashlib import blake2b
 from itertools import accumulate
 from typing import TYPE_CHECKING, Protocol
 
@@ -283,9 +284,18 @@ class Budget:
 class Speculation:
     """The drafts of an engine's sequences, and how many of their tokens were right."""
 
-    def __init__(self, ceiling: int, measure: Callable[[], Costs], chains: Chains | None = None) -> None:
-        """ceiling: most tokens of a draft; 0 makes none. measure: gives the same on all ranks. chains: None: text alone."""
-        self.ceiling, self.measure, self.chains = ceiling, measure, chains
+    def __init__(
+        self,
+        ceiling: int,
+        measure: Callable[[], Costs],
+        chains: Chains | None = None,
+        accept_rate: float | None = None,
+    ) -> None:
+        """ceiling: most tokens of a draft; 0 makes none. measure: gives the same on all ranks. chains: None: text alone.
+
+        accept_rate: stands in for the agreement of models with random weights, in benchmarks: a drafted token counts as right with
+        this probability, whatever was drawn, and text makes no drafts. The answers are then not those of the model."""
+        self.ceiling, self.measure, self.chains, self.accept_rate = ceiling, measure, chains, accept_rate
         self.costs: Costs | None = None
         self.total = {source: Drafted() for source in (*TEXTS, *([chains.name] if chains else []))}
         self._texts, self._chained, self._budget = Record(), Record(), Budget()  # of all requests
@@ -350,6 +360,17 @@ class Speculation:
         if chunk.sequence.drafter is not None:  # it has not ended
             chunk.sequence.drafter.learn(source, accepted, drafted, cost)
 
+    def stand_in(self, chunk: Chunk, drawn: List[int], ids: int) -> list[int]:
+        """What counts as drawn for a chunk's draft if agreement has a rate: the drafted token, or one of the `ids` that differs. The
+        same on all ranks."""
+        assert self.accept_rate is not None
+        found = []
+        for place, (guess, token) in enumerate(zip(chunk.draft, drawn, strict=False), chunk.first_drawn):
+            digest = blake2b(f"{chunk.sequence.request_id} {place}".encode(), digest_size=4).digest()
+            right = int.from_bytes(digest) < self.accept_rate * 2**32
+            found.append(guess if right else token if token != guess else (guess + 1) % ids)
+        return [*found, drawn[-1]]
+
     @property
     def _known_costs(self) -> Costs:
         return self.costs or FREE
@@ -362,6 +383,8 @@ class Speculation:
                 sequence.drafter = Drafter(sequence, self.ceiling, self._texts)
             if self.chains is not None and sequence.drafter.chains is None:
                 self._begin(self.chains, sequence, len(running))
+        if self.accept_rate is not None:
+            return running
         left = min(INDEXED_A_STEP, MOST_INDEXED_TOGETHER - sum([s.drafter.indexed for s in running]))
         for drafter in sorted([s.drafter for s in running], key=lambda drafter: drafter.missing):  # long texts make none wait
             left -= drafter.follow(max(left, 0))

@@ -116,8 +116,9 @@ class LLM:
             draft = find_draft(speculate, str(model), config, self.tokenizer, self.world.world_size)
             self.model = load_model(str(model), config, self.world, DTYPES[name], seed)
         self.adapters = single_adapter(self.model, lora, self.world) if lora else None
-        tune(self.model, self.world, MAX_SEQUENCES, seconds=0)  # uses what a server or `make tune` has measured
         self.draft = draft.load(self.world, self.model.norm.weight.dtype, seed) if draft else None
+        # uses what a server or `make tune` has measured
+        tune(self.model, self.world, MAX_SEQUENCES, seconds=0, draft=self.draft)
         self.limits, self.kv_dtype, self.draft_tokens = limits, kv_dtype, draft_limit(speculate, draft_tokens)
         self._engine: tuple[EngineLimits, Engine] | None = None
 

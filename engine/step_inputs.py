@@ -155,6 +155,13 @@ class DecodeInputs:
         order. A step with drafts leaves none."""
         return len(self._rows) == len(chunks) and all(row is c.sequence for row, c in zip(self._rows, chunks, strict=True))
 
+    def keep(self, rows: int) -> None:
+        """Make the rows behind the first `rows`, whose sequences do not go on, padding. The host writes nothing, so that it need not
+        wait for steps in flight."""
+        if rows < len(self._rows):
+            self.positions[rows:].fill_(-1)
+            del self._rows[rows:]
+
     def forget(self) -> None:
         """Mark the rows on the device as out of date."""
         self._rows = []

@@ -17,6 +17,7 @@ from torch import Tensor
 from tqdm import tqdm
 
 from comm.table import PLAUSIBLE, Table, Times, from_rank_0, machine_key, read, write
+from eagle import EagleHead
 from kernels import linear_config, linear_quantized_config, linear_quantized_tuning
 from kernels.linear_config import MAX_ROWS, PROMPT_ROWS, Config, format_config, shipped_now
 from kernels.linear_quantized import Packed, has_scaled_product
@@ -41,25 +42,28 @@ class Tuning:
     seconds: float
 
 
-def shapes(model: Transformer) -> dict[Shape, list[Tensor]]:
+def layers(model: Transformer | EagleHead) -> list[ShardedLinear]:
+    """This rank's linear layers, without an embedding that is no output layer."""
+    lookup = model.embedding if isinstance(model, Transformer) and model.head is not model.embedding else None
+    return [module for module in model.modules() if isinstance(module, ShardedLinear) and module is not lookup]
+
+
+def shapes(model: Transformer | EagleHead) -> dict[Shape, list[Tensor]]:
     """This rank's linear layers: the weights of each shape."""
     found: dict[Shape, list[Tensor]] = {}
-    for module in model.modules():
-        if (
-            isinstance(module, ShardedLinear)
-            and not module.is_quantized
-            and (module is not model.embedding or model.head is model.embedding)
-        ):
+    if isinstance(model, EagleHead):
+        found[Shape(*model.fc.shape)] = [model.fc]
+    for module in layers(model):
+        if not module.is_quantized:
             gated = module.gated and module.adapters is None
             found.setdefault(Shape(len(module.weight), module.weight.shape[1], gated), []).append(module.weight)
     return found
 
 
-def quantized_shapes(model: Transformer) -> dict[QuantizedShape, list[Packed]]:
+def quantized_shapes(model: Transformer | EagleHead) -> dict[QuantizedShape, list[Packed]]:
     """This rank's quantized layers that this GPU's kernels compute."""
     found: dict[QuantizedShape, list[Packed]] = {}
-    layers = [module for module in model.modules() if isinstance(module, ShardedLinear)]
-    for module in layers:
+    for module in layers(model):
         for part in module.quantized or ():
             if (packed := getattr(part, "packed", None)) is not None:
                 gated = module.gated and module.packed is packed and module.adapters is None
@@ -69,7 +73,7 @@ def quantized_shapes(model: Transformer) -> dict[QuantizedShape, list[Packed]]:
     return found
 
 
-def problems(model: Transformer, rows: int) -> list[Problem]:
+def problems(model: Transformer | EagleHead, rows: int) -> list[Problem]:
     """What is measured of this rank's layers, if decoding computes at most `rows` rows."""
     plain = [Problem(n, shape, weights) for shape, weights in shapes(model).items() for n in row_counts(shape, rows)]
     dtype = model.norm.weight.dtype
@@ -87,11 +91,19 @@ def supported(model: Transformer, world: World) -> bool:
 
 
 @torch.inference_mode()
-def tune(model: Transformer, world: World, rows: int, seconds: float, quiet: bool = True, rebuild: bool = False) -> Tuning:
+def tune(
+    model: Transformer,
+    world: World,
+    rows: int,
+    seconds: float,
+    quiet: bool = True,
+    rebuild: bool = False,
+    draft: Transformer | EagleHead | None = None,
+) -> Tuning:
     """Use the fastest known configs, and measure the unknown ones for at most about `seconds`. Collective.
 
     rows: most rows of a layer that decoding computes. seconds 0: only read the file. rebuild: measure all shapes again, those of
-    the shipped tables, too.
+    the shipped tables, too. draft: what drafts for the model.
     """
     start = time.monotonic()
     if not supported(model, world):
@@ -101,7 +113,10 @@ def tune(model: Transformer, world: World, rows: int, seconds: float, quiet: boo
         table = read(table, names_of)
     table = from_rank_0(table, world.control) if world.world_size > 1 else table
     known = set() if rebuild else {*shipped_now(table.key["gpu"]), *table.times}
-    missing = [problem for problem in problems(model, rows) if problem.key not in known]
+    wanted = {problem.key: problem for problem in problems(model, rows)}
+    if draft is not None:
+        wanted = {problem.key: problem for problem in problems(draft, rows)} | wanted
+    missing = [problem for key, problem in wanted.items() if key not in known]
     threads = max(1, min(MAX_THREADS, (os.cpu_count() or 1) // world.world_size))
     mine = missing[world.rank :: world.world_size]
     found, messages = _measured(mine, seconds, threads, quiet) if seconds else ({}, [])

@@ -220,7 +220,10 @@ def _add_models(app: FastAPI, service: Service) -> None:
         adapter = service.client.adapters.paths.get(name)
         root = adapter or service.settings.model
         if service.settings.random_weights and not adapter:
-            root += " (random weights: the text is noise)"
+            rate = service.settings.accept_rate
+            root += " (random weights: the text is noise" + (
+                ")" if rate is None else f"; a rate of {rate:g} stands in for agreement)"
+            )
         return {
             "id": name,
             "object": "model",

@@ -14,14 +14,14 @@ from cli import check_ranks, leave, local_rank, note, rank
 from config import ModelConfig, limit_context
 from engine.adapters import Adapters
 from engine.core import Engine, EngineLimits
-from engine.draft_models import Draft, find_draft
+from engine.draft_models import Draft, check_accept_rate, find_draft
 from engine.protocol import Fatal, Ready, Starting
 from engine.tuning import Tuning, tune
 from engine.worker import FrontendLink, serve
 from errors import UserError
 from hosts import DRAIN, Watch, await_cause, model_fact, watch
 from lora import LoraLimits, open_adapter
-from options import ModelOptions, SpeculationOptions, draft_limit, dtype_name
+from options import ModelOptions, SpeculationOptions, StandInOptions, draft_limit, dtype_name
 from presets import model_config
 from processes import LAUNCHER, run_folder
 from server import logs
@@ -50,7 +50,9 @@ def prepare(settings: Settings, world_size: int) -> tuple[ModelConfig, Tokenizer
     stream_shards(config, 0, world_size)
     tokenizer = tokenizer_of(settings.model)
     check_fits(tokenizer, config.vocab_size)
-    return config, tokenizer, find_draft(settings.speculate, settings.model, config, tokenizer, world_size)
+    draft = find_draft(settings.speculate, settings.model, config, tokenizer, world_size)
+    check_accept_rate(settings.accept_rate, draft, settings.model)
+    return config, tokenizer, draft
 
 
 def lora_limits(settings: Settings, config: ModelConfig) -> LoraLimits | None:
@@ -84,7 +86,7 @@ def describe(settings: Settings, engine: Engine, config: ModelConfig, world: Wor
 def shared_facts(settings: Settings) -> dict[str, str]:
     """What must be the same on all hosts, by its name in messages: the flags of the engine, and the content of folders that may have
     another path on each host."""
-    kinds = (ModelOptions, BatchOptions, SpeculationOptions, LoraOptions)
+    kinds = (ModelOptions, BatchOptions, SpeculationOptions, StandInOptions, LoraOptions)
     flags = {one.name: getattr(settings, one.name) for kind in kinds for one in fields(kind) if one.metadata}
     folders = {
         "model": model_fact(settings.model),
@@ -108,7 +110,6 @@ def build_engine(
     reached("weights")
     if settings.compile:
         model.compile_modules()
-    log_tuning(tune(model, world, settings.max_num_seqs, settings.tune_seconds), settings.tune_seconds)
     limits = EngineLimits(
         max_model_len=settings.max_model_len,
         max_num_seqs=settings.max_num_seqs,
@@ -117,7 +118,10 @@ def build_engine(
         kv_memory=settings.kv_memory,
         kv_dtype=settings.kv_dtype,
         draft_tokens=draft_limit(settings.speculate, settings.draft_tokens),
+        accept_rate=settings.accept_rate,
     )
+    rows = limits.max_num_seqs + limits.draft_tokens
+    log_tuning(tune(model, world, rows, settings.tune_seconds, draft=drafting), settings.tune_seconds)
     engine = Engine(model, tokenizer, limits, world, drafting, adapters)
     if engine.runner.graphs is not None:
         reached("cache")
@@ -218,6 +222,11 @@ def main() -> None:
     if settings.random_weights:
         note(
             f"warning: {settings.model} is a shape without weights: they are random and its text is noise, for benchmarks only"
+        )
+    if settings.accept_rate is not None:
+        note(
+            f"warning: --accept-rate: a drafted token counts as right with probability {settings.accept_rate:g}, whatever the model "
+            "draws; speeds with it say nothing of real drafts' agreement"
         )
     with contextlib.ExitStack() as stack:
         frontend = None

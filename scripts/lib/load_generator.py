@@ -1,7 +1,8 @@
-"""An open-loop load generator: requests to a server at planned times, and their latencies.
+"""Load generators: requests to a server and their latencies.
 
-Arrivals are a Poisson process drawn in advance, so a slow server does not delay the next request. All times count from the
-moment at which a request should have been sent.
+`offer` is an open loop. Arrivals are a Poisson process drawn in advance, so a slow server does not delay the next request. All
+times count from the moment at which a request should have been sent. `keep_busy` is a closed loop: each of some clients sends its
+next request when it has the last answer, and times count from when it is sent.
 """
 
 import asyncio
@@ -10,7 +11,7 @@ import random
 import time
 from collections import Counter
 from collections.abc import Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 import msgspec
@@ -171,6 +172,24 @@ async def offer(
             for task in (await asyncio.wait(tasks, timeout=drain))[1]:
                 task.cancel()
         return await asyncio.gather(*tasks)
+
+
+async def keep_busy(
+    client: StreamClient, requests: Sequence[Request], clients: int, label: str, more: dict[str, Any] | None = None
+) -> list[Answer]:
+    """Send the requests in order, as soon as fewer than `clients` are unanswered; their planned arrivals do not count."""
+    start, answers = time.perf_counter(), list[Answer]()
+    with tqdm(total=len(requests), desc=label, unit="request") as bar:
+        coming = iter(requests)
+
+        async def one_client() -> None:
+            for request in coming:
+                now = time.perf_counter()
+                answers.append(await send(client, replace(request, arrival=now - start), now, more or {}))
+                bar.update()
+
+        await asyncio.gather(*(one_client() for _ in range(clients)))
+    return answers
 
 
 # --- the results ---------------------------------------------------------------------------------------------------------

@@ -28,6 +28,7 @@ from engine.suffix_automaton import SuffixAutomaton
 from errors import UserError
 from kernels.sampling import exponential_noise
 from model import Transformer
+from presets import model_config
 from tests import MODELS
 from tests.engine.test_engine import (
     ALONE,
@@ -688,6 +689,47 @@ def test_sampled_tokens_follow_the_distribution(seed: int) -> None:
     assert total.accepted > 100 and total.tokens > total.accepted + 100
     for row, probabilities in zip(counts, exact, strict=True):
         assert row.sum() < 100 or chi_square_is_plausible(row, probabilities)
+
+
+@pytest.mark.parametrize("rate", [0.0, 0.6, 1.0])
+def test_a_rate_stands_in_for_agreement(rate: float, seed: int) -> None:
+    """Each token of a draft whose predecessors are right is right at this rate, of a head that never agrees. Text drafts nothing."""
+    model = random_model(config_of("standard"))
+    engine = engine_of(model, draft=random_head(model), draft_tokens=3, max_num_seqs=8, accept_rate=rate)
+    submits = [Submit(str(i), [1, 2, 3] * 4, SamplingParams(max_tokens=60, seed=i)) for i in range(40)]
+    right, wrong = 0, 0
+    learn = engine.speculation.learn
+
+    def counting(chunk: Chunk, accepted: int) -> None:
+        nonlocal right, wrong
+        right, wrong = right + accepted, wrong + (accepted < len(chunk.draft) and chunk.sequence.finish_reason is None)
+        learn(chunk, accepted)
+
+    with patch.object(engine.speculation, "learn", counting), patch.object(drafts.Record, "learn"):
+        answers = serve(engine, submits, 8)
+    assert all(len(answer.tokens) == 60 for answer in answers.values())
+    total = engine.speculation.total
+    assert total["head"].tokens > 1000 and total["ngram"].tokens == 0
+    assert abs(right / (right + wrong) - rate) <= 5 * (rate * (1 - rate) / (right + wrong)) ** 0.5
+
+
+def test_a_stand_in_for_agreement_is_only_for_random_weights(tmp_path: Path) -> None:
+    base = model_config("tiny", None, 1)
+    head = draft_models.find_draft("random-head", "tiny", base, None, 1)
+    assert head is not None and isinstance(head.load(ALONE, torch.float32), EagleHead)
+    draft_models.check_accept_rate(0.5, head, "tiny")
+    trained = str(MODELS / "tiny-hybrid")
+    for rate, draft, model, words in (
+        (1.5, head, "tiny", "from 0 to 1"),
+        (0.5, head, trained, "has trained ones"),
+        (0.5, None, "tiny", "needs drafts of a model or head"),
+    ):
+        with pytest.raises(UserError, match=words):
+            draft_models.check_accept_rate(rate, draft, model)
+    with pytest.raises(UserError, match="presets, which have random weights"):
+        draft_models.find_draft("random-head", trained, base, None, 1)
+    with pytest.raises(UserError, match="3 different layers of the model, which has 2"):
+        draft_models.find_draft("random-head", "tiny:2", model_config("tiny:2", None, 1), None, 1)
 
 
 # --- ranks -------------------------------------------------------------------------------------------------------------------

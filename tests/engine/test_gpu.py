@@ -9,6 +9,7 @@ from collections.abc import Callable
 from copy import deepcopy
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
 from unittest import mock
 
 import pytest
@@ -34,6 +35,7 @@ from model import Transformer
 from options import OVERLAPS
 from presets import PRESETS, model_config
 from tests import MODELS, ROOT
+from tests.engine.gpu_drafts_rank import DRAFTS, submits_of
 from tests.engine.gpu_rank import COMMUNICATORS as ON_GPUS
 from tests.engine.gpu_rank import EMBEDDED, NEW_TOKENS, PROMPT
 from tests.engine.gpu_schedules_rank import COMMUNICATORS, MODELS_WITH_LADDERS, ROWS
@@ -43,6 +45,7 @@ from tests.engine.test_engine import (
     PLAIN,
     assert_same,
     config_of,
+    load,
     random_model,
     random_params,
     random_submits,
@@ -283,6 +286,30 @@ def test_every_variant_and_communicator_gives_the_cpu_s_greedy_tokens(n: int) ->
         for line in found:
             if line["model"] == name:
                 assert line["tokens"] == expected, line
+
+
+@pytest.mark.skipif(GPUS < 2, reason="needs 2 GPUs")
+def test_drafts_with_every_communicator_give_the_cpu_s_greedy_tokens() -> None:
+    """By heads and models that each rank holds whole, and by split ones."""
+    names = [name for name in ON_GPUS if name != "auto" or not shared_gpus.allowed()]
+    command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc_per_node", "2"]
+    result = subprocess.run(
+        [*command, "-m", "tests.engine.gpu_drafts_rank", *names], cwd=ROOT, capture_output=True, text=True, timeout=580
+    )
+    assert result.returncode == 0, _error(result.stderr)
+    found = [json.loads(line) for line in result.stdout.splitlines() if line.startswith("{")]
+    assert len(found) == len(names) * 2 * sum(map(len, DRAFTS.values()))
+    check_drafted(found)
+
+
+def check_drafted(found: list[dict[str, Any]]) -> None:
+    """Check what ranks of `gpu_drafts_rank` have found."""
+    for name in DRAFTS:
+        model, submits = load(ON_CPU, MODELS / f"tiny-{name}"), submits_of(name)
+        for line in [line for line in found if line["model"] == name]:
+            assert line["accepted"] > 20, line
+            for submit in submits:
+                assert_same(model, submit, line["tokens"][submit.request_id], ROUNDING)
 
 
 def cpu_tokens(name: str) -> list[int]:

@@ -387,15 +387,40 @@ def test_ranks_draw_from_their_parts_of_the_vocabulary(
 
 @pytest.mark.parametrize("source", ["itself", "head"])
 def test_drafts_of_models(source: str, in_turn: Callable[..., str], seed: int) -> None:
-    """Chains are replays of decode graphs behind span or decode steps."""
+    """Chains are replays of decode graphs behind span or decode steps. However many tokens each has, the host writes inputs once
+    and waits once."""
     model = random_model(config_of(in_turn(("standard", "hybrid:2", "desync-2x:4"), len(source))))
     head = random_head(model)
     submits = random_submits(4, max_tokens=14, top_k=0, top_p=1.0, min_p=0.0)
     made = Engine(
         model, None, EngineLimits(draft_tokens=4, max_num_seqs=4, kv_memory=1e7), ALONE, head if source == "head" else model
     )
+    made.capture()
     made.speculation.costs = Costs({1: 1.0, 2: 1.0})
-    answers = check_drafts_of_head(made, model, head, submits, 3) if source == "head" else serve(made, submits, 3)
+    room, chains, lengths = made.scheduler.draft_room, made.speculation.chains, set[int]()
+    assert chains is not None
+    draft, runner = chains.draft, chains.runner
+    link = chains._link
+
+    def linking(going: list[Sequence], *more: Any) -> Any:
+        assert (runner.decode.positions[len(going) :] == -1).all() or not runner.decode._rows, "a chain that ended goes on"
+        return link(going, *more)
+
+    def drafting(counts: dict[Sequence, int]) -> Any:
+        with (
+            patch.object(runner, "collect", wraps=runner.collect) as collect,
+            patch.object(runner.decode, "write", wraps=runner.decode.write) as write,
+            patch.object(chains, "_link", linking),
+        ):
+            found = draft(counts)
+        assert collect.call_count == bool(found) and write.call_count <= 1
+        lengths.add(len(set(map(len, found.values()))))
+        return found
+
+    shorter = lambda wanted: {s: random.randint(1, n) for s, n in room(wanted).items()}  # noqa: E731
+    with patch.object(made.scheduler, "draft_room", shorter), patch.object(chains, "draft", drafting):
+        answers = check_drafts_of_head(made, model, head, submits, 3) if source == "head" else serve(made, submits, 3)
+    assert max(lengths) > 1, "all chains had the same length"
     for submit in submits:
         assert_same(model, submit, answers[submit.request_id].tokens)
     if source == "itself":

@@ -14,6 +14,7 @@ import torch
 
 from checkpoint import load_model
 from comm.table import Table, Times, read, write
+from eagle import EagleHead
 from engine import tuning
 from engine.tuning import FAILED, name_of, names_of, problem_of, quantized_shapes, shapes, tune
 from kernels import linear_config, linear_quantized_config
@@ -23,6 +24,7 @@ from kernels.linear_quantized_tuning import TILES, QuantizedProblem, QuantizedSh
 from kernels.linear_tuning import GEMV_IN_A_MODEL, KEPT_MARGIN, ROWS, TIE, USUAL_MARGIN, Problem, Shape, candidates, winner
 from model import Transformer
 from presets import model_config
+from tests.engine.test_drafts import draft_for
 from tests.engine.test_engine import ALONE, config_of, random_model
 from tests.support.ranks import Ranks
 from tp import ShardedLinear, World
@@ -55,14 +57,15 @@ def pretend(monkeypatch: pytest.MonkeyPatch, cache: Path, seen: list[str]) -> No
     monkeypatch.setattr(linear_quantized_config, "_tuned", {})
 
 
-def all_cases(model: Transformer, rows: int) -> set[str]:
+def all_cases(model: Transformer | EagleHead, rows: int) -> set[str]:
     """The keys of all layers, written as the tables have them."""
-    found = set()
-    for module in model.modules():
-        if isinstance(module, ShardedLinear) and not (module is model.embedding and not model.config.tie_embeddings):
-            n, k = module.weight.shape
-            found |= {f"{m},{n},{k}" + ",swiglu" * module.gated for m in (1, 2, 4, 8, 16, 32, 64, 128, 256) if m < 2 * rows}
-    return found
+    weights = [(module.weight, module.gated) for module in model.modules() if isinstance(module, ShardedLinear)]
+    if isinstance(model, EagleHead):
+        weights.append((model.fc, False))
+    elif not model.config.tie_embeddings:
+        weights = [(weight, gated) for weight, gated in weights if weight is not model.embedding.weight]
+    sizes = [m for m in (1, 2, 4, 8, 16, 32, 64, 128, 256) if m < 2 * rows]
+    return {f"{m},{len(weight)},{weight.shape[1]}" + ",swiglu" * gated for weight, gated in weights for m in sizes}
 
 
 @pytest.mark.parametrize("name", ["standard", "parallel", "hybrid:2", "desync-4x:2"])
@@ -75,6 +78,16 @@ def test_each_layer_of_a_model_is_measured_once(name: str, tied: bool, measured:
     again = tune(model, ALONE, rows, 60)
     assert again.missing == 0 and len(measured) == done.missing
     assert tune(model, ALONE, rows, 60, rebuild=True).missing == done.missing
+
+
+@pytest.mark.parametrize("source", ["head", "parallel"])
+def test_the_layers_of_what_drafts_are_measured_too(source: str, measured: list[str], seed: int) -> None:
+    model = random_model(config_of("standard"))
+    draft = draft_for(model, source)
+    assert draft is not None
+    cases = all_cases(model, 7) | all_cases(draft, 7)
+    assert len(cases) > len(all_cases(model, 7))
+    assert sorted(tune(model, ALONE, 7, 60, draft=draft).found) == sorted(measured) == sorted(cases)
 
 
 def test_measured_configs_are_used_and_kept(measured: list[str], seed: int) -> None:

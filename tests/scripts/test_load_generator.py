@@ -15,8 +15,8 @@ import pytest
 
 from engine.protocol import Stats
 from errors import UserError
-from scripts.bench.serving.load import idle_share, parse_range, step_seconds, table
-from scripts.lib.load_generator import Answer, Request, keeps, offer, plan, summary
+from scripts.bench.serving.load import idle_share, parse_range, step_seconds, table, table_by_clients
+from scripts.lib.load_generator import Answer, Request, keep_busy, keeps, offer, plan, summary
 from scripts.lib.sse_client import StreamClient, in_event_loop
 from server.metrics import Metrics
 from tests import MODELS
@@ -125,6 +125,46 @@ def test_slow_answers_delay_no_arrival(seed: int) -> None:
     assert [a.arrival for a in answers] == [r.arrival for r in requests]
     last = requests[-1].arrival  # times count from the planned arrival, and all requests waited for the last one
     assert all(a.first is not None and a.first >= last - a.arrival - 1e-3 for a in answers)
+
+
+def test_clients_send_when_they_have_an_answer(seed: int) -> None:
+    """So many requests are always unanswered, until none are left."""
+    requests, clients = plan(1.0, 23, (1, 4), (2, 2), 50, seed), random.randint(2, 6)
+    now = most = 0
+
+    async def chunks(_: dict[str, Any]) -> AsyncIterator[Any]:
+        nonlocal now, most
+        now += 1
+        most = max(most, now)
+        yield [1]
+        for _ in range(200):  # until all clients have sent theirs
+            if now == clients or len(server.bodies) > len(requests) - clients:
+                break
+            await asyncio.sleep(0.05)
+        else:
+            raise AssertionError(f"only {now} of {clients} clients are waiting")
+        now -= 1
+        yield [2]
+        yield b"[DONE]"
+
+    server = FakeServer(chunks)
+
+    async def run() -> list[Answer]:
+        listening = await asyncio.start_server(server._serve, "127.0.0.1", 0)
+        async with listening, StreamClient(f"http://127.0.0.1:{listening.sockets[0].getsockname()[1]}", 60) as client:
+            return await keep_busy(client, requests, clients, "test")
+
+    answers = asyncio.run(run())
+    assert most == clients and [a.outcome for a in answers] == ["complete"] * 23
+    assert sorted(body["prompt"] for body in server.bodies) == sorted(r.prompt for r in requests)
+    assert all(a.late < 1 and a.first is not None and a.end is not None and a.first <= a.end for a in answers)
+    found = summary(answers, 1e9, 1e9)
+    assert found["tokens_per_second"] == pytest.approx(46 / max(a.arrival + (a.end or 0) for a in answers), rel=1e-3)
+    one = {"clients": clients, "summary": found, "drafts": 10, "accepted": 25}
+    settings = {"accept_rate": 0.5}
+    lines = table_by_clients({"settings": settings, "clients": [one]}).splitlines()
+    assert lines[2].startswith(f"| {clients} |") and lines[2].endswith("| 2.50 | 0 of 23 |")
+    assert "0.5: agreement is not real" in lines[-1]
 
 
 def test_tokens_of_one_chunk_come_together() -> None:

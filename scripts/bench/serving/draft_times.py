@@ -4,24 +4,23 @@
     python launch.py --ranks 2 -m scripts.bench.serving.draft_times --models llama-3-70b:16 --rows 1 5
 
 The head has the model's width and knows --draft-vocab of its ids; it uses the model's embedding, as most published heads. A chain
-is timed as the engine makes it, with the host's work and the wait for its tokens. On a GPU a step of 5 rows is padded to 8. Prints
-a JSON line for each model.
+is timed as the engine makes it, with the host's work and the wait for its tokens. host_us is by how much a step with drafts, which
+cannot be launched before the last one has ended, takes longer besides. On a GPU a step of 5 rows is padded to 8. Prints a JSON line
+for each model.
 """
 
 import argparse
 import gc
 import json
-from dataclasses import replace
 from statistics import median
 
 import torch
 
 from checkpoint import DTYPES, load_model
 from cli import Parser, run
-from comm import Local
-from config import ModelConfig
-from eagle import EagleConfig, EagleHead, default_streams, sharing
+from eagle import random_config, random_head
 from engine.core import Engine, EngineLimits
+from engine.tuning import tune
 from options import ModelOptions, add_options, dtype_name, whole_number
 from presets import model_config
 from tp import World, init_world
@@ -29,24 +28,12 @@ from tp import World, init_world
 SEQUENCES, CONTEXT = 8, 2048
 
 
-def random_head(base: ModelConfig, draft_vocab: int, world: World, dtype: torch.dtype) -> EagleHead:
-    """A head with random weights for models like `base`, split over the ranks if a real one would be."""
-    layer = replace(base, n_layers=1, variant="standard", ladder_layers=(), quantization=None, tie_embeddings=False)
-    known = min(draft_vocab, base.vocab_size)
-    config = EagleConfig(layer, base.hidden_size, known, default_streams(base.n_layers))
-    comm = sharing(EagleHead(config, Local(), torch.device("meta"), dtype), world)
-    head, generator = EagleHead(config, comm, world.device, dtype), torch.Generator(world.device).manual_seed(0)
-    for parameter in head.eval().requires_grad_(False).parameters():
-        if parameter.dim() == 2:
-            parameter.normal_(0.0, 0.02, generator=generator)
-    return head
-
-
 def measure(name: str, args: argparse.Namespace, world: World) -> dict[str, object]:
     config = model_config(name, args.variant, world.world_size, args.quantize)
     dtype = DTYPES[dtype_name(args.dtype, world.device.type)]
     model = load_model(name, config, world, dtype)
-    head = random_head(config, args.draft_vocab, world, dtype)
+    head = random_head(random_config(config, args.draft_vocab), world, dtype)
+    tune(model, world, 2 * SEQUENCES, args.tune_seconds, draft=head)
     limits = EngineLimits(CONTEXT, SEQUENCES, max_batch_tokens=256, draft_tokens=args.tokens, kv_dtype=args.kv_dtype)
     engine = Engine(model, None, limits, world, head)
     engine.capture()
@@ -54,6 +41,7 @@ def measure(name: str, args: argparse.Namespace, world: World) -> dict[str, obje
     assert chains is not None
     steps = {rows: median(engine.runner.seconds(rows) for _ in range(args.repeats)) for rows in args.rows}
     chain = args.tokens * median(chains.seconds(1, args.tokens) for _ in range(args.repeats))
+    host = median(engine.runner.host_seconds() for _ in range(args.repeats))
     first = steps[args.rows[0]]
     return {
         "model": name,
@@ -64,6 +52,7 @@ def measure(name: str, args: argparse.Namespace, world: World) -> dict[str, obje
         "chain_tokens": args.tokens,
         "chain_us": round(1e6 * chain, 1),
         "chain_share_of_step": round(chain / first, 3),
+        "host_us": round(1e6 * host, 1),
     }
 
 
@@ -73,9 +62,14 @@ def main() -> None:
     parser.add_argument(
         "--models", nargs="+", default=["llama-3-8b", "llama-3-70b:16"], help="default: llama-3-8b llama-3-70b:16"
     )
-    parser.add_argument("--rows", nargs="+", type=whole_number(1, SEQUENCES), default=[1, 2, 5, 8], help="default: 1 2 5 8")
+    parser.add_argument(
+        "--rows", nargs="+", type=whole_number(1, 2 * SEQUENCES), default=[1, 2, 3, 5, 9], help="default: 1 2 3 5 9"
+    )
     parser.add_argument("--tokens", type=whole_number(1, 7), default=4, help="of a chain (default: 4)")
     parser.add_argument("--draft-vocab", type=whole_number(1), default=32000, help="ids that the head knows (default: 32000)")
+    parser.add_argument(
+        "--tune-seconds", type=whole_number(0), default=30, help="to find the fastest kernels, as in the server (default: 30)"
+    )
     parser.add_argument("--repeats", type=whole_number(1), default=50, help="default: 50")
     args = parser.parse_args()
     world = init_world(args.device, args.comm, args.simulate_link, args.comm_error_budget, args.overlap, args.deterministic)

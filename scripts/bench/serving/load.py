@@ -2,6 +2,7 @@
 
     python -m scripts.bench.serving.load --model models/tiny-hybrid --ranks 2 --rates 1 2 4 --requests 64 --offline
     python -m scripts.bench.serving.load --model llama-3-70b --ranks 4 --rates 4 16 32 64 --prompt-length 1024 --new-tokens 256 --seconds 10 --drain 5
+    python -m scripts.bench.serving.load --model llama-3-70b --clients 1 4 16 64 --requests 4 --speculate random-head --accept-rate 0.75
     python -m scripts.bench.serving.load --url http://127.0.0.1:8000 --vocab-size 32000 --rates 8 --ttft-limit 200 --itl-limit 20
 
 Arrivals are a Poisson process drawn in advance from --seed, so a slow server does not delay the next request. All times count
@@ -11,6 +12,9 @@ share of the steps' time in which the GPU waited for the host. Without --url it 
 checkpoint or a preset with random weights. --seconds and --drain bound the time per rate. With --offline it also runs
 `engine.bench` on the same lengths, all requests at once and without HTTP. That throughput is an upper bound for every rate.
 Prompts are random token ids, and answers continue past EOS.
+
+With --clients there are no arrivals: each of so many clients sends --requests, the next one when it has the last answer.
+--speculate is the server's. Of models with random weights no draft is right, so --accept-rate stands in for agreement.
 """
 
 import argparse
@@ -31,10 +35,10 @@ import httpx
 
 from cli import Parser, note, run
 from errors import UserError
-from options import ModelOptions, add_options
+from options import ModelOptions, SpeculationOptions, StandInOptions, add_options, whole_number
 from presets import has_random_weights, model_config
 from processes import on_ranks
-from scripts.lib.load_generator import Answer, Range, offer, plan, summary
+from scripts.lib.load_generator import Answer, Range, keep_busy, offer, plan, summary
 from scripts.lib.machine import machine
 from scripts.lib.markdown import table_lines
 from scripts.lib.results import ROOT, check_output, write_text
@@ -129,7 +133,10 @@ def serving(args: argparse.Namespace) -> Iterator[str]:
         with vllm_server(args, log) as server:
             yield server.url
     else:
-        flags = [*shared_flags(args), "--max-queue", str(args.requests)]
+        flags = [*shared_flags(args), "--max-queue", str(max(args.requests, *args.clients or [0]))]
+        for name in ("speculate", "draft_tokens", "accept_rate"):
+            if (value := getattr(args, name)) is not None:
+                flags += ["--" + name.replace("_", "-"), str(value)]
         with rung_server(args.ranks, flags, log) as server:
             yield server.url
 
@@ -191,8 +198,54 @@ async def offer_all(args: argparse.Namespace, url: str, vocab_size: int) -> list
     return rates
 
 
+async def offer_by_clients(args: argparse.Namespace, url: str, vocab_size: int) -> list[dict[str, Any]]:
+    """Measure every number of clients in turn, after a few warm-up requests."""
+    found: list[dict[str, Any]] = []
+    async with StreamClient(url, args.timeout) as client:
+        shape = (args.prompt_length, args.new_tokens, vocab_size)
+        await keep_busy(client, plan(1.0, 4, *shape, args.seed + 1), 2, "warm-up")
+        for clients in args.clients:
+            requests = plan(clients, clients * args.requests, *shape, args.seed)  # a rate only tells the prompts apart
+            before = drafted(url)
+            answers = await keep_busy(client, requests, clients, f"{clients} clients")
+            await asyncio.sleep(STATS_SECONDS)
+            drafts, accepted = (now - then for now, then in zip(drafted(url), before, strict=True))
+            one = {"clients": clients, "drafts": drafts, "accepted": accepted}
+            one["summary"] = summary(answers, args.ttft_limit, args.itl_limit)
+            found.append(one | {"answers": [recorded(a) for a in answers]})
+    return found
+
+
+def drafted(url: str) -> tuple[int, int]:
+    """How many drafts the server has verified so far, and how many of their tokens were accepted."""
+    text = httpx.get(url.rstrip("/") + "/metrics", trust_env=False).text
+    names = ("spec_decode_num_drafts", "spec_decode_num_accepted_tokens")
+    drafts, accepted = (
+        sum(map(float, re.findall(rf"^rung:{name}_total\{{.*\}} (\S+)$", text, re.MULTILINE))) for name in names
+    )
+    return round(drafts), round(accepted)
+
+
+def table_by_clients(result: dict[str, Any]) -> str:
+    """A Markdown table with one line per number of clients, and a caption if agreement was not real."""
+    spreads = [f"{name}, ms: p50 / p90 / p99" for name in ("TTFT", "ITL", "end to end")]
+    head = ["clients", "tokens/s", *spreads, "accepted of a draft", "failed"]
+    lines: list[list[str]] = []
+    for one in result["clients"]:
+        s = one["summary"]
+        spread = [" / ".join(f"{ms:.1f}" for ms in (s[name] or {}).values()) for name in ("ttft_ms", "itl_ms", "end_to_end_ms")]
+        accepted = f"{one['accepted'] / one['drafts']:.2f}" if one["drafts"] else "–"
+        failed = f"{sum(s['failed'].values())} of {s['requests']}"
+        lines.append([str(one["clients"]), f"{s['tokens_per_second']:.1f}", *spread, accepted, failed])
+    rate = result["settings"]["accept_rate"]
+    caption = [] if rate is None else ["", f"A drafted token counts as right with probability {rate:g}: agreement is not real."]
+    return "\n".join([*table_lines(head, lines), *caption])
+
+
 def add_server_options(parser: argparse.ArgumentParser) -> None:
     add_options(parser, ModelOptions, "the model", without=UNSHARED, optional=("model",))
+    add_options(parser, SpeculationOptions, "speculation")
+    add_options(parser, StandInOptions, "benchmarks of speculation")
     what = parser.add_argument_group("the server")
     what.add_argument("--url", help="URL of a server that is running (default: start one)")
     what.add_argument("--vocab-size", type=int, metavar="N", help="draw the ids of prompts below N; needed with --url")
@@ -218,7 +271,13 @@ def add_load_options(parser: argparse.ArgumentParser) -> None:
         help="arrival rates in requests/s (default: 1 2 4)",
     )
     load.add_argument(
-        "--requests", type=int, metavar="N", help="most requests at each rate (default: 64; with --seconds, all that arrive)"
+        "--clients", nargs="+", type=whole_number(1), metavar="N", help="numbers of clients, instead of --rates (default: none)"
+    )
+    load.add_argument(
+        "--requests",
+        type=int,
+        metavar="N",
+        help="most requests at each rate (default: 64; with --seconds, all that arrive), or of each client",
     )
     load.add_argument(
         "--seconds",
@@ -271,6 +330,10 @@ def check(args: argparse.Namespace) -> None:
         raise UserError(f"vLLM is not measured with {args.quantize}, only with {' and '.join(QUANTIZES)}")
     if args.offline and args.requests is None and args.seconds < math.inf:
         raise UserError("--offline with --seconds also needs --requests, because it sends all requests at once")
+    if args.clients and (args.offline or args.vllm_python or args.seconds < math.inf or args.drain is not None):
+        raise UserError("--clients goes without --offline, --vllm-python, --seconds and --drain")
+    if args.vllm_python and args.speculate:
+        raise UserError("--vllm-python goes without --speculate")
     if min(args.rates) <= 0 or args.seconds <= 0 or (args.drain is not None and args.drain < 0):
         raise UserError("--rates and --seconds must be above 0, and --drain not below")
     if args.ranks < 1 or (args.requests is not None and args.requests < 1):
@@ -301,10 +364,13 @@ def main() -> None:
         result["offline"] = offline(args)
         note(f"all at once, without HTTP: {result['offline']['generated_tokens_per_second']:.1f} tokens/s")
     with serving(args) as url:
-        result["rates"] = in_event_loop(offer_all(args, url, vocab_size))
+        if args.clients:
+            result["clients"] = in_event_loop(offer_by_clients(args, url, vocab_size))
+        else:
+            result["rates"] = in_event_loop(offer_all(args, url, vocab_size))
     result["machine"] = machine()  # last: it initializes CUDA, and the server uses the GPUs' memory until it ends
     write_text(args.out, json.dumps(result, separators=(",", ":")) + "\n")
-    print(table(result))
+    print(table_by_clients(result) if args.clients else table(result))
     note(f"wrote {args.out}")
 
 

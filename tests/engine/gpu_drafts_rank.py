@@ -1,0 +1,87 @@
+"""One rank of test_gpu.py: embedded models with drafts by heads and models, whole or split over the ranks, by every communicator. One
+JSON line each from rank 0. Arguments: the communicators."""
+
+import json
+import sys
+from collections.abc import Iterator
+from dataclasses import replace
+from typing import Any
+from unittest.mock import patch
+
+import torch
+import torch.distributed as dist
+
+import eagle
+from checkpoint import load_model
+from communicators import choose
+from eagle import EagleHead
+from engine import SamplingParams, draft_models
+from engine.core import Engine, EngineLimits
+from engine.drafts import Costs
+from engine.protocol import Submit
+from presets import model_config
+from tests import MODELS
+from tests.engine.test_engine import serve
+from tokenizer_files import load_tokenizer
+from tp import World, init_world
+
+DRAFTS = {
+    "standard": ("tiny-standard/draft", "tiny-parallel"),
+    "ladder": ("tiny-ladder/draft",),
+    "hybrid": ("tiny-hybrid/draft",),
+}
+PROMPTS, NEW_TOKENS = ("Once upon a time there was", "The dog", "One day a little girl found a red box."), 40
+
+
+def submits_of(name: str) -> list[Submit]:
+    """Greedy requests of different lengths, so that their chains have different lengths at the end."""
+    tokenizer = load_tokenizer(MODELS / f"tiny-{name}")
+    return [
+        Submit(str(i), tokenizer.encode(prompt), SamplingParams(max_tokens=NEW_TOKENS - 7 * i, temperature=0))
+        for i, prompt in enumerate(PROMPTS)
+    ]
+
+
+def answers(world: World, communicator: str) -> Iterator[dict[str, Any]]:
+    """The answers of each model with each draft."""
+    there = replace(world, comm=choose(world.device.type, communicator).build())
+    for name, drafts in DRAFTS.items():
+        path = str(MODELS / f"tiny-{name}")
+        config = model_config(path, None, world.world_size)
+        model = load_model(path, config, there, torch.float32)
+        for draft, split in ((draft, split) for draft in drafts for split in (False, True)):
+            least = 0 if split else 1 << 40  # bytes from which a draft model is split
+            with patch.object(eagle, "SHARED_BYTES", least), patch.object(draft_models, "REPLICATED", least):
+                found = draft_models.find_draft(str(MODELS / draft), None, config, None, world.world_size)
+                assert found is not None
+                drafting = found.load(there, torch.float32)
+            assert (drafting.comm.world_size > 1) == split
+            limits = EngineLimits(256, max_num_seqs=4, max_batch_tokens=64, kv_memory=2e7, draft_tokens=4)
+            engine = Engine(model, None, limits, there, drafting)
+            engine.speculation.costs = Costs({1: 1.0, 2: 1.0})  # what steps take must not decide what is tested
+            served = {key: answer.tokens for key, answer in serve(engine, submits_of(name)).items()}
+            total = engine.speculation.total["head" if isinstance(drafting, EagleHead) else "model"]
+            yield {
+                "model": name,
+                "comm": communicator,
+                "draft": draft,
+                "split": split,
+                "tokens": served,
+                "drafted": total.tokens,
+                "accepted": total.accepted,
+            }
+
+
+def main() -> None:
+    world = init_world("cuda", "nccl")
+    for communicator in sys.argv[1:]:
+        for found in answers(world, communicator):
+            everyones = [found] * world.world_size
+            dist.all_gather_object(everyones, found, group=world.control)
+            assert all(other == found for other in everyones), f"the ranks disagree: {everyones}"
+            if world.rank == 0:
+                print(json.dumps(found), flush=True)
+
+
+if __name__ == "__main__":
+    main()
