@@ -82,7 +82,7 @@ class Recovery:
         self.state: Literal["loading", "serving", "recovering"] = "recovering" if attach else "loading"
         self._attaching = attach  # whether the ranks may be as the frontend before this one left them
         self._send, self._recall, self._metrics, self._watchdog = send, recall, metrics, watchdog
-        self._open: dict[Request, None] = {}  # accepted and not answered, in the order of their arrival
+        self._open: dict[Request, None] = {}  # accepted, with sequences that have not ended, in the order of their arrival
         self._pid, self._descriptor = 0, -1  # of rank 0; -1: it is not watched
         self._since = time.monotonic()  # when the state began
         self._longest_start = 0.0  # seconds
@@ -97,7 +97,7 @@ class Recovery:
         self._send_waiting()
 
     def remove(self, request: Request) -> None:
-        """Forget a request that was answered, or given up."""
+        """Forget a request whose sequences have ended. Its client may not have read all of its answer."""
         self._open.pop(request, None)
         if request.stuck:
             self._send_waiting()
@@ -164,11 +164,11 @@ class Recovery:
             request.sent = False
             request.stuck += 1
             if request.stuck >= REFUSED:
-                name = request.ids[0].partition("-")[0] if request.ids else "?"
+                name = request.ids[0].partition("-")[0]
                 message = f"request {name} is refused: the ranks ended {REFUSED} times while they computed it"
                 log.error("%s, the last time with no other beside it", message)
-                request.on_error(ApiError(500, message, None, "poisoned"))
                 del self._open[request]
+                request.on_error(ApiError(500, message, None, "poisoned"))
 
     def _enter(self, state: Literal["serving", "recovering"]) -> None:
         self.state, self._since, self._silence = state, time.monotonic(), 0.0
