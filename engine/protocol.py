@@ -212,6 +212,7 @@ class Ready(msgspec.Struct, frozen=True, tag=True):
     pid: int = 0  # rank 0's process; 0: not to be watched
     hidden_size: int = 0  # the width of embeddings
     adapters: dict[str, str] = {}  # their folders, by name
+    longest_start: float = 0.0  # seconds, of this start of the ranks and those before it
 
 
 class TokenOutput(msgspec.Struct, frozen=True, omit_defaults=True):

@@ -146,11 +146,11 @@ class OutputQueue:
 class EngineClient:
     """`to_engine`: address at which the engine binds its PULL socket. `from_engine`: where this side binds its own.
 
-    watchdog: says when the ranks hang. attach: whether the engine may have requests of a frontend that has ended.
+    watchdog: says when the ranks hang. attach: see `Recovery`.
     """
 
     def __init__(
-        self, to_engine: str, from_engine: str, metrics: Metrics, watchdog: Watchdog | None = None, attach: bool = False
+        self, to_engine: str, from_engine: str, metrics: Metrics, watchdog: Watchdog | None = None, attach: float | None = None
     ) -> None:
         self.metrics = metrics
         self.ready: Ready | None = None  # of the newest ranks that were ready
@@ -174,7 +174,7 @@ class EngineClient:
             socket.linger = 1000  # ms; how long `close` may wait until a Shutdown is sent
         self._pull.bind(from_engine)
         self._push.connect(to_engine)
-        if self.attach:
+        if self.attach is not None:
             self._send(Attach())
         self._tasks = [asyncio.create_task(self._receive()), asyncio.create_task(self.recovery.watch())]
 
@@ -308,7 +308,7 @@ class EngineClient:
             self.adapters.on_ready(message)  # before requests that need them
             if first:
                 self.on_ready(message)
-            self.recovery.on_ready(message.pid)
+            self.recovery.on_ready(message.pid, message.longest_start)
         else:
             self.die(message.message)
 

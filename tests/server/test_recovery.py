@@ -4,6 +4,7 @@ import json
 import random
 import threading
 from collections.abc import Callable
+from pathlib import Path
 from typing import Any
 
 import httpx
@@ -14,6 +15,7 @@ from server import recovery
 from server.engine_client import EngineClient
 from server.metrics import Metrics
 from server.problems import ApiError
+from server.process import longest_start, note_start
 from server.recovery import REFUSED, SUSPECT, Recovery, Watchdog
 from tests.support.server_thread import STORY, TOKENIZER, Site, ready, wait_for
 
@@ -199,6 +201,30 @@ def test_when_ranks_hang() -> None:
     assert Watchdog(seconds=0.0).limit(1.0) == float("inf") and Watchdog(seconds=7.0).limit(1.0) == 7.0
 
 
+def test_how_long_ranks_may_load(tmp_path: Path) -> None:
+    """The first start has no limit, and the longest one counts for all later ones, whichever frontend saw it."""
+
+    def frontend(attach: bool = True) -> Recovery:
+        found = longest_start(tmp_path) if attach else None
+        return Recovery(lambda _: None, lambda _: None, Metrics("m"), Watchdog(seconds=5.0), found)
+
+    first, second = frontend(attach=False), frontend()
+    for machine in (first, second):  # the second one takes the place of the first while the ranks load
+        assert machine.state == "loading" and machine.limit() == float("inf")
+    second.on_ready(0, note_start(tmp_path, 300.0))
+    assert second.limit() == 5.0
+    third = frontend()
+    assert third.state == "recovering" and third.limit() == 900.0, "the ranks may just be starting"
+    third.on_ready(0, note_start(tmp_path, 20.0))
+    for machine in (second, third):
+        machine.on_end()
+        assert machine.limit() == 900.0
+    short = Recovery(lambda _: None, lambda _: None, Metrics("m"), Watchdog(seconds=5.0))
+    short.on_ready(0, 1.0)
+    short.on_end()
+    assert short.limit() == recovery.LEAST_START
+
+
 # --- the frontend ----------------------------------------------------------------------------------------------------------
 
 
@@ -314,7 +340,7 @@ def test_ranks_that_report_nothing_are_killed(make_site: Callable[..., Site], mo
 
 def test_a_new_frontend_says_that_it_is_new(tmp_path: Any) -> None:
     site = Site(tmp_path)
-    site.server.client.attach = True
+    site.server.client.attach = 0.0
     taken: list[Any] = []
     site.engine._take = lambda message, work: taken.append(message)  # type: ignore[method-assign]
     site.start()
