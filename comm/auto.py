@@ -83,10 +83,6 @@ class AutoCommunicator(Communicator):
     def all_gather(self, shard: Tensor) -> Tensor:
         return self.algorithms["one-shot"].all_gather(shard)
 
-    def check(self) -> None:
-        for communicator in self.algorithms.values():
-            communicator.check()
-
 
 # --- the choice --------------------------------------------------------------------------------------------------------------
 

@@ -113,10 +113,6 @@ class FusedCommunicator(Communicator):
     def all_gather(self, shard: Tensor) -> Tensor:
         return self.inner.all_gather(shard)
 
-    def check(self) -> None:
-        self.inner.check()
-        self.buffers.check()
-
     # --- fused all-reduces ------------------------------------------------------------------------------------------------
 
     def begin_linear_all_reduce(self, x: Input, layer: Linear, overlap: bool = False) -> PendingAllReduce:

@@ -8,6 +8,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from comm.faults import check_faults
 from kernels.dispatch import rejoin
 from kernels.norm import add_rms_norm, add_rms_norm_codes
 from kernels.row_codes import RowCodes
@@ -245,9 +246,10 @@ class Communicator(ABC):
         """Choose the fastest algorithms for the shapes of the step that ends. Every rank must have the whole residual stream.
         Collective."""
 
-    def check(self) -> None:  # noqa: B027
+    def check(self) -> None:
         """Raise RuntimeError if an all-reduce failed, because a kernel timed out waiting for another rank. Waits for the
         device."""
+        check_faults()
 
 
 class Local(Communicator):

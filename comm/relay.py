@@ -23,6 +23,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from comm.faults import fault_word
 from comm.interface import Done, PendingAllReduce, on_side_stream
 from comm.process_group import ProcessGroupCommunicator
 from comm.quantize import Scheme
@@ -48,7 +49,7 @@ class Relay(Transport):
         self.rank, self.world_size, self.capacity = dist.get_rank(group), dist.get_world_size(group), capacity
         self.starts = ALIGNMENT, ALIGNMENT + capacity  # offsets of partial sums and of results, after the flags
         self.shared = open_host(self.starts[1] + capacity // self.world_size + CHUNKS * ALIGNMENT, device, group)
-        self.epoch, self.fault = (torch.zeros(1, dtype=kind, device=device) for kind in (torch.int64, torch.int32))
+        self.epoch, self.fault = torch.zeros(1, dtype=torch.int64, device=device), fault_word(device)
         self.send_stream, self.receive_stream = (
             torch.cuda.Stream(device, priority=-1) if device.type == "cuda" else None for _ in range(2)
         )
@@ -67,11 +68,6 @@ class Relay(Transport):
             if stream is not None:
                 torch.cuda.current_stream().wait_stream(stream)
         self.keep_alive.clear()
-
-    def check(self) -> None:
-        """Raise RuntimeError if a wait for another rank timed out. Waits for the current stream."""
-        if int(self.fault):
-            raise RuntimeError(f"rank {self.rank} timed out waiting for another rank's part of an all-reduce in host memory")
 
     def all_to_all(self, sent: Tensor) -> Callable[[], Tensor]:
         parts = sent.view(self.world_size, -1)  # bytes
@@ -214,10 +210,3 @@ class RelayCommunicator(ProcessGroupCommunicator):
         """Values of a chunk, a multiple of `slices`: half of a message of `size` values, from MIN_CHUNK to MAX_CHUNK."""
         chunk = min(max(-(-size // 2), MIN_CHUNK), MAX_CHUNK)
         return -(-chunk // slices) * slices
-
-    def check(self) -> None:
-        if self.stream is not None:
-            self.stream.synchronize()
-        self.relay.check()
-        if self.one_shot is not None:
-            self.one_shot.check()

@@ -15,6 +15,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from comm.faults import fault_word
 from comm.fused_strategies import TILED, Gather, Split, tiling_of
 from comm.workspace import SharedBuffer, open_shared
 from kernels import fused_rows
@@ -66,7 +67,7 @@ class RowBuffers:
             rank=self.rank,
             buffers=self.shared.addresses,
             epochs=torch.zeros(BLOCKS, dtype=torch.int64, device=device),
-            fault=torch.zeros(1, dtype=torch.int32, device=device),
+            fault=fault_word(device),
             capacity=capacity,
         )
         self.copy_stream = torch.cuda.Stream(device, priority=-1) if device.type == "cuda" else None
@@ -76,12 +77,6 @@ class RowBuffers:
     @property
     def capturing(self) -> bool:
         return self.copy_stream is not None and torch.cuda.is_current_stream_capturing()
-
-    def check(self) -> None:
-        """Raise RuntimeError if a kernel timed out waiting for a rank. Waits for the device."""
-        fault = int(self.layout.fault)
-        if fault:
-            raise RuntimeError(f"rank {self.rank} timed out waiting for another rank's rows (fault code {fault})")
 
     def others(self) -> Iterator[int]:
         """The other ranks, the next one first, so that each rank begins with a different one."""

@@ -178,11 +178,6 @@ class KernelCommunicator(ProcessGroupCommunicator):
             return super().all_gather(shard)
         return all_reduce.one_shot_gather(shard, self.gathers.exchange)
 
-    def check(self) -> None:
-        kernels = (self.blocking, self.overlapped, *([self.few_sms] if self.few_sms else []))
-        for workspace in (*(kernel.workspace for kernel in kernels), self.gathers):
-            workspace.check()
-
 
 class SymmetricCommunicator(KernelCommunicator):
     """Exact all-reduces of ranks of one host. CPU ranks, for tests, run the kernels in Triton's interpreter."""

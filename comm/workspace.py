@@ -19,6 +19,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from comm.faults import fault_word
 from comm.hierarchical import host_of_each_rank
 from errors import UserError
 from kernels.all_reduce import Exchange
@@ -34,14 +35,6 @@ class Workspace:
 
     exchange: Exchange
     owner: Any
-
-    def check(self) -> None:
-        """Raise RuntimeError if a kernel timed out waiting for a rank. Waits for the device."""
-        fault = int(self.exchange.fault)
-        if fault:
-            raise RuntimeError(
-                f"rank {self.exchange.rank} timed out waiting for another rank's part of an all-reduce (fault code {fault})"
-            )
 
 
 @dataclass
@@ -128,7 +121,7 @@ def open_workspace(
         peers=(*addresses[rank + 1 :], *addresses[: rank + 1]),
         epochs=torch.zeros(MAX_PROGRAMS, dtype=torch.int64, device=device),
         squares=torch.zeros(2, MAX_PROGRAMS, dtype=torch.int64, device=device),
-        fault=torch.zeros(1, dtype=torch.int32, device=device),
+        fault=fault_word(device),
         capacity=capacity,
         host_buffer=host_buffer,
     )

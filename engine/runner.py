@@ -24,6 +24,7 @@ from torch import Tensor
 from tqdm import tqdm
 
 from attention import AttentionContext, Causal
+from comm.faults import fault_word, raise_fault
 from engine.graphs import Captured, Graphs
 from engine.logits import SCORE_CHUNK, Scores, count_drawn, has_grammar, may_change, needs_processing, process, token_logprobs
 from engine.paged_cache import PagedCache
@@ -89,6 +90,7 @@ class InFlightStep:
     streams: list[Tensor] = field(default_factory=list)  # (T, C) each, of all rows; a later launch may overwrite them
     drawn: Tensor | None = None  # (D,) int64, on the device
     tokens: Tensor | None = None  # the same in host memory, valid after `ready`
+    fault: Tensor | None = None  # of the waits for other ranks until then, valid after `ready`; see comm/faults.py
     scored: list[int] = field(default_factory=list)  # the draws whose requests ask for log-probabilities
     scores: Scores | None = None  # of these, valid after `ready`
     pooled: Pooled | None = None  # valid after `ready`
@@ -135,6 +137,7 @@ class Runner:
             cache.invent()
         self._decode_sizes, self._prefill_sizes = decode_buckets(capacity.draws), prefill_buckets(capacity.rows)
         self._last_batch: tuple[list[Sequence], tuple[SamplingBatch, bool]] | None = None
+        self._fault = fault_word(self.device)
         self.idle_seconds = 0.0  # for which the device waited for the next step
         self._last_ready: torch.cuda.Event | None = None
 
@@ -352,7 +355,8 @@ class Runner:
 
     def _copy_to_host(self, step: InFlightStep, drawn: Tensor) -> None:
         """Start to copy the drawn tokens to the host."""
-        step.drawn, step.tokens, step.ready = drawn, to_host(drawn), self._event()
+        step.drawn, step.tokens, step.fault = drawn, to_host(drawn), to_host(self._fault)
+        step.ready = self._event()
 
     def _event(self) -> "torch.cuda.Event | None":
         """An event at this point of the current stream; None on a CPU."""
@@ -373,12 +377,14 @@ class Runner:
 
     @torch.inference_mode()
     def collect(self, step: InFlightStep) -> StepResult:
-        """The step's tokens, which must be drawn; waits for the device."""
+        """The step's tokens, which must be drawn; waits for the device. Raises RuntimeError if a wait for another rank gave up."""
         if step.ready is not None and step.begin is not None:
             step.ready.synchronize()
             if self._last_ready is not None:
                 self.idle_seconds += self._last_ready.elapsed_time(step.begin) / 1e3
             self._last_ready = step.ready
+        if step.fault is not None:
+            raise_fault(step.fault)
         tokens = [] if step.tokens is None else step.tokens.tolist()
         found: list[TokenLogprobs | None] = [None] * len(tokens)
         if step.scores is not None:

@@ -86,13 +86,10 @@ class OutputQueue:
     def on_output(self, output: TokenOutput, now: float) -> int:
         """Queue what the engine sent; `now` is time.monotonic().
 
-        Returns the number of tokens to count, 0 if the sequence has ended or the request has failed.
+        Returns the number of tokens.
         """
         index = self._index[output.request_id]
-        times = self._times.get(index)
-        if times is None or self._error is not None:
-            return 0
-        count = len(output.token_ids)
+        times, count = self._times[index], len(output.token_ids)
         times.on_tokens(now, count, output.queue_seconds, output.prefill_seconds)
         self._generated[index] += output.token_ids
         if output.finish_reason:
@@ -102,8 +99,10 @@ class OutputQueue:
         return count
 
     def on_error(self, error: ApiError) -> None:
-        """Fail the request after the outputs that have arrived. Later outputs are dropped. The first error counts."""
+        """Fail the request after the outputs that have arrived. The first error counts. The ranks compute nothing more for it,
+        however late its client reads the error."""
         self._error = self._error or error
+        self.close("error")
         self.wake()
 
     def renew(self) -> list[Submit]:
@@ -135,22 +134,23 @@ class OutputQueue:
             self._waiter.set_result(None)
 
     def _abort(self, index: int, reason: str) -> None:
+        self._client.abort(self._submits[index].request_id)  # before what waited for its end is sent
         self._end(index, reason)
-        self._client.abort(self._submits[index].request_id)
 
     def _end(self, index: int, reason: str) -> None:
-        if times := self._times.pop(index, None):
-            times.on_end(reason)
+        self._times.pop(index).on_end(reason)
+        if not self._times:  # its client may read the answer long after, and no ranks have a part in that
+            self._client.recovery.remove(self)
 
 
 class EngineClient:
     """`to_engine`: address at which the engine binds its PULL socket. `from_engine`: where this side binds its own.
 
-    watchdog: says when the ranks hang. attach: whether the engine may have requests of a frontend that has ended.
+    watchdog: says when the ranks hang. attach: see `Recovery`.
     """
 
     def __init__(
-        self, to_engine: str, from_engine: str, metrics: Metrics, watchdog: Watchdog | None = None, attach: bool = False
+        self, to_engine: str, from_engine: str, metrics: Metrics, watchdog: Watchdog | None = None, attach: float | None = None
     ) -> None:
         self.metrics = metrics
         self.ready: Ready | None = None  # of the newest ranks that were ready
@@ -174,7 +174,7 @@ class EngineClient:
             socket.linger = 1000  # ms; how long `close` may wait until a Shutdown is sent
         self._pull.bind(from_engine)
         self._push.connect(to_engine)
-        if self.attach:
+        if self.attach is not None:
             self._send(Attach())
         self._tasks = [asyncio.create_task(self._receive()), asyncio.create_task(self.recovery.watch())]
 
@@ -213,7 +213,6 @@ class EngineClient:
             raise
         finally:
             queue.close(reason)
-            self.recovery.remove(queue)
 
     def abort(self, request_id: str) -> None:
         if self._active.pop(request_id, None) and not self.fatal:
@@ -245,8 +244,7 @@ class EngineClient:
         if queue.attempts > 1:
             self.metrics.replayed_tokens.inc(sum(len(s.prompt_ids) + len(s.generated) for s in submits))
         self._active |= {submit.request_id: queue for submit in submits}
-        if submits:
-            self._send(submits[0] if len(submits) == 1 else joined(submits))
+        self._send(submits[0] if len(submits) == 1 else joined(submits))
 
     def _recall(self, queue: OutputQueue) -> None:
         """End a request's sequences in the engine only. Tokens that are on their way still count."""
@@ -310,7 +308,7 @@ class EngineClient:
             self.adapters.on_ready(message)  # before requests that need them
             if first:
                 self.on_ready(message)
-            self.recovery.on_ready(message.pid, message.max_batch_tokens)
+            self.recovery.on_ready(message.pid, message.max_batch_tokens, message.longest_start)
         else:
             self.die(message.message)
 

@@ -178,9 +178,9 @@ def make_server(
     to_engine: str,
     from_engine: str,
     kill: Callable[[], None] = lambda: None,
-    attach: bool = False,
+    attach: float | None = None,
 ) -> FrontendServer:
-    """kill: kills the ranks. attach: whether the ranks may have requests of a frontend that has ended."""
+    """kill: kills the ranks. attach: see `Recovery`."""
     watchdog = Watchdog(kill, settings.hang_seconds)
     client = EngineClient(to_engine, from_engine, Metrics(settings.model_names[0]), watchdog, attach)
     app = create_app(settings, client, tokenizer)
@@ -204,7 +204,7 @@ def make_server(
 
 
 def run_frontend(
-    settings: Settings, to_engine: str, from_engine: str, kill: Callable[[], None] = lambda: None, attach: bool = False
+    settings: Settings, to_engine: str, from_engine: str, kill: Callable[[], None] = lambda: None, attach: float | None = None
 ) -> NoReturn:
     """Serve until a signal or the end of the engine, then exit this process. See `make_server`.
 

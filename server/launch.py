@@ -9,6 +9,8 @@ from collections.abc import Mapping
 from dataclasses import fields, replace
 from pathlib import Path
 
+import msgspec
+
 from checkpoint import DTYPES, load_model
 from cli import check_ranks, leave, local_rank, note, rank
 from config import ModelConfig, limit_context
@@ -27,7 +29,7 @@ from processes import LAUNCHER, run_folder
 from server import logs
 from server.journal_file import check_journal
 from server.logs import log
-from server.process import FRONTEND, READY, Frontend, addresses, check_port, describe_end, tell
+from server.process import FRONTEND, Frontend, addresses, check_port, describe_end, note_start, tell
 from server.settings import BatchOptions, LoraOptions, Settings, load_settings
 from tokenizer import Tokenizer, check_fits
 from tokenizer_files import tokenizer_of
@@ -245,7 +247,7 @@ def main() -> None:
             engine, dtype = build_engine(settings, config, tokenizer, draft, lora, world)
             ready = describe(settings, engine, config, world, dtype)
             if link and folder:
-                Path(folder, READY).touch()
+                ready = msgspec.structs.replace(ready, longest_start=note_start(Path(folder), process_age()))
             serve(engine, world, link, ready, frontend.process.is_alive if frontend else lambda: True)
         except BaseException as e:
             await_cause(e)

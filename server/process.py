@@ -22,7 +22,7 @@ from processes import kill_ranks, name_process, parent_pid, when_ended
 from server.settings import Settings
 
 FRONTEND = "RUNG_FRONTEND"  # environment variable of ranks: the folder with the sockets of a frontend that runs already
-READY = "ready"  # file in this folder: ranks have been ready
+STARTED = "started"  # file in this folder, once ranks have been ready: the seconds of their longest start
 FAILED = 1  # exit code
 SIGNALLED = 128  # exit codes above it are 128 + the signal
 
@@ -57,14 +57,14 @@ class Frontend:
     """The frontend process, and the addresses of the two sockets between it and the engine, which are in `folder`."""
 
     def __init__(self, settings: Settings, folder: Path) -> None:
-        self._settings, self.addresses = settings, addresses(folder)
+        self._settings, self._folder, self.addresses = settings, folder, addresses(folder)
         self._last_signal = 0.0
         self.start(attach=False)
 
     def start(self, attach: bool) -> None:
         """Start the process, or a new one after it has ended. attach: whether the ranks may have requests of the one before."""
         context = multiprocessing.get_context("spawn")
-        arguments = (self._settings, *self.addresses, attach)
+        arguments = (self._settings, *self.addresses, longest_start(self._folder) if attach else None)
         self.process = context.Process(target=frontend_main, args=arguments, name="rung-frontend")
         self.process.start()
 
@@ -92,6 +92,20 @@ def addresses(folder: Path) -> tuple[str, str]:
     return f"ipc://{folder}/to-engine", f"ipc://{folder}/from-engine"
 
 
+def longest_start(folder: Path) -> float:
+    """Seconds of the longest start of a server's ranks so far; 0 if none has ended."""
+    path = folder / STARTED
+    return float(path.read_text()) if path.exists() else 0.0
+
+
+def note_start(folder: Path, seconds: float) -> float:
+    """Note that the ranks are ready, so many seconds after they started. Returns those of the longest start so far."""
+    longest, new = max(seconds, longest_start(folder)), folder / f"{STARTED}.new"
+    new.write_text(str(longest))
+    new.replace(folder / STARTED)  # whole, whenever a frontend reads it
+    return longest
+
+
 def describe_end(code: int) -> int:
     """The server's exit code for the frontend's. Says why if it is not 0."""
     if code > SIGNALLED:
@@ -103,7 +117,7 @@ def describe_end(code: int) -> int:
     return 0
 
 
-def frontend_main(settings: Settings, to_engine: str, from_engine: str, attach: bool) -> None:
+def frontend_main(settings: Settings, to_engine: str, from_engine: str, attach: float | None) -> None:
     """Run the frontend process, in a session of its own, so that signals from the terminal do not reach it.
 
     It ends soon after the process that started it.

@@ -75,17 +75,17 @@ class Recovery:
         recall: Callable[..., None],
         metrics: Metrics,
         watchdog: Watchdog,
-        attach: bool = False,
+        attach: float | None = None,
     ) -> None:
-        """send: sends a request's unfinished sequences to the ranks. recall: takes them back. attach: whether the ranks were ready
-        before this frontend."""
+        """send: sends a request's unfinished sequences to the ranks. recall: takes them back. attach: if the ranks started with
+        a frontend that has ended, the seconds of their longest start so far, 0 if they have never been ready; else None."""
         self.state: Literal["loading", "serving", "recovering"] = "recovering" if attach else "loading"
-        self._attaching = attach  # whether the ranks may be as the frontend before this one left them
+        self._attaching = bool(attach)  # whether the ranks may be as the frontend before this one left them
         self._send, self._recall, self._metrics, self._watchdog = send, recall, metrics, watchdog
-        self._open: dict[Request, None] = {}  # accepted and not answered, in the order of their arrival
+        self._open: dict[Request, None] = {}  # accepted, with sequences that have not ended, in the order of their arrival
         self._pid, self._descriptor = 0, -1  # of rank 0; -1: it is not watched
         self._since = time.monotonic()  # when the state began
-        self._longest_start = 0.0  # seconds
+        self._longest_start = attach or 0.0  # seconds
         self._silence = 0.0  # seconds without a report, as far as this process has run meanwhile
         self._token_seconds: float | None = None  # of the newest ranks that computed a step; see `Watchdog.limit`
 
@@ -97,7 +97,7 @@ class Recovery:
         self._send_waiting()
 
     def remove(self, request: Request) -> None:
-        """Forget a request that was answered, or given up."""
+        """Forget a request whose sequences have ended. Its client may not have read all of its answer."""
         self._open.pop(request, None)
         if request.stuck:
             self._send_waiting()
@@ -136,14 +136,15 @@ class Recovery:
         self._watch_process(pid)
         log.debug("rank 0 has process id %d", pid)
 
-    def on_ready(self, pid: int, max_batch_tokens: int) -> None:
+    def on_ready(self, pid: int, max_batch_tokens: int, longest_start: float = 0.0) -> None:
+        """The ranks can compute requests. longest_start: seconds of the longest of all starts so far."""
         self._watchdog.max_batch_tokens = max_batch_tokens
         if self.state == "serving" and pid == self._pid:
             return  # the answer to Attach
         if not self._watch_process(pid):
             return
         seconds, recovered = time.monotonic() - self._since, self.state == "recovering"
-        self._longest_start = max(self._longest_start, seconds)
+        self._longest_start = longest_start
         self._enter("serving")
         if self._attaching:
             self._attaching = False
@@ -165,11 +166,11 @@ class Recovery:
             request.sent = False
             request.stuck += 1
             if request.stuck >= REFUSED:
-                name = request.ids[0].partition("-")[0] if request.ids else "?"
+                name = request.ids[0].partition("-")[0]
                 message = f"request {name} is refused: the ranks ended {REFUSED} times while they computed it"
                 log.error("%s, the last time with no other beside it", message)
-                request.on_error(ApiError(500, message, None, "poisoned"))
                 del self._open[request]
+                request.on_error(ApiError(500, message, None, "poisoned"))
 
     def _enter(self, state: Literal["serving", "recovering"]) -> None:
         self.state, self._since, self._silence = state, time.monotonic(), 0.0
@@ -199,6 +200,14 @@ class Recovery:
         """Note a report of the ranks."""
         self._silence = 0.0
 
+    def limit(self) -> float:
+        """Seconds without a report after which the ranks hang, in the present state."""
+        if self.state == "loading":
+            return float("inf")
+        self._token_seconds = self._metrics.stats.token_seconds or self._token_seconds
+        limit = self._watchdog.limit(self._token_seconds)
+        return limit if self.state == "serving" else max(limit, LEAST_START, 3 * self._longest_start)
+
     async def watch(self) -> None:
         """Kill ranks that hang, and wake the streams now and then while there are none. Runs until it is cancelled."""
         beat = 0.0
@@ -206,15 +215,11 @@ class Recovery:
             await asyncio.sleep(TICK)
             self._silence += TICK  # not the clock: this process may have been stopped itself
             beat += TICK
-            self._token_seconds = self._metrics.stats.token_seconds or self._token_seconds
-            limit = self._watchdog.limit(self._token_seconds)
-            if self.state == "recovering":
-                limit = max(limit, LEAST_START, 3 * self._longest_start)
-                if beat >= HEARTBEAT:
-                    beat = 0.0
-                    for request in self._open:
-                        request.wake()
-            if self.state != "loading" and self._silence > limit:
+            if self.state == "recovering" and beat >= HEARTBEAT:
+                beat = 0.0
+                for request in self._open:
+                    request.wake()
+            if self._silence > self.limit():
                 log.error("the ranks have not reported for %g s and are killed", self._silence)
                 self._silence = 0.0
                 with contextlib.suppress(OSError):

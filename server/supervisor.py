@@ -16,7 +16,7 @@ from cli import USER_ERROR
 from engine.protocol import Fatal
 from launch import Ranks, start_ranks
 from processes import run_folder
-from server.process import FRONTEND, JOIN_SECONDS, READY, SIGNALLED, Frontend, describe_end, tell
+from server.process import FRONTEND, JOIN_SECONDS, SIGNALLED, STARTED, Frontend, describe_end, tell
 from server.settings import Settings
 
 WINDOW = 600.0  # seconds for which a restart counts
@@ -39,7 +39,7 @@ class Supervisor:
 
     def __init__(self, settings: Settings, folder: Path) -> None:
         self._limit, self._times = settings.max_restarts, deque[float]()  # of the last restarts
-        self._ready = folder / READY
+        self._started = folder / STARTED
         self._frontend = Frontend(settings, folder)
         self._code: int | None = None  # of the frontend, once it has ended for good
         self._signalled, self._ranks_ended = False, threading.Event()
@@ -51,7 +51,7 @@ class Supervisor:
 
     def may_restart(self, failures: Sequence[ProcessFailure]) -> bool:
         """Whether ranks that failed are started again: neither after wrong input, nor before they were ready once."""
-        if self._code is not None or not self._ready.exists() or any(f.exitcode == USER_ERROR for f in failures):
+        if self._code is not None or not self._started.exists() or any(f.exitcode == USER_ERROR for f in failures):
             return False
         first = failures[0]
         end = f"was killed by {signal.Signals(-first.exitcode).name}" if first.exitcode < 0 else "failed"

@@ -415,6 +415,7 @@ def lone_wait(world: World, seed: int) -> list[str]:
 @torch.inference_mode()
 def lone_barrier(world: World, seed: int) -> list[str]:
     """Rank 1 does not signal that its rows are ready; rank 0 times out."""
+    from comm.faults import check_faults
     from kernels.fused_rows import ready_barrier
 
     buffers = fused(world).buffers
@@ -424,7 +425,7 @@ def lone_barrier(world: World, seed: int) -> list[str]:
         ready_barrier(replace(buffers.layout, max_polls=20))
         assert [bool((flags[0] == seed).all()) for flags in ready] == [True, True]
         with pytest.raises(RuntimeError, match=r"rank 0 timed out .* \(fault code 7\)"):
-            buffers.check()
+            check_faults()
     return []
 
 

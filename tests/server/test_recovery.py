@@ -4,15 +4,18 @@ import json
 import random
 import threading
 from collections.abc import Callable
+from pathlib import Path
 from typing import Any
 
 import httpx
 import pytest
 
-from engine.protocol import Attach, Refused, Starting, Stats
+from engine.protocol import Attach, Outputs, Refused, SamplingParams, Starting, Stats, Submit, TokenOutput
 from server import recovery
+from server.engine_client import EngineClient
 from server.metrics import Metrics
 from server.problems import ApiError
+from server.process import longest_start, note_start
 from server.recovery import REFUSED, SUSPECT, Recovery, Watchdog
 from tests.support.server_thread import STORY, TOKENIZER, Site, ready, wait_for
 
@@ -127,12 +130,99 @@ def test_ranks_that_end_while_they_load_accuse_nobody() -> None:
     assert request.stuck == 0 and request.error is None
 
 
+class Client(EngineClient):
+    """The frontend's client, without sockets. Its ranks are ready."""
+
+    def __init__(self) -> None:
+        super().__init__("", "", Metrics("m"))
+        self.messages: list[Any] = []
+        self._dispatch(ready())
+
+    def _send(self, message: Any) -> None:
+        self.messages.append(message)
+
+    def restart(self) -> list[Any]:
+        """What new ranks get."""
+        self.recovery.on_end()
+        self.messages.clear()
+        self._dispatch(ready())
+        return list(self.messages)
+
+
+def sequences(name: str, count: int = 1) -> list[Submit]:
+    return [Submit(f"{name}-{i}", [1, 2], SamplingParams(max_tokens=4)) for i in range(count)]
+
+
+def test_an_answer_that_waits_for_its_reader_stops_nobody() -> None:
+    """It is complete, so it has no part in what becomes of the ranks."""
+    client = Client()
+    with client.generate(sequences("slow", 2)) as slow, client.generate(sequences("other")):
+        answer = [TokenOutput(f"slow-{i}", [5, 6, 7, 8], finish_reason="length") for i in range(2)]
+        client._dispatch(Outputs(answer))
+        for _ in range(SUSPECT):
+            assert [m.request_id.partition("+")[0] for m in client.restart()] == ["other-0"]
+        other = client.messages[-1].request_id
+        client._dispatch(Outputs([TokenOutput(other, [1])]))
+        client.messages.clear()
+        with client.generate(sequences("new")):
+            assert [m.request_id for m in client.messages] == ["new-0"]
+            client.restart()
+        for _ in range(REFUSED):
+            client.restart()
+        assert [output for _, output in _completed(slow.next())] == answer
+
+
+def test_a_refused_request_is_not_sent_again() -> None:
+    """Its other sequences end at once, although its client has not read the error."""
+    client = Client()
+    with client.generate(sequences("a", 3)) as queue:
+        client._dispatch(Outputs([TokenOutput("a-2", [1])]))
+        client.messages.clear()
+        client._dispatch(Refused("a-0", "too complex", "invalid_schema"))
+        assert [m.request_id for m in client.messages] == ["a-1", "a-2"] and client.active == 0
+        assert client.restart() == []
+        assert _completed(queue.next()) == [(2, TokenOutput("a-2", [1]))]
+        with pytest.raises(ApiError, match="too complex"):
+            queue.next().send(None)
+
+
+def _completed(work: Any) -> Any:
+    """The result of a coroutine that waits for nothing."""
+    with pytest.raises(StopIteration) as end:
+        work.send(None)
+    return end.value.value
+
+
 def test_when_ranks_hang() -> None:
     measured = Watchdog(seconds=None, max_batch_tokens=2048)
     assert measured.limit(None) == recovery.UNKNOWN_HANG
     assert measured.limit(1e-6) == recovery.LEAST_HANG
     assert measured.limit(0.01) == pytest.approx(204.8)
     assert Watchdog(seconds=0.0).limit(1.0) == float("inf") and Watchdog(seconds=7.0).limit(1.0) == 7.0
+
+
+def test_how_long_ranks_may_load(tmp_path: Path) -> None:
+    """The first start has no limit, and the longest one counts for all later ones, whichever frontend saw it."""
+
+    def frontend(attach: bool = True) -> Recovery:
+        found = longest_start(tmp_path) if attach else None
+        return Recovery(lambda _: None, lambda _: None, Metrics("m"), Watchdog(seconds=5.0), found)
+
+    first, second = frontend(attach=False), frontend()
+    for machine in (first, second):  # the second one takes the place of the first while the ranks load
+        assert machine.state == "loading" and machine.limit() == float("inf")
+    second.on_ready(0, 2048, note_start(tmp_path, 300.0))
+    assert second.limit() == 5.0
+    third = frontend()
+    assert third.state == "recovering" and third.limit() == 900.0, "the ranks may just be starting"
+    third.on_ready(0, 2048, note_start(tmp_path, 20.0))
+    for machine in (second, third):
+        machine.on_end()
+        assert machine.limit() == 900.0
+    short = Recovery(lambda _: None, lambda _: None, Metrics("m"), Watchdog(seconds=5.0))
+    short.on_ready(0, 2048, 1.0)
+    short.on_end()
+    assert short.limit() == recovery.LEAST_START
 
 
 # --- the frontend ----------------------------------------------------------------------------------------------------------
@@ -250,7 +340,7 @@ def test_ranks_that_report_nothing_are_killed(make_site: Callable[..., Site], mo
 
 def test_a_new_frontend_says_that_it_is_new(tmp_path: Any) -> None:
     site = Site(tmp_path)
-    site.server.client.attach = True
+    site.server.client.attach = 0.0
     taken: list[Any] = []
     site.engine._take = lambda message, work: taken.append(message)  # type: ignore[method-assign]
     site.start()

@@ -4,7 +4,7 @@ The frontend's `EngineClient` and its queues, the messages in their encoding, an
 drafts are the real ones. The model, grammars, sockets and the clock are not: time is counted in steps. Requests arrive, are read
 slowly, stop, are aborted and refused; messages are late; ranks are lost, and with them the engine, after which unfinished requests
 are submitted again. The whole server is lost, too, and the next one finishes the requests of its journal, whose disk is slow and
-sometimes full. After each step all invariants are checked.
+sometimes full. Some requests are themselves what ends the ranks. After each step all invariants are checked.
 """
 
 import contextlib
@@ -18,6 +18,7 @@ import msgspec
 
 from engine.core import Engine, EngineLimits
 from engine.protocol import (
+    Abort,
     FromEngine,
     Outputs,
     Ready,
@@ -37,6 +38,7 @@ from server.engine_client import EngineClient, OutputQueue
 from server.journal import Kept
 from server.metrics import Metrics
 from server.problems import ApiError
+from server.recovery import REFUSED
 from tests.simulation.fakes import ADAPTERS, VOCAB, FakeGrammar, alone, fake_engine
 from tests.simulation.journal import MemoryFile, SteppedJournal
 
@@ -66,6 +68,7 @@ class World:
     weights: dict[str, int]
     priorities: tuple[int, ...]
     grammars: float  # share of the requests
+    deadly: float  # the same of those that end the ranks which compute them
 
     @classmethod
     def random(cls, rng: random.Random) -> "World":
@@ -94,6 +97,7 @@ class World:
             weights={client: rng.choice([1, 1, 2, 5]) for client in CLIENTS[: rng.randint(1, len(CLIENTS))]},
             priorities=rng.choice([(0,), (0,), (0, 1), (-3, 0, 7)]),
             grammars=rng.choice([0.0, 0.0, 0.2]),
+            deadly=rng.choice([0.0, 0.0, 0.01]),
         )
 
 
@@ -160,6 +164,38 @@ class Reader:
         return self.is_written and (self.promise._future is None or self.promise._future.result())
 
 
+class Deaths:
+    """What ranks had when they ended, as the messages to and from them say: which requests may be refused for it."""
+
+    def __init__(self) -> None:
+        self._there: dict[str, set[str]] = {}  # the ids of the sequences that the present ranks have, by request
+        self._ends = Counter[str]()  # of ranks in a row that had the request, and sent no token of it
+        self.guilty = set[str]()
+
+    def on_sent(self, message: Any) -> None:
+        if isinstance(message, Abort):
+            self._remove(message.request_id)
+        for submit in [message] if isinstance(message, Submit) else message.submits() if isinstance(message, SubmitAll) else ():
+            self._there.setdefault(name_of(submit.request_id), set()).add(submit.request_id)
+
+    def on_output(self, output: TokenOutput) -> None:
+        self._ends[name_of(output.request_id)] = 0
+        if output.finish_reason:
+            self._remove(output.request_id)
+
+    def _remove(self, request_id: str) -> None:
+        left = self._there.get(name_of(request_id), set())
+        left.discard(request_id)
+        if not left:
+            self._there.pop(name_of(request_id), None)
+
+    def on_end(self) -> None:
+        self._ends.update(self._there.keys())
+        if len(self._there) == 1:
+            self.guilty |= {name for name in self._there if self._ends[name] >= REFUSED}
+        self._there.clear()
+
+
 class Frontend(EngineClient):
     """The real client without sockets. It also keeps the tokens of unfinished sequences."""
 
@@ -176,11 +212,13 @@ class Frontend(EngineClient):
         self._dispatch(msgspec.structs.replace(READY, pid=0))
 
     def _send(self, message: Any) -> None:
+        self._life.deaths.on_sent(message)
         self._life.to_engine.put(self._life.now, encode(message))
 
     def _deliver(self, outputs: List[TokenOutput]) -> None:
         for output in outputs:
             if output.request_id in self._active:
+                self._life.deaths.on_output(output)
                 self._life.on_output(msgspec.structs.replace(output, request_id=output.request_id.partition("+")[0]))
         super()._deliver(outputs)
 
@@ -209,8 +247,12 @@ class Life:
         self.world = World.random(self.rng)
         self.now = self.engine_steps = 0
         self.to_engine, self.from_engine = (Link(self.rng, self.world.delay) for _ in range(2))
+        self.deaths = Deaths()
         self.frontend = Frontend(self)
         self.sent: dict[str, Sent] = {}  # unfinished sequences
+        self.refused: dict[str, str] = {}  # codes of the ranks' refusals, by request
+        self.deadly: dict[str, int] = {}  # requests that end the ranks, and at which of their places
+        self.doomed = False  # whether the ranks end in this step
         self.readers: list[Reader] = []
         self.file = MemoryFile()
         self.journal = SteppedJournal(self.file)
@@ -288,9 +330,12 @@ class Life:
             answers.append(told)
         self.engine_steps += bool(self.steps[0])
         self._check_ranks(answers)
-        for message in answers[0]:
+        if self.doomed:
+            self._restart()
+        for message in [] if self.doomed else answers[0]:
             if not isinstance(message, Outputs) or message.outputs:
                 self.from_engine.put(self.now, encode(message))
+        self.doomed = False
         for data in self.from_engine.take(self.now):
             self._receive(data)
         if self.rng.random() < self.world.commits:
@@ -318,6 +363,8 @@ class Life:
         self._start_engines()
         for sent in self.sent.values():
             sent.scheduled, sent.deadline = False, max(sent.deadline, self._all_done())
+        self.deaths.on_end()
+        self._forget(self.deaths.guilty)
         self.frontend.resubmit()
 
     def _crash(self) -> None:
@@ -329,6 +376,7 @@ class Life:
         self.orphans, self.file.full = [], False
         self.to_engine, self.from_engine = (Link(self.rng, self.world.delay) for _ in range(2))
         self._start_engines()
+        self.deaths = Deaths()
         self.frontend, self.journal = Frontend(self), SteppedJournal(self.file)
         self.journal.on_orphan = lambda number, owner: self.orphans.append(number)
         unfinished = [number for number, _ in self.journal.unfinished]
@@ -361,6 +409,8 @@ class Life:
                 name = f"{self.counts['requests']}-{len(submits)}"
                 fields = {f: getattr(params, f) for f in params.__struct_fields__} | {"seed": params.seed + i}
                 submits.append(Submit(name, prompt, SamplingParams(**fields), turn=turn, adapter=adapter))
+        if rng.random() < world.deadly:
+            self.deadly[str(self.counts["requests"])] = rng.randrange(world.limits.max_model_len or 0)
         self.counts["requests"] += 1
         stops = {i: rng.randint(1, 20) for i in range(len(submits)) if rng.random() < 0.1}
         promise = self.journal.promise("owner", "answer", "request", encode(joined(submits)), rng.random() < 0.2)
@@ -411,7 +461,8 @@ class Life:
                 try:
                     self._take(reader, completed(reader.queue.next()))
                 except ApiError as e:
-                    self._close(reader, "refused", e)
+                    self._check_refusal(reader, e)
+                    self._close(reader, e.code or "", e)
                     if reader.resumed and e.status_code == 429:
                         self.orphans.append(reader.promise._number)
 
@@ -462,17 +513,30 @@ class Life:
             del self.sent[output.request_id]
 
     def _on_refused(self, sent: Sent, message: Refused) -> None:
-        """Check that the request had to be refused. All its sequences are, at the latest when its client reads that."""
-        limits, prefix = self.world.limits, sent.submit.request_id.split("-")[0] + "-"
-        together = [s for request_id, s in self.sent.items() if request_id.startswith(prefix)]
-        for one in together:
-            one.deadline = NEVER
+        """Check that the request had to be refused, and with it all its sequences."""
+        limits, name = self.world.limits, name_of(sent.submit.request_id)
+        together = self._forget({name})
+        self.refused[name] = message.code
         longest = max(len(s.submit.prompt_ids) + s.submit.params.max_tokens for s in together)
         too_long = longest > min(limits.max_model_len or 0, self.world.n_blocks * limits.block_size)
         if message.code == "invalid_schema":
             assert sent.expected[1] == "error" or not FakeGrammar.of(sent.submit.params.grammar or "").ends
         elif message.code == "refused":
             assert too_long or any(VOCAB in s.submit.prompt_ids for s in together), message.message
+
+    def _forget(self, requests: set[str]) -> list[Sent]:
+        """The sequences of requests that are refused."""
+        return [self.sent.pop(request_id) for request_id in list(self.sent) if name_of(request_id) in requests]
+
+    def _check_refusal(self, reader: Reader, error: ApiError) -> None:
+        """Check that the ranks refused the request, or had it alone when they ended once too often."""
+        name = name_of(reader.sequences[0].submit.request_id)
+        if error.code == "poisoned":
+            assert error.status_code == 500 and name in self.deaths.guilty, (
+                f"{name} is refused, but may not be what ends the ranks"
+            )
+        else:
+            assert error.code == self.refused.get(name), f"{name} is refused: {error.message}"
 
     def _checker(self, rank: int) -> Any:
         limits = self.world.limits
@@ -491,6 +555,8 @@ class Life:
                 assert sequence.params.prompt_logprobs is None or sequence.cached_tokens == 0
                 if rank == 0 and (sent := self.sent.get(sequence.request_id.partition("+")[0])):
                     sent.scheduled = True
+                if chunk.stop > self.deadly.get(name_of(sequence.request_id), NEVER):
+                    self.doomed = True
 
         return check
 
@@ -509,6 +575,10 @@ class Life:
         assert len(scheduler.by_id) == len(scheduler.running) + len(waiting)
         for sent in self.sent.values():
             assert sent.scheduled or self.engine_steps <= sent.deadline, f"{sent.submit.request_id} starves"
+        is_idle = not (len(self.to_engine) or len(self.from_engine) or scheduler.has_work() or self.engines[0].compiling)
+        assert not (is_idle and self.sent), f"nobody has {', '.join(self.sent)}"
+        names = {name_of(request_id) for request_id in self.frontend._active}
+        assert not self.deaths.guilty & names, "a request that ends the ranks is sent again"
 
     # --- nobody starves ---------------------------------------------------------------------------------------------------------
 
@@ -540,6 +610,11 @@ class Life:
         weights, limits = self.world.weights, self.world.limits
         share = max(1, limits.max_batch_tokens * submit.turn.weight // sum(weights.values()))
         return -(-(len(submit.prompt_ids) + submit.params.max_tokens) // share) + submit.params.max_tokens + 1
+
+
+def name_of(request_id: str) -> str:
+    """The request to which a sequence belongs."""
+    return request_id.partition("-")[0]
 
 
 def encode_tokens(texts: List[List[int]]) -> bytes:

@@ -10,12 +10,16 @@ from engine.block_manager import BlockManager
 from engine.core import Engine
 from engine.scheduler import Scheduler, Sequence
 from engine.waiting import WaitingQueue
+from server.engine_client import OutputQueue
 from server.journal_file import JournalFile
+from server.recovery import Recovery
 from tests.simulation.life import live
+
+FAILED = (3, 103, 112)  # seeds of lives that failed once
 
 
 def test_lives(seed: int) -> None:
-    total = Counter[str]()
+    total = sum(map(live, FAILED), Counter[str]())
     for i in range(8):
         total += live(seed + i, steps=1000)
     assert total["finished"] > 100, total
@@ -91,6 +95,20 @@ def lose_a_result(original: Callable[..., Any]) -> Callable[..., Any]:
     return lambda self, number, status, result: self.forget(number)
 
 
+def forget_who_waits(original: Callable[..., Any]) -> Callable[..., Any]:
+    """A suspect that goes on is still computed alone."""
+    return lambda self, request: setattr(request, "stuck", 0)
+
+
+def compute_after_an_error(original: Callable[..., Any]) -> Callable[..., Any]:
+    return lambda self, error: setattr(self, "_error", error)
+
+
+def refuse_the_innocent(original: Callable[..., Any]) -> Callable[..., Any]:
+    """All that were there at the ranks' last end are refused, not the one alone."""
+    return lambda self: None
+
+
 FAULTS: list[tuple[Any, str, Callable[..., Any]]] = [
     (Scheduler, "_admit", share_blocks),
     (Scheduler, "reject", keep_drafts),
@@ -100,6 +118,9 @@ FAULTS: list[tuple[Any, str, Callable[..., Any]]] = [
     (WaitingQueue, "add", start_the_newest),
     (BlockManager, "release", forget_a_block),
     (Engine, "step", repeat_a_token),
+    (OutputQueue, "on_error", compute_after_an_error),
+    (Recovery, "went_on", forget_who_waits),
+    (Recovery, "_suspect", refuse_the_innocent),
     (JournalFile, "add", promise_without_writing),
     (JournalFile, "finish", forget_a_result),
     (JournalFile, "finish", lose_a_result),
