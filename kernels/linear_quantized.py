@@ -168,13 +168,13 @@ def linear_with(x: Tensor, weight: Packed, bias: Tensor | None, chosen: Quantize
     """`linear` by the gemv, stream or tiles kernel, for x with its columns in the order of the codes."""
     out = torch.empty(*x.shape[:-1], weight.n // 2 if swiglu else weight.n, dtype=x.dtype, device=x.device)
     # counters are allocated even if this layer needs none, because later ones may be captured
-    x, shared = x.reshape(-1, weight.k), counters(x.device)
+    x, rows, shared = x.reshape(-1, weight.k), out.view(-1, out.shape[-1]), counters(x.device)
     if isinstance(chosen, QuantizedTiles):  # the modules need Gluon
-        import_module("kernels.linear_quantized_tiles").tiles(x, weight, bias, out, shared, chosen, swiglu)
+        import_module("kernels.linear_quantized_tiles").tiles(x, weight, bias, rows, shared, chosen, swiglu)
     elif isinstance(chosen, QuantizedGemv):
-        import_module("kernels.linear_quantized_gemv").gemv(x, weight, bias, out, chosen, swiglu)
+        import_module("kernels.linear_quantized_gemv").gemv(x, weight, bias, rows, chosen, swiglu)
     else:
-        import_module("kernels.linear_quantized_stream").stream(x, weight, bias, out, shared, chosen, swiglu)
+        import_module("kernels.linear_quantized_stream").stream(x, weight, bias, rows, shared, chosen, swiglu)
     return out
 
 
