@@ -127,11 +127,14 @@ def linear(
     rows = x.numel() // weight.k
     if weight.columns is not None:
         x = x.index_select(-1, weight.columns)
-    exact_rows = exact_rows_of(weight, x.dtype)
-    exact = 0 < rows <= exact_rows or (exact_rows == STREAM_ROWS < rows and exact_scales(weight, x.dtype))
-    if exact and aligned(x) and (chosen := config(rows, weight.n, weight.k, weight.format, swiglu)):
+    if (
+        rows > 0
+        and is_exact(weight, rows, x.dtype)
+        and aligned(x)
+        and (chosen := config(rows, weight.n, weight.k, weight.format, swiglu))
+    ):
         return linear_with(x, weight, bias, chosen, swiglu)
-    if rows > 0 and exact_rows < STREAM_ROWS:
+    if rows > 0 and exact_rows_of(weight, x.dtype) < STREAM_ROWS:
         y = scaled_linear(quantize_rows(x, KINDS[weight.format.kind]), weight, bias)
     else:
         y = F.linear(x, dequantize(weight, x.dtype), bias)
@@ -151,6 +154,12 @@ def exact_rows_of(weight: Packed, dtype: torch.dtype) -> int:
     if has_scaled_product(weight, dtype):
         return EXACT_ROWS
     return INT8_EXACT_ROWS if weight.scaled and weight.format == Format("int8") else STREAM_ROWS
+
+
+def is_exact(weight: Packed, rows: int, dtype: torch.dtype) -> bool:
+    """Whether kernels that keep the input's 16 bits may compute so many rows."""
+    most = exact_rows_of(weight, dtype)
+    return rows <= most or (most == STREAM_ROWS and exact_scales(weight, dtype))
 
 
 def has_scaled_product(weight: Packed, dtype: torch.dtype) -> bool:

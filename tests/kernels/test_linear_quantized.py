@@ -334,6 +334,9 @@ def test_many_rows_use_the_kernel_that_was_measured_to_be_faster(monkeypatch: py
         linear(torch.zeros(rows, 256, dtype=dtype), packed)
     config_module.config.cache_clear()
     assert used == [chosen, chosen, None, None]
+    shape = tuning.QuantizedShape(32, 256, format=packed.format)
+    asked = [(256, torch.bfloat16), (256, torch.float16), (128, torch.float16)]
+    assert [tuning.QuantizedProblem(rows, shape, [packed], dtype).is_used for rows, dtype in asked] == [True, False, True]
 
 
 # --- compiling ----------------------------------------------------------------------------------------------------------------
