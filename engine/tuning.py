@@ -82,7 +82,7 @@ def problems(model: Transformer | EagleHead, rows: int) -> list[Problem]:
         for shape, weights in quantized_shapes(model).items()
         for n in linear_quantized_tuning.row_counts(shape, rows)
     ]
-    return [*plain, *{problem.key: problem for problem in quantized if problem.candidates()}.values()]
+    return [*plain, *{problem.key: problem for problem in quantized if problem.is_used and problem.candidates()}.values()]
 
 
 def supported(model: Transformer, world: World) -> bool:

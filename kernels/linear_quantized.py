@@ -127,11 +127,14 @@ def linear(
     rows = x.numel() // weight.k
     if weight.columns is not None:
         x = x.index_select(-1, weight.columns)
-    exact_rows = exact_rows_of(weight, x.dtype)
-    exact = 0 < rows <= exact_rows or (exact_rows == STREAM_ROWS < rows and exact_scales(weight, x.dtype))
-    if exact and aligned(x) and (chosen := config(rows, weight.n, weight.k, weight.format, swiglu)):
+    if (
+        rows > 0
+        and is_exact(weight, rows, x.dtype)
+        and aligned(x)
+        and (chosen := config(rows, weight.n, weight.k, weight.format, swiglu))
+    ):
         return linear_with(x, weight, bias, chosen, swiglu)
-    if rows > 0 and exact_rows < STREAM_ROWS:
+    if rows > 0 and exact_rows_of(weight, x.dtype) < STREAM_ROWS:
         y = scaled_linear(quantize_rows(x, KINDS[weight.format.kind]), weight, bias)
     else:
         y = F.linear(x, dequantize(weight, x.dtype), bias)
@@ -153,6 +156,12 @@ def exact_rows_of(weight: Packed, dtype: torch.dtype) -> int:
     return INT8_EXACT_ROWS if weight.scaled and weight.format == Format("int8") else STREAM_ROWS
 
 
+def is_exact(weight: Packed, rows: int, dtype: torch.dtype) -> bool:
+    """Whether kernels that keep the input's 16 bits may compute so many rows."""
+    most = exact_rows_of(weight, dtype)
+    return rows <= most or (most == STREAM_ROWS and exact_scales(weight, dtype))
+
+
 def has_scaled_product(weight: Packed, dtype: torch.dtype) -> bool:
     """Whether many rows of this data type are multiplied as fp8 codes."""
     return weight.scaled and weight.format == Format("fp8") and weight.n % 16 == 0 and dtype == torch.bfloat16
@@ -168,13 +177,13 @@ def linear_with(x: Tensor, weight: Packed, bias: Tensor | None, chosen: Quantize
     """`linear` by the gemv, stream or tiles kernel, for x with its columns in the order of the codes."""
     out = torch.empty(*x.shape[:-1], weight.n // 2 if swiglu else weight.n, dtype=x.dtype, device=x.device)
     # counters are allocated even if this layer needs none, because later ones may be captured
-    x, shared = x.reshape(-1, weight.k), counters(x.device)
+    x, rows, shared = x.reshape(-1, weight.k), out.view(-1, out.shape[-1]), counters(x.device)
     if isinstance(chosen, QuantizedTiles):  # the modules need Gluon
-        import_module("kernels.linear_quantized_tiles").tiles(x, weight, bias, out, shared, chosen, swiglu)
+        import_module("kernels.linear_quantized_tiles").tiles(x, weight, bias, rows, shared, chosen, swiglu)
     elif isinstance(chosen, QuantizedGemv):
-        import_module("kernels.linear_quantized_gemv").gemv(x, weight, bias, out, chosen, swiglu)
+        import_module("kernels.linear_quantized_gemv").gemv(x, weight, bias, rows, chosen, swiglu)
     else:
-        import_module("kernels.linear_quantized_stream").stream(x, weight, bias, out, shared, chosen, swiglu)
+        import_module("kernels.linear_quantized_stream").stream(x, weight, bias, rows, shared, chosen, swiglu)
     return out
 
 

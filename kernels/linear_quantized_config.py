@@ -231,7 +231,7 @@ def candidates(rows: int, n: int, k: int, fmt: Format, swiglu: bool) -> list[Qua
 def tile_candidates(n: int, k: int, fmt: Format) -> list[QuantizedConfig]:
     """Each has as many buffers as there is room for."""
     found: list[QuantizedConfig] = []
-    for tile_k, rows in ((128, 128), (128, 64)):
+    for tile_k, rows in ((128, 128), (256, 128), (128, 64)):
         one = QuantizedTiles(TILE_N, tile_k, 1, rows=rows)
         chosen = replace(one, stages=STREAM_BYTES // one.ring_bytes(fmt))
         found += [chosen] if chosen.fits(n, k, fmt) else []

@@ -18,7 +18,7 @@ from torch import Tensor
 from kernels import linear_quantized_config
 from kernels.activation import swiglu
 from kernels.linear_config import PROMPT_ROWS, Stream
-from kernels.linear_quantized import Packed, dequantize, linear_with, scaled_linear_with
+from kernels.linear_quantized import Packed, dequantize, is_exact, linear_with, scaled_linear_with
 from kernels.linear_quantized_config import (
     CODE_ROWS,
     CODES,
@@ -59,6 +59,11 @@ class QuantizedProblem(Problem):
     @property
     def of_codes(self) -> bool:
         return self.shape.scaled and self.rows > EXACT_ROWS
+
+    @property
+    def is_used(self) -> bool:
+        """Whether a layer with such a weight and so many rows has a config."""
+        return self.of_codes or is_exact(self.weights[0], self.rows, self.dtype)
 
     @property
     def key(self) -> str:
