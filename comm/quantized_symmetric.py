@@ -3,6 +3,7 @@ launch, with bitwise the result of `comm/quantized.py`.
 """
 
 from dataclasses import dataclass, replace
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -13,7 +14,6 @@ from comm.symmetric import AllReduceKernel, KernelCommunicator, Kind
 from comm.workspace import open_workspace
 from errors import UserError
 from kernels.device import MAX_PROGRAMS
-from kernels.norm import add_rms_norm
 from kernels.quantized_all_reduce import (
     BLOCKING,
     BLOCKING_NORM,
@@ -57,10 +57,10 @@ class QuantizedKernel(AllReduceKernel):
     def all_reduce(self, partial: Tensor) -> Tensor:
         return quantized_sum(partial, self.wire, self.workspace.exchange, self.tiling, self.pdl)
 
-    def add_norm(self, partial: Tensor, x: Tensor, weight: Tensor, eps: float) -> tuple[Tensor, Tensor]:
+    def add_norm(self, partial: Tensor, x: Tensor, weight: Tensor, eps: float, codes: bool = False) -> tuple[Tensor, Any]:
         exchange = self.workspace.exchange
-        if partial.nbytes > NORM_CAPACITY or not fits_norm(partial, x, weight, self.wire, exchange):
-            return add_rms_norm(x, self.all_reduce(partial), weight, eps)
+        if codes or partial.nbytes > NORM_CAPACITY or not fits_norm(partial, x, weight, self.wire, exchange):
+            return self.then_norm(partial, x, weight, eps, codes)
         tiling = replace(self.norm, warps=self.norm.warps // 2) if x.shape[-1] <= SHORT_ROW else self.norm
         return quantized_add_norm(partial, x, weight, eps, self.wire, exchange, tiling, self.pdl)
 

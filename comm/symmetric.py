@@ -7,7 +7,7 @@ workspaces, because they may run at the same time.
 
 import math
 from dataclasses import dataclass
-from typing import Literal
+from typing import Any, Literal
 
 import torch
 import torch.distributed as dist
@@ -22,7 +22,8 @@ from kernels import all_reduce, linear_push
 from kernels.all_reduce import Tiling
 from kernels.device import MAX_PROGRAMS
 from kernels.dispatch import on_gpu
-from kernels.norm import add_rms_norm
+from kernels.norm import add_rms_norm, add_rms_norm_codes
+from kernels.row_codes import RowCodes
 
 Kind = Literal["one-shot", "two-shot"]
 KINDS: tuple[Kind, ...] = ("one-shot", "two-shot")
@@ -74,19 +75,24 @@ class AllReduceKernel:
         """The sum over all ranks. partial: contiguous, not empty, and it `fits`."""
         return _ALL_REDUCE[self.kind](partial, self.workspace.exchange, self.tiling, self.pdl)
 
-    def add_norm(self, partial: Tensor, x: Tensor, weight: Tensor, eps: float) -> tuple[Tensor, Tensor]:
+    def add_norm(self, partial: Tensor, x: Tensor, weight: Tensor, eps: float, codes: bool = False) -> tuple[Tensor, Any]:
         """(x + sum, rms_norm(x + sum) * weight), in one kernel if there is one for these shapes, and but for --deterministic: that
-        kernel adds x before it rounds, and a row's squares in another order."""
-        if self._norm_fits(partial, x, weight):
-            return _ADD_NORM[self.kind](partial, x, weight, eps, self.workspace.exchange, pdl=self.pdl)
-        return add_rms_norm(x, self.all_reduce(partial), weight, eps)
+        kernel adds x before it rounds, and a row's squares in another order. codes: the norm as `RowCodes`."""
+        if self._norm_fits(partial, x, weight, codes):
+            return _ADD_NORM[self.kind](partial, x, weight, eps, self.workspace.exchange, pdl=self.pdl, codes=codes)
+        return self.then_norm(partial, x, weight, eps, codes)
 
-    def _norm_fits(self, partial: Tensor, x: Tensor, weight: Tensor) -> bool:
-        if determinism.enabled() or not all_reduce.fits_norm(partial, x, weight):
+    def then_norm(self, partial: Tensor, x: Tensor, weight: Tensor, eps: float, codes: bool) -> tuple[Tensor, Any]:
+        """`add_norm` by two kernels."""
+        return (add_rms_norm_codes if codes else add_rms_norm)(x, self.all_reduce(partial), weight, eps)
+
+    def _norm_fits(self, partial: Tensor, x: Tensor, weight: Tensor, codes: bool) -> bool:
+        if determinism.enabled() or not all_reduce.fits_norm(partial, x, weight, codes):
             return False
         ranks, rows = self.workspace.exchange.world_size, x.numel() // x.shape[-1]
         if self.kind == "one-shot":
-            return partial.nbytes <= self.workspace.exchange.capacity and all_reduce.norm_programs(x) <= MAX_PROGRAMS
+            most = MAX_PROGRAMS // 2 if codes else MAX_PROGRAMS  # programs of a row exchange two words for codes
+            return partial.nbytes <= self.workspace.exchange.capacity and all_reduce.norm_programs(x) <= most
         # a rank reduces whole rows, so there must be at least one for each rank
         needed = -(-rows // ranks) * ranks * x.shape[-1] * x.element_size()
         return rows >= ranks and needed <= self.workspace.exchange.capacity
@@ -103,6 +109,9 @@ class _BlockingAllReduce(PendingAllReduce):
 
     def add_norm(self, x: Tensor, weight: Tensor, eps: float) -> tuple[Tensor, Tensor]:
         return self.kernel.add_norm(self.partial, x, weight, eps)
+
+    def add_norm_codes(self, x: Tensor, weight: Tensor, eps: float) -> tuple[Tensor, RowCodes]:
+        return self.kernel.add_norm(self.partial, x, weight, eps, codes=True)
 
 
 class _PushedAllReduce(PendingAllReduce):

@@ -36,6 +36,7 @@ from kernels.device import (
     flag_differs,
     flag_of,
     launch_epoch,
+    max_over_row,
     normalize_words,
     pack,
     pointer_to,
@@ -49,6 +50,7 @@ from kernels.device import (
     zero_words,
 )
 from kernels.dispatch import pdl_options
+from kernels.row_codes import RowCodes, empty_codes, largest_bits, scale_of, store_codes, store_scaled
 
 
 @dataclass(frozen=True)
@@ -58,7 +60,7 @@ class Exchange:
     peers: addresses of the ranks' buffers, the next rank's first and this rank's own last; zeroed before the first launch.
     host_buffer: address of a buffer in host memory that receives what other ranks send; None if this rank's own buffer does.
     For one-shot kernels only. epochs (MAX_PROGRAMS,) int64: number of launches so far, one counter for each program. squares
-    (2, MAX_PROGRAMS) int64: sums of squares that the programs of a row exchange. fault (1,) int32: 0, or the code of the wait
+    (2, MAX_PROGRAMS) int64: sums of squares, and largest values, that the programs of a row exchange. fault (1,) int32: 0, or the code of the wait
     that gave up after `max_polls` polls. capacity: bytes of a message, at most; values with `quantized_all_reduce`.
     """
 
@@ -116,14 +118,14 @@ def flag_bytes(world_size: int) -> int:
 
 @triton.jit(do_not_specialize=["rank"])
 def _one_shot(
-    partial, x, weight, out, normed, state,
+    partial, x, weight, out, normed, scales, state,
     words,  # of the message; None with x
     rank, eps,
     ROW: tl.constexpr, PARTS: tl.constexpr, PADDED_PARTS: tl.constexpr,
     N: tl.constexpr, CAPACITY: tl.constexpr, BLOCK: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
     """out = sum. If x is not None: out = x + sum and normed = rms_norm(out) * weight, for rows of ROW words that PARTS
-    programs share."""
+    programs share. If scales is not None, normed gets codes."""
     DTYPE: tl.constexpr = out.dtype.element_ty
     if x is None:
         offset = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
@@ -151,7 +153,15 @@ def _one_shot(
     tl.store(out.to(tl.pointer_type(tl.int32)) + offset, result, mask=inside)
     if x is not None:
         result = normalize_words(result, scale, inside, state, epoch, flag, eps, ROW, PARTS, PADDED_PARTS, DTYPE)
-        tl.store(normed.to(tl.pointer_type(tl.int32)) + offset, result, mask=inside)
+        if scales is None:
+            tl.store(normed.to(tl.pointer_type(tl.int32)) + offset, result, mask=inside)
+        else:  # of words with two values
+            row, begin = tl.program_id(0) // PARTS, tl.program_id(0) % PARTS * (2 * BLOCK)
+            values = tl.interleave(first_value(result, DTYPE), second_value(result, DTYPE))
+            bits = max_over_row(largest_bits(values), state, epoch, flag, PARTS, PADDED_PARTS)
+            scale = scale_of(bits, normed.dtype.element_ty == tl.int8)
+            tl.store(scales + row, scale)  # every program of the row stores the same
+            store_scaled(values, scale, normed + row * (2 * ROW) + begin, 2 * ROW - begin, 2 * BLOCK)
 
 
 @triton.jit(do_not_specialize=["rank"])
@@ -200,12 +210,12 @@ def _one_shot_gather(
 
 @triton.jit(do_not_specialize=["rank"])
 def _two_shot(
-    partial, x, weight, out, normed, state, count, slice_size, rank, eps,
+    partial, x, weight, out, normed, scales, state, count, slice_size, rank, eps,
     TILE: tl.constexpr,  # values: a whole row with x
     N: tl.constexpr, PADDED_N: tl.constexpr, FLAGS: tl.constexpr, CAPACITY: tl.constexpr, BLOCK: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
     """out = sum. If x is not None: out = x + sum and normed = rms_norm(out) * weight. Slices are then whole rows, and every
-    rank adds and normalizes all rows after the gather."""
+    rank adds and normalizes all rows after the gather. If scales is not None, normed gets codes."""
     DTYPE: tl.constexpr = out.dtype.element_ty
     SLICES: tl.constexpr = 1 if N == 2 else N
     column = tl.arange(0, BLOCK)
@@ -234,7 +244,11 @@ def _two_shot(
                 tl.store(out + offsets, after, mask=inside)
                 rounded = after.to(tl.float32)
                 factor = tl.rsqrt(tl.sum(rounded * rounded, axis=0) / TILE + eps)
-                tl.store(normed + offsets, (rounded * factor * scale).to(DTYPE), mask=inside)
+                result = (rounded * factor * scale).to(DTYPE)
+                if scales is None:
+                    tl.store(normed + offsets, result, mask=inside)
+                elif owner * slice_size + start < count:
+                    store_codes(result.to(tl.float32), normed, scales, (owner * slice_size + start) // TILE, TILE, BLOCK)
         start += tl.num_programs(0) * TILE
 
 
@@ -327,7 +341,7 @@ def one_shot(partial: Tensor, exchange: Exchange, tiling: Tiling = ONE_SHOT, pdl
         grid = (triton.cdiv(words, tiling.block),)
         check_programs(grid[0])
         _one_shot[grid](
-            padded, None, None, out, None, exchange.state, words, exchange.rank, None, ROW=0, PARTS=0, PADDED_PARTS=0,
+            padded, None, None, out, None, None, exchange.state, words, exchange.rank, None, ROW=0, PARTS=0, PADDED_PARTS=0,
             **one_shot_options(exchange, partial, tiling, pdl),
         )  # fmt: skip
     return out if padded is partial else out[: partial.numel()].view(partial.shape)
@@ -341,23 +355,24 @@ def one_shot_add_norm(
     exchange: Exchange,
     tiling: Tiling = ONE_SHOT_NORM,
     pdl: bool = True,
-) -> tuple[Tensor, Tensor]:
+    codes: bool = False,
+) -> tuple[Tensor, Any]:
     """(x + sum of `partial`, its RMSNorm times weight), both in x's dtype; x (..., C) contiguous, weight (C,).
 
-    The new x is rounded once, from the fp32 sum, and its rounded value is normalized. Raises ValueError unless `fits_norm`."""
-    if not fits_norm(partial, x, weight):
-        raise ValueError(f"partial {_shape(partial)}, x {_shape(x)} and weight {_shape(weight)} have no kernel in common")
-    words, (total, normed) = _words(partial, exchange), (torch.empty_like(x) for _ in range(2))
+    The new x is rounded once, from the fp32 sum, and its rounded value is normalized. codes: the norm is rounded again, to `RowCodes`.
+    Raises ValueError unless `fits_norm`."""
+    total, normed, scales, result = _norm_results(partial, x, weight, codes)
+    words = _words(partial, exchange)
     row = x.shape[-1] * x.element_size() // 4
     parts = triton.cdiv(row, tiling.block)
     if words:
         grid = (words // row * parts,)
         check_programs(grid[0])
         _one_shot[grid](
-            partial, x, weight, total, normed, exchange.state, None, exchange.rank, eps, ROW=row, PARTS=parts,
+            partial, x, weight, total, normed, scales, exchange.state, None, exchange.rank, eps, ROW=row, PARTS=parts,
             PADDED_PARTS=triton.next_power_of_2(parts), **one_shot_options(exchange, partial, tiling, pdl),
         )  # fmt: skip
-    return total, normed
+    return total, result
 
 
 def one_shot_gather(shard: Tensor, exchange: Exchange, tiling: Tiling = ONE_SHOT, pdl: bool = True) -> Tensor:
@@ -384,7 +399,7 @@ def two_shot(partial: Tensor, exchange: Exchange, tiling: Tiling = TWO_SHOT, pdl
     if count:
         grid = (min(triton.cdiv(slice_size, tiling.block), tiling.programs),)
         _two_shot[grid](
-            partial, None, None, out, None, exchange.state, count, slice_size, exchange.rank, None, TILE=tiling.block,
+            partial, None, None, out, None, None, exchange.state, count, slice_size, exchange.rank, None, TILE=tiling.block,
             BLOCK=tiling.block, num_warps=tiling.warps, **_two_shot_options(exchange, partial, slice_size, pdl),
         )  # fmt: skip
     return out
@@ -398,24 +413,39 @@ def two_shot_add_norm(
     exchange: Exchange,
     tiling: Tiling = TWO_SHOT_NORM,
     pdl: bool = True,
-) -> tuple[Tensor, Tensor]:
+    codes: bool = False,
+) -> tuple[Tensor, Any]:
     """As `one_shot_add_norm`, for many rows. The sum is rounded before it is added to x, as by `two_shot` and a separate
     addition."""
-    if not fits_norm(partial, x, weight):
-        raise ValueError(f"partial {_shape(partial)}, x {_shape(x)} and weight {_shape(weight)} have no kernel in common")
-    count, size, (total, normed) = x.numel(), x.shape[-1], (torch.empty_like(x) for _ in range(2))
+    total, normed, scales, result = _norm_results(partial, x, weight, codes)
+    count, size = x.numel(), x.shape[-1]
     if count:
         slice_size = _slice_size(count, size, exchange)
         _two_shot[(min(slice_size // size, tiling.programs),)](
-            partial, x, weight, total, normed, exchange.state, count, slice_size, exchange.rank, eps, TILE=size,
+            partial, x, weight, total, normed, scales, exchange.state, count, slice_size, exchange.rank, eps, TILE=size,
             BLOCK=triton.next_power_of_2(size), num_warps=tiling.warps, **_two_shot_options(exchange, partial, slice_size, pdl),
         )  # fmt: skip
-    return total, normed
+    return total, result
 
 
-def fits_norm(partial: Tensor, x: Tensor, weight: Tensor) -> bool:
+def _norm_results(
+    partial: Tensor, x: Tensor, weight: Tensor, codes: bool
+) -> tuple[Tensor, Tensor, Tensor | None, Tensor | RowCodes]:
+    """Memory for the sum, the norm and its scales, and the norm as callers see it. Raises ValueError unless `fits_norm`."""
+    if not fits_norm(partial, x, weight, codes):
+        raise ValueError(f"partial {_shape(partial)}, x {_shape(x)} and weight {_shape(weight)} have no kernel in common")
+    if not codes:
+        normed = torch.empty_like(x)
+        return torch.empty_like(x), normed, None, normed
+    rows = empty_codes(x.shape, x)
+    return torch.empty_like(x), rows.codes, rows.scales, rows
+
+
+def fits_norm(partial: Tensor, x: Tensor, weight: Tensor, codes: bool = False) -> bool:
     """Whether the kernels with a norm support these tensors: contiguous, 4-byte aligned, of one dtype, with rows of whole
-    4-byte words and at most 32 KiB."""
+    4-byte words and at most 32 KiB; for codes of 16 bits, rows of a multiple of 16."""
+    if codes and (x.element_size() != 2 or x.shape[-1] % 16):
+        return False
     row = x.shape[-1] * x.element_size()
     same = partial.dtype == x.dtype == weight.dtype and partial.shape == x.shape and weight.shape == x.shape[-1:]
     plain = all(t.is_contiguous() and t.data_ptr() % 4 == 0 for t in (partial, x, weight))

@@ -204,21 +204,41 @@ def _sum_over_row(square, state, epoch, flag, PARTS: tl.constexpr, PADDED_PARTS:
     if PARTS == 1:
         total = square
     else:
-        program = tl.program_id(0)
-        base = state.squares + (epoch & 1) * _MAX_PROGRAMS
-        tl.store(base + program, square.to(tl.uint32, bitcast=True).to(tl.int64) | flag)
-        part = tl.arange(0, PADDED_PARTS)
-        total = tl.zeros([1], tl.float32).sum(0)
-        missing = 1
-        polls = 0
-        while (missing != 0) & (polls < state.max_polls):
-            word = tl.load(base + program // PARTS * PARTS + part, mask=part < PARTS, other=flag, volatile=True)
-            total = tl.sum(word.to(tl.int32).to(tl.float32, bitcast=True), axis=0)
-            missing = tl.max(flag_differs(word, flag), axis=0)
-            polls += 1
-        if missing != 0:
-            tl.store(state.fault, 2)
+        squares = _exchange_in_row(square.to(tl.uint32, bitcast=True), state, epoch, flag, 0, PARTS, PADDED_PARTS)
+        total = tl.sum(squares.to(tl.float32, bitcast=True), axis=0)
     return total
+
+
+@triton.jit
+def max_over_row(bits, state, epoch, flag, PARTS: tl.constexpr, PADDED_PARTS: tl.constexpr):
+    """The largest `bits` (int32, not negative) of the PARTS programs of a row, at most half of MAX_PROGRAMS in all. Words of its own
+    hold them, because a program may still read what others sent for the sum."""
+    HALF: tl.constexpr = _MAX_PROGRAMS // 2
+    if PARTS == 1:
+        largest = bits
+    else:
+        largest = tl.max(_exchange_in_row(bits.to(tl.uint32), state, epoch, flag, HALF, PARTS, PADDED_PARTS), axis=0)
+    return largest
+
+
+@triton.jit
+def _exchange_in_row(payload, state, epoch, flag, FIRST: tl.constexpr, PARTS: tl.constexpr, PADDED_PARTS: tl.constexpr):
+    """The `payload` (uint32) of each of the PARTS programs of a row, (PADDED_PARTS,) int32, then zeros. FIRST: the word of program 0."""
+    program = tl.program_id(0)
+    base = state.squares + (epoch & 1) * _MAX_PROGRAMS + FIRST
+    tl.store(base + program, payload.to(tl.int64) | flag)
+    part = tl.arange(0, PADDED_PARTS)
+    found = tl.zeros([PADDED_PARTS], tl.int32)
+    missing = 1
+    polls = 0
+    while (missing != 0) & (polls < state.max_polls):
+        word = tl.load(base + program // PARTS * PARTS + part, mask=part < PARTS, other=flag, volatile=True)
+        found = word.to(tl.int32)
+        missing = tl.max(flag_differs(word, flag), axis=0)
+        polls += 1
+    if missing != 0:
+        tl.store(state.fault, 2)
+    return found
 
 
 # --- flags of programs: two-shot ----------------------------------------------------------------------------------------------

@@ -65,16 +65,34 @@ def _quantize_rows(x, codes, scales, row_stride, size, BLOCK: tl.constexpr, PDL:
 @triton.jit
 def store_codes(values, codes, scales, row, size, BLOCK: tl.constexpr):
     """Store the codes and the scale of a row: values (BLOCK,) fp32, 0 from `size` on. The scale is NaN if a value is not finite."""
-    INTEGER: tl.constexpr = codes.dtype.element_ty == tl.int8
-    # bits of floats without a sign have the floats' order, with NaN, which a maximum of floats would pass over, above infinity
-    largest = tl.max(values.to(tl.int32, bitcast=True) & 0x7FFFFFFF, axis=0).to(tl.float32, bitcast=True)
+    scale = scale_of(largest_bits(values), codes.dtype.element_ty == tl.int8)
+    tl.store(scales + row, scale)
+    store_scaled(values, scale, codes + row * size, size, BLOCK)
+
+
+@triton.jit
+def largest_bits(values):
+    """The bits, without a sign, of the value furthest from 0. Their order is that of the values, with NaN above infinity; a maximum of
+    floats would pass over NaN."""
+    return tl.max(values.to(tl.int32, bitcast=True) & 0x7FFFFFFF, axis=0)
+
+
+@triton.jit
+def scale_of(bits, INTEGER: tl.constexpr):
+    """The scale of values up to the one with these bits, for codes of int8 or fp8."""
+    largest = bits.to(tl.float32, bitcast=True)
     scale = tl.where(largest > 0, largest / (127.5 if INTEGER else 448.0), 1.0)
-    tl.store(scales + row, tl.where(largest < float("inf"), scale, float("nan")))
-    if INTEGER:  # the addition rounds to an integer, to nearest and half to even
+    return tl.where(largest < float("inf"), scale, float("nan"))
+
+
+@triton.jit
+def store_scaled(values, scale, codes, size, BLOCK: tl.constexpr):
+    """Store the codes of values (BLOCK,) fp32, of which the first `size` exist. BLOCK and size: multiples of 16."""
+    if codes.dtype.element_ty == tl.int8:  # the addition rounds to an integer, to nearest and half to even
         found = tl.minimum(tl.maximum(values / scale + 12582912.0 - 12582912.0, -128.0), 127.0).to(tl.int8)
     else:
         found = tl.minimum(tl.maximum(values / scale, -448.0), 448.0).to(tl.float8e4nv)
     # of 16 features: which half, thread of four, which of its two neighbours; the halves' codes are neighbours in the result
     parts = tl.permute(tl.reshape(found, (BLOCK // 16, 2, 4, 2)), (0, 2, 3, 1))
     place = tl.arange(0, BLOCK)
-    tl.store(codes + row * size + place, tl.reshape(parts, (BLOCK,)), mask=place < size)
+    tl.store(codes + place, tl.reshape(parts, (BLOCK,)), mask=place < size)

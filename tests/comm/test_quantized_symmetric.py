@@ -156,6 +156,11 @@ def wrong_norms(world: World, names: list[str], seed: int) -> list[str]:
                 found.append(f"{name} {rows} {width} {dtype}")
             if len(set(bits_by_rank(normed))) != 1:
                 found.append(f"ranks differ: {name} {rows} {width} {dtype}")
+            if width % 16 == 0:
+                codes_total, codes = comm.begin_all_reduce(mine).add_norm_codes(x, weight, 1e-5)
+                largest = normed.float().abs().amax(-1, keepdim=True)
+                if not same_bits(codes_total, expected) or not torch.allclose(codes.scales, largest / 448, rtol=1e-2):
+                    found.append(f"codes {name} {rows} {width} {dtype}")
         comm.check()
     return found
 

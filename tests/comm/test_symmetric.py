@@ -165,6 +165,49 @@ def test_two_ranks_add_the_tree_of_the_deterministic_mode(interpreters: Ranks, k
     assert interpreters.run(2, not_trees, kind, seed) == [[], []], f"seed {seed}"
 
 
+def wrong_codes(world: World, kind: Any, memory: Any, seed: int) -> list[str]:
+    """Norms in 8 bits that are not the codes of the norm in 16 bits, bit by bit. A row that is not finite has the scale NaN."""
+    from tests.support.kernels import codes_as_on_a_gpu
+
+    comm, generator, found = symmetric(kind, memory), torch.Generator().manual_seed(seed), []
+    for rows, width in ((1, 96), (9, 64), (5, 976)):
+        partial, _ = partials(world, generator, 1, rows, width, dtype=torch.float16)
+        partial[0, 0, 5] = torch.nan if rows > 1 else 0.0
+        x, weight = (torch.randn(*shape, generator=generator).half() for shape in ((1, rows, width), (width,)))
+        total, normed = comm.begin_all_reduce(partial.clone()).add_norm(x, weight, 1e-5)
+        with codes_as_on_a_gpu():
+            got_total, got = comm.begin_all_reduce(partial).add_norm_codes(x, weight, 1e-5)
+        found += [f"{rows} {width}: {what}" for what in differences_of_codes(got, normed)]
+        if not torch.equal(got_total.view(torch.int16), total.view(torch.int16)):
+            found.append(f"{rows} {width}: sum")
+        if bool(got.scales[0].isnan()) != (rows > 1) or bool(got.scales[1:].isnan().any()):
+            found.append(f"{rows} {width}: scales that are NaN")
+    comm.check()
+    return found
+
+
+def differences_of_codes(got: Any, normed: Tensor) -> list[str]:
+    from kernels.row_codes import quantize_rows
+    from tests.support.kernels import codes_as_on_a_gpu
+
+    with codes_as_on_a_gpu():
+        expected = quantize_rows(normed)
+    finite = expected.scales[:, 0].isfinite()
+    same = {
+        "shape": got[2:] == expected[2:],
+        "scales": torch.equal(got.scales[finite], expected.scales[finite]),
+        "codes": torch.equal(got.codes.view(torch.uint8)[finite], expected.codes.view(torch.uint8)[finite]),
+    }
+    return [what for what, is_same in same.items() if not is_same]
+
+
+@pytest.mark.parametrize(("kind", "n", "memory"), [*PEERS, ("one-shot", 3, "host")])
+def test_a_norm_in_8_bits(
+    interpreters: Ranks, kind: str, n: int, memory: str, monkeypatch: pytest.MonkeyPatch, seed: int
+) -> None:
+    assert interpreters.run(n, wrong_codes, kind, memory, seed) == [[]] * n, f"seed {seed}"
+
+
 def wrong_gathers(world: World, memory: Any, seed: int) -> list[str]:
     comm, generator = symmetric("one-shot", memory), torch.Generator().manual_seed(seed)
     found = []
@@ -386,9 +429,10 @@ def run_programs_in_threads() -> None:
 
 
 def wrong_split_rows(world: World, seed: int) -> list[str]:
-    """Cases with a wrong result. Several programs share a row and exchange their sums of squares."""
+    """Cases with a wrong result. Several programs share a row and exchange their sums of squares and largest values."""
     from comm.workspace import open_workspace
     from kernels.all_reduce import Tiling, one_shot_add_norm, one_shot_bytes
+    from tests.support.kernels import codes_as_on_a_gpu
 
     run_programs_in_threads()
     workspace = open_workspace(one_shot_bytes, 8192, CPU)
@@ -401,6 +445,13 @@ def wrong_split_rows(world: World, seed: int) -> list[str]:
         expected = F.rms_norm(total.double(), (width,), weight.double(), 1e-5)
         if not close(total, x.double() + exact, 8) or not close(normed, expected, 8):
             found.append(f"{rows} {width} {block}")
+    for rows, width, block in ((3, 256, 32), (2, 208, 64), (2, 96, 64)):
+        partial, _ = partials(world, generator, rows, width, dtype=torch.float16)
+        x, weight = torch.randn(rows, width, generator=generator).half(), torch.randn(width, generator=generator).half()
+        _, normed = one_shot_add_norm(partial, x, weight, 1e-5, exchange, Tiling(block, 4))
+        with codes_as_on_a_gpu():
+            _, codes = one_shot_add_norm(partial, x, weight, 1e-5, exchange, Tiling(block, 4), codes=True)
+        found += [f"codes {rows} {width} {block}: {what}" for what in differences_of_codes(codes, normed)]
     return found + (["fault"] if int(exchange.fault) else [])
 
 

@@ -33,6 +33,8 @@ def sums(comm: Communicator) -> None:
     for rows, width in SHAPES:
         partial, x = random(rows, width), random(rows, width)
         comm.begin_all_reduce(partial.clone()).add_norm(x, random(width), 1e-5)
+        if width % 16 == 0:
+            comm.begin_all_reduce(partial.clone()).add_norm_codes(x, random(width), 1e-5)
         comm.begin_all_reduce(partial.clone(), overlap=True).wait()
         comm.all_reduce(partial)
         comm.all_gather(x)

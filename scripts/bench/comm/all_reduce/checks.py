@@ -6,6 +6,7 @@ import torch
 from torch import Tensor
 
 from comm.symmetric import KINDS, OVERLAP_CAPACITY
+from kernels.row_codes import quantize_rows
 from scripts.bench.comm.all_reduce.bench import WIDTH, Bench
 from scripts.bench.comm.parts import Replays
 
@@ -22,7 +23,8 @@ def sums(bench: Bench, dtype: torch.dtype, sizes: Iterable[int]) -> int:
 
 
 def norms(bench: Bench, shapes: Iterable[tuple[int, int]], dtype: torch.dtype = torch.bfloat16) -> int:
-    """Check all-reduces of both kinds with residual addition and norm. Returns the number of checks."""
+    """Check all-reduces of both kinds with residual addition and norm, and that the norm in 8 bits has the codes of the one in 16
+    bits. Returns the number of checks."""
     jobs = [(kind, rows, width) for kind in KINDS for rows, width in shapes]
     for kind, rows, width in jobs:
         partial, x = bench.random(rows, width, dtype=dtype), bench.common(rows, width, dtype=dtype)
@@ -32,6 +34,12 @@ def norms(bench: Bench, shapes: Iterable[tuple[int, int]], dtype: torch.dtype = 
         exact = torch.nn.functional.rms_norm(total.float(), (width,), weight.float(), 1e-5)
         plain = torch.nn.functional.rms_norm(total, (width,), weight, 1e-5)
         bench.check_close(f"{kind} norm {rows} {width}", normed, exact, plain, dtype)
+        if width % 16 == 0 and dtype.itemsize == 2:
+            after, codes = bench.ours[kind].begin_all_reduce(partial.clone()).add_norm_codes(x, weight, 1e-5)
+            expected = quantize_rows(normed)
+            bench.check_same(f"{kind} codes {rows} {width}", codes.codes, expected.codes)
+            bench.check_same(f"{kind} scales {rows} {width}", codes.scales, expected.scales)
+            bench.check_same(f"{kind} sum before codes {rows} {width}", after, total)
     return len(jobs)
 
 

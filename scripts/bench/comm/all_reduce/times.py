@@ -1,5 +1,6 @@
 """Times of the exact all-reduces, alone, with a norm, and on the side stream during a GEMV."""
 
+import re
 from collections.abc import Callable, Iterable
 
 import torch
@@ -10,7 +11,7 @@ from comm.interface import Communicator
 from comm.table import graph_microseconds
 from kernels import all_reduce
 from kernels.all_reduce import Tiling
-from kernels.norm import add_rms_norm
+from kernels.norm import add_rms_norm, add_rms_norm_codes
 from scripts.bench.comm.all_reduce.bench import SIZES, WIDTH, Bench
 
 ONE_SHOT_TILINGS = [Tiling(256, 4), Tiling(512, 8), Tiling(512, 4), Tiling(1024, 16)]
@@ -67,6 +68,10 @@ def with_norm(bench: Bench) -> dict[str, dict[int, float]]:
     }
     for kind, ours in bench.ours.items():
         calls[f"{kind}, then add_rms_norm"] = lambda p, x, ours=ours: add_rms_norm(x, ours.all_reduce(p), weight, 1e-5)  # type: ignore[misc]
+        calls[f"{kind}, then add_rms_norm_codes"] = lambda p, x, ours=ours: add_rms_norm_codes(  # type: ignore[misc]
+            x, ours.all_reduce(p), weight, 1e-5
+        )
+        calls[f"{kind}, fused, in 8 bits"] = lambda p, x, ours=ours: ours.begin_all_reduce(p).add_norm_codes(x, weight, 1e-5)  # type: ignore[misc]
         calls[f"{kind}, fused"] = lambda p, x, ours=ours: ours.begin_all_reduce(p).add_norm(x, weight, 1e-5)  # type: ignore[misc]
     for t in ONE_SHOT_TILINGS:
         calls[f"one-shot, fused {t.block}x{t.warps}"] = lambda p, x, t=t: all_reduce.one_shot_add_norm(  # type: ignore[misc]
@@ -81,7 +86,7 @@ def with_norm(bench: Bench) -> dict[str, dict[int, float]]:
         for rows in (1, 4, 16, 64, 128):
             partial, x = bench.random(rows, WIDTH), bench.random(rows, WIDTH)
             # in one-shot kernels all programs of a row wait for each other, so all must be resident on the GPU at once
-            if bench.in_time() and (not name.startswith("one-shot, fused ") or rows <= 16):
+            if bench.in_time() and (not re.match("one-shot, fused [0-9]", name) or rows <= 16):
                 found[name][rows] = round(graph_microseconds(lambda c=call, p=partial, x=x: c(p, x)), 2)  # type: ignore[misc]
     return found
 
