@@ -11,7 +11,7 @@ from variants import usage
 
 DTYPE_NAMES = ("float32", "bfloat16", "float16")
 KV_DTYPES = ("auto", "fp8")
-OVERLAPS = ("auto", "overlapped", "few-sms", "deferred")  # `auto`, and `comm.interface.SCHEDULES`
+OVERLAPS = ("auto", "overlapped", "few-sms", "deferred", "copy-engines")  # `auto`, and `comm.interface.SCHEDULES`
 MOST_DRAFT_TOKENS = 64
 
 
@@ -119,9 +119,9 @@ class ModelOptions:
     overlap: str = option(
         default="auto",
         choices=OVERLAPS,
-        help="how a ladder's all-reduces are computed: overlapped with the next module, the same on few SMs, or deferred, which is "
-        "not overlapped but fused with what follows (default: auto, on GPUs the fastest for each size of a step, measured when "
-        "its graph is captured and kept in $RUNG_CACHE or ~/.cache/rung; on a CPU overlapped)",
+        help="how a ladder's all-reduces are computed: overlapped with the next module, the same on few SMs or, if they are long, by "
+        "copy-engines, or deferred, which is not overlapped but fused with what follows (default: auto, on GPUs the fastest for "
+        "each size of a step, measured when its graph is captured and kept in $RUNG_CACHE or ~/.cache/rung; on a CPU overlapped)",
     )
     simulate_link: str | None = option(
         default=None,

@@ -8,7 +8,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from comm.interface import Communicator, Input, Linear, PendingAllReduce, Schedule
+from comm.interface import LEAST_COPIED, Communicator, Input, Linear, PendingAllReduce, Schedule
 from comm.quantize import WIDTHS
 from comm.relay import RelayCommunicator
 from comm.symmetric import CAPACITY, SymmetricCommunicator
@@ -18,6 +18,7 @@ CODE = (  # files that decide how long an all-reduce takes
     "kernels/*all_reduce.py",
     "kernels/quantize.py",
     "kernels/relay.py",
+    "comm/copy_engines.py",
     "comm/*symmetric.py",
     "comm/quantized.py",
     "comm/two_step.py",
@@ -42,7 +43,8 @@ class AutoCommunicator(Communicator):
     """Each all-reduce by the algorithm that is fastest for its size.
 
     The table has the times of blocking all-reduces. Overlapped ones are exact and do not use a relay, whose kernels would
-    each wait for SMs that a GEMM occupies. With few SMs they do not use NCCL, whose kernels take many, if there is another.
+    each wait for SMs that a GEMM occupies. With few SMs they do not use NCCL, whose kernels take many, if there is another. With
+    copy engines, the long ones are those of `two-shot`.
     """
 
     name = "auto"
@@ -64,8 +66,9 @@ class AutoCommunicator(Communicator):
         if key not in self._chosen:
             names = [name for name in self.algorithms if not (overlap and self._blocking_only(name))]
             name = fastest(self.table, size, names)
-            few_sms = overlap and self.schedule == "few-sms"
-            if name == "nccl" and few_sms and isinstance(self.algorithms.get("two-shot"), SymmetricCommunicator):
+            has_own = overlap and isinstance(self.algorithms.get("two-shot"), SymmetricCommunicator)
+            few_sms, copied = self.schedule == "few-sms", self.schedule == "copy-engines" and size >= LEAST_COPIED
+            if has_own and (copied or (few_sms and name == "nccl")):
                 name = "two-shot"
             self._chosen[key] = self.algorithms[name]
         return self._chosen[key]

@@ -15,8 +15,10 @@ from kernels.row_codes import RowCodes
 
 # How an all-reduce is computed that another module may hide:
 # overlapped: on a side stream while the next module computes; few-sms: the same, by a kernel that leaves almost all SMs to
-# that module; deferred: not hidden, but when its result is read, and so in one kernel with what follows.
-Schedule = Literal["overlapped", "few-sms", "deferred"]
+# that module; deferred: not hidden, but when its result is read, and so in one kernel with what follows; copy-engines: as
+# overlapped, with messages of LEAST_COPIED bytes or more sent by copy engines.
+Schedule = Literal["overlapped", "few-sms", "deferred", "copy-engines"]
+LEAST_COPIED = 8 << 20  # shorter ones take less time than the launches of the copies
 SCHEDULES: tuple[Schedule, ...] = get_args(Schedule)
 
 

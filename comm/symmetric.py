@@ -14,7 +14,8 @@ import torch.distributed as dist
 from torch import Tensor
 
 import determinism
-from comm.interface import Done, Input, Linear, PendingAllReduce, Schedule, on_side_stream
+from comm.copy_engines import CopyEngines
+from comm.interface import LEAST_COPIED, Done, Input, Linear, PendingAllReduce, Schedule, on_side_stream
 from comm.process_group import GlooCommunicator, NcclCommunicator, ProcessGroupCommunicator
 from comm.tree import TreeCommunicator
 from comm.workspace import Memory, Workspace, open_workspace
@@ -157,6 +158,7 @@ class KernelCommunicator(ProcessGroupCommunicator):
         self.fallback: ProcessGroupCommunicator = exact(group)
         self.gathers = open_workspace(all_reduce.one_shot_bytes, GATHER_CAPACITY, device, group, memory)
         self.few_sms: AllReduceKernel | None = None  # for overlapped all-reduces on few SMs; None: as `overlapped`
+        self.copy_engines: CopyEngines | None = None  # for long overlapped all-reduces; None: as `overlapped`
         self.stream = torch.cuda.Stream(device, priority=-1) if device.type == "cuda" else None
         if self.stream is None:
             self.waited = 0.0
@@ -175,11 +177,17 @@ class KernelCommunicator(ProcessGroupCommunicator):
         partial = partial.contiguous()
         if not partial.numel():
             return Done(partial)
+        if (engines := self.copy_engines) and self._copies(partial, overlap):
+            return on_side_stream(self.stream, partial, lambda: engines.all_reduce(partial))
         if not self.fits(partial, overlap):
             return self.fallback.begin_all_reduce(partial, overlap)
         if not overlap:
             return _BlockingAllReduce(self.blocking, partial)
         return on_side_stream(self.stream, partial, lambda: self.kernel(overlap).all_reduce(partial))
+
+    def _copies(self, partial: Tensor, overlap: bool) -> bool:
+        """Whether copy engines send this message."""
+        return overlap and self.schedule == "copy-engines" and partial.nbytes >= LEAST_COPIED
 
     def all_gather(self, shard: Tensor) -> Tensor:
         shard = shard.contiguous()
@@ -210,12 +218,14 @@ class SymmetricCommunicator(KernelCommunicator):
         self.kind, self.device = kind, device
 
     def use(self, schedule: Schedule) -> None:
-        """Its buffers for few SMs are opened at the first use, because only a ladder needs them."""
+        """The buffers for few SMs and for copy engines are opened at the first use, because only a ladder needs them."""
         super().use(schedule)
         if schedule == "few-sms" and self.few_sms is None:
             capacity = FEW_SMS_CAPACITY[self.kind]
             workspace = open_workspace(_BYTES[self.kind], capacity, self.device, self.group, self.memory)
             self.few_sms = AllReduceKernel(self.kind, workspace, FEW_SMS_TILING[self.kind], pdl=False)
+        if schedule == "copy-engines" and self.kind == "two-shot" and self.copy_engines is None:
+            self.copy_engines = CopyEngines(self.device, self.group)
 
     def begin_linear_all_reduce(self, x: Input, layer: Linear, overlap: bool = False) -> PendingAllReduce:
         if overlap or layer.bias is not None or layer.only_called or not self._pushes(x, layer.weight):

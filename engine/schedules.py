@@ -18,7 +18,7 @@ from typing import TYPE_CHECKING, cast
 import torch
 import torch.distributed as dist
 
-from comm.interface import SCHEDULES, Communicator, Schedule
+from comm.interface import LEAST_COPIED, SCHEDULES, Communicator, Schedule
 from comm.table import Table, load, machine_key, save
 from engine.graphs import Captured
 from kernels.graph_times import successive_seconds
@@ -50,13 +50,15 @@ Timer = Callable[[Callable[[], object], int], list[float]]
 class Schedules:
     """The schedules of an engine's steps. A case is a kind of step and its rows: `decode 64`.
 
-    possible: the first is the default; the others are tried, too. chosen: by case. spent: seconds that measuring took.
+    possible: the first is the default; the others are tried, too, copy engines only where the all-reduce of all rows is long enough
+    for them. row_bytes: of the all-reduce of a row. chosen: by case. spent: seconds that measuring took.
     """
 
     comm: Communicator
     world: World
     table: Table
     possible: tuple[Schedule, ...]
+    row_bytes: int
     timer: Timer = successive_seconds
     chosen: dict[str, Schedule] = field(default_factory=dict)
     spent: float = 0.0
@@ -67,13 +69,14 @@ class Schedules:
         memory."""
         possible = SCHEDULES if world.overlap == "auto" else (cast(Schedule, world.overlap),)
         choose = world.overlap == "auto" and world.world_size > 1 and bool(model.config.ladder_layers)
-        found = cls(model.comm, world, Table("overlap", {}), possible if choose else possible[:1])
+        row_bytes = model.config.hidden_size * model.norm.weight.itemsize
+        found = cls(model.comm, world, Table("overlap", {}), possible if choose else possible[:1], row_bytes)
         if choose and world.device.type == "cuda":
             adapted = " adapters" if getattr(model, "step_adapters", None) else ""  # which changes what is fused
             shape = f"{model.config!r} {model.comm.name} {kv_dtype}{adapted}"
             key = machine_key(world.device, world.world_size, model.norm.weight.dtype, CODE)
             key["model"] = hashlib.sha256(shape.encode()).hexdigest()[:16]
-            found.table = load("overlap", key, lambda case: set(SCHEDULES), world.control)
+            found.table = load("overlap", key, lambda case: set(found._tried(case)), world.control)
         for schedule in found.possible[::-1]:  # opens buffers
             model.comm.use(schedule)
         return found
@@ -124,9 +127,14 @@ class Schedules:
             return (self.chosen.get(case, self.possible[0]),)
         if case in self.table.times:
             times, default = self.table.times[case], self.possible[0]
-            found = min(self.possible, key=lambda schedule: times[schedule])
+            found = min(self._tried(case), key=lambda schedule: times[schedule])
             return (found if times[found] < (1 - GAIN) * times[default] else default,)
-        return self.possible if self.spent < LIMIT else self.possible[:1]
+        return self._tried(case) if self.spent < LIMIT else self.possible[:1]
+
+    def _tried(self, case: str) -> tuple[Schedule, ...]:
+        """The possible schedules that differ for this case."""
+        copied = int(case.split()[1]) * self.row_bytes >= LEAST_COPIED
+        return tuple(one for one in self.possible if copied or one != "copy-engines" or len(self.possible) == 1)
 
     def _slowest(self, seconds: list[float]) -> list[float]:
         """The longest of all ranks."""

@@ -22,6 +22,7 @@ from tp import World
 pytest.importorskip("triton", reason="Triton is not installed; pip install triton")
 
 from comm.auto import MEASURED_SIZES, SIZES, TOLERANCE, fastest, microseconds, size_table
+from comm.interface import LEAST_COPIED
 from comm.table import Table, read, write
 
 KEY = {"gpu": "test", "ranks": "8"}
@@ -270,7 +271,7 @@ def test_the_communicator_follows_the_table(ranks: Ranks, seed: int) -> None:
     assert first == second == [fastest(table, size, EXACT) for size in (4, 1024, 8192, 1 << 20)]
 
 
-def chosen_on_few_sms(world: World, seed: int) -> list[str]:
+def chosen_with(world: World, schedule: Any, seed: int) -> list[str]:
     import comm.auto as module
 
     class Named(type(world.comm)):  # type: ignore[misc]
@@ -279,8 +280,8 @@ def chosen_on_few_sms(world: World, seed: int) -> list[str]:
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(module, "SymmetricCommunicator", Named)
         comm = module.AutoCommunicator({name: Named() for name in NAMES}, table_of(seed))
-        comm.use("few-sms")
-        assert {inner.schedule for inner in comm.algorithms.values()} == {"few-sms"}
+        comm.use(schedule)
+        assert {inner.schedule for inner in comm.algorithms.values()} == {schedule}
         names = {inner: name for name, inner in comm.algorithms.items()}
         return [names[comm.choose(size, overlap)] for overlap in (False, True) for size in SIZES]
 
@@ -290,7 +291,14 @@ def test_few_sms_do_without_nccl(ranks: Ranks, seed: int) -> None:
     table = table_of(seed)
     blocking, overlapped = ([fastest(table, size, names) for size in SIZES] for names in (NAMES, EXACT))
     few = ["two-shot" if name == "nccl" else name for name in overlapped]
-    assert ranks.run(2, chosen_on_few_sms, seed) == [blocking + few] * 2, f"seed {seed}"
+    assert ranks.run(2, chosen_with, "few-sms", seed) == [blocking + few] * 2, f"seed {seed}"
+
+
+def test_copy_engines_take_long_overlapped_messages(ranks: Ranks, seed: int) -> None:
+    table = table_of(seed)
+    blocking, overlapped = ([fastest(table, size, names) for size in SIZES] for names in (NAMES, EXACT))
+    copied = ["two-shot" if size >= LEAST_COPIED else name for size, name in zip(SIZES, overlapped, strict=True)]
+    assert ranks.run(2, chosen_with, "copy-engines", seed) == [blocking + copied] * 2, f"seed {seed}"
 
 
 def within(world: World, budget: float) -> list[str]:

@@ -16,7 +16,7 @@ import engine.core
 import engine.runner
 import engine.step_inputs
 from comm import GlooCommunicator, PendingAllReduce
-from comm.interface import SCHEDULES, Communicator
+from comm.interface import LEAST_COPIED, SCHEDULES, Schedule
 from comm.table import Table
 from engine.core import Engine, EngineLimits
 from engine.graphs import Captured
@@ -48,7 +48,7 @@ def measured(
         prepared.append(schedule)
         return Captured(lambda: None, schedule)
 
-    for case, by_rank in enumerate(times):
+    for case, by_rank in enumerate(times, 1):
         own, turns = by_rank[world.rank], []
 
         def timer(call: Callable[[], object], count: int, own: list[float] = own, turns: Timed = turns) -> list[float]:
@@ -57,7 +57,7 @@ def measured(
             late = 1e-3 * len(turns) if len(turns) <= len(SCHEDULES) else 0.0
             return [own[SCHEDULES.index(world.comm.schedule)] + late] * count
 
-        schedules = Schedules(world.comm, world, Table("overlap", {}), SCHEDULES, timer, spent=spent)
+        schedules = Schedules(world.comm, world, Table("overlap", {}), SCHEDULES, LEAST_COPIED, timer, spent=spent)
         for _ in range(2):  # the second time it is known
             kept.append(schedules.fastest(f"decode {case}", prepare, lambda: None).output)
         timed.append(turns)
@@ -91,12 +91,12 @@ def test_all_ranks_choose_what_is_fastest_on_the_slowest(n: int, ranks: Ranks, s
 
 @pytest.mark.parametrize(("gain", "found"), [(0.0, "overlapped"), (0.009, "overlapped"), (0.011, "deferred")])
 def test_another_schedule_must_be_faster_by_1_percent(gain: float, found: str, ranks: Ranks) -> None:
-    times = [[[1.0, 2.0, 1.0 - gain]] * 2]
+    times = [[[1.0, 2.0, 1.0 - gain, 2.0]] * 2]
     assert all(kept == [found] for kept, *_ in ranks.run(2, measured, times))
 
 
 def test_after_the_limit_steps_use_the_default(ranks: Ranks, seed: int) -> None:
-    for kept, counts, *_ in ranks.run(2, measured, [[[3.0, 2.0, 1.0]] * 2], LIMIT):
+    for kept, counts, *_ in ranks.run(2, measured, [[[3.0, 2.0, 1.0, 2.0]] * 2], LIMIT):
         assert kept == ["overlapped"] and counts == [2]
 
 
@@ -116,9 +116,26 @@ def test_a_forced_schedule_is_not_measured() -> None:
 
 
 def test_the_choices_in_words() -> None:
-    chosen = {"decode 64": "deferred", "prefill 16": "few-sms", "decode 1": "overlapped", "decode 8": "overlapped"}
-    schedules = Schedules(Communicator, World(0, 1, torch.device("cpu"), Communicator), Table("", {}), SCHEDULES, chosen=chosen)  # type: ignore[arg-type]
-    assert str(schedules) == "decode 1 to 8 overlapped, decode 64 deferred, prefill 16 few-sms"
+    chosen: dict[str, Schedule] = {
+        "decode 64": "deferred",
+        "prefill 16": "few-sms",
+        "decode 1": "overlapped",
+        "decode 8": "overlapped",
+    }
+    assert str(tried(SCHEDULES, chosen)) == "decode 1 to 8 overlapped, decode 64 deferred, prefill 16 few-sms"
+
+
+def test_copy_engines_are_tried_where_messages_are_long() -> None:
+    few = tuple(schedule for schedule in SCHEDULES if schedule != "copy-engines")
+    assert [tried(SCHEDULES)._candidates(f"prefill {rows}") for rows in (7, 8)] == [few, SCHEDULES]
+    assert tried(("copy-engines",))._candidates("prefill 7") == ("copy-engines",)
+
+
+def tried(possible: tuple[Schedule, ...], chosen: dict[str, Schedule] | None = None) -> Schedules:
+    """Of a model whose all-reduces have an eighth of LEAST_COPIED for each row."""
+    comm = GlooCommunicator.__new__(GlooCommunicator)
+    world = World(0, 1, torch.device("cpu"), comm)
+    return Schedules(comm, world, Table("", {}), possible, LEAST_COPIED // 8, chosen=chosen or {})
 
 
 # --- in the engine -----------------------------------------------------------------------------------------------------------
@@ -230,7 +247,9 @@ def test_steps_use_what_was_chosen(
             for answer in (answers[submit.request_id], answers[f"again {submit.request_id}"]):
                 assert_same(model, submit, answer.tokens)
         assert chosen == results[0][1]
-        assert set(chosen.values()) == (set(SCHEDULES) if overlap == "auto" else {"deferred"})
+        assert set(chosen.values()) == (
+            set(SCHEDULES) - {"copy-engines"} if overlap == "auto" else {"deferred"}
+        )  # short messages
         hidden = 0 if chosen["decode 1"] == "deferred" else 8 if name == "ladder" else 5
         expected = {(chosen["decode 1"], True): hidden, (chosen["decode 1"], False): 9 - hidden}  # and the embedding's
         assert begun == {key: count for key, count in expected.items() if count}
