@@ -82,7 +82,7 @@ def throughput(engine: Engine, args: argparse.Namespace, world: World) -> dict[s
         "median_step_ms": round(median(steps) * 1e3, 3),
         "p99_step_ms": round(sorted(steps)[int(0.99 * len(steps))] * 1e3, 3),
         "preemptions": engine.scheduler.preemptions,
-        "idle_share": None if engine.runner.graphs is None else round(engine.runner.idle_seconds / seconds, 4),
+        "idle_share": None if engine.runner.graphs is None else round((engine.runner.idle_seconds - idle[0]) / seconds, 4),
     }
 
 
