@@ -54,7 +54,7 @@ from training.sharding import Mesh, Sharding
 
 LENGTH = 128  # tokens of a prompt and its answer, at most
 TOGETHER = 128  # sequences of a batch, at most
-CHUNKED = EngineLimits(max_model_len=LENGTH, max_num_seqs=32, max_batch_tokens=64)  # and memory for a quarter of the sequences
+CHUNKED = EngineLimits(max_model_len=LENGTH, max_num_seqs=32, max_batch_tokens=64)  # and memory for few of the sequences
 ROWS = 16  # prompts of a batch of training
 MARGIN = 30.0  # seconds below which no launch is started
 CODE = ("*.py", "comm/*.py", "engine/*.py", "kernels/*.py", "quantized/*.py", "training/*.py", "scripts/quality/same_bits.py")
@@ -118,7 +118,7 @@ def work(args: argparse.Namespace) -> None:
     blocks = CHUNKED.max_num_seqs * LENGTH // CHUNKED.block_size
     roomy = EngineLimits(max_model_len=LENGTH, max_num_seqs=TOGETHER, kv_memory=size * blocks * 16)
     engines = {False: LLM(model, None, world, limits=roomy)}
-    engines[True] = LLM(model, None, world, limits=replace(CHUNKED, kv_memory=size * blocks // 4))
+    engines[True] = LLM(model, None, world, limits=replace(CHUNKED, kv_memory=size * blocks // 12))
     found: dict[str, list[Vector]] = {}
     for setting in SETTINGS:
         answers = answers_of(engines[setting.chunked], prompts, params, setting)
@@ -293,7 +293,7 @@ def main() -> None:
     )
     parser.add_argument("--tp", type=whole_number(2, 8), default=2, metavar="N", help="ranks compared with one (default: 2)")
     parser.add_argument("--items", type=whole_number(1), default=1000, metavar="N", help="prompts (default: 1000)")
-    parser.add_argument("--tokens", type=whole_number(1, LENGTH - 60), default=8, metavar="N", help="of an answer (default: 8)")
+    parser.add_argument("--tokens", type=whole_number(1, LENGTH - 60), default=6, metavar="N", help="of an answer (default: 6)")
     parser.add_argument("--dtype", choices=DTYPE_NAMES, default="bfloat16", help="default: bfloat16")
     parser.add_argument("--device", choices=("cpu", "cuda"), default="cpu", help="default: cpu")
     parser.add_argument("--seconds", type=whole_number(1), default=600, metavar="S", help="for all launches (default: 600)")

@@ -1,6 +1,7 @@
 """The real server on 2 ranks, whose processes are killed and stopped: every answer is that of an undisturbed server."""
 
 import asyncio
+import json
 import os
 import random
 import signal
@@ -14,6 +15,8 @@ from tests import MODELS
 from tests.support.server_process import ServerProcess, wait_until
 
 FLAGS = ("--model", MODELS / "tiny-hybrid", "--speculate", "ngram", "--max-restarts", 1000, "--hang-seconds", 5)
+
+LOGPROBS = ("tokens", "token_logprobs", "top_logprobs")  # of a completion's log-probabilities
 
 
 def log_of(server: ServerProcess) -> Path:
@@ -54,6 +57,30 @@ def test_chaos(seed: int) -> None:
         assert answers == [wanted]
         assert server.wait(120) == 0
         assert "Traceback" not in server.log
+
+
+def test_a_replay_has_the_same_bits_with_the_deterministic_mode(seed: int) -> None:
+    """A rank is killed in the middle of an answer. The ranks that go on compute in one step what was generated one by one, and the text
+    and all log-probabilities are those of an undisturbed answer."""
+    flags = ("--model", MODELS / "tiny-hybrid", "--dtype", "bfloat16", "--deterministic", "--max-restarts", 1000)
+    body = {"prompt": "Once upon a time", "max_tokens": 60, "ignore_eos": True, "seed": seed, "logprobs": 3}
+    with ServerProcess(*flags, ranks=2) as server:
+        server.ready()
+        (wanted,) = server.http.post("/v1/completions", json=body).json()["choices"]
+        text, logprobs, received = "", [], 0
+        with server.http.stream("POST", "/v1/completions", json=body | {"stream": True}) as answer:
+            for line in answer.iter_lines():
+                if not line.startswith("data: {"):
+                    continue
+                (choice,) = json.loads(line.removeprefix("data: "))["choices"]
+                text, received = text + choice["text"], received + 1
+                logprobs += zip(*(choice["logprobs"][name] for name in LOGPROBS), strict=True) if choice["logprobs"] else []
+                if received == 20:
+                    os.kill(random.choice(server.rank_pids()), signal.SIGKILL)
+        assert server.metrics()["rung:recoveries_total"] == 1
+        assert text == wanted["text"]
+        assert logprobs == list(zip(*(wanted["logprobs"][name] for name in LOGPROBS), strict=True))
+        assert len(logprobs) == 60
 
 
 @pytest.mark.parametrize("when", ["before it was ready", "too often"])
