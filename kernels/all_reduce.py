@@ -94,7 +94,7 @@ class Tiling:
 ONE_SHOT = Tiling(block=512, warps=8)
 ONE_SHOT_NORM = Tiling(block=512, warps=8)
 TWO_SHOT = Tiling(block=4096, warps=8, programs=64)
-TWO_SHOT_NORM = Tiling(block=0, warps=16, programs=64)  # a program handles a whole row at a time
+TWO_SHOT_NORM = Tiling(block=0, warps=16, programs=128)  # a program handles a whole row at a time
 
 
 def one_shot_bytes(world_size: int, capacity: int) -> int:

@@ -339,6 +339,18 @@ def test_many_rows_use_the_kernel_that_was_measured_to_be_faster(monkeypatch: py
     assert [tuning.QuantizedProblem(rows, shape, [packed], dtype).is_used for rows, dtype in asked] == [True, False, True]
 
 
+def test_many_rows_without_a_measurement_use_tiles_for_large_layers_of_4_bits() -> None:
+    def tiled(rows: int, n: int, k: int, scheme: str) -> bool:
+        found = config_module.config(rows, n, k, config_module.Format.parse(scheme), False)
+        assert found is None or (isinstance(found, QuantizedTiles) and found.fits(n, k, config_module.Format.parse(scheme)))
+        return found is not None
+
+    config_module.config.cache_clear()
+    assert tiled(1024, 4096, 4096, "int4-128") and tiled(256, 4096, 14336, "int4-32-zeros")
+    assert not tiled(256, 4096, 4096, "int4-128")
+    assert not tiled(4096, 28672, 8192, "int8-0") and not tiled(4096, 28672, 8192, "int4-128-wide")
+
+
 # --- compiling ----------------------------------------------------------------------------------------------------------------
 
 COMPILED = [
