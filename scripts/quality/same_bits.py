@@ -95,7 +95,7 @@ def _digest(content: Any) -> str:
 
 def prompts_of(vocab: int, args: argparse.Namespace) -> tuple[list[list[int]], list[SamplingParams]]:
     """Prompts, four of which begin alike, and their parameters; the same in each process."""
-    draw, prompts = random.Random(0), []
+    draw, prompts = random.Random(0), list[list[int]]()
     while len(prompts) < args.items:
         common = [draw.randrange(vocab) for _ in range(draw.randrange(LENGTH - 40 - args.tokens))]
         prompts += [common + [draw.randrange(vocab) for _ in range(draw.randint(1, 40))] for _ in range(4)]
@@ -146,15 +146,11 @@ def answers_of(
     found: list[Any] = [None] * len(prompts)
     for first in range(0, len(order), setting.batch):
         own = order[first : first + setting.batch]
-        each = [replace_logprobs(params[i], setting.logprobs) for i in own]
+        each = [msgspec.structs.replace(params[i], logprobs=0 if setting.logprobs else None) for i in own]
         for i, answer in zip(own, llm.generate([prompts[i] for i in own], each), strict=True):
             logprobs = [position.chosen.logprob for position in answer.logprobs] if setting.logprobs else None
             found[i] = answer.token_ids, logprobs
     return found
-
-
-def replace_logprobs(params: SamplingParams, wanted: bool) -> SamplingParams:
-    return msgspec.structs.replace(params, logprobs=0 if wanted else None)
 
 
 def trained(

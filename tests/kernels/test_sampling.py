@@ -55,7 +55,7 @@ def faults_of(local: Callable, combine: Callable, device: str, dtype: torch.dtyp
 def noise_faults(device: str) -> list[str]:
     """Where the noise of the kernels is not the logarithm of the hash, and where the two kernels' noise has different bits."""
     found, size = [], 8 * SLICE + random.randrange(1, SLICE)
-    seeds, positions = (torch.randint(-(2**63), 2**63 - 1, (3, 1), device=device) for _ in range(2))
+    seeds, positions = (torch.randint(-(2**63), 2**63 - 1, (3, 1)).to(device) for _ in range(2))
     ids = torch.arange(size, device=device)
     noise = sampling.gumbel_noise(seeds, positions, ids)
     exact = -exponential_noise(seeds, positions, ids).double().log()
