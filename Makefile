@@ -107,7 +107,7 @@ accuracy: setup #+ Measure: perplexity and exact match of every embedded model a
 accuracy-weights: setup #+ Measure: what weights in 8 and 4 bits and an 8-bit KV cache cost every embedded model, resumable, into out (tracked: ARGS=--write; an hour, 2 GB)
 	@$(PY) -m scripts.quality.weights $(ARGS)
 
-vllm-reads: setup #+ Measure: what vLLM makes of the checkpoints that scripts.quantize writes, compared with our log-probabilities, into out/vllm-reads.md (tracked: ARGS=--write; a GPU, 5 min): make vllm-reads ARGS="--vllm-python PYTHON"
+vllm-reads: setup #+ Measure: what vLLM makes of the checkpoints that scripts.quantize writes, compared with our log-probabilities, into out/vllm-reads.md (tracked: ARGS=--write; a GPU): make vllm-reads ARGS="--vllm-python PYTHON"
 	@$(PY) -m scripts.quality.vllm_reads $(ARGS)
 
 accuracy-seeds: setup-dev #+ Measure: train and evaluate every embedded variant with three seeds, resumable; mean, errors and a paired test (on a GPU, ARGS="--processes 6 -- --compile")

@@ -191,9 +191,9 @@ def quantize(weight: Tensor, scheme: Scheme, name: str) -> Quantized:
     found, first = None, 0
     for piece in weight.split(max(1, PIECE // weight.shape[1])):
         made = _quantize(piece.float().unflatten(1, (-1, group)), scheme, dtype)
-        found = found or Quantized(*(t if t is None else t.new_empty(len(weight), *t.shape[1:]) for t in made))
+        found = found or Quantized(*(t if t is None else t.new_empty(len(weight), *t.shape[1:]) for t in made))  # type: ignore[arg-type]
         for whole, part in zip(found, made, strict=True):
-            if whole is not None:
+            if whole is not None and part is not None:
                 whole[first : first + len(piece)] = part
         first += len(piece)
     assert found is not None

@@ -15,11 +15,14 @@ of the next one for all samples. If the command is stopped, the same command goe
 import argparse
 import json
 import math
+import resource
 import shutil
+import time
 import zlib
 from collections.abc import Iterator
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
+from statistics import median
 from typing import Any
 
 import torch
@@ -146,7 +149,9 @@ class Calibration:
 
         def add(module: nn.Module, inputs: tuple[Tensor, ...]) -> None:
             x = inputs[0].flatten(0, -2).float()
-            found[module] = found.get(module, 0) + x.T @ x
+            if module not in found:
+                found[module] = x.new_zeros(x.shape[1], x.shape[1])
+            found[module].addmm_(x.T, x)
 
         hooks = [m.register_forward_pre_hook(add) for m in block.modules() if isinstance(m, ShardedLinear)]
         for stream in self.streams:
@@ -161,7 +166,8 @@ class Calibration:
         for place in self.places(layer, block):
             if place.name in weights:
                 place.tensor.copy_(weights[place.name].narrow(place.dim, place.rows.start, len(place.rows)))
-        self.streams = [block(stream, self.frequencies, self.causal) for stream in self.streams]
+        for i, stream in enumerate(self.streams):  # one after the other, so that memory has each sample's inputs once
+            self.streams[i] = block(stream, self.frequencies, self.causal)
 
 
 # --- layers -------------------------------------------------------------------------------------------------------------------
@@ -225,16 +231,22 @@ def write(job: Job, number: int, layers: dict[str, Quantized]) -> None:
     half.replace(job.file(number))
 
 
-def quantize_checkpoint(job: Job, tokens: Tensor | None) -> None:
-    """Write every file that is not there yet. tokens (samples, length): GPTQ's; None rounds to nearest."""
+def quantize_checkpoint(job: Job, tokens: Tensor | None) -> list[float]:
+    """Write every file that is not there yet. tokens (samples, length): GPTQ's; None rounds to nearest. Returns the seconds of each
+    layer that was written."""
+    seconds = []
     if not job.file(0).exists():
         write(job, 0, {})
     inputs = Calibration(job, tokens) if tokens is not None else None
     for layer in tqdm(range(job.config.n_layers), "quantizing", unit="layer"):
-        if not job.file(layer + 1).exists():
+        began, is_new = time.perf_counter(), not job.file(layer + 1).exists()
+        if is_new:
             write(job, layer + 1, rounded(job, layer) if inputs is None else calibrated(job, layer, inputs))
         if inputs is not None and layer + 1 < job.config.n_layers:
             inputs.advance(layer, read_layer(job, layer))
+        if job.device.type == "cuda":
+            torch.cuda.synchronize()
+        seconds += [time.perf_counter() - began] if is_new else []
     weight_map: dict[str, str] = {}
     size = 0
     for number in range(job.config.n_layers + 1):
@@ -242,6 +254,17 @@ def quantize_checkpoint(job: Job, tokens: Tensor | None) -> None:
         weight_map |= dict.fromkeys(tensors, job.file(number).name)
         size += sum(tensor.nbytes for tensor in tensors.values())
     (job.out / INDEX).write_text(json.dumps({"metadata": {"total_size": size}, "weight_map": weight_map}, indent=2) + "\n")
+    return seconds
+
+
+def costs(seconds: list[float], device: torch.device) -> str:
+    """For the user: how long a layer took, and the most memory that was in use: of the GPU, or of this process."""
+    if device.type == "cuda":
+        most, where = torch.cuda.max_memory_allocated(device), "the GPU's memory"
+    else:
+        most, where = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024, "memory"
+    time_taken = f"{median(seconds):.2f} s a layer, " if seconds else ""
+    return f"{time_taken}at most {most / 1e9:.2f} GB of {where}"
 
 
 # --- the command --------------------------------------------------------------------------------------------------------------
@@ -302,10 +325,13 @@ def parse_args() -> argparse.Namespace:
 @torch.no_grad()  # not inference mode, in which the all-reduces of a stream can be read only once
 def quantize_model(
     model: str, out: Path, weights: str, method: str, text: str | None, samples: int, length: int, device: str = "cpu"
-) -> None:
-    """Quantize checkpoint `model` into the folder `out`. text: GPTQ's calibration, None for the default. Raises UserError."""
+) -> str:
+    """Quantize checkpoint `model` into the folder `out`. text: GPTQ's calibration, None for the default. Returns what it took, for the
+    user. Raises UserError."""
     if has_random_weights(model):
-        raise UserError(f"{model} has no weights; name a checkpoint, or use --quantize to serve a preset")
+        raise UserError(
+            f"{model} has no weights; name a checkpoint, use --quantize to serve a preset, or scripts.random_checkpoint"
+        )
     config = model_config(model, None, 1)
     if config.quantization is not None:
         raise UserError(f"{model} is quantized already ({config.quantization.description}); start from the one in 16 bits")
@@ -318,8 +344,9 @@ def quantize_model(
     tokens = calibration(model, text, config, samples, length) if text is not None and method == "gptq" else None
     shape = None if tokens is None else list(tokens.shape)
     begin(out, {"model": model, "method": method, "scheme": asdict(job.scheme), "calibration": shape, "text": hash_of(text)})
-    quantize_checkpoint(job, tokens)
+    seconds = quantize_checkpoint(job, tokens)
     finish(Path(model), job)
+    return costs(seconds, where)
 
 
 def hash_of(text: str | None) -> str | None:
@@ -334,8 +361,8 @@ def main() -> None:
             text = args.calibration.read_text(encoding="utf-8")
         except (OSError, UnicodeDecodeError) as e:
             raise UserError(f"--calibration {args.calibration} cannot be read as text ({e}); name a UTF-8 text file") from None
-    quantize_model(args.model, args.out, args.weights, args.method, text, args.samples, args.length, args.device)
-    note(f"wrote {args.out}: {args.weights} by {args.method}")
+    took = quantize_model(args.model, args.out, args.weights, args.method, text, args.samples, args.length, args.device)
+    note(f"wrote {args.out}: {args.weights} by {args.method}; {took}")
 
 
 if __name__ == "__main__":

@@ -18,6 +18,8 @@ from presets import model_config, preset
 from quantized import formats
 from quantized.scheme import QUANTIZATIONS, SCHEMES, Scheme, on_load
 from quantized.weight import Quantized, quantize, rounding_bytes
+from scripts.quantize import quantize_checkpoint
+from tests.quantized.test_quantize import job_for
 from tests.support.live_bytes import LiveBytes
 from tests.test_tensor_parallel import save_random
 from tp import World
@@ -57,6 +59,34 @@ def test_readers_round_one_weight_at_a_time(name: str, tmp_path: Path, monkeypat
     model = Transformer(config, Local(), CPU, torch.float32).requires_grad_(False)
     fill_all(all_places(model), SafetensorsSource(source), READERS)
     assert 0 < live.most - live.now <= loading_bytes(config, 1)
+
+
+def peak_of_quantizing(source: Path, out: Path, weights: str, samples: int) -> int:
+    """The most bytes of tensors at once while a checkpoint is quantized. samples: GPTQ's, of 64 tokens; 0 rounds to nearest."""
+    live, tokens = LiveBytes(), torch.randint(0, 128, (samples, 64)) if samples else None
+    job = job_for(source, out, weights)
+    out.mkdir()
+    with live.watched(), torch.no_grad():
+        assert len(quantize_checkpoint(job, tokens)) == job.config.n_layers
+    return live.most
+
+
+@pytest.mark.parametrize(("weights", "samples"), [("fp8", 0), ("int4", 4)])
+def test_the_peak_of_quantizing_is_that_of_one_layer(weights: str, samples: int, tmp_path: Path, seed: int) -> None:
+    peaks = []
+    for layers in (2, 4):
+        source = save_random(replace(SHAPE, n_layers=layers, vocab_size=128), tmp_path / f"source {layers}")
+        peaks.append(peak_of_quantizing(source, tmp_path / f"made {layers}", weights, samples))
+    assert peaks[0] > 4 * 128 * 384 and peaks[1] <= 1.02 * peaks[0]
+
+
+def test_gptq_holds_the_inputs_of_each_sample_once(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, seed: int) -> None:
+    """Of each the stream and the last module's output, which the next layer adds; beside what one layer needs. Without GPTQ's own
+    memory, which does not depend on the samples."""
+    monkeypatch.setattr("scripts.quantize.gptq", lambda weight, hessian, scheme, name: quantize(weight, scheme, name))
+    source = save_random(replace(SHAPE, n_layers=3, vocab_size=128), tmp_path / "source")
+    few, many = (peak_of_quantizing(source, tmp_path / f"made {count}", "int4", count) for count in (2, 66))
+    assert many - few < 1.1 * 64 * 64 * SHAPE.hidden_size * 4 * 2
 
 
 @pytest.mark.parametrize("name", QUANTIZATIONS)

@@ -1,5 +1,6 @@
 """Making quantized checkpoints: GPTQ against its definition, and what scripts.quantize writes against what is read again."""
 
+import re
 import shutil
 from dataclasses import replace
 from pathlib import Path
@@ -21,8 +22,9 @@ from presets import model_config
 from quantized.gptq import DAMPING, best_scales, gptq
 from quantized.scheme import SCHEMES, on_load
 from quantized.weight import dequantize, quantize, unpack
+from scripts import random_checkpoint
 from scripts.quantize import Job, begin, finish, quantize_checkpoint, quantize_model, scheme_of
-from tests.support.command_line import MODELS
+from tests.support.command_line import MODELS, Here
 from tests.support.ranks import Ranks
 from tests.test_tensor_parallel import save_random
 from tp import World
@@ -229,3 +231,18 @@ def test_the_command_quantizes_with_text(tmp_path: Path, seed: int) -> None:
     for name, message in ((str(tmp_path / "made"), "quantized already"), ("tiny", "no weights")):
         with pytest.raises(UserError, match=message):
             quantize_model(name, tmp_path / "other", "int8", "rtn", None, 1, 1)
+
+
+def test_a_checkpoint_with_random_weights_is_quantized(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
+) -> None:
+    here = Here(monkeypatch, capfd, random_checkpoint.main, flags=())
+    source = tmp_path / "source"
+    assert here("--model", "tiny:2", "--variant", "ladder", "--out", source).code == 0
+    assert model_config(str(source), None, 1).variant == "ladder"
+    took = quantize_model(str(source), tmp_path / "made", "int4", "gptq", None, samples=1, length=16)
+    assert re.fullmatch(r"[0-9.]+ s a layer, at most [0-9.]+ GB of .*memory", took)
+    again = quantize_model(str(source), tmp_path / "made", "int4", "gptq", None, samples=1, length=16)
+    assert again.startswith("at most")  # no layer was left
+    for name, words in (("tiny:2", "name a new folder"), (str(source), "has weights already")):
+        assert words in here.refuses("--model", name, "--out", source)
