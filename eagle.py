@@ -283,8 +283,33 @@ def load_head(directory: Path, base: ModelConfig, world: World, dtype: torch.dty
     return head
 
 
+@dataclass(frozen=True)
+class HeadFiles:
+    """A head whose files have been checked, but for its weights' values. hollow: without memory. layer: the prefix of its layer's
+    tensors. targets: see `EagleHead`."""
+
+    source: Source
+    hollow: EagleHead
+    layer: str
+    targets: Tensor
+
+
 def read_head(directory: Path, base: ModelConfig, world: World, dtype: torch.dtype) -> EagleHead:
     """`load_head` without communication. Raises UserError unless the files hold what config.json says, for a model like `base`."""
+    files = check_head(directory, base, dtype)
+    hollow = files.hollow
+    embeds = hollow.embed_tokens is not None
+    head = EagleHead(hollow.config, sharing(hollow, world), world.device, dtype, embeds).eval().requires_grad_(False)
+    try:
+        fill_all(list(head_places(head, files.layer)), files.source, 1)
+    except UserError as e:
+        raise UserError(f"draft head {directory}: {e}") from None
+    head.targets.copy_(files.targets)
+    return head
+
+
+def check_head(directory: Path, base: ModelConfig, dtype: torch.dtype = torch.float32) -> HeadFiles:
+    """Raises UserError unless the files have what config.json says, for a model like `base`. Reads no weights."""
     config = read_eagle_config(directory, base)
     source = _open(directory)
     found = source.shapes()
@@ -300,13 +325,9 @@ def read_head(directory: Path, base: ModelConfig, world: World, dtype: torch.dty
     wanted = [_whole(name, torch.empty(n, device="meta")) for name, n in maps.items() if name in found or name in required]
     try:
         check_names(config.layer, [*head_places(hollow, layer), *wanted], source)
-        targets = _targets(source, config.draft_vocab_size, base.vocab_size)
-        head = EagleHead(config, sharing(hollow, world), world.device, dtype, embeds).eval().requires_grad_(False)
-        fill_all(list(head_places(head, layer)), source, 1)
+        return HeadFiles(source, hollow, layer, _targets(source, config.draft_vocab_size, base.vocab_size))
     except UserError as e:
         raise UserError(f"draft head {directory}: {e}") from None
-    head.targets.copy_(targets)
-    return head
 
 
 def _open(directory: Path) -> Source:

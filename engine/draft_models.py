@@ -21,7 +21,7 @@ import torch
 from checkpoint import load_model
 from comm import Local
 from config import ModelConfig
-from eagle import EagleConfig, EagleHead, is_head, load_head, random_config, random_head, read_eagle_config
+from eagle import EagleConfig, EagleHead, check_head, is_head, load_head, random_config, random_head
 from engine.block_manager import BlockManager
 from engine.drafts import count_equal
 from engine.logits import SamplingState, sibling
@@ -83,7 +83,7 @@ def find_draft(
             raise UserError(
                 f"--speculate {speculate}: a draft head does not go with {base.variant} on several ranks; leave it out"
             )
-        return Draft(speculate, read_eagle_config(Path(speculate), base), base)
+        return Draft(speculate, check_head(Path(speculate), base).hollow.config, base)
     try:
         config = model_config(speculate, None, 1)
     except UserError as e:

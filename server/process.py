@@ -111,9 +111,11 @@ def describe_end(code: int) -> int:
     if code > SIGNALLED:
         note("ended at a second signal, before the running requests were answered")
         return code
+    if code == USER_ERROR:
+        return code  # it has said what is wrong
     if code:
         note(f"error: the HTTP frontend ended with exit code {code}")
-        return USER_ERROR if code == USER_ERROR else FAILED
+        return FAILED
     return 0
 
 

@@ -70,7 +70,9 @@ class Supervisor:
         """End the frontend after the ranks. code: the ranks'. Returns the server's: that of what ended first."""
         frontend_first = self._code is not None
         self._ranks_ended.set()
-        if code:
+        if code == USER_ERROR and not self._ready.exists():
+            self._frontend.process.kill()  # it has nothing to finish, and the ranks have said what is wrong
+        elif code:
             tell(self._frontend.addresses[1], Fatal("the ranks have ended and are not started again"))
         self._watcher.join(JOIN_SECONDS)
         if self._watcher.is_alive():
@@ -92,8 +94,10 @@ class Supervisor:
                 break
             self._frontend.start(attach=True)
         self._code = self._code or code
-        while not self._ranks_ended.wait(GRACE_SECONDS):
+        patience = 0.0 if self._code == USER_ERROR else GRACE_SECONDS  # ranks would say again what is wrong
+        while not self._ranks_ended.wait(patience):
             self._ranks.signal(signal.SIGTERM)
+            patience = GRACE_SECONDS
 
     def _take_restart(self, what: str, which: str) -> bool:
         now = time.monotonic()

@@ -24,7 +24,7 @@ from tests.support import quick_start
 from tests.support.command_line import HYBRID, MODELS, Finished, Here, command, environment, launch
 from tests.support.ports import free_port
 from tests.support.ranks import Ranks
-from tests.support.server_process import rank_pids, runs
+from tests.support.server_process import ServerProcess, rank_pids, runs
 from tokenizer_files import load_tokenizer
 from tp import World, agree_on_error, stream_shards
 
@@ -182,6 +182,55 @@ def test_bad_checkpoints(here: Here, tmp_path: Path, spoil: Callable[[Path], Non
     folder = copy_of("tiny-hybrid", tmp_path)
     spoil(folder)
     check_refused(here("--model", folder, *ONCE), *words)
+
+
+# --- draft heads ---------------------------------------------------------------------------------------------------------
+
+
+def other_vocabulary(folder: Path) -> None:
+    edit_config(vocab_size=2048, draft_vocab_size=1024)(folder)
+
+
+def other_width(folder: Path) -> None:
+    edit_config(target_hidden_size=64)(folder)
+
+
+def missing_map(folder: Path) -> None:
+    edit_config(draft_vocab_size=512)(folder)
+    edit_tensors(lambda tensors: tensors.update({"lm_head.weight": tensors["lm_head.weight"][:512].contiguous()}))(folder)
+
+
+BAD_HEADS: list[tuple[Callable[[Path], None], list[str]]] = [
+    (other_vocabulary, ["2048", "1024"]),
+    (other_width, ["width 64", "192"]),
+    (missing_map, ["d2t"]),
+]
+
+
+def head_copy(tmp_path: Path, spoil: Callable[[Path], None]) -> Path:
+    folder = Path(shutil.copytree(MODELS / "tiny-standard" / "draft", tmp_path / "head"))
+    spoil(folder)
+    return folder
+
+
+@pytest.mark.parametrize(("spoil", "words"), BAD_HEADS)
+def test_a_bad_draft_head(here: Here, tmp_path: Path, spoil: Callable[[Path], None], words: list[str]) -> None:
+    folder = head_copy(tmp_path, spoil)
+    check_refused(here("--model", str(MODELS / "tiny-standard"), *ONCE, "--speculate", str(folder)), str(folder), *words)
+
+
+@pytest.mark.parametrize(("spoil", "words"), BAD_HEADS)
+def test_the_server_says_in_one_line_that_a_draft_head_is_bad(
+    tmp_path: Path, spoil: Callable[[Path], None], words: list[str]
+) -> None:
+    """Before it reads the model's weights."""
+    folder = head_copy(tmp_path, spoil)
+    with ServerProcess("--model", MODELS / "tiny-standard", "--speculate", folder, ranks=2) as server:
+        assert server.process.wait(120) == 2
+        log = server.log
+    lines = [line for line in log.splitlines() if "info start-up: " not in line]
+    assert len(lines) == 1 and lines[0].startswith("error: "), log
+    assert all(word in lines[0] for word in [str(folder), *words]) and "start-up: weights" not in log
 
 
 # --- hostile checkpoints ---------------------------------------------------------------------------------------------------

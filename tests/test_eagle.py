@@ -18,7 +18,7 @@ from attention import Causal
 from comm import Local
 from comm.interface import SCHEDULES, Schedule
 from config import ModelConfig, with_variant
-from eagle import is_head, read_head
+from eagle import check_head, is_head, read_head
 from errors import UserError
 from hf_config import config_to_hf
 from tests.support.paged import CachedSequences
@@ -294,7 +294,7 @@ def test_bad_tensors_of_a_head(spoil: Callable[[dict[str, Tensor]], Any], named:
         read_head(tmp_path, base, alone(), torch.float32)
         return
     with pytest.raises(UserError, match=rf"^[^\n]*{named}[^\n]*$"):
-        read_head(tmp_path, base, alone(), torch.float32)
+        check_head(tmp_path, base)
 
 
 BAD_CONFIGS: list[tuple[dict[str, Any], str]] = [
@@ -322,7 +322,7 @@ def test_bad_descriptions_of_a_head(keys: dict[str, Any], named: str, tmp_path: 
     path = tmp_path / "config.json"
     path.write_text(json.dumps(json.loads(path.read_text()) | keys))
     with pytest.raises(UserError, match=rf"^[^\n]*{named}[^\n]*$"):
-        read_head(tmp_path, base, alone(), torch.float32)
+        check_head(tmp_path, base)
 
 
 def test_a_head_needs_an_embedding_of_its_width(tmp_path: Path, seed: int) -> None:
