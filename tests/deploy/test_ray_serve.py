@@ -1,6 +1,7 @@
 """Real replicas on a local Ray: `make cluster-test`, which takes minutes. One cluster for all tests, in their order."""
 
 import asyncio
+import json
 import os
 import random
 import re
@@ -104,6 +105,23 @@ def body(prompt: str, tokens: int = 40, **more: object) -> dict[str, object]:
         "ignore_eos": True,
         **more,
     }
+
+
+def test_a_cluster_whose_gpus_may_come_later_needs_a_number(seed):
+    rng = random.Random(seed)
+    tp, given = rng.randrange(2, 9), rng.randrange(9)
+    cases = {  # what the cluster has now, --gpus
+        ("own cluster", -1): ({"CPU": 2, "rung_fixed_size": 1}, "0"),
+        ("GPUs", -1): ({"CPU": 2, "GPU": 1}, str(tp)),
+        ("none yet", -1): ({"CPU": 2}, f"give --gpus {tp} if"),
+        ("none yet", given): ({"CPU": 2}, str(given)),
+    }
+    program = "import sys, json; from deploy.ray_serve import *\nfor tp, gpus, has in json.loads(sys.argv[1]):\n"
+    program += "    try: print(gpus_of(Options(tp=tp, gpus=gpus), has))\n    except UserError as e: print(e)"
+    asked = [(tp, gpus, has) for (_, gpus), (has, _) in cases.items()]
+    lines = subprocess.check_output([PYTHON, "-c", program, json.dumps(asked)], cwd=ROOT, text=True).splitlines()
+    for line, (case, (_, expected)) in zip(lines, cases.items(), strict=True):
+        assert line == expected or (" " in expected and expected in line), (case, line)
 
 
 @dataclass
