@@ -55,7 +55,9 @@ class Options(BaseModel):
     server: list[str] = Field(default=[], description="flags of python -m server")
     python: str = Field(default=str(OWN_PYTHON if OWN_PYTHON.exists() else sys.executable), description="runs the server")
     tp: int = Field(default=1, description="tensor-parallel ranks of a replica, all on one host")
-    gpus: int = Field(default=-1, description="GPUs of a replica, all of one host; -1: as many as ranks if the cluster has GPUs")
+    gpus: int = Field(
+        default=-1, description="GPUs of a replica, all of one host; -1: as many as ranks if the cluster has GPUs"
+    )
     cpus: float = Field(default=0, description="CPUs of a replica; 0: as many as ranks")
     replicas: int = Field(default=2, description="with --max-replicas, the fewest")
     max_replicas: int = Field(default=0, description="start up to so many, by the queue; 0: --replicas")
@@ -67,7 +69,9 @@ class Options(BaseModel):
     gateways: int = Field(default=1, description="processes that take requests, each with its own memory of prefixes")
     surge: int = Field(default=0, description="percent of the replicas that an update may start before it ends old ones")
     drain_timeout: float = Field(default=30.0, description="seconds for the requests of a replica that is to end")
-    request_timeout: float = Field(default=600.0, description="seconds for a whole answer, or for the first event of a stream, with all tries")
+    request_timeout: float = Field(
+        default=600.0, description="seconds for a whole answer, or for the first event of a stream, with all tries"
+    )
     max_body_mb: int = Field(default=16, description="largest body of a request, in MiB")
 
 
