@@ -21,7 +21,7 @@ from comm.relay import RelayCommunicator
 from comm.symmetric import KINDS, Kind, SymmetricCommunicator
 from comm.table import from_rank_0, machine_key
 from comm.tree import TreeCommunicator
-from comm.workspace import Memory, check_reachable, memory_between
+from comm.workspace import Memory, check_reachable, memory_between, on_several_hosts
 from errors import UserError
 
 
@@ -65,12 +65,16 @@ def auto(
 
     error_budget: the relative error (see `relative_error`) up to which all-reduces may be quantized. rebuild: measure even
     if there is a table."""
+    if on_several_hosts(group):
+        if error_budget:
+            _print("auto quantizes nothing between hosts", group)
+        return fastest_between_hosts(NcclCommunicator(group), device, group)
     try:
         chosen = by_size(device, error_budget, group, rebuild)
     except UserError as error:
         budget = " and quantizes nothing" if error_budget else ""
         _print(f"auto uses nccl{budget}: {error}", group)
-        return fastest_between_hosts(NcclCommunicator(group), device, group)
+        return NcclCommunicator(group)
     if memory_between(device, group) == "host":
         return chosen
     try:

@@ -23,6 +23,7 @@ from comm.process_group import HostAllReduce, ProcessGroupCommunicator, all_gath
 from comm.quantized import Worker
 from errors import UserError
 
+HOST_ID = "RUNG_HOST_ID"  # environment variable: names this rank's host, whatever NCCL is told
 SIZES = tuple(1 << i for i in range(12, 27, 2))  # bytes of the messages with which `fastest_between_hosts` measures
 RUNS = 3
 GAIN = 0.9  # share of the flat all-reduce's time that must suffice; less of a gain may be noise
@@ -32,9 +33,10 @@ reduce_scatter = getattr(dist, "reduce_scatter_single", None) or dist.reduce_sca
 
 
 def host_of_each_rank(group: dist.ProcessGroup | None = None) -> list[tuple[str, str]]:
-    """The host of each rank of the group, by rank. As in NCCL, different NCCL_HOSTIDs count as different hosts. Collective."""
-    name = socket.gethostname()
-    host = name if shared_gpus.allowed() else os.environ.get("NCCL_HOSTID", name), _boot_id()
+    """The host of each rank of the group, by rank. As in NCCL, different NCCL_HOSTIDs count as different hosts, but not between ranks
+    that share GPUs, where all differ. HOST_ID comes before both. Collective."""
+    name = socket.gethostname() if shared_gpus.allowed() else os.environ.get("NCCL_HOSTID", socket.gethostname())
+    host = os.environ.get(HOST_ID) or name, _boot_id()
     found: list[tuple[str, str]] = [host] * dist.get_world_size(group)
     dist.all_gather_object(found, host, group=group)
     return found

@@ -77,8 +77,8 @@ def open_host(size: int, device: torch.device, group: dist.ProcessGroup | None =
     """
     group = group or dist.group.WORLD
     assert group is not None
-    if device.type == "cuda" and _several_hosts(group):
-        raise UserError(f"these GPUs have no memory that all of them can address: {_SEVERAL_HOSTS}; use --comm nccl")
+    if device.type == "cuda" and on_several_hosts(group):
+        raise UserError(f"these GPUs have no memory that all of them can address: {_SEVERAL_HOSTS}; use --comm auto")
     shared = _views_of_file(size, group)
     if device.type == "cuda":
         _lock_pages(shared.owner, group)
@@ -157,7 +157,7 @@ def check_reachable(device: torch.device, group: dist.ProcessGroup | None = None
 _SEVERAL_HOSTS = "they are on several hosts"
 
 
-def _several_hosts(group: dist.ProcessGroup | None) -> bool:
+def on_several_hosts(group: dist.ProcessGroup | None) -> bool:
     """Whether the ranks are on several hosts. Collective."""
     return len(set(host_of_each_rank(group))) > 1
 
@@ -165,7 +165,7 @@ def _several_hosts(group: dist.ProcessGroup | None) -> bool:
 def _obstacles(device: torch.device, group: dist.ProcessGroup | None) -> set[str]:
     """The reasons why GPUs of the group cannot or may not use peer access; empty if they can. NCCL_P2P_DISABLE=1 on one rank
     disables it for all. The same on every rank. Collective."""
-    found = {_SEVERAL_HOSTS} if _several_hosts(group) else set()
+    found = {_SEVERAL_HOSTS} if on_several_hosts(group) else set()
     if any(_gather_objects(os.environ.get("NCCL_P2P_DISABLE") == "1", group)):
         found.add("NCCL_P2P_DISABLE=1 disables it")
     if not found:

@@ -93,7 +93,9 @@ class Gateway:
         """An answer with its first event, or all of it if it is no stream: until then another replica can be asked."""
         stream = self._forward.remote(call)
         try:
-            status, headers, name = await anext(stream)
+            if (head := await anext(stream, None)) is None:
+                raise ServerLost("the replica ended without an answer")
+            status, headers, name = head
             if headers.get("content-type", "").startswith("text/event-stream"):
                 return Reply(status, headers, name, await anext(stream, b""), stream)
             return Reply(status, headers, name, b"".join([piece async for piece in stream]))

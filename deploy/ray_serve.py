@@ -19,7 +19,7 @@ import socket
 import subprocess
 import sys
 import threading
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -45,6 +45,7 @@ LEASH = (
 )
 END_SECONDS = 15.0  # for a server's processes to end after its drain
 RAY_SETS = {"date", "server", "x-request-id"}  # headers of answers
+FIXED = "rung_fixed_size"  # a resource of the clusters that this program starts, which never get further nodes
 QUIET = {"log_level": "WARNING"}  # of Ray Serve: an access log for each replica and gateway would repeat the server's
 
 
@@ -54,7 +55,9 @@ class Options(BaseModel):
     server: list[str] = Field(default=[], description="flags of python -m server")
     python: str = Field(default=str(OWN_PYTHON if OWN_PYTHON.exists() else sys.executable), description="runs the server")
     tp: int = Field(default=1, description="tensor-parallel ranks of a replica, all on one host")
-    gpus: int = Field(default=-1, description="GPUs of a replica; -1: as many as ranks if the cluster has GPUs")
+    gpus: int = Field(
+        default=-1, description="GPUs of a replica, all of one host; -1: as many as ranks if the cluster has GPUs"
+    )
     cpus: float = Field(default=0, description="CPUs of a replica; 0: as many as ranks")
     replicas: int = Field(default=2, description="with --max-replicas, the fewest")
     max_replicas: int = Field(default=0, description="start up to so many, by the queue; 0: --replicas")
@@ -66,7 +69,9 @@ class Options(BaseModel):
     gateways: int = Field(default=1, description="processes that take requests, each with its own memory of prefixes")
     surge: int = Field(default=0, description="percent of the replicas that an update may start before it ends old ones")
     drain_timeout: float = Field(default=30.0, description="seconds for the requests of a replica that is to end")
-    request_timeout: float = Field(default=600.0, description="seconds for a request's first byte, with all tries")
+    request_timeout: float = Field(
+        default=600.0, description="seconds for a whole answer, or for the first event of a stream, with all tries"
+    )
     max_body_mb: int = Field(default=16, description="largest body of a request, in MiB")
 
 
@@ -151,10 +156,23 @@ class Replica:
         await asyncio.to_thread(self._process.wait)
 
 
+def gpus_of(options: Options, resources: Mapping[str, float]) -> int:
+    """The GPUs of a replica in a cluster that has `resources` now. Raises UserError if they cannot be known from these: nodes with
+    GPUs may start only when something asks for GPUs."""
+    if options.gpus >= 0:
+        return options.gpus
+    if not resources.get("GPU") and FIXED not in resources:
+        raise UserError(
+            f"the cluster has no GPUs now; give --gpus {options.tp} if its nodes with GPUs start when they are needed, or --gpus 0 "
+            "to serve on CPUs"
+        )
+    return options.tp if resources.get("GPU") else 0
+
+
 def build(options: Options) -> Any:
-    """The application for `serve.run` and `serve deploy`."""
-    on_gpus = options.gpus < 0 and ray.cluster_resources().get("GPU")
-    resources = {"num_cpus": options.cpus or options.tp, "num_gpus": options.tp if on_gpus else max(0, options.gpus)}
+    """The application for `serve.run` and `serve deploy`. Raises UserError, see `gpus_of`."""
+    # Ray takes an actor's resources from one node: its ranks share a host, as in a placement group with one bundle (STRICT_PACK).
+    resources = {"num_cpus": options.cpus or options.tp, "num_gpus": gpus_of(options, ray.cluster_resources())}
     scaling = AutoscalingConfig(
         min_replicas=options.replicas,
         max_replicas=max(options.replicas, options.max_replicas),
@@ -209,7 +227,8 @@ def connect(address: str | None, options: Options) -> None:
     for name in ("RAY_USAGE_STATS_ENABLED", "RAY_worker_niceness"):  # Ray's default of 15 would slow the servers down
         os.environ.setdefault(name, "0")
     cpus = max(options.replicas, options.max_replicas) * (options.cpus or options.tp)
-    here = {"num_cpus": math.ceil(max(os.cpu_count() or 1, cpus)), "object_store_memory": 100 << 20, "include_dashboard": False}
+    here = {"num_cpus": math.ceil(max(os.cpu_count() or 1, cpus)), "resources": {FIXED: 1}}
+    here |= {"object_store_memory": 100 << 20, "include_dashboard": False}
     where: dict[str, Any] = {"address": address} if address else {"address": "local", **here}
     try:
         ray.init(**where, log_to_driver=False, logging_level="ERROR", runtime_env={"env_vars": {"PYTHONPATH": str(ROOT)}})

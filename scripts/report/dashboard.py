@@ -3,8 +3,9 @@
 python -m scripts.report.dashboard            # exits with 2 if the file is not what the metrics give
 python -m scripts.report.dashboard --write
 
-`ROWS` says what is shown first. Every metric that no panel there uses gets a panel in the last row. A panel's description is the
-help text of its metrics, and a name that the server does not have is an error.
+`ROWS` says what is shown first. Every metric of `Metrics` that no panel there uses gets a panel in the last row; the infos of
+server/routers.py, whose content is in their labels, get none. A panel's description is the help text of its metrics, and a name
+that the server does not have is an error.
 """
 
 import argparse

@@ -8,9 +8,10 @@ import torch
 from torch import Tensor
 
 from comm import GlooCommunicator, HierarchicalCommunicator, fastest_between_hosts
-from comm.hierarchical import BySize
+from comm.hierarchical import HOST_ID, BySize, host_of_each_rank
 from communicators import choose
 from errors import UserError
+from shared_gpus import VARIABLE
 from tests.support.ranks import Ranks
 from tp import World
 
@@ -47,6 +48,23 @@ def test_sums_are_those_of_fp64_with_equal_bits_on_all_ranks(ranks: Ranks, seed:
             assert torch.equal(total, first)
             tolerance = 2e-2 if parts.dtype == torch.bfloat16 else 1e-6
             torch.testing.assert_close(total.double(), parts.double().sum(0), rtol=tolerance, atol=tolerance * 4)
+
+
+def named(world: World) -> list[tuple[str, str]]:
+    """The hosts of ranks that share GPUs, for which NCCL_HOSTID always differs: each pair of ranks names one."""
+    os.environ |= {VARIABLE: "1", "NCCL_HOSTID": f"rank-{world.rank}"}
+    try:
+        before = host_of_each_rank()
+        os.environ[HOST_ID] = f"host-{world.rank // 2}"
+        return [before[0], *host_of_each_rank()] if len(set(before)) == 1 else []
+    finally:
+        for name in (VARIABLE, "NCCL_HOSTID", HOST_ID):
+            os.environ.pop(name, None)
+
+
+def test_a_host_has_the_name_that_it_is_given(ranks: Ranks) -> None:
+    for own, *found in ranks.run(4, named):
+        assert [name for name, _ in found] == ["host-0", "host-0", "host-1", "host-1"] and own not in found
 
 
 def built(world: World, hosts: list[str], name: str) -> tuple[str, str]:

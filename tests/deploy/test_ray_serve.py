@@ -1,6 +1,7 @@
 """Real replicas on a local Ray: `make cluster-test`, which takes minutes. One cluster for all tests, in their order."""
 
 import asyncio
+import json
 import os
 import random
 import re
@@ -10,6 +11,7 @@ import time
 from collections import Counter
 from collections.abc import Iterator
 from dataclasses import dataclass, field
+from pathlib import Path
 
 import httpx
 import pytest
@@ -24,6 +26,9 @@ MODEL = MODELS / "tiny-hybrid"
 START_SECONDS = 300.0
 CLIENTS = 16
 ACTOR = "ray::ServeReplica:rung:replicas"
+GPUS, EACH = 4, 2  # logical ones: Ray hands out their numbers, and the servers run on CPU
+KINDS = ("whole", "stream", "stream broken", "whole lost", "stream lost", "stream cut")  # what becomes of a request
+COUNTS = "RUNG_RAY_COUNTS"  # environment variable: a file for the counts of each load, as JSON lines
 
 pytestmark = [
     pytest.mark.exhaustive,
@@ -41,10 +46,26 @@ class Cluster:
         wait_until(self._is_ready, START_SECONDS, "the cluster is ready")
 
     def deploy(self, *flags: object, model_name: str = "first") -> "subprocess.Popen[str]":
-        server = ("--model", MODEL, "--kv-memory", "256M", "--served-model-name", model_name, "--max-num-seqs", 8)
-        command = [PYTHON, "-m", "deploy.ray_serve", "--drain-timeout", 60, *flags, "--", *server]
+        server = (
+            "--device",
+            "cpu",
+            "--model",
+            MODEL,
+            "--kv-memory",
+            "256M",
+            "--served-model-name",
+            model_name,
+            "--max-num-seqs",
+            8,
+        )
+        command = [PYTHON, "-m", "deploy.ray_serve", "--drain-timeout", 60, "--gpus", EACH, *flags, "--", *server]
         frequent = {f"RAY_SERVE_{who}_AUTOSCALING_METRIC_PUSH_INTERVAL_S": "1" for who in ("HANDLE", "REPLICA")}
-        environ = {"RAY_raylet_start_wait_time_s": "240", "OMP_NUM_THREADS": "1", **os.environ, **frequent}
+        own = {
+            "RAY_OVERRIDE_RESOURCES": json.dumps({"GPU": GPUS}),
+            "RAY_raylet_start_wait_time_s": "240",
+            "OMP_NUM_THREADS": "1",
+        }
+        environ = {**own, **os.environ, **frequent}
         return subprocess.Popen(list(map(str, command)), cwd=ROOT, env=environ, stderr=subprocess.PIPE, text=True)
 
     def _is_ready(self) -> bool:
@@ -62,6 +83,13 @@ class Cluster:
     def actors(self) -> list[int]:
         """The processes of the replicas, of those that start or drain, too."""
         return [pid for pid in process_tree(self.process.pid) if command_line(pid).startswith(ACTOR)]
+
+    def gpus(self) -> list[list[str]]:
+        """The GPUs that each replica's server sees."""
+        servers = [process_tree(actor)[1] for actor in self.actors()]
+        variables = [Path(f"/proc/{server}/environ").read_text().split("\0") for server in servers]
+        name = "CUDA_VISIBLE_DEVICES="
+        return [next(one for one in some if one.startswith(name)).removeprefix(name).split(",") for some in variables]
 
     def serving(self) -> set[str]:
         """The names of the replicas that answer."""
@@ -104,6 +132,23 @@ def body(prompt: str, tokens: int = 40, **more: object) -> dict[str, object]:
         "ignore_eos": True,
         **more,
     }
+
+
+def test_a_cluster_whose_gpus_may_come_later_needs_a_number(seed):
+    rng = random.Random(seed)
+    tp, given = rng.randrange(2, 9), rng.randrange(9)
+    cases = {  # what the cluster has now, --gpus
+        ("own cluster", -1): ({"CPU": 2, "rung_fixed_size": 1}, "0"),
+        ("GPUs", -1): ({"CPU": 2, "GPU": 1}, str(tp)),
+        ("none yet", -1): ({"CPU": 2}, f"give --gpus {tp} if"),
+        ("none yet", given): ({"CPU": 2}, str(given)),
+    }
+    program = "import sys, json; from deploy.ray_serve import *\nfor tp, gpus, has in json.loads(sys.argv[1]):\n"
+    program += "    try: print(gpus_of(Options(tp=tp, gpus=gpus), has))\n    except UserError as e: print(e)"
+    asked = [(tp, gpus, has) for (_, gpus), (has, _) in cases.items()]
+    lines = subprocess.check_output([PYTHON, "-c", program, json.dumps(asked)], cwd=ROOT, text=True).splitlines()
+    for line, (case, (_, expected)) in zip(lines, cases.items(), strict=True):
+        assert line == expected or (" " in expected and expected in line), (case, line)
 
 
 @dataclass
@@ -149,8 +194,8 @@ class Load:
         return "stream lost" if not begun else "stream cut"
 
 
-def under_load(cluster: Cluster, act: object) -> Counter[str]:
-    """Call `act()` in a thread while CLIENTS clients send requests, and return the results by kind."""
+def under_load(cluster: Cluster, event: str, act: object) -> Counter[str]:
+    """Call `act()` in a thread while CLIENTS clients send requests, and return the results by kind. event: what it does."""
 
     async def main() -> Load:
         load = Load(f"http://127.0.0.1:{cluster.port}")
@@ -164,7 +209,9 @@ def under_load(cluster: Cluster, act: object) -> Counter[str]:
         return load
 
     load = asyncio.run(main())
-    print(f"\n{dict(load.results)}")
+    if path := os.environ.get(COUNTS):
+        with Path(path).open("a") as file:
+            file.write(json.dumps({"event": event, **{kind: load.results[kind] for kind in KINDS}}) + "\n")
     assert not load.wrong, load.wrong[:3]
     return load.results
 
@@ -190,6 +237,16 @@ def test_routes_and_errors_pass_through(cluster):
         assert reply.status_code == status and reply.json()["error"]["message"]
     assert http.post("/v1/completions", content=b"x" * (17 << 20)).status_code == 413
     assert http.get("/none?a=%2F").status_code == 404
+
+
+def assert_gpus_of_their_own(cluster):
+    """Each of two replicas has EACH GPUs, and no other one has them."""
+    first, second = cluster.gpus()
+    assert len(first) == len(second) == EACH and sorted(first + second) == list(map(str, range(GPUS)))
+
+
+def test_each_replica_has_gpus_of_its_own(cluster):
+    assert_gpus_of_their_own(cluster)
 
 
 def test_a_client_that_leaves_ends_its_request(cluster):
@@ -238,15 +295,18 @@ def test_killed_replicas_lose_no_request(cluster, seed):
             kill_some(victims)
             time.sleep(2)
 
-    results = under_load(cluster, act)
+    results = under_load(cluster, "5 replicas killed", act)
     assert results["whole"] > CLIENTS and results["stream"] > CLIENTS
     assert results["stream broken"] <= 5 * CLIENTS / 2  # those that a killed replica had begun
     wait_until(lambda: not any(map(runs, killed)), 30, "no process of a killed replica runs")
+    assert_gpus_of_their_own(cluster)
 
 
 def test_an_update_drains_and_loses_nothing(cluster):
     before, old = cluster.serving(), cluster.actors()
-    results = under_load(cluster, lambda: cluster.update("--port", cluster.port, "--replicas", 2, model_name="second"))
+    results = under_load(
+        cluster, "an update", lambda: cluster.update("--port", cluster.port, "--replicas", 2, model_name="second")
+    )
     assert results["stream broken"] == 0 and results["stream"] > CLIENTS
     assert not before & cluster.serving() and cluster.http.get("/v1/models").json()["data"][0]["id"] == "second"
     wait_until(lambda: not any(map(runs, old)), 90, "the old replicas have ended")
@@ -256,6 +316,6 @@ def test_the_queue_starts_and_ends_replicas(cluster):
     scaling = ("--replicas", 1, "--max-replicas", 2, "--target", 4, "--upscale-delay", 2, "--downscale-delay", 5)
     cluster.update("--port", cluster.port, *scaling, model_name="third")
     cluster.wait_for(1)
-    results = under_load(cluster, lambda: cluster.wait_for(2))
+    results = under_load(cluster, "a second replica by the queue", lambda: cluster.wait_for(2))
     cluster.wait_for(1)
     assert results["stream broken"] == 0

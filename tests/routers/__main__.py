@@ -31,7 +31,7 @@ from cli import Parser, note, run
 from errors import UserError
 from scripts.lib.markdown import table_lines
 from scripts.lib.process_tree import kill, process_tree
-from scripts.lib.results import OUT, ROOT, add_write_option, results_folder, write_json, write_text
+from scripts.lib.results import OUT, RESULTS, ROOT, add_write_option, results_folder, write_json, write_text
 from scripts.lib.servers import READY_SECONDS, free_port, is_healthy, running, stop
 from tests.clients.recorder import Request, recording, shape_of
 from tests.support.environments import install
@@ -354,8 +354,9 @@ def main() -> None:
         write_text(kept / f"{name}.json", json.dumps(result, indent=1) + "\n")
         if args.record:
             write_text(FIXTURES / f"{name}.json", json.dumps(shapes(taken), indent=1) + "\n")
+    results = json.loads((RESULTS / "routers.json").read_text())  # of the routers that were not run here
     files = {name: kept / f"{name}.json" for name in TITLES}
-    results = {name: json.loads(file.read_text()) for name, file in files.items() if file.exists()}
+    results |= {name: json.loads(file.read_text()) for name, file in files.items() if file.exists()}
     raw = write_json("routers", results, folder)
     write_text(folder / "routers.md", table(results), raw)
     print(f"wrote {(folder / 'routers.md').relative_to(ROOT)}")

@@ -1,7 +1,13 @@
 """The files of deploy/: the dashboard and the alerts name metrics that the server has, and the manifests agree with the server."""
 
 import json
+import os
 import re
+import shutil
+import subprocess
+import sys
+from fnmatch import fnmatch
+from pathlib import Path
 from typing import Any
 
 import httpx
@@ -115,3 +121,28 @@ def test_the_image_has_every_package_that_the_server_imports() -> None:
     files = [*ROOT.glob("*.py"), *(file for folder in folders & kept for file in (ROOT / folder).rglob("*.py"))]
     imported = {name for file in files for name in re.findall(r"^(?:from|import) (\w+)", file.read_text(), re.MULTILINE)}
     assert (imported & folders) - kept == set()
+
+
+def in_image(path: str) -> bool:
+    """Whether .dockerignore keeps a file of the repository: the last line that matches it or a folder above counts."""
+    kept, above = True, [path, *map(str, Path(path).parents)]
+    for line in (ROOT / ".dockerignore").read_text().splitlines():
+        if line and not line.startswith("#"):
+            pattern = line.removeprefix("!").replace("**/", "*/")
+            if any(len(one.split("/")) == len(pattern.split("/")) and fnmatch(one, pattern) for one in above):
+                kept = line.startswith("!")
+    return kept
+
+
+def test_the_image_has_what_the_planner_reads(tmp_path: Path) -> None:
+    tracked = subprocess.check_output(["git", "ls-files"], cwd=ROOT, text=True).splitlines()
+    assert in_image("server/plan/steps.py") and not in_image("docs/deploy.md") and not in_image("tests/__init__.py")
+    for name in filter(in_image, tracked):
+        if not name.startswith("models/"):
+            (tmp_path / name).parent.mkdir(parents=True, exist_ok=True)
+            shutil.copy(ROOT / name, tmp_path / name)
+    goals = "--model llama-3-8b --gpus 1 --gpu h100 --ttft 500 --itl 50 --widths bf16 --variants standard --json"
+    command, alone = [sys.executable, "-m", "server.plan", *goals.split()], os.environ | {"PYTHONPATH": ""}
+    planned = subprocess.run(command, cwd=tmp_path, env=alone, capture_output=True, text=True)
+    assert planned.returncode == 0, planned.stderr
+    assert json.loads(planned.stdout)["plans"][0]["times"] == "measured"
