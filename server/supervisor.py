@@ -70,7 +70,7 @@ class Supervisor:
         """End the frontend after the ranks. code: the ranks'. Returns the server's: that of what ended first."""
         frontend_first = self._code is not None
         self._ranks_ended.set()
-        if code == USER_ERROR and not self._ready.exists():
+        if code == USER_ERROR and not self._started.exists():
             self._frontend.process.kill()  # it has nothing to finish, and the ranks have said what is wrong
         elif code:
             tell(self._frontend.addresses[1], Fatal("the ranks have ended and are not started again"))
