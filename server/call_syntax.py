@@ -11,7 +11,8 @@ class CallSyntax:
     `trigger`: what begins a call, and nothing else in an answer does; a prefix of `before_name`. Empty: a call is told from
     other text only at the start of an answer, by its name.
     `markers`: texts that only calls have. In some vocabularies they are special tokens.
-    `key`: of the arguments, where a call is JSON.
+    `key`: of the arguments, where a call is JSON. `id_length`: of the calls' ids, which templates of the family check; they are
+    letters and digits.
     """
 
     trigger: str
@@ -20,6 +21,7 @@ class CallSyntax:
     end: str
     markers: tuple[str, ...] = ()
     key: str = "arguments"
+    id_length: int = 0  # any
 
 
 @dataclass(frozen=True)
@@ -42,8 +44,8 @@ HERMES = CallSyntax(
     "<tool_call>", '<tool_call>\n{"name": "', '", "arguments": ', "}\n</tool_call>", ("<tool_call>", "</tool_call>")
 )
 LLAMA = CallSyntax("", '{"name": "', '", "parameters": ', "}", ("<|python_tag|>",), "parameters")
-MISTRAL_LIST = CallSyntax("[TOOL_CALLS]", '[TOOL_CALLS][{"name": "', '", "arguments": ', "}]", ("[TOOL_CALLS]",))
-MISTRAL = CallSyntax("[TOOL_CALLS]", "[TOOL_CALLS]", "[ARGS]", "", ("[TOOL_CALLS]", "[CALL_ID]", "[ARGS]"))
+MISTRAL_LIST = CallSyntax("[TOOL_CALLS]", '[TOOL_CALLS][{"name": "', '", "arguments": ', "}]", ("[TOOL_CALLS]",), id_length=9)
+MISTRAL = CallSyntax("[TOOL_CALLS]", "[TOOL_CALLS]", "[ARGS]", "", ("[TOOL_CALLS]", "[CALL_ID]", "[ARGS]"), id_length=9)
 JSON = CallSyntax("", '{"name": "', '", "arguments": ', "}")
 
 SYNTAXES = {"hermes": HERMES, "llama3_json": LLAMA, "mistral": MISTRAL, "mistral_list": MISTRAL_LIST, "json": JSON}

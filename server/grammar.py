@@ -79,7 +79,8 @@ def _special(tokenizer: Tokenizer, demand: Demand) -> dict[str, int]:
     known = _special_ids(tokenizer)
     if demand.constraint and demand.constraint.kind == "structural_tag":
         return known
-    texts = [*asdict(demand.syntax).values(), *(demand.reasoning[:2] if demand.reasoning else ())]
+    syntax = [part for part in asdict(demand.syntax).values() if isinstance(part, str | tuple)]
+    texts = [*syntax, *(demand.reasoning[:2] if demand.reasoning else ())]
     return {text: id for text, id in known.items() if any(text in one for one in texts)}
 
 
