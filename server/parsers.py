@@ -36,13 +36,13 @@ def parser_for(service: Service, body: ChatBody, prompt: Sequence[int] = ()) -> 
     return AnswerParser(reasoning, inside, tools, frozenset(hidden))
 
 
-def marks_for(service: Service, body: GenerationBody, prompt: Sequence[int]) -> tuple[CallSyntax, Marks | None]:
-    """How the model writes calls, and its reasoning, for the grammar of the request's answers. prompt: its token ids."""
+def marks_for(service: Service, body: GenerationBody, prompt: Sequence[int]) -> tuple[CallSyntax | None, Marks | None]:
+    """How the model writes calls, None if calls are text, and its reasoning, for the grammar of the request's answers. prompt: its token ids."""
     if not isinstance(body, ChatBody):
-        return JSON, None
+        return None, None
     reasoning, inside = _reasoning_after(service, body, prompt)
     marks = Marks(reasoning.start, reasoning.end, inside) if reasoning else None
-    return call_syntax(service, body) or JSON, marks
+    return call_syntax(service, body), marks
 
 
 def markers_for(service: Service, body: GenerationBody) -> list[int]:
