@@ -28,10 +28,11 @@ class CallSyntax:
 
 @dataclass(frozen=True)
 class ReasoningSyntax:
-    """What surrounds the reasoning."""
+    """What surrounds the reasoning. `begun`: an answer begins inside it, also if the prompt does not say so."""
 
     start: str
     end: str
+    begun: bool = False
 
 
 class Marks(NamedTuple):
@@ -53,7 +54,7 @@ SYNTAXES = {"hermes": HERMES, "llama3_json": LLAMA, "mistral": MISTRAL, "mistral
 THINK = ReasoningSyntax("<think>", "</think>")
 REASONING = {
     "think": THINK,
-    "deepseek_r1": THINK,
+    "deepseek_r1": ReasoningSyntax("<think>", "</think>", begun=True),
     "qwen3": THINK,
     "thinking": ReasoningSyntax("<thinking>", "</thinking>"),
     "reasoning": ReasoningSyntax("<reasoning>", "</reasoning>"),

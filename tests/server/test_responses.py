@@ -16,7 +16,9 @@ from pydantic import TypeAdapter
 
 from engine.text import Delta
 from server.generation import Prompt
+from server.http import to_json
 from server.parts import Arguments, Call, Part, Reasoning, Text
+from server.problems import ApiError
 from server.responses import answer, output, routes
 from server.responses.answer import ResponsesRequest
 from server.responses.convert import convert
@@ -296,6 +298,47 @@ def test_a_failure_after_the_start_is_an_event(make_site: Callable[..., Site]) -
     site.engine.delay = 0.2
     last = stream(site)[-1]
     assert last["type"] == "response.failed" and last["response"]["error"]["code"] == "server_error"
+
+
+@pytest.mark.parametrize("how", ["fails", "is cancelled"])
+def test_an_answer_that_ends_in_the_middle_keeps_its_items(site: Site, how: str) -> None:
+    """The engine brings a few deltas and no end."""
+    for parts, open_item in (
+        ([[Text("Grüß")], [Text(" dich")]], {"type": "message", "text": "Grüß dich"}),
+        ([[Reasoning("2 and 2")]], {"type": "reasoning", "text": "2 and 2"}),
+        (
+            [[Text("I look.")], [Call("call_a", "weather")], [Arguments('{"city":')]],
+            {"type": "function_call", "text": '{"city":'},
+        ),
+    ):
+        body = ResponsesBody.model_validate({"input": "Hi", "tools": [TOOL]})
+        chat, _, repeated = convert(body, [], {})
+        with pytest.MonkeyPatch.context() as patch:
+            patch.setattr(answer, "parser_for", lambda *_, parts=parts: Scripted(parts))
+            request = ResponsesRequest(site.server.service, body, chat, [Prompt([1, 2, 3])], "", repeated)
+        for i in range(len(parts)):
+            list(request.push(Delta(0, i == 0, "", [5], None, [i], None, None, None)))
+        if how == "fails":
+            kind, fields = request.fail(ApiError(500, "broken"))
+            assert (kind, fields["response"]["status"]) == ("response.failed", "failed")
+        else:
+            request.cancel()
+        reply = json.loads(to_json(request.response()))
+        ResponsesReply.model_validate(reply)
+        *others, last = reply["output"]
+        assert [one["status"] for one in others] == ["completed"] * len(others) and last["status"] == "incomplete"
+        text = last["arguments"] if last["type"] == "function_call" else last["content"][0]["text"]
+        assert {"type": last["type"], "text": text} == open_item
+
+
+def test_a_cancelled_response_has_its_text(site: Site) -> None:
+    says(site, STORY)
+    site.engine.delay = 0.2
+    made = respond(site, background=True)["id"]
+    wait_for(lambda: site.openai.responses.retrieve(made).status == "in_progress")
+    reply = site.openai.responses.cancel(made)
+    assert reply.status == "cancelled" and STORY.startswith(reply.output_text) and reply.output_text
+    assert site.openai.responses.retrieve(made).output_text == reply.output_text
 
 
 @pytest.mark.parametrize(
