@@ -1,7 +1,8 @@
 import anthropic
-from features import HELLO, MODEL, URL, WEATHER, feature, run
+from features import ANSWER, HELLO, MODEL, SEEN, THINKING, THOUGHT, URL, WEATHER, feature, run
 
 client = anthropic.Anthropic(base_url=URL, api_key="none", max_retries=0, timeout=60)
+thinking = client.with_options(base_url=THINKING)
 MESSAGES = [{"role": "user", "content": HELLO}]
 TOOL = {"name": "weather", "description": "Weather of a city", "input_schema": WEATHER}
 
@@ -37,6 +38,17 @@ def _() -> None:
         deltas = [event for event in stream if event.type == "input_json"]
     assert stream.get_final_message().content[-1].input["city"] in ("Paris", "Rome")
     assert len(deltas) > 1, "the input came in one delta"
+
+
+@feature("messages", "reasoning")
+def _() -> None:
+    asked = {"model": MODEL, "max_tokens": 100, "thinking": {"type": "adaptive"}}
+    answer = thinking.messages.create(messages=MESSAGES, **asked)
+    assert (answer.content[0].thinking, answer.content[1].text) == (THOUGHT, ANSWER)
+    with thinking.messages.stream(messages=MESSAGES, **asked) as stream:
+        assert "".join(event.thinking for event in stream if event.type == "thinking") == THOUGHT
+    told = [*MESSAGES, {"role": "assistant", "content": stream.get_final_message().content}, *MESSAGES]
+    assert thinking.messages.create(messages=told, **asked).content[0].text == SEEN
 
 
 @feature("messages", "tokens")
