@@ -2,9 +2,10 @@
 
 import functools
 import json
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from datetime import datetime
-from typing import Any
+from itertools import product
+from typing import Any, Literal, NamedTuple
 
 import jinja2
 import jinja2.ext
@@ -15,6 +16,8 @@ from errors import UserError
 Message = Mapping[str, Any]
 
 REASONING_KEYS = ("reasoning_content", "thinking", "reasoning")
+SHORT_ID = 9  # characters of a call's id that Mistral's templates insist on
+NAMES = dict.fromkeys(("bos_token", "eos_token", "unk_token", "pad_token"), "")
 CONTINUE_TAG = "CONTINUE_FINAL_MESSAGE_TAG "  # as in transformers; the trailing space shows whether the template strips
 
 
@@ -30,6 +33,8 @@ def render(
     Raises UserError for a failing template and for invalid messages.
     """
     chat = [_plain_message(message) for message in messages]
+    if any(message.get("tool_calls") for message in chat):
+        chat = _with_calls(chat, call_form(template))
     if continue_final_message:
         final = _tag_final_message(chat, template)
     try:
@@ -82,6 +87,92 @@ def _plain_message(message: Message) -> dict[str, Any]:
     plain = {key: value for key, value in message.items() if value is not None}
     reasoning = next((plain[key] for key in REASONING_KEYS if key in plain), None)
     return plain if reasoning is None else {"thinking": reasoning, **plain, "reasoning_content": reasoning}
+
+
+class CallForm(NamedTuple):
+    """How a chat template takes the calls of earlier turns.
+
+    `content`: of a message that has calls and no text. `as_text`: arguments are JSON texts, not objects. `id_length`: of the ids;
+    0: any. `apart`: of a message with text and calls it drops the calls. `single`: it refuses several calls in a message.
+    """
+
+    content: Literal["absent", "empty", "none"] = "absent"
+    as_text: bool = False
+    id_length: int = 0
+    apart: bool = False
+    single: bool = False
+
+
+@functools.lru_cache(maxsize=64)
+def call_form(template: str) -> CallForm:
+    """The first form in which the template writes a call. The default one if there is none, as for templates without calls."""
+    forms = product((0, SHORT_ID), (False, True), ("absent", "empty", "none"))
+    for form in (CallForm(content, as_text, length) for length, as_text, content in forms):  # type: ignore[arg-type]
+        if _writes_calls(template, form, ""):
+            apart = not _writes_calls(template, form, "Text.")
+            return form._replace(apart=apart, single=not _writes_calls(template, form, "", 2))
+    return CallForm()
+
+
+def _writes_calls(template: str, form: CallForm, text: str, count: int = 1) -> bool:
+    """Whether the template writes all calls of a short conversation, with arguments as JSON."""
+    calls, results = [], []
+    for i in range(count):
+        arguments: Any = {f"key{i}": f"value{i}"}
+        function = {"name": "call", "arguments": json.dumps(arguments) if form.as_text else arguments}
+        call_id = str(i) * (form.id_length or 2 * SHORT_ID)
+        calls.append({"id": call_id, "type": "function", "function": function})
+        results.append({"role": "tool", "name": "call", "tool_call_id": call_id, "content": "result"})
+    message = {"role": "assistant", "content": text, "tool_calls": calls}
+    chat = _with_calls([{"role": "user", "content": "Hi"}, message, *results], form)
+    parameters = {"type": "object", "properties": {"x": {"type": "string", "description": "x"}}, "required": ["x"]}
+    tool = {"type": "function", "function": {"name": "other", "description": "other", "parameters": parameters}}
+    variables = {**NAMES, "documents": None, "tools": [tool], "messages": chat, "add_generation_prompt": True}
+    try:
+        written = _compile_template(template).render(variables)
+    except MemoryError:
+        raise
+    except Exception:  # the form is not this template's
+        return False
+    # an object that is printed as Python's, and a text that is encoded once more, are no JSON
+    return all(f"value{i}" in written and f"'key{i}'" not in written and f'\\"key{i}' not in written for i in range(count))
+
+
+def _with_calls(chat: Sequence[dict[str, Any]], form: CallForm) -> list[dict[str, Any]]:
+    """The conversation, with its calls as `form` says."""
+    chat = _one_by_one(chat) if form.single else chat
+    return [one for message in chat for one in (_parted(message, form) if message.get("tool_calls") else (message,))]
+
+
+def _one_by_one(chat: Sequence[dict[str, Any]]) -> list[dict[str, Any]]:
+    """Each call in a message of its own, followed by its result."""
+    found: list[dict[str, Any]] = []
+    rest = list(reversed(chat))
+    while rest:
+        message = rest.pop()
+        first, *others = message.get("tool_calls") or [None]
+        results: dict[Any, list[dict[str, Any]]] = {}
+        while others and rest and rest[-1].get("role") == "tool":
+            result = rest.pop()
+            results.setdefault(result.get("tool_call_id"), []).append(result)
+        found.append({**message, "tool_calls": [first]} if others else message)
+        for call in others:
+            found += results.pop(first.get("id"), [])
+            found.append({"role": message["role"], "tool_calls": [call]})
+            first = call
+        found += [one for group in results.values() for one in group]
+    return found
+
+
+def _parted(message: dict[str, Any], form: CallForm) -> Iterator[dict[str, Any]]:
+    """A message with calls: its content as `form` says."""
+    if message.get("content") and not form.apart:
+        yield message
+        return
+    if message.get("content"):
+        yield {key: value for key, value in message.items() if key != "tool_calls"}
+    bare = {key: value for key, value in message.items() if key != "content"}
+    yield bare if form.content == "absent" else {**bare, "content": "" if form.content == "empty" else None}
 
 
 def _tag_final_message(chat: list[dict[str, Any]], template: str) -> str:

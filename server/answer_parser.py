@@ -37,6 +37,10 @@ class Tools:
     forced: bool = False  # the answer is a call
     forced_name: str = ""  # the only tool that it may call, if there is only one
 
+    def new_id(self) -> str:
+        random = uuid.uuid4().hex
+        return random[: self.syntax.id_length] or f"call_{random[:24]}"
+
     @property
     def openers(self) -> tuple[str, ...]:
         """What begins calls in the middle of an answer."""
@@ -113,7 +117,7 @@ class AnswerParser:
         self._calls += 1
         if self._shown:
             self.complete = False
-            self._new.append(Call(f"call_{uuid.uuid4().hex[:24]}", self._name))
+            self._new.append(Call(tools.new_id(), self._name))
 
     def _argue(self, text: str) -> None:
         if self._shown:

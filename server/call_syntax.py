@@ -1,33 +1,38 @@
 """How families of models write tool calls and reasoning."""
 
 from dataclasses import dataclass
-from typing import NamedTuple
+from typing import Literal, NamedTuple
 
 
 @dataclass(frozen=True)
 class CallSyntax:
-    """A call is `before_name`, the name, `before_arguments`, the arguments as JSON, and `end`.
+    """How calls are written.
 
-    `trigger`: what begins a call, and nothing else in an answer does; a prefix of `before_name`. Empty: a call is told from
-    other text only at the start of an answer, by its name.
+    `trigger`: what begins calls, and nothing else in an answer does. Empty: there is none.
+    `form`: of what follows: an object with the name and the arguments; several of them with `;`; a list of them; or the name,
+    perhaps an id, `[ARGS]` and the arguments. `end`: what follows then.
+    `plain`: a call at the start of an answer has no trigger.
     `markers`: texts that only calls have. In some vocabularies they are special tokens.
-    `key`: of the arguments, where a call is JSON.
+    `key`: of the arguments in an object. `id_length`: of the calls' ids, which templates of the family check; they are letters
+    and digits. 0: any.
     """
 
-    trigger: str
-    before_name: str
-    before_arguments: str
-    end: str
+    trigger: str = ""
+    form: Literal["object", "objects", "list", "named"] = "object"
+    end: str = ""
+    plain: bool = False
     markers: tuple[str, ...] = ()
     key: str = "arguments"
+    id_length: int = 0
 
 
 @dataclass(frozen=True)
 class ReasoningSyntax:
-    """What surrounds the reasoning."""
+    """What surrounds the reasoning. `begun`: an answer begins inside it, also if the prompt does not say so."""
 
     start: str
     end: str
+    begun: bool = False
 
 
 class Marks(NamedTuple):
@@ -38,20 +43,18 @@ class Marks(NamedTuple):
     begins_inside: bool
 
 
-HERMES = CallSyntax(
-    "<tool_call>", '<tool_call>\n{"name": "', '", "arguments": ', "}\n</tool_call>", ("<tool_call>", "</tool_call>")
-)
-LLAMA = CallSyntax("", '{"name": "', '", "parameters": ', "}", ("<|python_tag|>",), "parameters")
-MISTRAL_LIST = CallSyntax("[TOOL_CALLS]", '[TOOL_CALLS][{"name": "', '", "arguments": ', "}]", ("[TOOL_CALLS]",))
-MISTRAL = CallSyntax("[TOOL_CALLS]", "[TOOL_CALLS]", "[ARGS]", "", ("[TOOL_CALLS]", "[CALL_ID]", "[ARGS]"))
-JSON = CallSyntax("", '{"name": "', '", "arguments": ', "}")
+HERMES = CallSyntax("<tool_call>", "object", "</tool_call>", markers=("<tool_call>", "</tool_call>"))
+LLAMA = CallSyntax("<|python_tag|>", "objects", plain=True, markers=("<|python_tag|>",), key="parameters")
+MISTRAL_LIST = CallSyntax("[TOOL_CALLS]", "list", markers=("[TOOL_CALLS]",), id_length=9)
+MISTRAL = CallSyntax("[TOOL_CALLS]", "named", markers=("[TOOL_CALLS]", "[CALL_ID]", "[ARGS]"), id_length=9)
+JSON = CallSyntax(plain=True)
 
 SYNTAXES = {"hermes": HERMES, "llama3_json": LLAMA, "mistral": MISTRAL, "mistral_list": MISTRAL_LIST, "json": JSON}
 
 THINK = ReasoningSyntax("<think>", "</think>")
 REASONING = {
     "think": THINK,
-    "deepseek_r1": THINK,
+    "deepseek_r1": ReasoningSyntax("<think>", "</think>", begun=True),
     "qwen3": THINK,
     "thinking": ReasoningSyntax("<thinking>", "</thinking>"),
     "reasoning": ReasoningSyntax("<reasoning>", "</reasoning>"),

@@ -9,13 +9,14 @@ This module runs in worker processes.
 
 import json
 import re
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from typing import Any, Literal, NamedTuple
 
-from llguidance import LLMatcher
+from llguidance import LLMatcher, LLTokenizer
 from llguidance.gbnf_to_lark import gbnf_to_lark
 from pydantic import ValidationError
 
+from engine.grammars import limits
 from server.call_syntax import JSON, CallSyntax, Marks
 from server.json_schema import CallableTool, Compiled, SchemaError, check_grammar, compile_calls, compile_schema
 from server.schemas import Constraint, StructuralTagFormat
@@ -23,13 +24,24 @@ from server.schemas import Constraint, StructuralTagFormat
 LARK = re.compile(r"^\s*(%llguidance\b|\??start\b[^:\n]*:(?!:=))", re.MULTILINE)  # otherwise GBNF, whose rules are `name ::= …`
 GAP = r"/\n{1,4}/?"  # between reasoning and what follows it
 
+# Regular expressions of a call's object. Spaces have a bound, because a small model could otherwise fill the answer with them.
+SPACE = r"[ \n]{0,2}"
+SPACE_BETWEEN = r"[ \n]{1,2}"
+FENCE = "```[a-z_]*"
+PAIR = rf'"(id|type)"{SPACE}:{SPACE}"[^"\\\x00-\x1f]{{1,64}}"{SPACE}'  # not needed, but some models write them
+PAIRS = f"({PAIR},{SPACE}){{0,2}}"
+NAME = f'"name"{SPACE}:{SPACE}"'
+KEY = f'"(arguments|parameters)"{SPACE}:{SPACE}'
+TO_ARGUMENTS = rf"{SPACE}(,{SPACE}{PAIR}){{0,2}},{SPACE}{KEY}"
+TAIL = rf"{SPACE}(,{SPACE}{PAIR}){{0,2}}\}}{SPACE}"
+MAX_UNNAMED = 16  # most tools whose arguments may come before the name: the grammar follows those of all until it knows which
+
 
 class Demand(NamedTuple):
     """What a request demands of its answer.
 
     `tools` with `calls` "must": one call. "may": one or several calls, or else `constraint`; or calls within free text if that is
-    None, which needs a `syntax` with a trigger. Without a trigger a call is the JSON of its name and arguments. `special`: ids of special
-    tokens that `syntax`, `reasoning` and structural tags may spell, by their text.
+    None. `special`: ids of special tokens that `syntax`, `reasoning` and structural tags may spell, by their text.
     """
 
     constraint: Constraint | None = None
@@ -41,13 +53,21 @@ class Demand(NamedTuple):
     special: dict[str, int] = {}
 
 
-class Tag(NamedTuple):
-    """A part of free text: `begin`, which starts with `trigger`, text of the grammar `body`, and `end`."""
+class Function(NamedTuple):
+    """A tool in a grammar. `arguments`: a reference to their grammar. `bare`: it may be called without any."""
 
-    trigger: str
+    name: str
+    arguments: str
+    bare: bool
+
+
+class Place(NamedTuple):
+    """Where text may be a call without a trigger. `begin`: the regular expression of an object up to the name's value. `call`: what
+    follows if it is a call. `other`: text that is none."""
+
     begin: str
-    body: Compiled
-    end: str
+    call: str
+    other: str
 
 
 def compile_demand(demand: Demand) -> Compiled:
@@ -57,29 +77,34 @@ def compile_demand(demand: Demand) -> Compiled:
     if not tools:
         assert constraint is not None
         if constraint.kind == "structural_tag":
-            return rules.finish(rules.free(_structures(constraint.value, demand.special)))
+            return rules.finish(rules.free(rules.structures(constraint.value)))
         return rules.finish_with(_compile(constraint))
-    if demand.calls == "may" and constraint is None:
-        assert syntax.trigger
-        tags = [
-            Tag(syntax.trigger, syntax.before_name + t.name + syntax.before_arguments, b, syntax.end)
-            for t, b in _optional(tools)
-        ]
-        return rules.finish(rules.free(tags))
-    if not syntax.trigger:
-        if demand.calls == "may" and constraint is not None and constraint.kind == "json":  # one schema: both may begin alike
-            schema = _schema(constraint.value)
-            return rules.finish_with(compile_calls(tools, schema, constraint.strict, constraint.whitespace, syntax.key))
-        call = rules.part(compile_calls(tools, key=syntax.key))
-    else:
-        call = rules.call(syntax, _required(tools) if demand.calls == "must" else _optional(tools))
     if demand.calls == "must":
-        return rules.finish(rules.after_reasoning(call))
-    assert constraint is not None
-    calls = f'{call} ("\\n" {call})*' if demand.several and syntax.trigger else call
+        if not syntax.trigger:
+            return rules.finish_with(compile_calls(tools, key=syntax.key))
+        call = rules.calls(syntax, rules.callables(_required(tools)), several=False)
+        plain = [rules.part(compile_calls(tools, key=syntax.key))] if syntax.plain else []
+        return rules.finish(rules.after_reasoning(f"({' | '.join([call, *plain])})"))
+    if constraint is None:
+        return rules.finish(rules.free_with_calls(syntax, rules.callables(_optional(tools))))
+    return _either(rules, constraint, demand)
+
+
+def _either(rules: "_Rules", constraint: Constraint, demand: Demand) -> Compiled:
+    """Calls or what the constraint says."""
+    tools, syntax = demand.tools, demand.syntax
     if constraint.kind == "structural_tag":
         raise SchemaError("structural tags cannot be combined with tools")
-    return rules.finish(rules.after_reasoning(f"({calls} | {rules.part(_compile(constraint))})"))
+    if syntax.plain and constraint.kind == "json":  # one schema: both may begin alike
+        parts = [compile_calls(tools, _schema(constraint.value), constraint.strict, constraint.whitespace, syntax.key)]
+    else:
+        parts = [*([compile_calls(tools, key=syntax.key)] if syntax.plain else []), _compile(constraint)]
+    options = [rules.part(one) for one in parts]
+    if syntax.trigger:
+        options.append(rules.calls(syntax, rules.callables(_optional(tools)), demand.several))
+    elif len(parts) == 1:
+        return rules.finish_with(parts[0])
+    return rules.finish(rules.after_reasoning(f"({' | '.join(options)})"))
 
 
 def _compile(constraint: Constraint) -> Compiled:
@@ -124,26 +149,6 @@ def _object(given: dict[str, Any] | str) -> dict[str, Any]:
     return given
 
 
-def _structures(given: dict[str, Any] | str, special: Iterable[str]) -> list[Tag]:
-    """special: texts of special tokens. Raises SchemaError."""
-    try:
-        tags = StructuralTagFormat.model_validate(_object(given) | {"type": "structural_tag"})
-    except ValidationError as e:
-        first = e.errors()[0]
-        raise SchemaError(f"{'.'.join(map(str, first['loc']))}: {first['msg']}") from e
-    found = []
-    for i, one in enumerate(tags.structures):
-        trigger = next((t for t in tags.triggers if one.begin.startswith(t)), None)
-        if trigger is None:
-            raise SchemaError(f"structures.{i}.begin starts with none of the triggers")
-        if late := next((text for text in special if trigger.find(text) > 0), None):  # the text before it would be the trigger
-            raise SchemaError(
-                f"the trigger {trigger!r} has the special token {late!r} behind other text; let it begin with that"
-            )
-        found.append(Tag(trigger, one.begin, compile_schema(one.schema_, False, path=f"structures.{i}.schema#"), one.end))
-    return found
-
-
 def _required(tools: Iterable[CallableTool]) -> list[tuple[CallableTool, Compiled]]:
     """The arguments of tools of which one must be called."""
     return [(tool, _arguments(tool)) for tool in tools]
@@ -166,6 +171,14 @@ def _arguments_or_any(tool: CallableTool) -> Compiled:
         return _arguments(tool)
     except SchemaError:
         return Compiled(compile_schema({"type": "object"}, strict=True).grammar, (tool.path,))
+
+
+def _takes_nothing(arguments: Compiled) -> bool:
+    """Whether `{}` is in the grammar."""
+    bytes_ = LLTokenizer("byte")
+    matcher = LLMatcher(bytes_, arguments.grammar, log_level=0, limits=limits())
+    ids = bytes_.tokenize_str("{}")
+    return bool(matcher.try_consume_tokens(ids) == len(ids) and matcher.is_accepting())
 
 
 def _checked(grammar: str) -> Compiled:
@@ -200,37 +213,126 @@ class _Rules:
         self._not_enforced += compiled.not_enforced
         return f"@{name}"
 
-    def call(self, syntax: CallSyntax, tools: Iterable[tuple[CallableTool, Compiled]]) -> str:
-        """A call of one of the tools, given with their arguments."""
-        calls = [
-            f"{self._literal(syntax.before_name + tool.name + syntax.before_arguments)} {self.part(arguments)} {self._literal(syntax.end)}"
-            for tool, arguments in tools
-        ]
-        return self._rule(" | ".join(calls))
+    # --- calls -----------------------------------------------------------------------------------------------------------------
 
-    def free(self, tags: Sequence[Tag]) -> str:
-        """Free text that may hold `tags`, after reasoning, which holds none of them. As for the parser, only the beginning can be
-        reasoning."""
-        triggers: dict[str, list[str]] = {}
-        for tag in tags:
-            rest = f"{self._literal(tag.begin[len(tag.trigger) :])} {self.part(tag.body)} {self._literal(tag.end)}"
-            triggers.setdefault(tag.trigger, []).append(rest)
-        rests = {trigger: self._rule(" | ".join(found)) for trigger, found in triggers.items()}
+    def callables(self, tools: Iterable[tuple[CallableTool, Compiled]]) -> list[Function]:
+        """The tools, given with the grammars of their arguments."""
+        self._rules += [f"TO_ARGUMENTS: /{TO_ARGUMENTS}/", f"TAIL: /{TAIL}/"]
+        return [Function(tool.name, self.part(arguments), _takes_nothing(arguments)) for tool, arguments in tools]
+
+    def calls(self, syntax: CallSyntax, tools: Sequence[Function], several: bool) -> str:
+        """Calls with their triggers, and nothing else."""
+        group = self._rule(f"{self._literal(syntax.trigger)} {self._group(syntax, tools, several)}")
+        return f"{group} (/{SPACE_BETWEEN}/? {group})*" if several and syntax.form != "objects" else group
+
+    def free_with_calls(self, syntax: CallSyntax, tools: Sequence[Function]) -> str:
+        """Free text that may hold calls."""
+        tags = {syntax.trigger: [self._group(syntax, tools, several=True)]} if syntax.trigger else {}
+        if not syntax.plain:
+            return self.free(tags)
+        # any number of spaces, as for the parser: text is free anyway
+        head, to_arguments = (one.replace(SPACE, r"\s*") for one in (rf"\{{{SPACE}{PAIRS}{NAME}", TO_ARGUMENTS))
+        names = "|".join(_regex(tool.name) for tool in tools)
+        calls = [f'/{_regex(tool.name)}"{to_arguments}/ {tool.arguments} TAIL' for tool in tools]
+        call = self._rule(" | ".join(calls))
+        other = self._text_without(f'({names})"{to_arguments}')
+        first = Place(rf"\s*({FENCE}\s*)?(\[\s*)?{head}", call, other)
+        more = Place(rf"\s*[;,]?\s*{head}", call, other)
+        return self.free(tags, first, more)
+
+    def _group(self, syntax: CallSyntax, tools: Sequence[Function], several: bool) -> str:
+        """What follows the trigger."""
+        match syntax.form:
+            case "object":
+                group = self._object(SPACE, tools)
+            case "objects":
+                group = self._object(SPACE, tools) + f" {self._object(f';{SPACE}', tools)}*" * several
+            case "list":
+                group = self._list(tools, several)
+            case "named":
+                group = self._rule(f"{self._named(tools)} | {self._list(tools, several)}")
+        return f"{group} {self._literal(syntax.end)}"
+
+    def _list(self, tools: Sequence[Function], several: bool) -> str:
+        more = f" {self._object(f',{SPACE}', tools)}*" * several
+        return self._rule(self._object(rf"{SPACE}\[{SPACE}", tools) + more + r" /\]/")
+
+    def _object(self, begin: str, tools: Sequence[Function]) -> str:
+        """An object that is a call, behind `begin`, a regular expression."""
+        named = [f'/{_regex(tool.name)}"/ (TO_ARGUMENTS {tool.arguments} TAIL' + " | TAIL" * tool.bare + ")" for tool in tools]
+        found = f"/{begin}\\{{{SPACE}{PAIRS}{NAME}/ {self._rule(' | '.join(named))}"
+        if len(tools) > MAX_UNNAMED:
+            return self._rule(found)
+        late = [f'{tool.arguments} /{SPACE},{SPACE}{NAME}/ /{_regex(tool.name)}"{TAIL}/' for tool in tools]
+        return self._rule(f"{found} | /{begin}\\{{{SPACE}{PAIRS}{KEY}/ {self._rule(' | '.join(late))}")
+
+    def _named(self, tools: Sequence[Function]) -> str:
+        call_id = f"({self._literal('[CALL_ID]')} /[A-Za-z0-9]{{1,64}}/)?"
+        found = [
+            f"/{SPACE}{_regex(tool.name)}/ {call_id} {self._literal('[ARGS]')} /{SPACE_BETWEEN}/? {tool.arguments}"
+            for tool in tools
+        ]
+        return self._rule(" | ".join(found))
+
+    # --- free text -------------------------------------------------------------------------------------------------------------
+
+    def structures(self, given: dict[str, Any] | str) -> dict[str, list[str]]:
+        """What follows each trigger of a structural tag. Raises SchemaError."""
+        try:
+            tags = StructuralTagFormat.model_validate(_object(given) | {"type": "structural_tag"})
+        except ValidationError as e:
+            first = e.errors()[0]
+            raise SchemaError(f"{'.'.join(map(str, first['loc']))}: {first['msg']}") from e
+        found: dict[str, list[str]] = {}
+        for i, one in enumerate(tags.structures):
+            trigger = next((t for t in tags.triggers if one.begin.startswith(t)), None)
+            if trigger is None:
+                raise SchemaError(f"structures.{i}.begin starts with none of the triggers")
+            # the text before it would be the trigger
+            if late := next((text for text in self.special if trigger.find(text) > 0), None):
+                raise SchemaError(
+                    f"the trigger {trigger!r} has the special token {late!r} behind other text; let it begin with that"
+                )
+            body = self.part(compile_schema(one.schema_, False, path=f"structures.{i}.schema#"))
+            rest = f"{self._literal(one.begin[len(trigger) :])} {body} {self._literal(one.end)}"
+            found.setdefault(trigger, []).append(rest)
+        return found
+
+    def free(self, tags: Mapping[str, Sequence[str]], first: "Place | None" = None, more: "Place | None" = None) -> str:
+        """Free text after reasoning, which as for the parser only the beginning can be.
+
+        tags: what follows each trigger in it, one of several. first, more: calls without a trigger at its beginning, and behind a
+        call.
+        """
+        rests = {trigger: self._rule(" | ".join(found)) for trigger, found in tags.items()}
 
         def tagged(text: str) -> str:
             return self._rule(" | ".join(f"{self._until(trigger, text)} {rest}" for trigger, rest in rests.items()))
 
-        more = f"{tagged('TEXT')}* TEXT"
+        def options(place: Place | None, text: str) -> tuple[list[str], list[str]]:
+            """What a part of the answer may be that ends with a call, and the last part."""
+            calls = [tagged(text)] if tags else []
+            if place is None:
+                return calls, [text]
+            begin = f"/{place.begin}/"
+            others = [f"{begin} {tagged(place.other)}"] if tags else []
+            return [*calls, f"{begin} {place.call}", *others], [text, f"{begin} {place.other}"]
+
+        calls, last = options(more, self._text_without(more.begin) if more else "TEXT")
+        behind = f"({' | '.join(calls)})* ({' | '.join(last)})"
+
+        def answer(text: str) -> str:
+            calls, last = options(first, text)
+            return " | ".join([*(f"{call} {behind}" for call in calls), *last])
+
+        text = self._text_without(first.begin) if first else "TEXT"
         if self.reasoning is None:
-            return more
+            return f"({answer(text)})"
         begin, end, begins_inside = self.reasoning
         if begins_inside:
-            return f"{self._until(end)} {more}"
-        text = "TEXT"
-        if begin not in self.special:
-            text = "OUTSIDE"
-            self._rules.append(rf"OUTSIDE: /(.|\n)*/ & ~/\s*{_regex(begin)}(.|\n)*/")
-        return f"(({self._opened()} | {tagged(text)}) {more} | TEXT)"
+            return f"{self._until(end)} ({answer(text)})"
+        outside = text if begin in self.special else self._text_without(rf"\s*{_regex(begin)}", text)
+        return f"({self._opened()} ({answer(text)}) | {answer(outside)} | {text})"
 
     def after_reasoning(self, answer: str) -> str:
         """`answer`, after reasoning if the model reasons."""
@@ -256,6 +358,12 @@ class _Rules:
         if first in self.special:
             return f"{text} {self._literal(mark)}"
         return " ".join([self._rule(f"{text} {self._literal(first)}", lazy=True), *map(self._literal, rest)])
+
+    def _text_without(self, begin: str, text: str = "TEXT") -> str:
+        """Text that does not begin with the regular expression `begin`."""
+        name = f"TEXT_{len(self._rules)}"
+        self._rules.append(rf"{name}: {text} & ~/({begin})(.|\n)*/")
+        return name
 
     def _rule(self, body: str, lazy: bool = False) -> str:
         name = f"rule_{len(self._rules)}"

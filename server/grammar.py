@@ -2,7 +2,6 @@
 
 import pickle
 from collections.abc import Callable
-from dataclasses import asdict
 from functools import lru_cache
 from typing import Any
 
@@ -22,11 +21,11 @@ MAX_CACHED_TEXT = 4 << 20  # most bytes of cached grammars and their schemas
 
 
 async def for_request(
-    service: Service, body: GenerationBody, syntax: CallSyntax = JSON, reasoning: Marks | None = None
+    service: Service, body: GenerationBody, syntax: CallSyntax | None = None, reasoning: Marks | None = None
 ) -> Compiled:
     """The grammar of what the request demands of its answer; UNCONSTRAINED if it demands nothing.
 
-    `syntax`: how the model writes calls. `reasoning`: what surrounds the model's reasoning, which stays free; None: it does not
+    `syntax`: how the model writes calls; None: calls are found only where one is forced. `reasoning`: what surrounds the model's reasoning, which stays free; None: it does not
     reason. Raises a 400 that names the field for a schema that is wrong, or strict and not enforceable.
     """
     demand = demand_of(body, syntax, reasoning)
@@ -45,16 +44,16 @@ async def for_request(
         raise bad(param, f"{what} that cannot be enforced: {e}", "invalid_schema") from e
 
 
-def demand_of(body: GenerationBody, syntax: CallSyntax, reasoning: Marks | None) -> Demand | None:
+def demand_of(body: GenerationBody, syntax: CallSyntax | None, reasoning: Marks | None) -> Demand | None:
     """What the request demands of its answer, without special tokens; None: nothing."""
     tools = _callable(body) if isinstance(body, ChatBody) else []
     several = isinstance(body, ChatBody) and body.parallel_tool_calls is not False
-    demand = Demand(body.constraint, tools, several=several, syntax=syntax, reasoning=reasoning)
+    demand = Demand(body.constraint, tools, several=several, syntax=syntax or JSON, reasoning=reasoning)
     if isinstance(body, ChatBody) and body.forced_tools:
         return demand._replace(constraint=None, calls="must")
     if demand.constraint is not None:
         return demand
-    return demand if tools and syntax.trigger and not body.ignore_eos else None
+    return demand if tools and syntax and not body.ignore_eos else None
 
 
 def _insists(body: GenerationBody) -> bool:
@@ -79,8 +78,8 @@ def _special(tokenizer: Tokenizer, demand: Demand) -> dict[str, int]:
     known = _special_ids(tokenizer)
     if demand.constraint and demand.constraint.kind == "structural_tag":
         return known
-    texts = [*asdict(demand.syntax).values(), *(demand.reasoning[:2] if demand.reasoning else ())]
-    return {text: id for text, id in known.items() if any(text in one for one in texts)}
+    texts = [*demand.syntax.markers, *(demand.reasoning[:2] if demand.reasoning else ())]
+    return {text: id for text, id in known.items() if text in texts}
 
 
 @lru_cache(1)

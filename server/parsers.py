@@ -36,13 +36,13 @@ def parser_for(service: Service, body: ChatBody, prompt: Sequence[int] = ()) -> 
     return AnswerParser(reasoning, inside, tools, frozenset(hidden))
 
 
-def marks_for(service: Service, body: GenerationBody, prompt: Sequence[int]) -> tuple[CallSyntax, Marks | None]:
-    """How the model writes calls, and its reasoning, for the grammar of the request's answers. prompt: its token ids."""
+def marks_for(service: Service, body: GenerationBody, prompt: Sequence[int]) -> tuple[CallSyntax | None, Marks | None]:
+    """How the model writes calls, None if calls are text, and its reasoning, for the grammar of the request's answers. prompt: its token ids."""
     if not isinstance(body, ChatBody):
-        return JSON, None
+        return None, None
     reasoning, inside = _reasoning_after(service, body, prompt)
     marks = Marks(reasoning.start, reasoning.end, inside) if reasoning else None
-    return call_syntax(service, body) or JSON, marks
+    return call_syntax(service, body), marks
 
 
 def markers_for(service: Service, body: GenerationBody) -> list[int]:
@@ -90,7 +90,10 @@ def _reasoning_after(service: Service, body: ChatBody, prompt: Sequence[int]) ->
     end = service.tokenizer.decode(prompt[-PROMPT_END:], skip_special_tokens=False).rstrip() if prompt else ""
     if reasoning is None or end.endswith(reasoning.end):  # the prompt says not to reason
         return None, False
-    return reasoning, end.endswith(reasoning.start) or _continues(body, reasoning)
+    continued = _continued(body)
+    if reasoning.start in continued or reasoning.end in continued:
+        return reasoning, continued.rfind(reasoning.start) > continued.rfind(reasoning.end)
+    return reasoning, (reasoning.begun and not continued) or end.endswith(reasoning.start)
 
 
 def _reasoning(service: Service, body: ChatBody) -> ReasoningSyntax | None:
@@ -112,11 +115,10 @@ def _tools(service: Service, body: ChatBody) -> Tools | None:
     return Tools(syntax, names, body.parallel_tool_calls is not False, bool(forced), forced[0] if len(forced) == 1 else "")
 
 
-def _continues(body: ChatBody, reasoning: ReasoningSyntax) -> bool:
-    """Whether the answer continues a message that ends inside its reasoning."""
+def _continued(body: ChatBody) -> str:
+    """The text of the message that the answer continues; empty if it begins one."""
     content = body.messages[-1].content if body.continue_final_message else None
-    text = content if isinstance(content, str) else "".join(part.text for part in content or [])
-    return text.rfind(reasoning.start) > text.rfind(reasoning.end)
+    return content if isinstance(content, str) else "".join(part.text for part in content or [])
 
 
 def _markers(reasoning: ReasoningSyntax | None, tools: Tools | None) -> tuple[str, ...]:

@@ -1,11 +1,13 @@
 """Convert texts and conversations to token ids and back. These functions run in worker processes."""
 
+import hashlib
 import json
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
+from chat_template import CallForm, call_form
 from errors import UserError
 from server.http import to_json
 from server.limits import Limits, check_characters, check_prediction, check_prompt, check_prompts, cut_prompt
@@ -35,9 +37,10 @@ def chat_prompt(chat: Conversation, limits: Limits | None) -> list[int]:
     tokenizer = worker_tokenizer()
     check = None if limits is None else lambda text: check_characters(tokenizer, text, limits, "messages")
     messages = [_for_template(message) for message in chat.messages]
-    _read_arguments(messages)
     tools = [tool.model_dump(exclude_none=True) for tool in chat.tools]
     try:
+        if any(message.get("tool_calls") for message in messages):
+            _fit_calls(messages, call_form(tokenizer.pick_template(chat.options["chat_template"], bool(tools))))
         ids = tokenizer.encode_chat(messages, check=check, tools=tools or None, **chat.options)
     except UserError as e:
         raise bad("chat_template" if chat.own_template else "messages", str(e)) from e
@@ -52,16 +55,33 @@ def _for_template(message: ChatMessage) -> dict[str, Any]:
     return plain
 
 
-def _read_arguments(messages: Sequence[dict[str, Any]]) -> None:
-    """Replace the arguments of tool calls, which are JSON texts, by objects, as templates expect them."""
+def _fit_calls(messages: Sequence[dict[str, Any]], form: CallForm) -> None:
+    """Give calls and their results the ids, and calls the arguments, that the template takes."""
     for message in messages:
         for call in message.get("tool_calls", []):
-            arguments = call["function"].get("arguments")
-            if isinstance(arguments, str):
-                try:
-                    call["function"]["arguments"] = json.loads(arguments or "{}")
-                except (ValueError, RecursionError) as e:
-                    raise bad("messages", "has a tool call whose arguments are not JSON") from e
+            function = call["function"]
+            function["arguments"] = _arguments(function.get("arguments"), form.as_text)
+        for owner, key in ((message, "tool_call_id"), *((call, "id") for call in message.get("tool_calls", []))):
+            if owner.get(key):
+                owner[key] = _call_id(owner[key], form.id_length)
+
+
+def _arguments(given: Any, as_text: bool) -> Any:
+    """The arguments of a call, which are an object or its JSON text, as the template takes them."""
+    if not isinstance(given, str):
+        return json.dumps(given or {}, ensure_ascii=False) if as_text else given or {}
+    try:
+        value = json.loads(given or "{}")
+    except (ValueError, RecursionError) as e:
+        raise bad("messages", "has a tool call whose arguments are not JSON") from e
+    return given or "{}" if as_text else value
+
+
+def _call_id(given: str, length: int) -> str:
+    """The id, or if the template checks the length of ids and this is another one, a digest of it."""
+    if not length or (len(given) == length and given.isascii() and given.isalnum()):
+        return given
+    return hashlib.sha256(given.encode(errors="surrogatepass")).hexdigest()[:length]
 
 
 def prediction_ids(text: str, limits: Limits) -> list[int]:

@@ -21,6 +21,7 @@ from errors import UserError
 from kernels.lora import Groups, group_rows
 from lora import LoraLimits, open_adapter
 from presets import model_config
+from tests import MODELS
 from tests.support.adapters import PARTS, merged, write_adapter
 from tests.support.ranks import Ranks
 from tests.test_tensor_parallel import CPU, TOLERANCE, VARIANTS, alone, base_config, load, save_random, variant_of
@@ -96,6 +97,19 @@ def test_patterns(tmp_path: Path, seed: int) -> None:
         f"{layers}{i}.mlp.up_proj": 6 / 4 for i in range(4)
     }
     assert found.factors == expected | {f"{layers}1.mlp.up_proj": 9 / 4} and found.rank == 8
+
+
+PEFT = Path(__file__).parent / "peft_adapter"
+
+
+@pytest.mark.parametrize("count", [1, 2])
+def test_what_peft_saves_gives_its_logits(count: int, ranks: Ranks) -> None:
+    """With ranks, alphas and layers of its own, and rsLoRA; make.py has saved it and the logits."""
+    saved = load_file(PEFT / "logits.safetensors")
+    tokens = saved["tokens"].repeat(2, 1)
+    for found in ranks.run(count, adapted_logits, MODELS / "tiny-standard", [PEFT], tokens, [0, -1]):
+        assert (found[0] - saved["logits"]).abs().max() < TOLERANCE
+        assert (found[1] - saved["logits"]).abs().max() > 100 * TOLERANCE
 
 
 def damaged(folder: Path, tensors: Callable[[dict[str, Tensor]], object] | None = None, **settings: Any) -> None:

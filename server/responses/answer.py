@@ -120,9 +120,14 @@ class ResponsesRequest(GenerationRequest):
         self._keep(self)
         yield f"response.{self.status}", {"response": self.response()}
 
+    def cancel(self) -> None:
+        self.status = "cancelled"
+        self.output.stop()
+
     def fail(self, error: ApiError) -> Event:
         """The event of an error after the start."""
         self.status = "failed"
+        self.output.stop()
         self.error = {"code": "rate_limit_exceeded" if error.status_code == 429 else "server_error", "message": error.message}
         return "response.failed", {"response": self.response()}
 

@@ -39,7 +39,7 @@ class Background:
     def _on_done(self, task: "asyncio.Task[Any]") -> None:
         self._service.open_requests -= 1
         if task.cancelled():
-            self._request.status = "cancelled"
+            self._request.cancel()
         elif (e := task.exception()) is not None:
             if not isinstance(e, ApiError):
                 log.error("a background response failed", exc_info=e)

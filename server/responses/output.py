@@ -55,6 +55,11 @@ class Output:
                 yield from self._grow(self._blank)
         yield from self._end_item(status)
 
+    def stop(self) -> None:
+        """The answer ends in the middle, without further events: the open item stays as it is."""
+        for _ in self._end_item("incomplete"):
+            pass
+
     def _named(self, name: str) -> dict[str, str]:
         """The name of a function as the client knows it."""
         one = self._in_namespaces.get(name)

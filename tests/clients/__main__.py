@@ -7,7 +7,7 @@
 Each client gets an environment of its own in ~/.cache/rung/clients (RUNG_CACHE: another folder), 9 GB in all, from PyPI and npm.
 The server runs on one CPU rank with an embedded model. The prompts of coding agents have tens of thousands of tokens, so their
 server has the first layers of the embedded model with room for 131,072 positions, more than it was trained with: requests are
-answered, but the answers are nonsense. Exits with 2 if a feature failed.
+answered, but the answers are nonsense. Reasoning comes from a server with a scripted engine. Exits with 2 if a feature failed.
 
 Needs Python, npm and Node 20 or newer, and a network for the first run. Runs one client at a time.
 """
@@ -33,6 +33,8 @@ from scripts.lib.markdown import table_lines
 from scripts.lib.results import OUT, ROOT, add_write_option, results_folder, write_json, write_text
 from scripts.lib.servers import rung_server
 from tests.clients.recorder import Request, fixture, recording
+from tests.clients.thinking import thinking_server
+from tests.support.adapters import PARTS, write_adapter
 from tests.support.environments import digest, install
 
 HERE = Path(__file__).parent
@@ -57,8 +59,12 @@ TITLES = {
     "opencode": "opencode",
     "qwen_code": "Qwen Code",
 }
-FEATURES = ("answer", "stream", "tools", "tools, streamed", "format", "format and tools", "state", "tokens", "one turn")
+FEATURES = (
+    *("answer", "stream", "tools", "tools, streamed", "format", "format and tools", "reasoning", "constraint", "adapter"),
+    *("state", "tokens", "one turn"),
+)
 MODEL = ROOT / "models" / "tiny-hybrid"
+ADAPTER = "tiny-adapter"
 CONTEXT, LAYERS = 131_072, 2  # of the agents' model
 CLIENT_SECONDS = 1200
 CONNECTIONS = ("--max-num-seqs", "16", "--idle-timeout", "300")
@@ -89,7 +95,7 @@ def long_model(folder: Path) -> Path:
 # --- clients --------------------------------------------------------------------------------------------------------------
 
 
-def attempt(name: str, folder: Path, url: str, model: Path) -> list[Row]:
+def attempt(name: str, folder: Path, model: Path, **environ: str) -> list[Row]:
     """Run a client's script. A script that prints nothing, fails, or takes too long, is a row that says so."""
     if (HERE / name / "client.mjs").exists():
         for file in (HERE / "features.mjs", HERE / name / "client.mjs"):
@@ -99,8 +105,8 @@ def attempt(name: str, folder: Path, url: str, model: Path) -> list[Row]:
         python = folder / "venv" / "bin" / "python"
         command = [str(python) if python.exists() else sys.executable, str(HERE / name / "client.py")]
     environment = {key: os.environ[key] for key in ("PATH", "HOME", "LANG") if key in os.environ}
-    environment |= {"BASE_URL": url, "MODEL": model.name, "MODEL_DIR": str(model), "PYTHONPATH": str(HERE)}
-    environment["PYTHONDONTWRITEBYTECODE"] = "1"
+    environment |= {"MODEL": model.name, "MODEL_DIR": str(model), "PYTHONPATH": str(HERE), "PYTHONDONTWRITEBYTECODE": "1"}
+    environment |= environ
     with (OUT / "clients" / f"{name}.log").open("w") as log:
         process = subprocess.Popen(
             command, cwd=folder, env=environment, stdin=subprocess.DEVNULL, stdout=subprocess.PIPE, stderr=log,
@@ -175,12 +181,14 @@ def run_all(names: Sequence[str], again: bool, record: bool) -> None:
                 continue
             model = long_model(Path(folder)) if agents else MODEL
             log = kept / f"server-{model.name}.log"
-            with rung_server(1, ["--model", str(model), *CONNECTIONS], log) as server:
+            lora = [] if agents else ["--lora", f"{ADAPTER}={write_adapter(Path(folder) / ADAPTER, MODEL, PARTS, size=8.0)}"]
+            flags = ["--model", str(model), *lora, *CONNECTIONS]
+            with rung_server(1, flags, log) as server, thinking_server(Path(folder)) as thinking:
                 for name, file, state in mine:
                     bar.set_description(name)
                     environment = install("clients", name, requirements(name))
-                    with recording(server.url) as (url, taken):
-                        rows = attempt(name, environment, url, model)
+                    with recording(server.url, thinking) as (urls, taken):
+                        rows = attempt(name, environment, model, BASE_URL=urls[0], THINKING_URL=urls[1], ADAPTER=ADAPTER)
                     write_text(file, json.dumps({"state": state, "version": version(name), "rows": rows}, indent=1) + "\n")
                     keep(name, taken, record)
                     bar.update()

@@ -1,5 +1,7 @@
 // As features.py, for scripts of Node.
 export const URL_ = process.env.BASE_URL, MODEL = process.env.MODEL;
+export const THINKING = process.env.THINKING_URL;
+export const THOUGHT = "17 and 25 are 42.", ANSWER = "It is 42.", SEEN = "I thought of it.";
 export const HELLO = "What is 17 plus 25?";
 const tried = [];
 export const feature = (api, name, attempt) => tried.push({ api, name, attempt });

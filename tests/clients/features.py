@@ -1,6 +1,7 @@
 """What a client's script tries: features of APIs, one JSON line each. Runs in the client's own environment, so it imports nothing.
 
-A script is called with BASE_URL (http://host:port) and MODEL in the environment.
+A script is called with BASE_URL (http://host:port), MODEL and ADAPTER, another model's name, in the environment. The server at
+THINKING_URL answers HELLO with the reasoning THOUGHT and the text ANSWER, and a conversation that has this reasoning with SEEN.
 """
 
 import asyncio
@@ -12,6 +13,8 @@ from collections.abc import Callable
 from typing import Any
 
 URL, MODEL = os.environ.get("BASE_URL", ""), os.environ.get("MODEL", "")
+THINKING, ADAPTER = os.environ.get("THINKING_URL", ""), os.environ.get("ADAPTER", "")
+THOUGHT, ANSWER, SEEN = "17 and 25 are 42.", "It is 42.", "I thought of it."
 HELLO = "What is 17 plus 25?"
 WEATHER = {
     "type": "object",

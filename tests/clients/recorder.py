@@ -4,7 +4,7 @@ import json
 import re
 import threading
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from http.client import HTTPConnection
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from typing import Any
@@ -19,10 +19,15 @@ Request = dict[str, Any]  # method, path, headers, body (parsed JSON, or None), 
 
 
 @contextmanager
-def recording(url: str) -> Iterator[tuple[str, list[Request]]]:
-    """Yield the address of a proxy for the server at `url`, and the list to which it appends requests."""
+def recording(*urls: str) -> Iterator[tuple[list[str], list[Request]]]:
+    """Yield the addresses of proxies for the servers at `urls`, and the list to which they append requests."""
     taken: list[Request] = []
+    with ExitStack() as stack:
+        yield [stack.enter_context(_proxy(url, taken)) for url in urls], taken
 
+
+@contextmanager
+def _proxy(url: str, taken: list[Request]) -> Iterator[str]:
     class Handler(BaseHTTPRequestHandler):
         protocol_version = "HTTP/1.0"  # the end of an answer is the end of its connection
 
@@ -57,7 +62,7 @@ def recording(url: str) -> Iterator[tuple[str, list[Request]]]:
     thread = threading.Thread(target=server.serve_forever, daemon=True)
     thread.start()
     try:
-        yield f"http://127.0.0.1:{server.server_address[1]}", taken
+        yield f"http://127.0.0.1:{server.server_address[1]}"
     finally:
         server.shutdown()
         server.server_close()

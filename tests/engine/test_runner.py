@@ -294,29 +294,40 @@ def test_drafts_beside_other_requests(seed: int) -> None:
             assert_same(made.runner.model, submit, answers[submit.request_id].tokens)
 
 
+def drawn_again(made: Engine) -> list[str]:
+    """The ids of sequences whose token is drawn again from now on, for each time."""
+    ids: list[str] = []
+    draw_again = made.scheduler.draw_again
+
+    def counted(sequence: Sequence) -> None:
+        ids.append(sequence.request_id)
+        draw_again(sequence)
+
+    made.scheduler.draw_again = counted  # type: ignore[method-assign]
+    return ids
+
+
+def late_submits(kinds: list[str]) -> list[Submit]:
+    """Requests with late grammars that forbid many tokens."""
+    submits = []
+    for i, kind in enumerate(kinds):
+        late = dict(grammar=LINES, late_grammar=True, stop_token_ids=list(range(1, 1000, 40)), max_tokens=20)
+        params = random_params(**PARAMETERS[kind] | late | dict(allowed_token_ids=None))
+        submits.append(Submit(str(i), [3, *random.sample(range(3, 300), 5)], params))
+    return submits
+
+
 def test_late_grammars(in_turn: Callable[..., Any], seed: int) -> None:
     """Requests of all kinds with a grammar that is checked behind the draw, in full batches that are launched ahead, with drafts,
     and where the cache is too small for all: each token is the one that is drawn without the mask, or with it if it must."""
     model, drafts, blocks = cheap(), in_turn([0, 4], 0), in_turn([200, 12], 1)
-    submits = []
-    for i, kind in enumerate(random.sample([*PARAMETERS], 8)):
-        late = dict(grammar=LINES, late_grammar=True, stop_token_ids=list(range(1, 1000, 40)), max_tokens=20)
-        params = random_params(**PARAMETERS[kind] | late | dict(allowed_token_ids=None))
-        submits.append(Submit(str(i), [3, *random.sample(range(3, 300), 5)], params))
+    submits = late_submits(random.sample([*PARAMETERS], 8))
     for look_ahead in (False, True):
         made = engine_of_tokens(model, blocks, tiny_tokenizer(), block_size=8, max_num_seqs=6, draft_tokens=drafts)
         made.look_ahead = look_ahead
-        launched, again = recorded(made), 0
-        draw_again = made.scheduler.draw_again
-
-        def counted(sequence: Sequence, draw_again: Any = draw_again) -> None:
-            nonlocal again
-            again += 1
-            draw_again(sequence)
-
-        made.scheduler.draw_again = counted  # type: ignore[method-assign]
+        launched, again = recorded(made), drawn_again(made)
         answers = serve(made, submits, 3)
-        assert again > 10
+        assert len(again) > 10
         assert any(launched) == look_ahead or (look_ahead and drafts)  # steps with drafts are not launched ahead
         assert (made.scheduler.preemptions > 0) == (blocks < 50)
         for submit in submits:
@@ -383,6 +394,27 @@ def test_ranks_draw_from_their_parts_of_the_vocabulary(
     for answers in ranks.run(n, rank_serves, tmp_path, submits, seed):
         for submit in submits:
             assert_same(model, submit, answers[submit.request_id].tokens)
+
+
+def rank_draws_again(world: World, directory: Path, submits: list[Submit], seed: int) -> tuple[dict[str, Answer], list[str]]:
+    random.seed(seed)
+    with as_on_a_gpu():
+        limits = EngineLimits(max_num_seqs=3, max_batch_tokens=24, kv_memory=1e6, block_size=8)
+        made = Engine(load(world, directory), tiny_tokenizer(), limits, world)
+        made.look_ahead = True
+        again = drawn_again(made)
+        return serve(made, submits, 2), again
+
+
+def test_ranks_draw_again_together(ranks: Ranks, tmp_path: Path, seed: int) -> None:
+    """Each rank checks late grammars itself, and drops and draws the same tokens as the other."""
+    model = cheap()
+    save_checkpoint(model, tmp_path, torch.float32)
+    submits = late_submits(random.sample([*PARAMETERS], 4))
+    (answers, again), (others, other_again) = ranks.run(2, rank_draws_again, tmp_path, submits, seed)
+    assert answers == others and again == other_again and len(again) > 4
+    for submit in submits:
+        assert_same(model, submit, answers[submit.request_id].tokens)
 
 
 @pytest.mark.parametrize("source", ["itself", "head"])

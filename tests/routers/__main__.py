@@ -277,7 +277,7 @@ def attempt(name: str, folder: Path, kept: Path) -> tuple[list[Row], list[Reques
     with ExitStack() as stack, tempfile.TemporaryDirectory() as logs:
         pair = stack.enter_context(replicas(Path(logs)))
         with (
-            recording(pair[0].url) as (url, taken),
+            recording(pair[0].url) as ((url,), taken),
             routed(name, folder, pair, (url, pair[1].url), kept / f"{name}-recorded.log") as site,
         ):
             site.load("Record", 2)

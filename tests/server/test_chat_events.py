@@ -1,7 +1,7 @@
 """The streams of completions and chat completions are those that OpenAI publishes, byte for byte.
 
 fixtures/chat has them, written from OpenAI's reference: the role first, then each part, the reason to finish, the usage in a chunk
-without choices, and [DONE].
+without choices, and [DONE]. README.md names the pages.
 """
 
 import json
@@ -10,17 +10,23 @@ from typing import Any
 
 import pytest
 
+from engine.protocol import Logprob, TokenLogprobs
 from engine.text import Delta
 from server.answers import GenerationRequest
 from server.chat import ChatRequest
 from server.completions import CompletionRequest
 from server.generation import Prompt
 from server.parts import Arguments, Call, Part, Reasoning, Text
-from server.replies import ChatChunk, CompletionChunk
+from server.problems import ApiError
+from server.replies import ChatChunk, CompletionChunk, ErrorReply
 from server.schemas import ChatBody, CompletionBody
 from tests.support.server_thread import Site
 
 FIXTURES = Path(__file__).parent / "fixtures" / "chat"
+ERROR = ApiError(500, "internal error; the server's log has the details")
+LOGPROBS = [TokenLogprobs(Logprob(300, -0.5, 1), [Logprob(300, -0.5, 1), Logprob(301, -1.25, 2)])]
+USAGE = {"stream_options": {"include_usage": True}}
+CHAT = {"messages": [{"role": "user", "content": "Hi"}], "stream": True}
 TOOL = {"type": "function", "function": {"name": "weather", "parameters": {"type": "object"}}}
 CALLS: list[list[Part]] = [
     [Text("Let me ask.")],
@@ -48,15 +54,15 @@ class Scripted:
         return next(self._parts)
 
 
-def written(request: GenerationRequest, texts: list[str], reason: str) -> bytes:
-    """The stream of a request with a delta for each text."""
+def written(request: GenerationRequest, texts: list[str], reason: str, logprobs: list[TokenLogprobs] | None = None) -> bytes:
+    """The stream of a request with a delta for each text. reason: empty for an error behind the last one. logprobs: of each."""
     request.id, request.created = f"{request.id_prefix}-0", 1700000000
     writer, found = request.stream_writer(), b""
     for i, text in enumerate(texts):
         request.usage.completion += 1
         last = i == len(texts) - 1
-        found += writer.push(Delta(0, i == 0, text, [5], None, [i], reason if last else None, None, None))
-    return found + writer.last() + request.stream_end
+        found += writer.push(Delta(0, i == 0, text, [300], logprobs, [i], (last and reason) or None, None, None))
+    return found + (writer.last() if reason else request.write_error(ERROR)) + request.stream_end
 
 
 def chunks(stream: bytes) -> list[Any]:
@@ -69,15 +75,39 @@ def chunks(stream: bytes) -> list[Any]:
 def test_chunks_of_a_chat(site: Site, name: str, monkeypatch: pytest.MonkeyPatch) -> None:
     parts, reason = SCRIPTS[name]
     monkeypatch.setattr("server.chat.parser_for", lambda *_: Scripted(parts, name == "calls"))
-    given = {"messages": [{"role": "user", "content": "Hi"}], "stream": True, "stream_options": {"include_usage": True}}
-    body = ChatBody.model_validate(given | ({"tools": [TOOL]} if "call" in name else {}))
+    body = ChatBody.model_validate(CHAT | USAGE | ({"tools": [TOOL]} if "call" in name else {}))
     stream = written(ChatRequest(site.server.service, body, [Prompt([1, 2, 3])], ""), [""] * len(parts), reason)
     assert stream == (FIXTURES / f"{name}.sse").read_bytes()
     assert all(ChatChunk.model_validate(chunk) for chunk in chunks(stream))
 
 
 def test_chunks_of_a_completion(site: Site) -> None:
-    body = CompletionBody.model_validate({"prompt": [1, 2, 3], "stream": True, "stream_options": {"include_usage": True}})
+    body = CompletionBody.model_validate({"prompt": [1, 2, 3], "stream": True} | USAGE)
     stream = written(CompletionRequest(site.server.service, body, [Prompt([1, 2, 3])], ""), ["Hel", "lo"], "stop")
     assert stream == (FIXTURES / "completion.sse").read_bytes()
     assert all(CompletionChunk.model_validate(chunk) for chunk in chunks(stream))
+
+
+@pytest.mark.parametrize("name", ["chat", "completion"])
+def test_chunks_with_log_probabilities(site: Site, name: str) -> None:
+    request, chunk = make(site, name, logprobs=True, top_logprobs=2) if name == "chat" else make(site, name, logprobs=2)
+    stream = written(request, ["Hel", "lo"], "stop", LOGPROBS)
+    assert stream == (FIXTURES / f"{name}_logprobs.sse").read_bytes()
+    assert all(chunk.model_validate(one) for one in chunks(stream))
+
+
+@pytest.mark.parametrize("name", ["chat", "completion"])
+def test_an_error_is_the_last_chunk(site: Site, name: str) -> None:
+    request, chunk = make(site, name)
+    stream = written(request, ["Hel"], "")
+    assert stream == (FIXTURES / f"{name}_error.sse").read_bytes()
+    *others, error = chunks(stream)
+    assert all(chunk.model_validate(one) for one in others) and ErrorReply.model_validate(error)
+
+
+def make(site: Site, name: str, **asked: Any) -> tuple[GenerationRequest, Any]:
+    """A request, and the model of its chunks."""
+    if name == "chat":
+        return ChatRequest(site.server.service, ChatBody.model_validate(CHAT | asked), [Prompt([1, 2, 3])], ""), ChatChunk
+    body = CompletionBody.model_validate({"prompt": [1, 2, 3], "stream": True} | asked)
+    return CompletionRequest(site.server.service, body, [Prompt([1, 2, 3])], ""), CompletionChunk

@@ -10,25 +10,25 @@ import re
 import string
 import time
 from collections.abc import Iterator
-from dataclasses import replace
 from typing import Any
 
 import jsonschema
 import pytest
 
 from server.answer_parser import AnswerParser, Tools
-from server.call_syntax import HERMES, JSON, SYNTAXES, CallSyntax, Marks, ReasoningSyntax
+from server.call_syntax import HERMES, JSON, LLAMA, SYNTAXES, CallSyntax, Marks, ReasoningSyntax
 from server.constraints import Demand, compile_demand
 from server.generation import make_params
 from server.grammar import demand_of
 from server.json_schema import CallableTool, SchemaError
 from server.parts import Arguments, Call, PartList, Reasoning, Text
 from server.schemas import ChatBody, Constraint
-from tests.support.constrained import VOCAB, accepts, write
+from tests.server.test_parsers import CASES
+from tests.support.constrained import VOCAB, accepts, grammars, write
 from tests.support.server_thread import CHAT, TOKENIZER, TOOL, Site
 
 SYSTEM = TOKENIZER.token_text(4)  # a special token
-SPECIAL = CallSyntax(SYSTEM, SYSTEM, "", "")  # the token, the name and the arguments
+SPECIAL = CallSyntax(SYSTEM, markers=(SYSTEM,))  # the token and an object
 THINK = Marks("<think>", "</think>", begins_inside=False)
 INSIDE = Marks("<think>", "</think>", begins_inside=True)
 CITY = {
@@ -159,11 +159,19 @@ def test_many_choices_are_one_item_of_the_parser(site: Site) -> None:
 def calls_in(text: str) -> list[str]:
     """The calls that a Hermes answer has, each checked. Returns their names."""
     schemas = {tool.name: tool.schema for tool in TOOLS}
-    found = re.findall(r"<tool_call>\n(.*?)\n</tool_call>", text, re.DOTALL)
+    found = re.findall(r"<tool_call>(.*?)</tool_call>", text, re.DOTALL)
     for call in map(json.loads, found):
-        jsonschema.validate(call["arguments"], {**schemas[call["name"]], "additionalProperties": False})
-        assert list(call) == ["name", "arguments"]
+        given = call.get("arguments", call.get("parameters", {}))
+        jsonschema.validate(given, {**schemas[call["name"]], "additionalProperties": False})
+        assert {"name"} <= set(call) <= {"name", "arguments", "parameters", "id", "type"}
     return found
+
+
+def written(syntax: CallSyntax, name: str, arguments: str) -> str:
+    """A call, without spaces that may be missing."""
+    call = f'{{"name": "{name}", "{syntax.key}": {arguments}}}'
+    call = {"list": f"[{call}]", "named": f"{name}[ARGS]{arguments}"}.get(syntax.form, call)
+    return syntax.trigger + call + syntax.end
 
 
 def test_a_call_as_the_model_writes_it(seed: int) -> None:
@@ -205,14 +213,99 @@ def test_either_a_plain_call_or_a_format(form: Constraint) -> None:
 def test_calls_in_free_text_are_constrained(syntax: CallSyntax, seed: int) -> None:
     special = {SYSTEM: 4} if syntax is SPECIAL else {}
     free = compile_demand(Demand(tools=TOOLS, syntax=syntax, special=special)).grammar
-    now = f"{syntax.before_name}now{syntax.before_arguments}{{}}{syntax.end}"
+    now = written(syntax, "now", "{}")
     for text in ("", "Hello {<tool", 'a "b" 😀\n', now, f"Sure: {now}", f"{now}\n\n{now} done", f"{now}{{"):
         assert accepts(free, text), text
     for text in (syntax.trigger, f"Hi {syntax.trigger}x", now.replace("now", "then"), now.replace("{}", '{"x": 1}')):
         assert not accepts(free, text), text
-    begin = f"I say. {syntax.before_name}weather{syntax.before_arguments}"
+    begin = f"I say. {written(syntax, 'weather', '#').partition('#')[0]}"
     arguments = write(free, begin=begin, until="}").removeprefix(begin)
     jsonschema.validate(json.loads(arguments), CITY)
+
+
+CALLED = [case for case in CASES if case[2] and not all(isinstance(part, str) for part in case[2])]
+
+
+@pytest.mark.parametrize(("family", "text", "parts"), CALLED)
+def test_calls_are_accepted_as_models_write_them(family: str, text: str, parts: list[Any]) -> None:
+    """All calls that the parser finds; and none of them with other arguments or another tool's."""
+    add = {"type": "object", "properties": {"x": {"type": "array"}, "z": {"type": "object"}}}
+    demand = Demand(tools=[*TOOLS, CallableTool(3, "add", add, False)], syntax=SYNTAXES[family])
+    accepted = [demand]
+    if text.startswith(SYNTAXES[family].trigger or "{") and not any(isinstance(part, str) for part in parts):
+        accepted += [demand._replace(constraint=PERSON)] + [demand._replace(calls="must")] * (len(parts) == 1)
+    in_the_middle = family == "json" and isinstance(parts[0], str)  # of text, where nothing tells a call from it
+    for one in accepted:
+        grammar = compile_demand(one).grammar
+        assert accepts(grammar, text), text
+        for _, arguments in [part for part in parts if not isinstance(part, str)]:
+            for given in ('{"y": 1}', '"x"'):
+                at = text.index(arguments) if arguments in text else text.index('"now"') + 5
+                wrong = text[:at] + (
+                    given + text[at + len(arguments) :] if arguments in text else f', "arguments": {given}' + text[at:]
+                )
+                assert accepts(grammar, wrong) == in_the_middle, wrong
+
+
+@pytest.mark.parametrize("marks", [None, INSIDE, THINK], ids=["no reasoning", "inside", "optional"])
+@pytest.mark.parametrize("syntax", [JSON, LLAMA], ids=["json", "llama"])
+def test_plain_calls_in_free_text_are_those_at_its_start(syntax: CallSyntax, marks: Marks | None) -> None:
+    grammar = compile_demand(Demand(tools=TOOLS, syntax=syntax, reasoning=marks)).grammar
+    now, ulm = '{"name": "now", "arguments": {}}', '{"name": "weather", "parameters": {"city": "Ulm"}}'
+    wrong = '{"name": "weather", "arguments": {"x": 1}}'
+    begin = "" if marks is None else "So </think>" if marks.begins_inside else "<think>So </think>\n"
+    for text in (
+        *(
+            "",
+            "Hi",
+            "{",
+            "[1]",
+            '{"name": "Ann"}',
+            '{"name": "now"}',
+            '{"name": "nowhere", "arguments": 1}',
+            '{"arguments": 3}',
+        ),
+        *(now, ulm, f" {now}\nDone", f"```json\n{ulm}\n```\n{{", f"[{ulm}, {now}]", f"{ulm};{now}", f"{now}\n{ulm} {{"),
+        *(f"Hi {wrong}", f"{now} Hi {wrong}", f'{now}, {{"name": "x"}}', '```\n{"name": "weather"'),
+    ):
+        assert accepts(grammar, begin + text), text
+    for text in (
+        wrong,
+        f"\n\n{wrong}",
+        f"```json\n{wrong}",
+        f"[{wrong}",
+        f"{now}; {wrong}",
+        f"[{now}, {wrong}]",
+        f"{now}\n{wrong}",
+    ):
+        assert not accepts(grammar, begin + text), text
+    if syntax is LLAMA:
+        tag = "<|python_tag|>"
+        for text in (f"Hi {tag}{ulm}", f"{tag}{ulm}; {now}", f"{ulm} {tag}{now}", f'{{"name": "x"}} {tag}{now}'):
+            assert accepts(grammar, begin + text), text
+            assert not accepts(grammar, begin + text.replace("{}", '{"x": 1}').replace('"Ulm"', "3")), text
+        assert not accepts(grammar, f"{begin}{tag}print()")
+
+
+@pytest.mark.parametrize("family", ["hermes", "llama3_json", "mistral"])
+def test_many_tools_stay_within_the_limits(family: str, seed: int) -> None:
+    """The masks of a call of one of 128 tools with long names that begin alike."""
+    rng, syntax = random.Random(seed), SYNTAXES[family]
+    names = ["mcp__server__" + "".join(rng.choices(string.ascii_lowercase, k=40)) for _ in range(128)]
+    tools = [
+        CallableTool(i, name, {"properties": {f"p{i}_{j}": {"type": "integer"} for j in range(6)}}, False)
+        for i, name in enumerate(names)
+    ]
+    at = rng.randrange(128)
+    text = written(syntax, names[at], f'{{"p{at}_3": 7}}')
+    for demand in (Demand(tools=tools, syntax=syntax), Demand(tools=tools, syntax=syntax, calls="must")):
+        matcher = grammars().compile(compile_demand(demand).grammar)
+        wrong = matcher.deep_copy()
+        for token in TOKENIZER.encode(text, add_special_tokens=False):
+            matcher.compute_logit_bias()
+            assert matcher.consume_token(token), matcher.get_error()
+        ids = TOKENIZER.encode(text.replace("7", '"7"'), add_special_tokens=False)
+        assert matcher.is_accepting() and wrong.try_consume_tokens(ids) < len(ids)
 
 
 def test_reasoning_before_the_answer_is_free() -> None:
@@ -255,7 +348,7 @@ def test_the_parser_reads_what_a_grammar_lets_the_model_write(family: str, marks
         marks = Marks(SYSTEM, TOKENIZER.token_text(3), begins_inside=False)
         special = {marks.begin: 4, marks.end: 3}
     reasoning = ReasoningSyntax(marks.begin, marks.end) if marks else None
-    now = f"{syntax.before_name}now{syntax.before_arguments}{{}}{syntax.end}"
+    now = written(syntax, "now", "{}")
     thought = f"So {now}" if marks else ""
     begin = f"{marks.begin * (not marks.begins_inside)}{thought}{marks.end}\n" if marks else ""
     demand = Demand(tools=TOOLS, syntax=syntax, reasoning=marks, special=special)
@@ -265,11 +358,10 @@ def test_the_parser_reads_what_a_grammar_lets_the_model_write(family: str, marks
         (demand._replace(constraint=PERSON), "{"),
         (demand._replace(constraint=PERSON), now),
     ]
-    if syntax.trigger:
-        asked.append((demand, f"Hi {now} {syntax.before_name}weather{syntax.before_arguments}{weather}{syntax.end}"))
+    asked.append((demand, f"{'Hi ' * bool(syntax.trigger)}{now} {written(syntax, 'weather', weather)}"))
     for one, start in asked:
         ends = one.constraint is None and one.calls == "may"  # free text, which is given, because it ends only by chance
-        text = write(compile_demand(one).grammar, begin=begin + start, until=f"}}{syntax.end}" * (ends or start == now))
+        text = write(compile_demand(one).grammar, begin=begin + start, until=start[-2:] * (ends or start == now))
         tools = Tools(syntax, frozenset(tool.name for tool in TOOLS), forced=one.calls == "must")
         parser, parts = AnswerParser(reasoning, bool(marks and marks.begins_inside), tools, frozenset(special)), PartList()
         for part in parser.push(text, final=True):
@@ -284,7 +376,7 @@ def test_the_parser_reads_what_a_grammar_lets_the_model_write(family: str, marks
         content = "".join(part.text for part in found if isinstance(part, Text))
         assert parser.complete == bool(calls)
         if ends:
-            assert calls == ["now", "weather"] and content.strip() == "Hi", text
+            assert calls == ["now", "weather"] and content.strip() == "Hi" * bool(syntax.trigger), text
         elif start == "{" and not calls:
             jsonschema.validate(json.loads(content), PERSON.value)
         else:
@@ -360,17 +452,15 @@ def test_allowed_tools(site: Site) -> None:
         for name in ("now", "weather"):
             answer = site.chat(tools=[TOOL, now], tool_choice=allowed_tools(mode, name))["choices"][0]
             assert site.last().prompt_ids == prompt, "the prompt has all tools"
-            grammar = site.last().params.grammar
-            assert (grammar is None) == (mode == "auto")
-            assert grammar is None or accepts(grammar, call) == (name == "now")
+            grammar = site.last().params.grammar or ""
+            assert accepts(grammar, call) == (name == "now" or mode == "auto"), "without a tool of that name, it is text"
+            assert not accepts(grammar, call.replace("now", name).replace("{}", '{"x": 1}'))
             if mode == "auto":
                 assert bool(answer["message"].get("tool_calls")) == (name == "now")
 
 
 def test_calls_in_free_text_are_constrained_by_a_late_grammar() -> None:
-    """Only of models whose calls begin with something that no other text has."""
     strict: Any = {"type": "function", "function": {**TOOL["function"], "name": "exact", "strict": True}}
-    plain = replace(HERMES, trigger="")
     asked: list[tuple[dict[str, Any], set[str] | None]] = [
         ({}, None),
         ({"tools": [TOOL]}, {"weather"}),
@@ -384,7 +474,7 @@ def test_calls_in_free_text_are_constrained_by_a_late_grammar() -> None:
         demand = demand_of(body, HERMES, None)
         assert (demand and {tool.name for tool in demand.tools}) == names, fields
         assert demand is None or (demand.calls, demand.constraint) == ("may", None)
-        assert demand_of(body, plain, None) is None
+        assert demand_of(body, None, None) is None, "calls are text"
         params = make_params(body, TOKENIZER, VOCAB, [9], None, None, names and "start: X", [], [])[0]
         assert params.late_grammar == (names is not None)
     forced = ChatBody.model_validate({**CHAT, "tools": [TOOL], "tool_choice": "required"})

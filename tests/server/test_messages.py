@@ -12,8 +12,11 @@ import pytest
 
 from engine.protocol import Starting
 from server import recovery
+from server.generation import Prompt
 from server.messages import replies
+from server.messages.bodies import MessagesBody
 from server.messages.events import MessageEvents, content_blocks, read_input
+from server.messages.request import MessagesRequest
 from server.parts import Arguments, Call, Part, Reasoning, Text
 from server.problems import ApiError
 from tests.support.server_thread import CONTEXT, EOS, STORY, TOKENIZER, Site, ready
@@ -98,6 +101,13 @@ def answers_with(text: str, end: bool = True) -> Callable[[Any], list[int]]:
         ),
         ("thinking", [Reasoning("27 * 453"), Reasoning(" = 12231"), Text("12,231")], "end_turn", None, 40),
         ("stop_sequence", [Text("It was kind. ")], "stop_sequence", "END", 7),
+        (
+            "max_tokens",
+            [Text("Okay"), Call("1", "get_weather"), Arguments('{"location":'), Arguments(' "Zü')],
+            "max_tokens",
+            None,
+            20,
+        ),
     ],
 )
 def test_streams_equal_the_published_order(
@@ -116,6 +126,18 @@ def test_streams_equal_the_published_order(
     content = joined(read_events(data.decode()))["content"]
     assert content == content_blocks(parts, shows_thinking=False)
     assert not any(block.get("thinking") for block in content)
+
+
+def test_an_error_is_the_last_event(site: Site) -> None:
+    head = {"id": "msg_1", "type": "message", "role": "assistant", "model": "m", "content": []}
+    usage = {"input_tokens": 25, "cache_creation_input_tokens": 0, "cache_read_input_tokens": 4}
+    events = MessageEvents({**head, "stop_reason": None, "stop_sequence": None})
+    body = MessagesBody.model_validate(BODY)
+    request = MessagesRequest(site.server.service, body, body.chat, [Prompt([1, 2, 3])], "", "req_1")
+    data = events.start({**usage, "output_tokens": 1}) + events.part(Text("Hel"))
+    data += request.write_error(ApiError(503, "the server is overloaded")) + request.stream_end
+    assert data == (FIXTURES / "error.sse").read_bytes()
+    assert [one["type"] for one in read_events(data.decode())][-1] == "error"
 
 
 def test_streams_equal_whole_answers(site: Site, seed: int) -> None:

@@ -14,6 +14,7 @@ from server.answer_parser import AnswerParser, Tools
 from server.call_syntax import REASONING, SYNTAXES, syntax_of
 from server.incremental import Reader
 from server.parts import Arguments, Call, Part, PartList, Reasoning, Text
+from tests.support.constrained import accepts
 from tests.support.server_thread import CHAT, EOS, TOKENIZER, TOOL, Site
 
 NAMES = frozenset(["weather", "now", "add"])
@@ -324,6 +325,25 @@ def test_a_stream_has_what_the_whole_answer_has(thinking: Site, effort: str, sho
     count = details["reasoning_tokens"]
     begins = [len(TOKENIZER.decode(choice["token_ids"][:n])) for n in range(len(choice["token_ids"]))]
     assert count == sum(begin < len(thought.rstrip("\n")) for begin in begins) and bool(count) == bool(thought)
+
+
+@pytest.mark.parametrize(("name", "found"), [("deepseek_r1", True), ("think", False)])
+def test_reasoning_that_neither_model_nor_template_begins(make_site: Callable[..., Site], name: str, found: bool) -> None:
+    """deepseek_r1 takes it for reasoning, and a grammar begins behind it; think does not."""
+    site = make_site(reasoning_parser=name)
+    rest = "Hm.\n</think>\n\n75"
+    for text, parts in ((rest, ("Hm.", "75") if found else (None, rest)), (f"<think>\n{rest}", ("Hm.", "75"))):
+        whole, events = answers(site, text)
+        message = whole["choices"][0]["message"]
+        assert (message.get("reasoning_content"), message["content"]) == parts
+        assert (merged(events)["reasoning_content"], merged(events)["content"]) == parts
+    turns = [*CHAT["messages"], {"role": "assistant", "content": "It is "}]
+    site.engine.reply = lambda submit: [*TOKENIZER.encode("75", add_special_tokens=False), EOS]
+    assert site.chat(messages=turns, continue_final_message=True)["choices"][0]["message"]["content"] == "75"
+    site.chat(response_format={"type": "json_object"}, max_tokens=1)
+    grammar = site.last().params.grammar or ""
+    assert accepts(grammar, '{"a": 1}') != found and accepts(grammar, 'Hm</think>{"a": 1}') == found
+    assert accepts(grammar, '<think>Hm</think>{"a": 1}')
 
 
 def test_a_constraint_begins_after_the_reasoning(thinking: Site) -> None:

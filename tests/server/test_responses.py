@@ -14,9 +14,12 @@ import pytest
 from openai.types.responses import Response, ResponseItem, ResponseStreamEvent
 from pydantic import TypeAdapter
 
+from engine.protocol import Logprob, TokenLogprobs
 from engine.text import Delta
 from server.generation import Prompt
+from server.http import to_json
 from server.parts import Arguments, Call, Part, Reasoning, Text
+from server.problems import ApiError
 from server.responses import answer, output, routes
 from server.responses.answer import ResponsesRequest
 from server.responses.convert import convert
@@ -52,6 +55,14 @@ SCRIPTS: dict[str, tuple[list[list[Part]], str]] = {
     ),
     "reasoning": ([[Reasoning("2 and 2")], [Reasoning(" is 4.")], [Text("\n")], [Text("4")], []], "stop"),
     "incomplete": ([[Text("Once")], [Text(" upon")]], "length"),
+    "logprobs": ([[Text("Once")], [], [Text(" upon")]], "stop"),
+    "encrypted_reasoning": ([[Reasoning("2 and 2 is 4.")], [Text("4")]], "stop"),
+    "failed": ([[Reasoning("Hm")], [Text("Once")], [Text(" upon")]], ""),
+}
+ASKED: dict[str, dict[str, Any]] = {
+    "calls": {"tools": [TOOL]},
+    "logprobs": {"include": ["message.output_text.logprobs"], "top_logprobs": 2},
+    "encrypted_reasoning": {"include": ["reasoning.encrypted_content"]},
 }
 
 
@@ -90,25 +101,29 @@ def stream(site: Site, **body: Any) -> list[dict[str, Any]]:
 
 @pytest.mark.parametrize("name", SCRIPTS)
 def test_events_are_those_that_are_published(site: Site, name: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    """The same parts give the bytes of the recorded stream, of which each event is of the published type."""
+    """The same parts give the bytes of the recorded stream, of which each event is of the published type. Without a reason to
+    end there is an error."""
     parts, reason = SCRIPTS[name]
+    logprobs = [TokenLogprobs(Logprob(300, -0.5, 1), [Logprob(300, -0.5, 1), Logprob(301, -1.25, 2)])]
     numbers = itertools.count(1)
     monkeypatch.setattr(output, "new_id", lambda prefix: f"{prefix}_{next(numbers)}")
     monkeypatch.setattr(answer.time, "time", lambda: 1700000009.5)
     monkeypatch.setattr(answer, "parser_for", lambda *_: Scripted(parts))
-    body = ResponsesBody.model_validate({"input": "Hi", "tools": [TOOL] if name == "calls" else None})
+    body = ResponsesBody.model_validate({"input": "Hi", **ASKED.get(name, {})})
     chat, _, repeated = convert(body, [], {})
     request = ResponsesRequest(site.server.service, body, chat, [Prompt([1, 2, 3])], "", repeated)
     request.id, request.created = "resp_0", 1700000000
     writer, written = request.stream_writer(), b""
     for i in range(len(parts)):
         request.usage.completion += 1
-        written += writer.push(Delta(0, i == 0, "", [5], None, [i], reason if i == len(parts) - 1 else None, None, None))
-    written += writer.last() + request.stream_end
+        end = reason if i == len(parts) - 1 and reason else None
+        written += writer.push(Delta(0, i == 0, "", [300], logprobs if name == "logprobs" else None, [i], end, None, None))
+    written += (writer.last() if reason else request.write_error(ApiError(500, "internal error"))) + request.stream_end
     assert written == (FIXTURES / f"{name}.sse").read_bytes()
     events = [json.loads(one.partition(b"\ndata: ")[2]) for one in written.split(b"\n\n") if one]
     for one in events:
-        assert set(_extra(EVENT.validate_python(one))) <= {"store"}, one  # which its answers have nevertheless
+        # its answers have `store` nevertheless, and its whole answers the `bytes` of log-probabilities
+        assert set(_extra(EVENT.validate_python(one))) <= {"store", "bytes"}, one
     ResponsesReply.model_validate(events[-1]["response"])
 
 
@@ -296,6 +311,47 @@ def test_a_failure_after_the_start_is_an_event(make_site: Callable[..., Site]) -
     site.engine.delay = 0.2
     last = stream(site)[-1]
     assert last["type"] == "response.failed" and last["response"]["error"]["code"] == "server_error"
+
+
+@pytest.mark.parametrize("how", ["fails", "is cancelled"])
+def test_an_answer_that_ends_in_the_middle_keeps_its_items(site: Site, how: str) -> None:
+    """The engine brings a few deltas and no end."""
+    for parts, open_item in (
+        ([[Text("Grüß")], [Text(" dich")]], {"type": "message", "text": "Grüß dich"}),
+        ([[Reasoning("2 and 2")]], {"type": "reasoning", "text": "2 and 2"}),
+        (
+            [[Text("I look.")], [Call("call_a", "weather")], [Arguments('{"city":')]],
+            {"type": "function_call", "text": '{"city":'},
+        ),
+    ):
+        body = ResponsesBody.model_validate({"input": "Hi", "tools": [TOOL]})
+        chat, _, repeated = convert(body, [], {})
+        with pytest.MonkeyPatch.context() as patch:
+            patch.setattr(answer, "parser_for", lambda *_, parts=parts: Scripted(parts))
+            request = ResponsesRequest(site.server.service, body, chat, [Prompt([1, 2, 3])], "", repeated)
+        for i in range(len(parts)):
+            list(request.push(Delta(0, i == 0, "", [5], None, [i], None, None, None)))
+        if how == "fails":
+            kind, fields = request.fail(ApiError(500, "broken"))
+            assert (kind, fields["response"]["status"]) == ("response.failed", "failed")
+        else:
+            request.cancel()
+        reply = json.loads(to_json(request.response()))
+        ResponsesReply.model_validate(reply)
+        *others, last = reply["output"]
+        assert [one["status"] for one in others] == ["completed"] * len(others) and last["status"] == "incomplete"
+        text = last["arguments"] if last["type"] == "function_call" else last["content"][0]["text"]
+        assert {"type": last["type"], "text": text} == open_item
+
+
+def test_a_cancelled_response_has_its_text(site: Site) -> None:
+    says(site, STORY)
+    site.engine.delay = 0.2
+    made = respond(site, background=True)["id"]
+    wait_for(lambda: site.openai.responses.retrieve(made).status == "in_progress")
+    reply = site.openai.responses.cancel(made)
+    assert reply.status == "cancelled" and STORY.startswith(reply.output_text) and reply.output_text
+    assert site.openai.responses.retrieve(made).output_text == reply.output_text
 
 
 @pytest.mark.parametrize(

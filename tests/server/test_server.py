@@ -8,10 +8,13 @@ import os
 import re
 import signal
 import socket
+import subprocess
+import sys
 import threading
 import time
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
 from typing import Any
 
 import httpx
@@ -25,6 +28,8 @@ from checkpoint import load_model
 from comm import Local
 from engine import LLM, SamplingParams
 from presets import model_config
+from tests import ROOT
+from tests.clients.thinking import thinking_server
 from tests.support.command_line import HYBRID, MODELS
 from tests.support.ports import free_port
 from tests.support.server_process import ServerProcess, runs, wait_until
@@ -38,6 +43,7 @@ PROMPT = "Once upon a time"
 STORY: Any = [{"role": "user", "content": "Tell me about a child."}]
 SUM = [{"role": "user", "content": "What is 27 plus 48?"}]
 EOS = 1
+CLIENTS = ROOT / "tests" / "clients"
 PATIENT = ("--drain-timeout", 200)  # on a busy machine a stream may take longer than the default of 30 s
 GONE_SECONDS = 60.0  # clients learn within this time that a rank was lost
 LONG = {"max_tokens": 900, "temperature": 0, "extra_body": {"ignore_eos": True}}  # runs until it is stopped
@@ -734,6 +740,20 @@ def test_a_conversation_with_tool_results(client: openai.OpenAI) -> None:
     messages = [*SUM, asked, {"role": "tool", "tool_call_id": "call_1", "content": "75"}]
     reply = call_tools(client, messages=messages, temperature=0, max_tokens=4)
     assert reply.choices[0].message.content and reply.usage.prompt_tokens > 20
+
+
+def test_all_features_that_the_openai_client_has(server: ServerProcess, tmp_path: Path) -> None:
+    """The script with which `make clients` tries them, without the adapter."""
+    script = CLIENTS / "openai_py" / "client.py"
+    with thinking_server(tmp_path) as thinking:
+        environ = {"BASE_URL": server.url, "THINKING_URL": thinking, "MODEL": NAME, "PYTHONPATH": str(CLIENTS)}
+        output = subprocess.run(
+            [sys.executable, str(script)], cwd=tmp_path, env=os.environ | environ, capture_output=True, text=True, timeout=300
+        )
+    rows = [json.loads(line) for line in output.stdout.splitlines()]
+    assert all(row["ok"] for row in rows) and not output.returncode, (rows, output.stderr)
+    features = set(re.findall(r'^@feature\("([a-z]+)", "([a-z, ]+)"\)', script.read_text(), re.MULTILINE))
+    assert {(row["api"], row["feature"]) for row in rows} == features
 
 
 # --- the prefix cache, tokens, models, state -----------------------------------------------------------------------------

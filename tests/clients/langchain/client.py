@@ -1,6 +1,6 @@
 from typing import Any, Literal
 
-from features import HELLO, MODEL, URL, feature, run
+from features import ANSWER, HELLO, MODEL, SEEN, THINKING, THOUGHT, URL, feature, run
 from langchain_core.messages import HumanMessage, ToolMessage
 from langchain_core.tools import tool
 from langchain_openai import ChatOpenAI, OpenAIEmbeddings
@@ -19,10 +19,10 @@ def weather(city: Literal["Paris", "Rome"]) -> str:
     return "sunny"
 
 
-def chat(api: str, **options: Any) -> ChatOpenAI:
+def chat(api: str, url: str = URL, **options: Any) -> ChatOpenAI:
     responses = api == "responses"
     return ChatOpenAI(
-        base_url=f"{URL}/v1", api_key="none", model=MODEL, max_retries=0, timeout=60, use_responses_api=responses, **options
+        base_url=f"{url}/v1", api_key="none", model=MODEL, max_retries=0, timeout=60, use_responses_api=responses, **options
     )
 
 
@@ -56,6 +56,15 @@ def register(api: str) -> None:
 
 for name in ("chat", "responses"):
     register(name)
+
+
+@feature("responses", "reasoning")
+def _() -> None:
+    model = chat("responses", THINKING, include=["reasoning.encrypted_content"])
+    answer = model.invoke(HELLO)
+    (thought,) = [block for block in answer.content if block["type"] == "reasoning"]
+    assert (thought["content"][0]["text"], answer.text) == (THOUGHT, ANSWER)
+    assert model.invoke([HumanMessage(HELLO), answer, HumanMessage(HELLO)]).text == SEEN
 
 
 @feature("embeddings", "answer")

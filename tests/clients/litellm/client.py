@@ -3,7 +3,7 @@ import os
 os.environ["LITELLM_LOCAL_MODEL_COST_MAP"] = "True"  # else it downloads its table of prices
 
 import litellm
-from features import HELLO, MODEL, URL, WEATHER, feature, run
+from features import ANSWER, HELLO, MODEL, THINKING, THOUGHT, URL, WEATHER, feature, run
 
 litellm.telemetry = False
 MESSAGES = [{"role": "user", "content": HELLO}]
@@ -36,6 +36,14 @@ def register(provider: str) -> None:
     def _() -> None:
         message = litellm.completion(messages=MESSAGES, response_format=FORMAT, tools=[TOOL], **settings).choices[0].message
         assert message.tool_calls or "city" in message.content
+
+    @feature(provider, "reasoning")
+    def _() -> None:
+        there = {**settings, "api_base": f"{THINKING}/v1"}
+        message = litellm.completion(messages=MESSAGES, **there).choices[0].message
+        assert (message.reasoning_content, message.content) == (THOUGHT, ANSWER)
+        deltas = [chunk.choices[0].delta for chunk in litellm.completion(messages=MESSAGES, stream=True, **there)]
+        assert "".join(getattr(delta, "reasoning_content", None) or "" for delta in deltas) == THOUGHT
 
     @feature("embeddings", "answer")
     def _() -> None:

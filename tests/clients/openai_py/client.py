@@ -1,10 +1,12 @@
+import re
 from typing import Literal
 
 import openai
-from features import HELLO, MODEL, URL, WEATHER, feature, run
+from features import ADAPTER, ANSWER, HELLO, MODEL, SEEN, THINKING, THOUGHT, URL, WEATHER, feature, run
 from pydantic import BaseModel
 
 client = openai.OpenAI(base_url=f"{URL}/v1", api_key="none", max_retries=0, timeout=60)
+thinking = client.with_options(base_url=f"{THINKING}/v1")
 MESSAGES = [{"role": "user", "content": HELLO}]
 TOOL = {"type": "function", "function": {"name": "weather", "description": "Weather of a city", "parameters": WEATHER}}
 FLAT_TOOL = {"type": "function", **TOOL["function"], "strict": True}
@@ -72,6 +74,38 @@ def _() -> None:
     assert answer.choices[0].message.parsed or answer.choices[0].message.tool_calls
 
 
+@feature("chat", "reasoning")
+def _() -> None:
+    message = thinking.chat.completions.create(model=MODEL, messages=MESSAGES).choices[0].message
+    assert (message.reasoning_content, message.content) == (THOUGHT, ANSWER)
+    chunks = thinking.chat.completions.create(model=MODEL, messages=MESSAGES, stream=True)
+    deltas = [chunk.choices[0].delta.model_dump() for chunk in chunks]
+    assert "".join(delta.get("reasoning_content") or "" for delta in deltas) == THOUGHT
+    told = [*MESSAGES, message.model_dump(exclude_none=True), *MESSAGES]
+    assert thinking.chat.completions.create(model=MODEL, messages=told).choices[0].message.content == SEEN
+
+
+@feature("chat", "constraint")
+def _() -> None:
+    for constraint, wanted in (({"choice": ["Paris", "Rome"]}, r"Paris|Rome"), ({"regex": "[0-9]{3}"}, "[0-9]{3}")):
+        extra = {"structured_outputs": constraint}
+        answer = client.chat.completions.create(model=MODEL, messages=MESSAGES, extra_body=extra).choices[0].message.content
+        assert re.fullmatch(wanted, answer), answer
+
+
+if ADAPTER:
+
+    @feature("chat", "adapter")
+    def _() -> None:
+        assert ADAPTER in [model.id for model in client.models.list()]
+        answers = {
+            name: client.chat.completions.create(model=name, messages=MESSAGES, temperature=0, max_tokens=20)
+            for name in (MODEL, ADAPTER)
+        }
+        assert answers[ADAPTER].model == ADAPTER
+        assert answers[ADAPTER].choices[0].message.content != answers[MODEL].choices[0].message.content
+
+
 @feature("responses", "answer")
 def _() -> None:
     answer = client.responses.create(model=MODEL, input=HELLO, instructions="Be brief.", max_output_tokens=100)
@@ -112,6 +146,17 @@ def _() -> None:
 def _() -> None:
     answer = client.responses.parse(model=MODEL, input=HELLO, text_format=City, tools=[FLAT_TOOL])
     assert answer.output_parsed or answer.output[-1].type == "function_call"
+
+
+@feature("responses", "reasoning")
+def _() -> None:
+    answer = thinking.responses.create(model=MODEL, input=HELLO, include=["reasoning.encrypted_content"])
+    assert (answer.output[0].content[0].text, answer.output_text) == (THOUGHT, ANSWER)
+    events = list(thinking.responses.create(model=MODEL, input=HELLO, stream=True))
+    assert "".join(event.delta for event in events if event.type == "response.reasoning_text.delta") == THOUGHT
+    told = [*MESSAGES, *answer.output, *MESSAGES]
+    assert thinking.responses.create(model=MODEL, input=told).output_text == SEEN
+    assert thinking.responses.create(model=MODEL, input="Why?", previous_response_id=answer.id).output_text == SEEN
 
 
 @feature("responses", "state")

@@ -3,7 +3,7 @@ import { createOpenAI } from "@ai-sdk/openai";
 import { createOpenAICompatible } from "@ai-sdk/openai-compatible";
 import { Output, embedMany, generateText, stepCountIs, streamText, tool } from "ai";
 import { z } from "zod";
-import { HELLO, MODEL, URL_, expect, feature, run } from "./features.mjs";
+import { ANSWER, HELLO, MODEL, SEEN, THINKING, THOUGHT, URL_, expect, feature, run } from "./features.mjs";
 
 globalThis.AI_SDK_LOG_WARNINGS = false;
 const settings = { baseURL: `${URL_}/v1`, apiKey: "none" };
@@ -53,6 +53,22 @@ for (const [api, model] of Object.entries(MODELS)) {
     expect((await generateText({ ...asked, ...second })).output.city, "not parsed");
   });
 }
+const thinking = { apiKey: "none", baseURL: `${THINKING}/v1` };
+const thinkers = {
+  "@ai-sdk/openai-compatible": createOpenAICompatible({ ...thinking, name: "rung" })(MODEL),
+  "@ai-sdk/anthropic": createAnthropic(thinking)(MODEL),
+};
+for (const [api, model] of Object.entries(thinkers))
+  feature(api, "reasoning", async () => {
+    const { reasoningText, text, response } = await generateText({ ...given, model });
+    expect(reasoningText === THOUGHT && text === ANSWER, `${reasoningText} | ${text}`);
+    let streamed = "";
+    for await (const part of streamText({ ...given, model }).fullStream) if (part.type === "reasoning-delta") streamed += part.text;
+    expect(streamed === THOUGHT, streamed);
+    const user = { role: "user", content: HELLO };
+    const next = await generateText({ model, maxRetries: 0, messages: [user, ...response.messages, user] });
+    expect(next.text === SEEN, next.text);
+  });
 for (const [name, model] of [["@ai-sdk/openai", openai.embedding(MODEL)], ["@ai-sdk/openai-compatible", compatible.embeddingModel(MODEL)]])
   feature("embeddings", "answer", async () => {
     const { embeddings } = await embedMany({ model, values: ["a fox", "a lantern"], maxRetries: 0 });
