@@ -71,7 +71,7 @@ bench-host: setup #+ Measure: what the host adds to a decode step of 64 sequence
 soak: setup-dev #+ Test: 64 streaming clients for a minute, 1,000 dropped connections, and a look for leaks (1.5 min, 2 GB)
 	@$(PY) -m scripts.bench.serving.soak $(ARGS)
 
-chaos: setup-dev #+ Test: kill and stop ranks of a server 1,000 times, and compare every answer with the undisturbed one (hours, 2 GB; ARGS="--kills 20")
+chaos: setup-dev #+ Test: kill and stop ranks and frontend of a server 1,000 times, and compare every answer with the undisturbed one, into out/chaos.json (hours, 2 GB; ARGS="--kills 20 --journal"; tracked: --write)
 	@$(PY) -m scripts.bench.serving.chaos $(ARGS)
 
 lm-eval: setup-dev #+ Test: lm-evaluation-harness against the server, compared with our own scoring, into out/lm-eval.json (tracked: ARGS=--write; a few min)

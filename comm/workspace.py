@@ -5,13 +5,14 @@ page-locked host memory, a file that all ranks map. CPU ranks, whose kernels run
 NVLink multicast is not used.
 """
 
+import errno
 import math
 import mmap
 import os
 import tempfile
 import weakref
 from collections.abc import Callable, Sequence
-from contextlib import suppress
+from contextlib import ExitStack, suppress
 from dataclasses import dataclass
 from typing import Any, Literal
 
@@ -212,40 +213,40 @@ def _map_file(size: int, group: dist.ProcessGroup) -> tuple[list[int], Tensor]:
     """As `_map_gpus`, in host memory: the ranks of one host map one file, with a part for each rank. Collective."""
     size = -(-size // mmap.PAGESIZE) * mmap.PAGESIZE
     rank, world_size = dist.get_rank(group), dist.get_world_size(group)
-    name, problem = _shared_file(size * world_size) if rank == 0 else ("", "")
-    name, problem = _gather_objects((name, problem), group)[0]
-    if problem:
-        raise UserError(problem)
-    mapped = None
-    try:
-        with open(name, "r+b") as file:
-            mapped = mmap.mmap(file.fileno(), size * world_size)
-    except OSError as error:
-        problem = f"rank {rank} cannot map {name} ({error.strerror}); if the ranks are in several containers, use --comm nccl"
-    problem = next(filter(None, _gather_objects(problem, group)), "")
-    if rank == 0:
-        os.unlink(name)  # the memory exists as long as a process maps it
+    with ExitStack() as first:
+        name, inode, problem = _shared_file(size * world_size, first) if rank == 0 else ("", 0, "")
+        name, inode, problem = _gather_objects((name, inode, problem), group)[0]
+        if problem:
+            raise UserError(problem)
+        mapped = None
+        try:
+            with open(name, "r+b") as file:
+                if os.fstat(file.fileno()).st_ino != inode:  # in another container, rank 0's process id is another process's
+                    raise FileNotFoundError(errno.ENOENT, os.strerror(errno.ENOENT))
+                mapped = mmap.mmap(file.fileno(), size * world_size)
+        except OSError as error:
+            problem = (
+                f"rank {rank} cannot map {name} ({error.strerror}); if the ranks are in several containers, use --comm nccl"
+            )
+        problem = next(filter(None, _gather_objects(problem, group)), "")
     if problem or mapped is None:
         raise UserError(problem)
     whole = torch.frombuffer(mapped, dtype=torch.uint8)
     return [whole.data_ptr() + i * size for i in range(world_size)], whole
 
 
-def _shared_file(size: int) -> tuple[str, str]:
-    """(name of a file of `size` zeroed bytes, ""), or ("", the error). Its pages are reserved, because access to a page for
-    which there is no memory would kill the process."""
+def _shared_file(size: int, opened: ExitStack) -> tuple[str, int, str]:
+    """(name of a file of `size` zeroed bytes, its inode, ""), or ("", 0, the error). It exists until `opened` is closed, and then as long as a
+    process maps it. Its pages are reserved, because access to a page for which there is no memory would kill the process."""
     folder = "/dev/shm" if os.access("/dev/shm", os.W_OK) else tempfile.gettempdir()
-    name = ""
     try:
-        descriptor, name = tempfile.mkstemp(prefix="rung-", dir=folder)
-        with os.fdopen(descriptor):
-            os.posix_fallocate(descriptor, 0, size)
+        # on Linux it is in no folder, so it goes with its processes, however they end
+        file = opened.enter_context(tempfile.TemporaryFile(dir=folder))  # noqa: SIM115
+        os.posix_fallocate(file.fileno(), 0, size)
+        return f"/proc/{os.getpid()}/fd/{file.fileno()}", os.fstat(file.fileno()).st_ino, ""
     except OSError as error:
-        if name:
-            os.unlink(name)
         why = f"{folder} has no {max(1, size >> 20)} MiB to share ({error.strerror})"
-        return "", f"{why}; give it more (docker run --shm-size), or use --comm nccl"
-    return name, ""
+        return "", 0, f"{why}; give it more (docker run --shm-size), or use --comm nccl"
 
 
 def _lock_pages(mapped: Tensor, group: dist.ProcessGroup) -> None:

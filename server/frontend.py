@@ -27,6 +27,7 @@ from server.engine_client import EngineClient
 from server.logs import log
 from server.metrics import Metrics
 from server.problems import ApiError
+from server.process import TICK
 from server.recovery import Watchdog
 from server.resume import Resumer
 from server.service import Service
@@ -204,9 +205,15 @@ def make_server(
 
 
 def run_frontend(
-    settings: Settings, to_engine: str, from_engine: str, kill: Callable[[], None] = lambda: None, attach: float | None = None
+    settings: Settings,
+    to_engine: str,
+    from_engine: str,
+    kill: Callable[[], None] = lambda: None,
+    attach: float | None = None,
+    beat: Callable[[], None] = lambda: None,
 ) -> NoReturn:
-    """Serve until a signal or the end of the engine, then exit this process. See `make_server`.
+    """Serve until a signal or the end of the engine, then exit this process. See `make_server`. beat: called again and again as
+    long as the event loop runs.
 
     Exit codes: 0 after a drain, 128 + the signal if a second one ended the drain, 1 if the engine failed, 2 for bad input.
     """
@@ -219,16 +226,22 @@ def run_frontend(
     gc.collect()  # otherwise freezing would keep the present garbage
     gc.freeze()  # the garbage collector then skips all imported objects: scanning them would delay every stream
     with asyncio.Runner(loop_factory=server.config.get_loop_factory()) as runner:
-        runner.run(serve_and_leave(server))
+        runner.run(serve_and_leave(server, beat))
     os._exit(FAILED)
 
 
-async def serve_and_leave(server: FrontendServer) -> NoReturn:
+async def repeat(beat: Callable[[], None]) -> None:
+    while True:
+        beat()
+        await asyncio.sleep(TICK / 2)
+
+
+async def serve_and_leave(server: FrontendServer, beat: Callable[[], None]) -> NoReturn:
     """Serve, then exit the process from within the event loop.
 
     The normal end of the event loop would join its thread pool, where a thread may be busy for a long time.
     """
-    code = FAILED
+    code, beating = FAILED, asyncio.create_task(repeat(beat))
     try:
         await server.serve()
         code = server.exit_code if server.started else FAILED
@@ -237,6 +250,7 @@ async def serve_and_leave(server: FrontendServer) -> NoReturn:
     except Exception:
         log.exception("the frontend failed")
     finally:
+        beating.cancel()
         sys.stdout.flush()
         sys.stderr.flush()
         os._exit(code)

@@ -42,10 +42,11 @@ CREATE INDEX by_owner ON {TABLE} (owner, status, number, length(data));
 CREATE INDEX results ON {TABLE} (number) WHERE status != 0;
 CREATE INDEX unfinished ON {TABLE} (owner, length(data)) WHERE status = 0;
 """
+NOT_WRITABLE = "it cannot be written; make the file and its folder writable, or give another file"
 USELESS = {  # SQLite's primary error codes
     sqlite3.SQLITE_BUSY: "another running server uses it; end that one, or give this one another file",
-    sqlite3.SQLITE_READONLY: "it cannot be written; make the file and its folder writable, or give another file",
-    sqlite3.SQLITE_PERM: "it cannot be written; make the file and its folder writable, or give another file",
+    sqlite3.SQLITE_READONLY: NOT_WRITABLE,
+    sqlite3.SQLITE_PERM: NOT_WRITABLE,
     sqlite3.SQLITE_FULL: "the disk is full; free some space, or give a file on another disk",
     sqlite3.SQLITE_CANTOPEN: "it cannot be opened or created; give a file in a folder that exists and is writable",
     sqlite3.SQLITE_IOERR: "the disk cannot be read or written; give a file on another disk",
@@ -269,6 +270,8 @@ def open_journal(path: Path, bounds: Bounds) -> tuple[JournalFile, str]:
         path = Path(os.path.realpath(path))
         if os.path.lexists(path) and not path.is_file():
             raise UserError(f"--journal {path} is no regular file; give another file")
+        if path.exists() and not os.access(path, os.W_OK):  # SQLite would say that it cannot lock it
+            raise sqlite3.OperationalError(NOT_WRITABLE)
         message = "" if _size(path) else _start(path)
         _check_header(path)
         _hide(path)

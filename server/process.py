@@ -12,6 +12,7 @@ import sys
 import time
 from functools import partial
 from pathlib import Path
+from typing import Any
 
 import zmq
 
@@ -27,6 +28,9 @@ FAILED = 1  # exit code
 SIGNALLED = 128  # exit codes above it are 128 + the signal
 
 JOIN_SECONDS = 10.0  # time for the frontend to end after the engine
+HANG_SECONDS = 30.0  # for which the frontend's event loop may not run until the frontend is taken for hanging
+START_SECONDS = 120.0  # the same while the frontend starts
+TICK = 0.5  # seconds between looks at the frontend, which counts at least as often
 ORPHAN_SECONDS = 5.0  # time for the frontend to send errors to its clients after the engine has ended
 
 
@@ -64,9 +68,24 @@ class Frontend:
     def start(self, attach: bool) -> None:
         """Start the process, or a new one after it has ended. attach: whether the ranks may have requests of the one before."""
         context = multiprocessing.get_context("spawn")
-        arguments = (self._settings, *self.addresses, longest_start(self._folder) if attach else None)
+        self._beats = context.Value("L", 0, lock=False)  # a process that is stopped may hold a lock
+        arguments = (self._settings, *self.addresses, longest_start(self._folder) if attach else None, self._beats)
         self.process = context.Process(target=frontend_main, args=arguments, name="rung-frontend")
         self.process.start()
+
+    def wait(self) -> int:
+        """Wait for the process to end, and kill it if it hangs: if it does not count for too long. Returns its exit code."""
+        given = self._settings.hang_seconds
+        limit = HANG_SECONDS if given is None else given or float("inf")
+        beats, silence = 0, 0.0
+        while self.process.is_alive():
+            self.process.join(TICK)
+            silence, beats = (silence + TICK, beats) if self._beats.value == beats else (0.0, self._beats.value)
+            if silence > (limit if beats else max(limit, START_SECONDS)):
+                note(f"the frontend has not answered for {silence:g} s and is killed")
+                self.process.kill()
+                silence = 0.0
+        return self.process.exitcode or 0
 
     def forward(self) -> None:
         """Send SIGTERM. Calls within one second count once.
@@ -119,17 +138,20 @@ def describe_end(code: int) -> int:
     return 0
 
 
-def frontend_main(settings: Settings, to_engine: str, from_engine: str, attach: float | None) -> None:
+def frontend_main(settings: Settings, to_engine: str, from_engine: str, attach: float | None, beats: Any) -> None:
     """Run the frontend process, in a session of its own, so that signals from the terminal do not reach it.
 
-    It ends soon after the process that started it.
+    It ends soon after the process that started it. beats: a counter that its event loop increases.
     """
     name_process("rung-frontend")
     os.setsid()
     when_ended(parent_pid(), lambda: report_end(from_engine))
     from server.frontend import run_frontend
 
-    sys.exit(run_frontend(settings, to_engine, from_engine, partial(kill_ranks, parent_pid()), attach))
+    def beat() -> None:
+        beats.value += 1
+
+    sys.exit(run_frontend(settings, to_engine, from_engine, partial(kill_ranks, parent_pid()), attach, beat))
 
 
 def report_end(from_engine: str) -> None:

@@ -289,8 +289,8 @@ class FaultOptions:
         default=None,
         type=seconds_or_never,
         metavar="S",
-        help="ranks that report nothing for S seconds hang and are killed; 0: never (default: 10 times as long as the largest step "
-        "can take, from the measured steps, and at least 30)",
+        help="ranks that report nothing for S seconds hang and are killed, and so is a frontend that does not run; 0: never (default: "
+        "for ranks 10 times as long as the largest step can take, from the measured steps, and at least 30; for the frontend 30)",
     )
     journal: str | None = option(
         default=None,

@@ -83,8 +83,7 @@ class Supervisor:
     def _watch(self) -> None:
         """Start the frontend again when it dies. Once it has ended by itself, the ranks end, too."""
         while True:
-            self._frontend.process.join()
-            code = self._frontend.process.exitcode or 0
+            code = self._frontend.wait()
             if code >= 0 or self._ranks_ended.is_set() or self._code is not None:
                 break
             if self._signalled:  # it had not yet begun to handle signals

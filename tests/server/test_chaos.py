@@ -5,11 +5,17 @@ import json
 import os
 import random
 import signal
+import socket
+import subprocess
+import sys
 import threading
+import time
+from collections.abc import Callable
 from pathlib import Path
 
 import pytest
 
+from scripts.bench.serving import leftovers
 from scripts.bench.serving.chaos import Storm
 from tests import MODELS
 from tests.support.server_process import ServerProcess, wait_until
@@ -19,27 +25,35 @@ FLAGS = ("--model", MODELS / "tiny-hybrid", "--speculate", "ngram", "--max-resta
 LOGPROBS = ("tokens", "token_logprobs", "top_logprobs")  # of a completion's log-probabilities
 
 
+START_SLACK = 55  # seconds that a busy machine may take longer than the 5 s that a new frontend needs
+
+
 def log_of(server: ServerProcess) -> Path:
     return Path(f"/proc/{os.getpid()}/fd/{server._log.fileno()}")
 
 
-def test_chaos(seed: int) -> None:
-    """Kills of ranks lose and change no answer. After a kill of the frontend, the same ranks serve the next one, and nothing of
-    the requests is left. A drain in the middle of a recovery finishes what was accepted."""
+def test_chaos(seed: int, in_turn: Callable[..., signal.Signals]) -> None:
+    """Kills lose and change no answer, and leave nothing. After the end of the frontend, the same ranks serve the next one, and
+    nothing of the requests is left. A drain in the middle of a recovery finishes what was accepted."""
+    number = in_turn([signal.SIGKILL, signal.SIGSTOP], 0)
     with ServerProcess(*FLAGS, ranks=2) as server:
         server.ready()
-        storm = Storm(server.url, server.process.pid, log_of(server), random.Random(seed))
-        asyncio.run(storm.run(kills=2, clients=2))
+        storm = Storm(server.url, server.process.pid, log_of(server), random.Random(seed), frontend=True)
+        asyncio.run(storm.run(kills=8, clients=2))
         assert storm.wrong == []
-        assert server.metrics()["rung:recoveries_total"] >= 2
+        assert sum(storm.victims.values()) >= 8 and storm.outcomes["the same"] >= 8
 
         ranks, (frontend,) = server.rank_pids(), server.frontend_pids()
         body = {"prompt": "Once", "max_tokens": 500, "ignore_eos": True, "seed": 5}
         with server.http.stream("POST", "/v1/completions", json=body | {"stream": True}) as broken:
             next(broken.iter_text())
-            os.kill(frontend, signal.SIGKILL)
+            os.kill(frontend, number)
+            began = time.monotonic()
+            wait_until(lambda: frontend not in server.frontend_pids(), 60, "the end of the frontend")
         wait_until(lambda: server.health() == 200, 120, "another frontend")
-        assert server.rank_pids() == ranks and server.frontend_pids() != [frontend]
+        print(f"{number.name}: a new frontend after {time.monotonic() - began:.1f} s")
+        assert time.monotonic() - began < 5 + START_SLACK
+        assert server.rank_pids() == ranks
         wait_until(lambda: server.stats()["kv_blocks_used"] == server.stats()["running"] == 0, 60, "ranks with no request")
 
         body["max_tokens"] = 60
@@ -96,3 +110,37 @@ def test_a_server_that_cannot_go_on_ends(when: str) -> None:
         os.kill(server.rank_pids()[0], signal.SIGKILL)
         assert server.wait(120) == 1
         assert "error: rank 0 was killed by SIGKILL" in server.log and "Traceback" not in server.log
+
+
+def test_leftovers_are_noticed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A child of a killed process, a file, a port and GPU memory: each is reported, and nothing is if all are gone."""
+    memory = [100]
+    monkeypatch.setattr(leftovers, "SHARED", tmp_path)
+    monkeypatch.setattr(leftovers, "gpu_memory", lambda: list(memory))
+    (tmp_path / "old").touch()
+    child = "import os, time; p = os.fork(); p and open('started', 'w').write(f'{p}'); time.sleep(60)"
+    parent = f"import subprocess, sys; subprocess.run([sys.executable, '-c', {child!r}])"
+    with subprocess.Popen([sys.executable, "-c", f"{parent}; input()"], cwd=tmp_path, stdin=subprocess.PIPE) as root:
+        wait_until(lambda: (tmp_path / "started").exists() and (tmp_path / "started").read_text(), 60, "a child of a child")
+        watch = leftovers.Watch(root.pid, idle=[100])
+        watch.begin()
+        orphan = int((tmp_path / "started").read_text())
+        killed = next(pid for pid in watch._processes if pid not in (root.pid, orphan))
+        os.kill(killed, signal.SIGKILL)
+        (tmp_path / "left").touch()
+        memory[0] += 1000
+        watch.look()
+        wait_until(lambda: not leftovers.name_of(killed), 60, "the end of the process")
+        found = watch.left()
+        os.kill(orphan, signal.SIGKILL)
+        assert [line.split(" (")[0] for line in found[:1]] == [f"process {orphan}"]
+        assert str(tmp_path / "left") in found[1] and str(tmp_path / "old") not in found[1]
+        assert "1100 MiB" in found[2] and len(found) == 3
+        (tmp_path / "left").unlink()
+        memory[0] -= 1000
+        watch.look()
+        wait_until(lambda: watch.left() == [], 60, "nothing left")
+        root.communicate(b"\n")
+    before = leftovers.ports({os.getpid()})
+    with socket.create_server(("127.0.0.1", 0)):
+        assert leftovers.ports({os.getpid()}) == before + 1

@@ -1,6 +1,7 @@
 """The journal: its file under all kinds of damage, and what becomes of requests when the server or their clients end."""
 
 import asyncio
+import contextlib
 import json
 import logging
 import os
@@ -10,6 +11,9 @@ import signal
 import socket
 import sqlite3
 import string
+import subprocess
+import sys
+import tempfile
 import threading
 import time
 from collections.abc import Iterator, Sequence
@@ -31,7 +35,7 @@ from server.journal_file import HEADER, Bounds, JournalFile, Row, check_journal,
 from server.problems import ApiError
 from server.resume import Accepted, Resumer
 from server.service import Service
-from tests import MODELS
+from tests import MODELS, ROOT
 from tests.simulation.journal import MemoryFile, SteppedJournal
 from tests.support.server_process import ServerProcess, wait_until
 from tests.support.server_thread import STORY, Site, raw_request, wait_for
@@ -169,6 +173,110 @@ def test_files_that_cannot_be_used(tmp_path: Path, monkeypatch: pytest.MonkeyPat
     refused(tmp_path, "is no regular file")
     os.mkfifo(tmp_path / "fifo")
     refused(tmp_path / "fifo", "is no regular file")
+
+
+NOBODY = 65534  # a user for whom modes count, unlike for root
+
+
+def said_to_nobody(path: Path) -> str:
+    """What `check_journal` says in a process of another user; empty if it says nothing."""
+    read, write = os.pipe()
+    if (child := os.fork()) == 0:
+        with contextlib.suppress(PermissionError):  # this is no root, and modes count already
+            os.setgroups([])
+            os.setgid(NOBODY)
+            os.setuid(NOBODY)
+        try:
+            check_journal(str(path), Bounds())
+        except BaseException as e:
+            os.write(write, f"{type(e).__name__}: {e}".encode())
+        finally:
+            os._exit(0)
+    os.close(write)
+    with open(read, "rb") as said:
+        text = said.read().decode()
+    os.waitpid(child, 0)
+    return text
+
+
+def test_files_that_cannot_be_written(journal: tuple[Path, dict[int, Row]]) -> None:
+    """A folder or a file that is read-only is refused in one line. Nothing of the file is lost, and it can be used again."""
+    path, rows = journal
+    with tempfile.TemporaryDirectory() as name:  # tmp_path is in a folder that only this user may enter
+        folder = Path(name)
+        there = folder / "journal"
+        shutil.copy(path, there)
+        owners = [folder, there]
+        if os.getuid() == 0:
+            [os.chown(one, NOBODY, NOBODY) for one in owners]
+        assert said_to_nobody(there) == ""
+        new, why = folder / "new", "it cannot be written; make the file and its folder writable, or give another file"
+        for one, mode, asked, reason in (
+            (folder, 0o500, there, why),
+            (folder, 0o500, new, "Permission denied; give another file"),
+            (there, 0o400, there, why),
+        ):
+            before = one.stat().st_mode
+            one.chmod(mode)
+            assert said_to_nobody(asked) == f"UserError: --journal {asked} cannot be used: {reason}"
+            one.chmod(before)
+        assert sorted(os.listdir(folder)) == ["journal"]
+        file, message = open_journal(there, Bounds())
+        assert (read_all(file), message) == (rows, "")
+        file.close()
+
+
+def test_a_full_disk_at_the_start(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """No new file can be made. The message is SQLite's code for a full disk, which a limit of pages has, too."""
+    connected = journal_file._connected
+    monkeypatch.setattr(journal_file, "_connected", lambda path, *s: connected(path, *s, "max_page_count = 2"))
+    refused(tmp_path / "journal", "the disk is full; free some space")
+    monkeypatch.undo()
+    open_journal(tmp_path / "journal", Bounds())[0].close()
+
+
+FULL_DISK = """
+import os, sys, time
+from pathlib import Path
+from server.journal_file import *
+folder = Path(sys.argv[1])
+open_journal(folder / "old", Bounds())[0].close()
+file, _ = open_journal(folder / "old", Bounds())
+with file.transaction():
+    file.add(Row(7, time.time(), "owner", "answer", "request", 0, b"x" * 1000))
+file.close()
+with open(folder / "rest", "wb", buffering=0) as rest:
+    try:
+        while rest.write(bytes(512)):
+            pass
+    except OSError:
+        pass
+for name in ("old", "new"):
+    try:
+        check_journal(str(folder / name), Bounds())
+        file, _ = open_journal(folder / name, Bounds())
+        print(name, [row.number for row in file._rows("")])
+        file.close()
+    except UserError as e:
+        print(name, e)
+"""
+
+
+def test_a_disk_that_is_full(tmp_path: Path) -> None:
+    """A real one, of 256 KiB: what the file has is used, and a new file is refused."""
+    spaces = ["unshare", "--mount"] if os.getuid() == 0 else ["unshare", "--map-root-user", "--mount"]
+    mount = 'mount -t tmpfs -o size=256k none "$0"'
+    if (
+        shutil.which("unshare") is None
+        or subprocess.run([*spaces, "sh", "-c", mount, tmp_path], capture_output=True).returncode
+    ):
+        pytest.skip("needs the right to mount")
+    command = [*spaces, "sh", "-c", f'{mount} && exec "$1" -c "$2" "$0"', str(tmp_path), sys.executable, FULL_DISK]
+    said = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, check=True).stdout.splitlines()
+    assert said == [
+        "old [7]",
+        f"new --journal {tmp_path}/new cannot be used: the disk is full; free some space, or give a file on another disk",
+    ]
 
 
 def test_what_is_there_stays(tmp_path: Path) -> None:

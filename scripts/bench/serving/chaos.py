@@ -1,15 +1,15 @@
 """Kill and stop the ranks of a server again and again, and compare every answer with the undisturbed one.
 
     python -m scripts.bench.serving.chaos                       # 2 gloo ranks, 1,000 kills
-    python -m scripts.bench.serving.chaos --kills 10 --seed 5
+    python -m scripts.bench.serving.chaos --kills 10 --seed 5 --no-frontend
 
 Starts its own server on a free loopback port. Clients send the same requests over and over, with all kinds of parameters,
-streamed and whole. A random rank gets SIGKILL or SIGSTOP, while it computes or while it starts. Every answer must have the
-text, ids, log-probabilities and usage that the same request got before the first kill. With --frontend the frontend is killed,
-too: then connections may break, and only answers that came are compared. With --journal all processes are killed together, too,
-and the server is started again with the same journal; now and then its disk is full. An answer whose connection broke must then
-be among the results, unless the client had got nothing of it. Prints how long a client waited for its next token after a kill, and
-for what.
+streamed and whole. A random rank or the frontend gets SIGKILL or SIGSTOP, while it computes or while it starts. Every answer must
+have the text, ids, log-probabilities and usage that the same request got before the first kill. Only while the frontend is
+gone, connections may break. With --journal all processes are killed together, too, and the server is started again with the same
+journal; now and then its disk is full. An answer whose connection broke must then be among the results, unless the client had got
+nothing of it. After each kill nothing of the dead may be left: processes, ports, files in /dev/shm, GPU memory. Prints how long a
+client waited for its next token after a kill, and for what, also after a failure and after Ctrl-C.
 """
 
 import argparse
@@ -26,7 +26,7 @@ import tempfile
 import time
 import uuid
 from collections import Counter
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass, field
 from datetime import datetime
@@ -40,8 +40,11 @@ from tqdm import tqdm
 from cli import Parser, note, run
 from errors import UserError
 from processes import RANK_NAME
+from scripts.bench.serving.leftovers import Watch, gpu_memory, name_of
+from scripts.lib.machine import machine
 from scripts.lib.markdown import table_lines
 from scripts.lib.process_tree import kill, process_tree
+from scripts.lib.results import add_write_option, check_output, results_folder, write_text
 from scripts.lib.servers import Server, rung_server
 from server.journal import ENDS_OF_SERVERS
 from server.recovery import REFUSED
@@ -49,6 +52,7 @@ from server.recovery import REFUSED
 TOLERANCE = 1e-3  # of log-probabilities: prefill and decode add in another order
 RECOVERY_SECONDS = 300.0  # limit; then the server is taken for dead
 STOPPED = 0.2  # share of signals that are SIGSTOP
+FRONTEND, FRONTEND_NAME = 0.2, "rung-frontend"  # share that the frontend gets
 AT_START = 0.2  # share that comes while the ranks start
 ALL, FULL = 0.3, 0.2  # with --journal, share of kills of everything, and of full disks
 FULL_SECONDS = 2.0
@@ -58,9 +62,14 @@ PHASES = {  # what ends each phase of a recovery: a part of a line of the log
     "processes and imports": "start-up: import",
     "process group": "start-up: process group",
     "weights": "start-up: weights",
+    "tuning": "start-up: tuning",
+    "cache": "start-up: cache",
+    "graphs": "start-up: graphs",
     "engine": "start-up: engine",
     "requests sent again": "requests go on",
+    "new frontend": "the ranks serve a new frontend",
 }
+LAST = {"requests sent again", "new frontend"}  # a recovery ends with one of these
 SCHEMA = {
     "type": "object",
     "properties": {"name": {"type": "string", "maxLength": 12}, "old": {"type": "boolean"}, "n": {"enum": [1, 22, 333]}},
@@ -146,7 +155,7 @@ def _numbers(value: Any) -> list[float]:
 
 
 class Storm:
-    """Clients and kills. `root`: the server's first process. `log`: the file with its output."""
+    """Clients and kills. `root`: the server's first process. `log`: the file with its output. `idle`: see `Watch`."""
 
     def __init__(
         self,
@@ -156,13 +165,16 @@ class Storm:
         rng: random.Random,
         frontend: bool = False,
         restart: Callable[[], tuple[Server, Path]] | None = None,
+        idle: Sequence[int] = (),
     ) -> None:
         """restart: starts the server again after all its processes were killed, with its journal, and returns its new log."""
         self.url, self.root, self.log, self.rng, self.frontend, self.restart = url, root, log, rng, frontend, restart
+        self._watch = Watch(root, list(idle))
         self._unsafe = 0.0  # time.time() of the end of the last full disk
+        self._broken = 0.0  # the same of the last time without a frontend
         self.outcomes: Counter[str] = Counter()
         self.victims: Counter[str] = Counter()
-        self.wrong: list[str] = []
+        self.wrong: list[str] = []  # answers, and what dead processes have left
         self.waits: dict[str, list[float]] = {}  # seconds by phase
         self.last_token = 0.0  # time.time()
         self._work = requests(rng)
@@ -199,11 +211,11 @@ class Storm:
                 if self.restart:
                     await self._fetch(client, at, name, answer.begun and start > self._unsafe)
                     continue
-                if not self.frontend:
+                if start > self._broken:
                     self.wrong.append(f"{self._work[at]}: {e!r}")
                 await asyncio.sleep(0.2)
                 continue
-            if self.frontend and answer.status == 503:
+            if answer.status == 503 and start < self._broken:
                 self.outcomes["loading"] += 1
                 await asyncio.sleep(0.2)
                 continue
@@ -271,12 +283,13 @@ class Storm:
         kill(process_tree(self.root))
         server, self.log = await asyncio.to_thread(self.restart)
         self.url, self.root, self._deaths = server.url, server.pid, 0
+        self._watch.root = server.pid
         await self._all_answered()
 
     async def _fill_disk(self) -> None:
         """For a while the frontend can write only the beginnings of files."""
         self.victims["full disk"] += 1
-        pid = next(pid for pid in process_tree(self.root) if _name(pid) == "rung-frontend")
+        pid = next(pid for pid in process_tree(self.root) if name_of(pid) == FRONTEND_NAME)
         unlimited = resource.prlimit(pid, resource.RLIMIT_FSIZE)
         resource.prlimit(pid, resource.RLIMIT_FSIZE, (FULL_BYTES, unlimited[1]))
         await asyncio.sleep(FULL_SECONDS)
@@ -291,24 +304,32 @@ class Storm:
         self._deaths += 1 + twice
         await asyncio.sleep(self.rng.uniform(0, 1.5))
         start = self.log.stat().st_size
+        self._watch.begin()
         name, number = self._signal()
         self.victims[f"{name} {number.name}"] += 1
         killed = time.time()
+        what = f"{number.name} to {name}"
         if twice:
             await asyncio.sleep(self.rng.uniform(0, 3))
+            start = self.log.stat().st_size
             name, again = self._signal(only_kill=True)  # it takes a minute until stopped ranks that start are killed
             self.victims[f"{name} {again.name} while they start"] += 1
             killed = 0.0  # two times would be mixed
+            what += f", then {again.name} to {name}"
         end = time.monotonic() + RECOVERY_SECONDS
-        while not (recovered := self._recovered(start)) or self.last_token < recovered["requests sent again"]:
+        while not (recovered := self._recovered(start)) or self.last_token < max(recovered.values()):
             if time.monotonic() > end:
-                raise UserError(f"the server did not recover from {number.name} to {name}; its log: {self.log}")
+                raise UserError(f"the server did not recover from {what}; its log: {self.log}")
+            await asyncio.to_thread(self._watch.look)
             await asyncio.sleep(0.01)
-        if killed and number is signal.SIGKILL and len(recovered) == len(PHASES):  # fewer after the end of the frontend alone
+        self._broken = min(self._broken, time.time())
+        if killed and number is signal.SIGKILL:
             times = [killed, *recovered.values(), self.last_token]
-            for phase, a, b in zip([*PHASES, "first token"], times, times[1:], strict=False):
-                self.waits.setdefault(phase, []).append(b - a)
-            self.waits.setdefault("all", []).append(self.last_token - killed)
+            kind = "frontend" if name == FRONTEND_NAME else "ranks"
+            for phase, a, b in zip([*recovered, "first token"], times, times[1:], strict=False):
+                self.waits.setdefault(f"{kind}: {phase}", []).append(b - a)
+            self.waits.setdefault(f"{kind}: all", []).append(self.last_token - killed)
+        self.wrong += [f"{what}: {one}" for one in await asyncio.to_thread(self._watch.left)]
 
     async def _all_answered(self) -> None:
         """Wait until each client has another answer. Three kills in a row before a request's next token look like its fault."""
@@ -323,14 +344,15 @@ class Storm:
         """Send SIGKILL or SIGSTOP to a random rank, or with `frontend` perhaps to the frontend. Returns its name and the signal."""
         end = time.monotonic() + RECOVERY_SECONDS
         while time.monotonic() < end:
-            by_name = {_name(pid): pid for pid in process_tree(self.root)}
+            by_name = {name_of(pid): pid for pid in process_tree(self.root)}
             names = [n for n in sorted(by_name) if n.startswith(RANK_NAME)]
-            if self.frontend and "rung-frontend" in by_name and self.rng.random() < 0.2:
-                names = ["rung-frontend"]
+            if self.frontend and FRONTEND_NAME in by_name and self.rng.random() < FRONTEND:
+                names = [FRONTEND_NAME]
             if names:
                 name = self.rng.choice(names)
-                may_stop = not only_kill and name != "rung-frontend"
-                number = signal.SIGSTOP if may_stop and self.rng.random() < STOPPED else signal.SIGKILL
+                number = signal.SIGSTOP if not only_kill and self.rng.random() < STOPPED else signal.SIGKILL
+                if name == FRONTEND_NAME:
+                    self._broken = math.inf
                 try:
                     os.kill(by_name[name], number)
                 except ProcessLookupError:
@@ -349,21 +371,19 @@ class Storm:
             for phase, words in PHASES.items():
                 if words in line and (stamp := re.match(r"\S+T\S+Z", line)):
                     found[phase] = datetime.fromisoformat(stamp[0]).timestamp()
-        return {phase: found[phase] for phase in PHASES if phase in found} if "requests sent again" in found else {}
+        return {phase: found[phase] for phase in PHASES if phase in found} if LAST & found.keys() else {}
 
-    def report(self) -> str:
-        """Tables of what was killed, what clients saw, and how long they waited."""
-        counts = {**self.victims, **{f"answers: {k}": v for k, v in self.outcomes.items()}}
-        seconds = [(p, f"{median(w):.2f}", f"{max(w):.2f}") for p, w in self.waits.items()]
-        tables = table_lines(["signal or answer", "count"], counts.items()), table_lines(["s", "median", "longest"], seconds)
-        return "\n".join([*tables[0], "", *tables[1]])
+    def report(self) -> dict[str, Any]:
+        """What was killed, what clients saw, and how long they waited."""
+        seconds = {p: {"count": len(w), "median": median(w), "longest": max(w)} for p, w in self.waits.items()}
+        return {"signals": self.victims, "answers": self.outcomes, "seconds": seconds, "wrong": self.wrong}
 
 
-def _name(pid: int) -> str:
-    try:
-        return Path(f"/proc/{pid}/comm").read_text().strip()
-    except OSError:
-        return ""
+def tables(report: dict[str, Any]) -> str:
+    counts = report["signals"] | {f"answers: {k}": v for k, v in report["answers"].items()} | {"wrong": len(report["wrong"])}
+    rows = [(p, one["count"], f"{one['median']:.2f}", f"{one['longest']:.2f}") for p, one in report["seconds"].items()]
+    whats = table_lines(["signal or answer", "count"], counts.items())
+    return "\n".join([*whats, "", *table_lines(["s after SIGKILL to one process", "kills", "median", "longest"], rows)])
 
 
 def main() -> None:
@@ -372,15 +392,23 @@ def main() -> None:
     parser.add_argument("--ranks", type=int, default=2, help="tensor-parallel ranks (default: 2)")
     parser.add_argument("--clients", type=int, default=8, help="concurrent clients (default: 8)")
     parser.add_argument("--kills", type=int, default=1000, help="signals, apart from those while ranks start (default: 1000)")
-    parser.add_argument("--frontend", action="store_true", help="kill the frontend, too")
     parser.add_argument(
-        "--journal", action="store_true", help="kill the frontend and everything, too, and fill the disk of the journal"
+        "--frontend", action=argparse.BooleanOptionalAction, default=True, help="kill and stop the frontend, too (default: yes)"
+    )
+    parser.add_argument(
+        "--journal", action="store_true", help="kill everything together, too, and fill the disk of the journal"
     )
     parser.add_argument("--seed", type=int, help="of requests, victims and times (default: random; printed)")
+    parser.add_argument(
+        "--out", type=Path, metavar="FILE", help="JSON file to write, and beside it a table (default: out/chaos.json)"
+    )
+    add_write_option(parser)
     parser.add_argument("--flags", nargs=argparse.REMAINDER, default=[], help="further flags of the server, as the last ones")
     args = parser.parse_args()
     seed = random.randrange(1 << 30) if args.seed is None else args.seed
     note(f"seed {seed}")
+    out = check_output(args.out or results_folder(args) / "chaos.json")
+    signal.signal(signal.SIGTERM, lambda *_: signal.raise_signal(signal.SIGINT))
     flags = ["--model", args.model, "--max-restarts", str(100 * args.kills), "--hang-seconds", "5", *args.flags]
     with tempfile.TemporaryDirectory() as folder, ExitStack() as servers:
         if args.journal:
@@ -391,11 +419,21 @@ def main() -> None:
             log = next(logs)
             return servers.enter_context(rung_server(args.ranks, flags, log)), log
 
+        idle = gpu_memory()
         server, log = start()
-        frontend, again = args.frontend or args.journal, start if args.journal else None
-        storm = Storm(server.url, server.pid, log, random.Random(seed), frontend, again)
-        asyncio.run(storm.run(args.kills, args.clients))
-    print(storm.report())
+        again = start if args.journal else None
+        storm = Storm(server.url, server.pid, log, random.Random(seed), args.frontend, again, idle)
+        began = time.monotonic()
+        try:
+            asyncio.run(storm.run(args.kills, args.clients))
+        finally:
+            settings = {
+                name: getattr(args, name) for name in ("model", "ranks", "clients", "kills", "frontend", "journal", "flags")
+            }
+            report = {"settings": settings | {"seed": seed}, "minutes": (time.monotonic() - began) / 60, **storm.report()}
+            out.write_text(json.dumps({"machine": machine(), **report}, indent=1) + "\n")
+            print(tables(report))
+            write_text(out.with_suffix(".md"), tables(report) + "\n", out)
     if storm.wrong:
         raise UserError(f"seed {seed}: {len(storm.wrong)} wrong answers, such as {storm.wrong[0]}")
 
