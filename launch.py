@@ -34,7 +34,7 @@ from torch.distributed.elastic.multiprocessing import DefaultLogsSpecs
 from torch.distributed.elastic.multiprocessing.errors import ProcessFailure
 from torch.distributed.elastic.rendezvous.api import RendezvousHandler, RendezvousInfo, RendezvousStoreInfo
 
-from cli import LOST_RANK, Parser, leave, run
+from cli import LOST_RANK, Parser, leave, note, run
 from errors import UserError
 from processes import LAUNCHER, listen_on_loopback, run_folder, signal_child
 
@@ -45,6 +45,7 @@ STOP_SECONDS = 2  # time for the ranks beside a failed one to end, before they a
 NO_LIMIT = 1_000_000_000  # of restarts for the agent, because a keeper has its own
 CONNECT_SECONDS = 2.0
 MEET_SECONDS = float(os.environ.get("RUNG_MEET_SECONDS") or 120)  # time for all hosts to come
+NOTICE_SECONDS = 5.0  # after which a host says that it waits for others
 EXIT_SECONDS = 5.0  # time for the launchers of other hosts to end after this one's ranks
 MOST_RANKS = 1024  # more on one host are taken for a typing error
 
@@ -96,22 +97,44 @@ class SeveralHosts(OneHost):
             raise UserError(f"--meet names host {host}, which is unknown here ({e.strerror}); give its address") from None
         self._hosts, self._port = hosts, int(port)
 
-    def next_rendezvous(self) -> RendezvousInfo:
-        end = time.monotonic() + MEET_SECONDS
-        store = self._serve() or self._connect(end)
-        number = store.add("hosts", 1) - 1
+    def meet(self) -> None:
+        """Wait for the other hosts. To be called once, before the ranks start. Raises UserError if they do not come."""
+        start = time.monotonic()
+        own = self._serve()
+        store = own or self._connect(start)
+        number = 0 if own else store.add("others", 1)
         if number >= self._hosts:
             raise UserError(f"{self._hosts} hosts have met at {self._host}:{self._port} already; end what runs there first")
-        store.set(f"host {number}", socket.gethostname())
-        while (came := min(store.add("hosts", 0), self._hosts)) < self._hosts:
-            if time.monotonic() > end:
+        try:
+            store.set(f"host {number}", socket.gethostname())
+            self._wait(store, start)
+        except RuntimeError:  # the store's host has left
+            raise UserError(
+                f"the host with {self._host}:{self._port} left while others came; see what its terminal says, and start all again"
+            ) from None
+        self._met = RendezvousInfo(store, number, self._hosts, RendezvousStoreInfo(self._host, self._port))
+
+    def next_rendezvous(self) -> RendezvousInfo:
+        return self._met
+
+    def _wait(self, store: TCPStore, start: float) -> None:
+        """Return when all hosts have added themselves to the store."""
+        said = 0
+        while (came := min(1 + store.add("others", 0), self._hosts)) < self._hosts:
+            names = ", ".join(store.get(f"host {i}").decode() for i in range(came))
+            passed = time.monotonic() - start
+            if passed > MEET_SECONDS:
                 raise UserError(
                     f"{came} of {self._hosts} hosts came to {self._host}:{self._port} within {MEET_SECONDS:g} s "
-                    f"({', '.join(store.get(f'host {i}').decode() for i in range(came))}); start the same command on the others, and "
+                    f"({names}); start the same command on the others, and "
                     "check that they reach this address and that their --hosts and --meet are the same"
                 )
+            if passed > NOTICE_SECONDS and came != said:
+                said = came
+                note(
+                    f"{came} of {self._hosts} hosts have come ({names}), waiting for the others at {self._host}:{self._port} …"
+                )
             time.sleep(MONITOR_SECONDS)
-        return RendezvousInfo(store, number, self._hosts, RendezvousStoreInfo(self._host, self._port))
 
     def _serve(self) -> TCPStore | None:
         """The store, if the address is this host's."""
@@ -128,17 +151,22 @@ class SeveralHosts(OneHost):
             ) from None
         return store
 
-    def _connect(self, end: float) -> TCPStore:
+    def _connect(self, start: float) -> TCPStore:
+        said = False
         while True:  # torch's own attempts write pages of errors
             try:
                 socket.create_connection((self._host, self._port), CONNECT_SECONDS).close()
                 return TCPStore(self._host, self._port, is_master=False, timeout=timedelta(seconds=MEET_SECONDS))
             except (OSError, RuntimeError) as e:
-                if time.monotonic() > end:
+                passed = time.monotonic() - start
+                if passed > MEET_SECONDS:
                     raise UserError(
                         f"1 of {self._hosts} hosts came: nothing answers at {self._host}:{self._port} ({getattr(e, 'strerror', e)}) "
                         f"since {MEET_SECONDS:g} s; start the same command there, and check its firewall and the address in --meet"
                     ) from None
+                if passed > NOTICE_SECONDS and not said:
+                    said = True
+                    note(f"1 of {self._hosts} hosts have come, waiting for the one with {self._host}:{self._port} …")
                 time.sleep(MONITOR_SECONDS)
 
 
@@ -201,6 +229,8 @@ def start_ranks(
         os.environ.setdefault("OMP_NUM_THREADS", "1")  # ranks share the host's cores; a server of one rank has them all
     if hosts is None:
         listen_on_loopback()
+    else:
+        hosts.meet()  # while signals still end this process at once
     spec = WorkerSpec(
         role="rank",
         local_world_size=count,

@@ -3,6 +3,9 @@ disagrees. The parts of `hosts.py` and `launch.py` that need no network follow."
 
 import os
 import re
+import signal
+import threading
+import time
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from typing import Any
@@ -17,16 +20,19 @@ from engine.llm import LLM
 from engine.protocol import SamplingParams
 from errors import UserError
 from launch import SeveralHosts
+from scripts.lib.process_tree import process_tree
 from tests.support.command_line import HYBRID
 from tests.support.namespaces import TwoHosts
 from tests.support.ports import free_port
 from tests.support.quick_start import Popen
-from tests.support.server_process import wait_until
+from tests.support.server_process import rank_pids, runs, wait_until
 from tp import World
 
 PROMPT = "Once upon a time"
 SERVER = ("-m", "server", "--device", "cpu", "--model", HYBRID)
+LONG = {"prompt": PROMPT, "max_tokens": 400, "ignore_eos": True, "n": 8}
 END_SECONDS = 120
+SECONDS = 30  # for what takes a few on an idle machine
 
 
 @pytest.fixture(scope="module")
@@ -51,50 +57,149 @@ def ended(processes: list[Popen]) -> list[tuple[int, str]]:
     return [(process.returncode, err) for process, err in zip(processes, errors, strict=True)]
 
 
+class Server:
+    """A server on both hosts, which has become healthy. A context manager that kills what is left of it."""
+
+    def __init__(self, two_hosts: TwoHosts, kind: str, *flags: object) -> None:
+        port, http = free_port(), free_port()
+        self._hosts, self.url = two_hosts, f"http://127.0.0.1:{http}"
+        self.processes = [
+            two_hosts.start(i, *launcher(kind, two_hosts, i, port), *SERVER, "--port", http, *flags) for i in range(2)
+        ]
+
+    def __enter__(self) -> "Server":
+        self._hosts.on(0, lambda: wait_until(self._healthy, 300, "a healthy server"))
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        for process in self.processes:
+            process.kill()
+
+    def _healthy(self) -> bool:
+        assert all(process.poll() is None for process in self.processes), ended(self.processes)
+        try:
+            return httpx.get(f"{self.url}/health").status_code == 200
+        except httpx.TransportError:
+            return False
+
+    def metric(self, name: str) -> float:
+        page = self._hosts.on(0, lambda: httpx.get(f"{self.url}/metrics", timeout=END_SECONDS).text)
+        return float(re.search(rf"^rung:{name}{{.*}} (\S+)$", page, re.MULTILINE)[1])
+
+    def complete(self, **body: Any) -> dict[str, Any]:
+        """The answer to a completion that a client on the first host asks for."""
+
+        def post() -> httpx.Response:
+            return httpx.post(
+                f"{self.url}/v1/completions", json={"prompt": PROMPT, "temperature": 0, **body}, timeout=END_SECONDS
+            )
+
+        return dict(self._hosts.on(0, post).json())
+
+
 @pytest.mark.parametrize("place", [0])
 def test_two_hosts_answer_as_one_and_end_when_the_cable_is_cut(
     place: int, two_hosts: TwoHosts, in_turn: Callable[..., str]
 ) -> None:
-    kind, port = in_turn(["launch.py", "torchrun"], place), free_port()
-    url = f"http://127.0.0.1:{(http := free_port())}"
-    processes = [two_hosts.start(i, *launcher(kind, two_hosts, i, port), *SERVER, "--port", http) for i in range(2)]
-
-    def healthy() -> bool:
-        assert all(process.poll() is None for process in processes), ended(processes)
-        try:
-            return httpx.get(f"{url}/health").status_code == 200
-        except httpx.TransportError:
-            return False
-
-    def ask() -> dict[str, Any]:
-        body = {"prompt": PROMPT, "max_tokens": 30, "temperature": 0}
-        return dict(httpx.post(f"{url}/v1/completions", json=body, timeout=END_SECONDS).json()["choices"][0])
-
     def cut() -> str:
         """The events of a stream during which the cable is cut."""
         events = ""
-        body = {"prompt": PROMPT, "max_tokens": 900, "ignore_eos": True, "n": 16, "stream": True}
-        with httpx.stream("POST", f"{url}/v1/completions", json=body, timeout=END_SECONDS) as response:
+        with httpx.stream(
+            "POST", f"{server.url}/v1/completions", json={**LONG, "stream": True}, timeout=END_SECONDS
+        ) as response:
             for text in response.iter_text():
                 if not events:
                     two_hosts.plug("down")
                 events += text
         return events
 
-    try:
-        two_hosts.on(0, lambda: wait_until(healthy, 300, "a healthy server"))
+    with Server(two_hosts, in_turn(["launch.py", "torchrun"], place)) as server:
         one_host = LLM(HYBRID, world=World(0, 1, torch.device("cpu"), Local()))
         (expected,) = one_host.generate([PROMPT], SamplingParams(max_tokens=30, temperature=0))
-        assert two_hosts.on(0, ask)["text"] == expected.text
-        assert '"error"' in two_hosts.on(0, cut)
-        for (code, err), other in zip(ended(processes), reversed(two_hosts.addresses), strict=True):
-            assert (
-                code != 0 and len(re.findall(rf"error: host \S+ \({other}\) has left: nothing has come from it", err)) == 1
-            ), err
-    finally:
-        two_hosts.plug("up")
-        for process in processes:
-            process.kill()
+        assert server.complete(max_tokens=30)["choices"][0]["text"] == expected.text
+        try:
+            assert '"error"' in two_hosts.on(0, cut)
+            for (code, err), other in zip(ended(server.processes), reversed(two_hosts.addresses), strict=True):
+                assert (
+                    code != 0 and len(re.findall(rf"error: host \S+ \({other}\) has left: nothing has come from it", err)) == 1
+                ), err
+        finally:
+            two_hosts.plug("up")
+
+
+@pytest.mark.parametrize(("victim", "place"), [("rank", 0), ("launcher", 1)])
+def test_two_hosts_end_within_seconds_when_one_is_killed(
+    victim: str, place: int, two_hosts: TwoHosts, in_turn: Callable[..., str]
+) -> None:
+    """The second host's rank or launcher is killed while it computes; the first one says so, and nothing is left of either."""
+    with Server(two_hosts, in_turn(["launch.py", "torchrun"], place)) as server, ThreadPoolExecutor(1) as pool:
+        everything = [pid for process in server.processes for pid in process_tree(process.pid)]
+        answer = pool.submit(server.complete, **LONG)
+        wait_until(lambda: server.metric("num_requests_running"), END_SECONDS, "the request runs")
+        second = server.processes[1].pid
+        os.kill(rank_pids(second)[0] if victim == "rank" else second, signal.SIGKILL)
+        killed = time.monotonic()
+        (first_code, said), (code, _) = ended(server.processes)
+        assert time.monotonic() - killed < SECONDS
+        assert first_code == 1 and code != 0
+        assert len(re.findall(r"error: host \S+ \(10\.77\.0\.2\) has left: a rank there ended or was killed", said)) == 1, said
+        assert answer.result()["error"]["code"] == "engine_failed"
+        wait_until(lambda: not any(map(runs, everything)), SECONDS, "no process is left")
+
+
+def test_sigterm_at_the_second_host_drains(two_hosts: TwoHosts) -> None:
+    short = LONG | {"max_tokens": 100, "n": 2}
+    with Server(two_hosts, "launch.py", "--drain-timeout", END_SECONDS) as server, ThreadPoolExecutor(1) as pool:
+        answer = pool.submit(server.complete, **short)
+        wait_until(lambda: server.metric("num_requests_running"), END_SECONDS, "the request runs")
+        server.processes[1].send_signal(signal.SIGTERM)
+        assert answer.result()["usage"]["completion_tokens"] == 200
+        answered = time.monotonic()
+        assert [code for code, _ in ended(server.processes)] == [0, 0]
+        assert time.monotonic() - answered < SECONDS
+
+
+def test_a_host_that_waits_for_another_one_says_so_and_ends_in_time(two_hosts: TwoHosts) -> None:
+    """With torchrun after its join_timeout, with launch.py by Ctrl-C; both wait for the other host longer than 5 s."""
+    ports, began = [free_port() for _ in range(3)], time.monotonic()
+    waiting = [two_hosts.start(i, *launcher("launch.py", two_hosts, i, ports[i]), *SERVER) for i in range(2)]
+    command = [*launcher("torchrun", two_hosts, 0, ports[2]), *SERVER]
+    command[command.index("--rdzv-conf=is_host=1")] = "--rdzv-conf=is_host=1,join_timeout=5"
+    ((code, said),) = ended([two_hosts.start(0, *command)])
+    assert code != 0 and "RendezvousTimeoutError" in said and 5 < time.monotonic() - began < 5 + SECONDS
+    for i, process in enumerate(waiting):
+        assert process.stderr
+        line = next(line for line in process.stderr if line.startswith("1 of 2 hosts have come"))
+        assert "waiting for" in line and f"10.77.0.1:{ports[i]}" in line
+        process.send_signal(signal.SIGINT)
+    assert [code for code, _ in ended(waiting)] == [130, 130] and time.monotonic() - began < 5 + 2 * SECONDS
+
+
+def test_the_host_that_is_met_is_the_first_one(two_hosts: TwoHosts) -> None:
+    """Also if another one comes first, and the others get the further numbers."""
+    port, met = free_port(), list[tuple[int, SeveralHosts]]()
+
+    class Slow(SeveralHosts):
+        """Others can reach its store before it goes on."""
+
+        def _serve(self) -> Any:
+            store = super()._serve()
+            time.sleep(0.5)
+            return store
+
+    def come(host: int) -> None:
+        one = Slow(3, f"10.77.0.1:{port}")
+        met.append((host, one))  # the first one's store must outlive the meeting
+        one.meet()
+
+    others = [threading.Thread(target=two_hosts.on, args=(1, lambda: come(1))) for _ in range(2)]
+    for other in others:
+        other.start()
+    time.sleep(0.5)
+    two_hosts.on(0, lambda: come(0))
+    for other in others:
+        other.join()
+    assert sorted((host, one.next_rendezvous().rank) for host, one in met) == [(0, 0), (1, 1), (1, 2)]
 
 
 def test_hosts_that_disagree_or_do_not_come_say_so(two_hosts: TwoHosts) -> None:
