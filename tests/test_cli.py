@@ -13,12 +13,12 @@ from presets import PRESETS, preset
 from tests import ROOT
 
 GUARD = 'if __name__ == "__main__":'
-STARTED_BY_SWEEP = {"scripts/sweep/worker.py", "scripts/sweep/vllm_worker.py"}  # they take no flags
+STARTED_BY_OTHERS = {"scripts/sweep/worker.py", "scripts/sweep/vllm_worker.py", "scripts/quality/vllm_scores.py"}  # no flags
 COMMANDS = sorted(
     name
     for pattern in ("*.py", "scripts/**/*.py", "server/*.py", "training/*.py", "engine/*.py")
     for path in ROOT.glob(pattern)
-    if GUARD in path.read_text() and (name := str(path.relative_to(ROOT))) not in STARTED_BY_SWEEP
+    if GUARD in path.read_text() and (name := str(path.relative_to(ROOT))) not in STARTED_BY_OTHERS
 )
 
 
