@@ -304,6 +304,35 @@ def attention(folder: Path) -> str | None:
     return markdown(["kernel", "case", "configuration", "µs"], lines, caption)
 
 
+def long_attention(folder: Path) -> str | None:
+    """A table of attention to many keys beside SDPA on contiguous tensors. Decode has a share of the read ceiling."""
+    found = read(folder / "kernels.json")
+    rows = [row for row in found["rows"] if row.get("share_of_ceiling") or row.get("keys")] if found else []
+    if found is None or not rows:
+        return None
+    lines = [
+        [
+            "decode" if row["kernel"] == "paged_decode" else "prompt",
+            str(row.get("batch", row.get("spans"))),
+            f"{row['heads']}, {row['kv_heads']}",
+            f"{row['length'] if 'keys' in row else 1:,}",
+            f"{row.get('keys', row['length']):,}",
+            f"{row['us']:,.1f}",
+            f"{row['peer_us']:,.1f}",
+            f"{100 * row['share_of_ceiling']:.0f} % of the read ceiling"
+            if "keys" not in row
+            else f"{row['tflop_per_second']:.0f} TFLOP/s",
+        ]
+        for row in rows
+    ]
+    head = ["", "sequences", "heads, KV heads", "queries", "keys", "µs", "SDPA, µs", "reached"]
+    caption = (
+        f"bf16, inside CUDA graphs; SDPA reads contiguous tensors. Queries are the last ones. The read ceiling is "
+        f"{found['read_bytes_per_second'] / 1e12:.2f} TB/s. Made on {describe(found['machine'], 'cuda')}."
+    )
+    return markdown(head, lines, caption)
+
+
 def _case(row: dict[str, Any]) -> str:
     return ", ".join(f"{name} {value}" for name, value in row.items() if name not in NOT_A_CASE)
 
@@ -349,6 +378,7 @@ TABLES: dict[str, Callable[[Path], str | None]] = {
     "linear": linear,
     "kernels": kernels,
     "attention": attention,
+    "long-attention": long_attention,
     "startup": startup,
     "load": load,
     "compare": compare,
@@ -448,6 +478,7 @@ SOURCES = {  # glob patterns of the raw files that each table and figure is made
     "linear": "linear*.json",
     "kernels": "kernels.json",
     "attention": "decode.json",
+    "long-attention": "kernels.json",
     "startup": "startup.json",
     "load": "load*.json",
     "compare": "sweep*.jsonl load*.json",
