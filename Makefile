@@ -137,6 +137,9 @@ speculation: setup-dev #+ Measure: accepted tokens of drafts and tokens/s with a
 comm-table: setup #+ Measure: how fast all-reduces are on RANKS ranks by message size and algorithm, and what --comm auto chooses
 	@$(ON_RANKS) $(RANKS) -m scripts.bench.comm.auto_table $(ARGS)
 
+bench-hosts: setup #+ Measure: all-reduces of two hosts, which are network namespaces, over a ring and hierarchically, with a slow network and without, into out/between-hosts.md (tracked: ARGS=--write; 1 min, root)
+	@$(PY) -m scripts.bench.comm.between_hosts $(ARGS)
+
 bench-comm: setup #+ Measure: every all-reduce on RANKS GPUs: correctness, 10,000 replays, latency by size, into out/comm.json
 	@$(ON_RANKS) $(RANKS) -m scripts.bench.comm.all_reduce --out out/comm.json $(ARGS)
 

@@ -3,6 +3,8 @@
     python -m scripts.report.plan_serving            # plan-serving.json and .md in out
     python -m scripts.report.plan_serving --write    # the same in docs/results, whose files are tracked
 
+`make sweep` and scripts/bench/serving/load.py write the files of docs/results/GPU-N that it reads.
+
 Servers: the measured arrivals are simulated with step times from the sweeps; no figure is fitted to these servers. Engines:
 the same for all requests at once, without HTTP; one figure of the planner, MIXED_SHARE, was fitted to those of Llama-8B. Steps: the
 times of each set of equal layers from all other rows, as for a model or a number of ranks that was not measured.
@@ -25,7 +27,8 @@ from server.plan.load import serve
 from server.plan.steps import READ, Steps, Tables, gpu, setup_of
 
 LOADS = (
-    *("h100-1/load.json", "h200-1/load-llama-3-8b-standard.json", "h200-1/load-llama-3-8b-standard-8192.json"),
+    *("h100-1/load.json", "h100-2/load-llama-3-70b-16-standard.json", "h100-2/load-llama-3-70b-16-ladder.json"),
+    *("h200-1/load-llama-3-8b-standard.json", "h200-1/load-llama-3-8b-standard-8192.json"),
     *("gpu-2/load-standard.json", "gpu-2/load-ladder.json", "gpu-4/load-standard.json", "gpu-4/load-ladder.json"),
 )
 OFFLINE = (  # file, model, variant, ranks, --max-batch-tokens; a file of several lines has one for each entry
@@ -50,6 +53,11 @@ def gpu_name(record: dict[str, Any]) -> str:
     return next(name for name in READ if name.upper() in record["machine"]["gpus"])
 
 
+def loads() -> Iterable[tuple[str, dict[str, Any]]]:
+    """The names and the contents of the files of LOADS."""
+    return ((name, json.loads((RESULTS / name).read_text())) for name in LOADS if (RESULTS / name).exists())
+
+
 def steps_for(tables: Tables, record: dict[str, Any]) -> Steps:
     """Of the server of a load's file."""
     settings = record["settings"]
@@ -60,8 +68,7 @@ def steps_for(tables: Tables, record: dict[str, Any]) -> Steps:
 def servers(tables: Tables) -> list[dict[str, Any]]:
     """A row for each measured rate."""
     rows = []
-    for name in LOADS:
-        record = json.loads((RESULTS / name).read_text())
+    for name, record in loads():
         settings, steps = record["settings"], steps_for(tables, record)
         (prompt, _), (answer, _) = settings["prompt_length"], settings["new_tokens"]
         for rate in record["rates"]:
@@ -96,11 +103,7 @@ def _ms(measured: Any, predicted: Any, p: int) -> tuple[float, float]:
 
 def engines(tables: Tables) -> list[dict[str, Any]]:
     """A row for each run of all requests at once."""
-    found = []
-    for name in LOADS:
-        record = json.loads((RESULTS / name).read_text())
-        if "offline" in record:
-            found.append((name, record["offline"], steps_for(tables, record)))
+    found = [(name, record["offline"], steps_for(tables, record)) for name, record in loads() if "offline" in record]
     lines = {name: iter((RESULTS / name).read_text().splitlines()) for name, *_ in OFFLINE}
     for name, model, variant, ranks, budget in OFFLINE:
         setup = setup_of(model, gpu("h200"), variant, ranks, None)
@@ -165,9 +168,7 @@ def markdown(found: dict[str, Any]) -> str:
         "Measured → predicted (error), latencies in ms, an answer's mean ITL. *full*: the highest rate of each server, with which it does not keep up.",
         "",
     ]
-    heads = ["errors, %", *(f"{name}: median / max" for name in FIGURES.values())]
-    sums = {"servers that keep up": found["keeping_up"], "full servers": found["full"], "all": found["all"]}
-    lines += table_lines(heads, ([name, *(f"{e['median']} / {e['max']}" for e in one.values())] for name, one in sums.items()))
+    lines += errors(found).splitlines()
     head = ["engine, all requests at once", "GPUs", "variant", "tokens a step", "seconds"]
     lines += [
         "",
@@ -188,6 +189,14 @@ def markdown(found: dict[str, Any]) -> str:
     )
     lines += ["", *table_lines(head, cells), "", "Errors of step times where the planner has only the rows of other layers."]
     return "\n".join(lines) + "\n"
+
+
+def errors(found: dict[str, Any]) -> str:
+    """The table of the servers' errors."""
+    heads = ["errors, %", *(f"{name}: median / max" for name in FIGURES.values())]
+    sums = {"servers that keep up": found["keeping_up"], "full servers": found["full"], "all": found["all"]}
+    rows = ([name, *(f"{e['median']} / {e['max']}" for e in one.values())] for name, one in sums.items())
+    return "\n".join(table_lines(heads, rows)) + "\n"
 
 
 def _two(*errors: dict[str, float]) -> Iterable[str]:
@@ -215,6 +224,7 @@ def main() -> None:
     found |= {"servers": rows, "engines": engines(tables), "unseen_steps": unseen_steps(tables)}
     raw = write_json("plan-serving", found, folder)
     write_text(Path(folder) / "plan-serving.md", markdown(found), raw)
+    write_text(Path(folder) / "plan-serving-errors.md", errors(found), raw)
     print(markdown(found))
 
 

@@ -1,98 +1,26 @@
-"""Two network namespaces of this machine with a cable between them, as two hosts. Needs root and `ip`.
+"""Two network namespaces as two hosts, for tests: skipped where there are none."""
 
-`python -m tests.support.namespaces NAME PROGRAM…` runs a Python program, a script or `-m MODULE`, in a namespace.
-"""
-
-import ctypes
-import os
-import runpy
-import shutil
 import subprocess
-import sys
-import threading
-from collections.abc import Callable
-from pathlib import Path
-from typing import Any
 
 import pytest
 
+from errors import UserError
+from scripts.lib import namespaces
 from tests import ROOT
 from tests.support import quick_start
 from tests.support.command_line import environment
 
-CLONE_NEWNET = 0x40000000  # linux/sched.h
-DEVICE = "cable0"  # the name of the cable's end in each namespace
 
-
-class TwoHosts:
-    """The namespaces, with the addresses 10.77.0.1 and 10.77.0.2. A context manager that removes them."""
-
-    addresses = ("10.77.0.1", "10.77.0.2")
-
+class TwoHosts(namespaces.TwoHosts):
     def __init__(self) -> None:
-        self.names = tuple(f"rung-{os.getpid()}-{host}" for host in range(2))
-        if os.geteuid() or not shutil.which("ip"):
-            pytest.skip("network namespaces need root and the program ip (iproute2)")
-        for name in self.names:
-            if (done := _ip("netns", "add", name)).returncode:
-                pytest.skip(f"no network namespaces here: {done.stderr.strip()}")
-        steps = [f"-n {self.names[0]} link add {DEVICE} type veth peer name {DEVICE} netns {self.names[1]}"]
-        for name, address in zip(self.names, self.addresses, strict=True):
-            steps += [
-                f"-n {name} addr add {address}/24 dev {DEVICE}",
-                f"-n {name} link set {DEVICE} up",
-                f"-n {name} link set lo up",
-            ]
-        for step in steps:
-            done = _ip(*step.split())
-            assert not done.returncode, done.stderr
-
-    def __enter__(self) -> "TwoHosts":
-        return self
-
-    def __exit__(self, *_: object) -> None:
-        for name in self.names:
-            _ip("netns", "del", name)
-
-    def plug(self, state: str) -> None:
-        """Set the cable `up` or `down` at the second host."""
-        assert not _ip("-n", self.names[1], "link", "set", DEVICE, state).returncode
+        try:
+            super().__init__()
+        except UserError as e:
+            pytest.skip(str(e))
 
     def start(self, host: int, *program: object, **environ: object) -> quick_start.Popen:
         """Start a Python program on a host."""
-        command = [sys.executable, "-m", "tests.support.namespaces", self.names[host], *map(str, program)]
         env = environment(NCCL_HOSTID=f"host-{host}", GLOO_SOCKET_IFNAME="", OMP_NUM_THREADS=1, **environ)
-        return quick_start.Popen(command, cwd=ROOT, env=env, stdout=subprocess.DEVNULL, stderr=subprocess.PIPE, text=True)
-
-    def on(self, host: int, function: Callable[[], Any]) -> Any:
-        """`function()` in a thread of this process that is in a host's namespace."""
-        found: list[Any] = []
-
-        def call() -> None:
-            enter(self.names[host])
-            found.append(function())
-
-        thread = threading.Thread(target=call)
-        thread.start()
-        thread.join()
-        return found[0]
-
-
-def _ip(*words: str) -> "subprocess.CompletedProcess[str]":
-    return subprocess.run(["ip", *words], capture_output=True, text=True)
-
-
-def enter(name: str) -> None:
-    """Move the calling thread to a namespace."""
-    with Path("/run/netns", name).open() as file:
-        assert ctypes.CDLL(None).setns(file.fileno(), CLONE_NEWNET) == 0
-
-
-if __name__ == "__main__":
-    enter(sys.argv[1])
-    sys.argv[:2] = []
-    if sys.argv[0] == "-m":
-        del sys.argv[0]
-        runpy.run_module(sys.argv[0], run_name="__main__", alter_sys=True)
-    else:
-        runpy.run_path(sys.argv[0], run_name="__main__")
+        return quick_start.Popen(
+            self.command(host, *program), cwd=ROOT, env=env, stdout=subprocess.DEVNULL, stderr=subprocess.PIPE, text=True
+        )
