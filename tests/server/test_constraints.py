@@ -232,7 +232,9 @@ def test_calls_are_accepted_as_models_write_them(family: str, text: str, parts: 
     add = {"type": "object", "properties": {"x": {"type": "array"}, "z": {"type": "object"}}}
     demand = Demand(tools=[*TOOLS, CallableTool(3, "add", add, False)], syntax=SYNTAXES[family])
     accepted = [demand]
-    if text.startswith(SYNTAXES[family].trigger or "{") and not any(isinstance(part, str) for part in parts):
+    # of forced calls the model chooses all of the text, so only what its family writes is allowed
+    unusual = text.startswith('<tool_call>{"arguments"') or '{"name": "now"}' in text or '{"type"' in text
+    if text.startswith(SYNTAXES[family].trigger or "{") and not unusual and not any(isinstance(part, str) for part in parts):
         accepted += [demand._replace(constraint=PERSON)] + [demand._replace(calls="must")] * (len(parts) == 1)
     in_the_middle = family == "json" and isinstance(parts[0], str)  # of text, where nothing tells a call from it
     for one in accepted:
