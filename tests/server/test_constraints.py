@@ -161,9 +161,8 @@ def calls_in(text: str) -> list[str]:
     schemas = {tool.name: tool.schema for tool in TOOLS}
     found = re.findall(r"<tool_call>(.*?)</tool_call>", text, re.DOTALL)
     for call in map(json.loads, found):
-        given = call.get("arguments", call.get("parameters", {}))
-        jsonschema.validate(given, {**schemas[call["name"]], "additionalProperties": False})
-        assert {"name"} <= set(call) <= {"name", "arguments", "parameters", "id", "type"}
+        jsonschema.validate(call["arguments"], {**schemas[call["name"]], "additionalProperties": False})
+        assert list(call) == ["name", "arguments"]
     return found
 
 
