@@ -24,16 +24,7 @@ from server.schemas import Constraint, StructuralTagFormat
 LARK = re.compile(r"^\s*(%llguidance\b|\??start\b[^:\n]*:(?!:=))", re.MULTILINE)  # otherwise GBNF, whose rules are `name ::= …`
 GAP = r"/\n{1,4}/?"  # between reasoning and what follows it
 
-# Regular expressions of a call's object. Spaces have a bound, because a small model could otherwise fill the answer with them.
-SPACE = r"[ \n]{0,2}"
-SPACE_BETWEEN = r"[ \n]{1,2}"
 FENCE = "```[a-z_]*"
-PAIR = rf'"(id|type)"{SPACE}:{SPACE}"[^"\\\x00-\x1f]{{1,64}}"{SPACE}'  # not needed, but some models write them
-PAIRS = f"({PAIR},{SPACE}){{0,2}}"
-NAME = f'"name"{SPACE}:{SPACE}"'
-KEY = f'"(arguments|parameters)"{SPACE}:{SPACE}'
-TO_ARGUMENTS = rf"{SPACE}(,{SPACE}{PAIR}){{0,2}},{SPACE}{KEY}"
-TAIL = rf"{SPACE}(,{SPACE}{PAIR}){{0,2}}\}}{SPACE}"
 MAX_UNNAMED = 16  # most tools whose arguments may come before the name: the grammar follows those of all until it knows which
 
 
@@ -51,6 +42,51 @@ class Demand(NamedTuple):
     syntax: CallSyntax = JSON
     reasoning: Marks | None = None
     special: dict[str, int] = {}
+
+
+class Spelling(NamedTuple):
+    """How a call may be spelled, as regular expressions. Spaces have a bound: a small model could otherwise fill the answer with
+    them. `around`: spaces around an object. `head`: an object up to the name's value. `late`: up to arguments before the name;
+    empty: they are behind it. `name`: from there to the name. `to_arguments`: from a name to the arguments. `tail`: what follows.
+    """
+
+    around: str
+    head: str
+    late: str
+    name: str
+    to_arguments: str
+    tail: str
+
+
+def free_spelling() -> Spelling:
+    """All that models write, for calls that they begin themselves."""
+    space = r"[ \n]{0,2}"
+    pair = f'("id"{space}:{space}"[A-Za-z0-9_-]{{1,64}}"|"type"{space}:{space}"function"){space}'
+    pairs, more = f"({pair},{space}){{0,2}}", f"(,{space}{pair}){{0,2}}"
+    name, key = f'"name"{space}:{space}"', f'"(arguments|parameters)"{space}:{space}'
+    return Spelling(
+        around=space,
+        head=rf"\{{{space}{pairs}{name}",
+        late=rf"\{{{space}{pairs}{key}",
+        name=f"{space},{space}{name}",
+        to_arguments=f"{space}{more},{space}{key}",
+        tail=rf"{space}{more}\}}{space}",
+    )
+
+
+def forced_spelling(syntax: CallSyntax) -> Spelling:
+    """What the family writes. A model that would write something else chooses badly among more."""
+    space, around = "[ ]?", r"[ \n]?"
+    name, key = f'"name"{space}:{space}"', f'"{syntax.key}"{space}:{space}'
+    call_id = f'(,{space}"id"{space}:{space}"[A-Za-z0-9]{{{syntax.id_length}}}"{space})?' if syntax.id_length else ""
+    return Spelling(
+        around=around,
+        head=rf"\{{{space}{name}",
+        late="",
+        name="",
+        to_arguments=f"{space},{space}{key}",
+        tail=rf"{space}{call_id}\}}{around}",
+    )
 
 
 class Function(NamedTuple):
@@ -73,7 +109,8 @@ class Place(NamedTuple):
 def compile_demand(demand: Demand) -> Compiled:
     """Raises SchemaError."""
     constraint, tools, syntax = demand.constraint, demand.tools, demand.syntax
-    rules = _Rules(demand.special, demand.reasoning)
+    free = demand.calls == "may" and constraint is None
+    rules = _Rules(demand.special, demand.reasoning, free_spelling() if free else forced_spelling(syntax))
     if not tools:
         assert constraint is not None
         if constraint.kind == "structural_tag":
@@ -85,8 +122,9 @@ def compile_demand(demand: Demand) -> Compiled:
         call = rules.calls(syntax, rules.callables(_required(tools)), several=False)
         plain = [rules.part(compile_calls(tools, key=syntax.key))] if syntax.plain else []
         return rules.finish(rules.after_reasoning(f"({' | '.join([call, *plain])})"))
-    if constraint is None:
+    if free:
         return rules.finish(rules.free_with_calls(syntax, rules.callables(_optional(tools))))
+    assert constraint is not None
     return _either(rules, constraint, demand)
 
 
@@ -188,8 +226,8 @@ def _checked(grammar: str) -> Compiled:
 class _Rules:
     """The rules of a Lark grammar, and the grammars to which they refer."""
 
-    def __init__(self, special: dict[str, int], reasoning: Marks | None) -> None:
-        self.special, self.reasoning = special, reasoning
+    def __init__(self, special: dict[str, int], reasoning: Marks | None, spelling: Spelling) -> None:
+        self.special, self.reasoning, self.spelling = special, reasoning, spelling
         self._rules = [r"TEXT: /(.|\n)*/"]
         self._parts: list[dict[str, Any]] = []
         self._not_enforced: list[str] = []
@@ -217,13 +255,13 @@ class _Rules:
 
     def callables(self, tools: Iterable[tuple[CallableTool, Compiled]]) -> list[Function]:
         """The tools, given with the grammars of their arguments."""
-        self._rules += [f"TO_ARGUMENTS: /{TO_ARGUMENTS}/", f"TAIL: /{TAIL}/"]
+        self._rules += [f"TO_ARGUMENTS: /{self.spelling.to_arguments}/", f"TAIL: /{self.spelling.tail}/"]
         return [Function(tool.name, self.part(arguments), _takes_nothing(arguments)) for tool, arguments in tools]
 
     def calls(self, syntax: CallSyntax, tools: Sequence[Function], several: bool) -> str:
         """Calls with their triggers, and nothing else."""
         group = self._rule(f"{self._literal(syntax.trigger)} {self._group(syntax, tools, several)}")
-        return f"{group} (/{SPACE_BETWEEN}/? {group})*" if several and syntax.form != "objects" else group
+        return rf"{group} (/[ \n]/? {group})*" if several and syntax.form != "objects" else group
 
     def free_with_calls(self, syntax: CallSyntax, tools: Sequence[Function]) -> str:
         """Free text that may hold calls."""
@@ -231,7 +269,8 @@ class _Rules:
         if not syntax.plain:
             return self.free(tags)
         # any number of spaces, as for the parser: text is free anyway
-        head, to_arguments = (one.replace(SPACE, r"\s*") for one in (rf"\{{{SPACE}{PAIRS}{NAME}", TO_ARGUMENTS))
+        spelling = self.spelling
+        head, to_arguments = (one.replace(spelling.around, r"\s*") for one in (spelling.head, spelling.to_arguments))
         names = "|".join(_regex(tool.name) for tool in tools)
         calls = [f'/{_regex(tool.name)}"{to_arguments}/ {tool.arguments} TAIL' for tool in tools]
         call = self._rule(" | ".join(calls))
@@ -242,11 +281,12 @@ class _Rules:
 
     def _group(self, syntax: CallSyntax, tools: Sequence[Function], several: bool) -> str:
         """What follows the trigger."""
+        around = self.spelling.around
         match syntax.form:
             case "object":
-                group = self._object(SPACE, tools)
+                group = self._object(around, tools)
             case "objects":
-                group = self._object(SPACE, tools) + f" {self._object(f';{SPACE}', tools)}*" * several
+                group = self._object(around, tools) + f" {self._object(f';{around}', tools)}*" * several
             case "list":
                 group = self._list(tools, several)
             case "named":
@@ -254,22 +294,26 @@ class _Rules:
         return f"{group} {self._literal(syntax.end)}"
 
     def _list(self, tools: Sequence[Function], several: bool) -> str:
-        more = f" {self._object(f',{SPACE}', tools)}*" * several
-        return self._rule(self._object(rf"{SPACE}\[{SPACE}", tools) + more + r" /\]/")
+        around = self.spelling.around
+        more = f" {self._object(f',{around}', tools)}*" * several
+        return self._rule(self._object(rf"{around}\[{around}", tools) + more + r" /\]/")
 
     def _object(self, begin: str, tools: Sequence[Function]) -> str:
         """An object that is a call, behind `begin`, a regular expression."""
-        named = [f'/{_regex(tool.name)}"/ (TO_ARGUMENTS {tool.arguments} TAIL' + " | TAIL" * tool.bare + ")" for tool in tools]
-        found = f"/{begin}\\{{{SPACE}{PAIRS}{NAME}/ {self._rule(' | '.join(named))}"
-        if len(tools) > MAX_UNNAMED:
+        spelling = self.spelling
+        bare = " | TAIL" * bool(spelling.late)
+        named = [f'/{_regex(tool.name)}"/ (TO_ARGUMENTS {tool.arguments} TAIL' + bare * tool.bare + ")" for tool in tools]
+        found = f"/{begin}{spelling.head}/ {self._rule(' | '.join(named))}"
+        if not spelling.late or len(tools) > MAX_UNNAMED:
             return self._rule(found)
-        late = [f'{tool.arguments} /{SPACE},{SPACE}{NAME}/ /{_regex(tool.name)}"{TAIL}/' for tool in tools]
-        return self._rule(f"{found} | /{begin}\\{{{SPACE}{PAIRS}{KEY}/ {self._rule(' | '.join(late))}")
+        late = [f'{tool.arguments} /{spelling.name}/ /{_regex(tool.name)}"/ TAIL' for tool in tools]
+        return self._rule(f"{found} | /{begin}{spelling.late}/ {self._rule(' | '.join(late))}")
 
     def _named(self, tools: Sequence[Function]) -> str:
-        call_id = f"({self._literal('[CALL_ID]')} /[A-Za-z0-9]{{1,64}}/)?"
+        length = "1,64" if self.spelling.late else "9"
+        call_id = f"({self._literal('[CALL_ID]')} /[A-Za-z0-9]{{{length}}}/)?"
         found = [
-            f"/{SPACE}{_regex(tool.name)}/ {call_id} {self._literal('[ARGS]')} /{SPACE_BETWEEN}/? {tool.arguments}"
+            rf"/{self.spelling.around}{_regex(tool.name)}/ {call_id} {self._literal('[ARGS]')} /[ \n]/? {tool.arguments}"
             for tool in tools
         ]
         return self._rule(" | ".join(found))

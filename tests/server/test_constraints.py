@@ -161,9 +161,8 @@ def calls_in(text: str) -> list[str]:
     schemas = {tool.name: tool.schema for tool in TOOLS}
     found = re.findall(r"<tool_call>(.*?)</tool_call>", text, re.DOTALL)
     for call in map(json.loads, found):
-        given = call.get("arguments", call.get("parameters", {}))
-        jsonschema.validate(given, {**schemas[call["name"]], "additionalProperties": False})
-        assert {"name"} <= set(call) <= {"name", "arguments", "parameters", "id", "type"}
+        jsonschema.validate(call["arguments"], {**schemas[call["name"]], "additionalProperties": False})
+        assert list(call) == ["name", "arguments"]
     return found
 
 
@@ -232,7 +231,9 @@ def test_calls_are_accepted_as_models_write_them(family: str, text: str, parts: 
     add = {"type": "object", "properties": {"x": {"type": "array"}, "z": {"type": "object"}}}
     demand = Demand(tools=[*TOOLS, CallableTool(3, "add", add, False)], syntax=SYNTAXES[family])
     accepted = [demand]
-    if text.startswith(SYNTAXES[family].trigger or "{") and not any(isinstance(part, str) for part in parts):
+    # of forced calls the model chooses all of the text, so only what its family writes is allowed
+    unusual = text.startswith('<tool_call>{"arguments"') or '{"name": "now"}' in text or '{"type"' in text
+    if text.startswith(SYNTAXES[family].trigger or "{") and not unusual and not any(isinstance(part, str) for part in parts):
         accepted += [demand._replace(constraint=PERSON)] + [demand._replace(calls="must")] * (len(parts) == 1)
     in_the_middle = family == "json" and isinstance(parts[0], str)  # of text, where nothing tells a call from it
     for one in accepted:

@@ -13,6 +13,7 @@ from typing import Any
 
 import pytest
 
+from chat_template import CallForm, call_form
 from tests.support import server_thread
 from tests.support.server_thread import CHAT, EOS, TOKENIZER, TOOL, Site
 
@@ -197,3 +198,26 @@ def test_the_next_prompt_has_calls_and_results(loop: tuple[Site, Family], ask: A
                 assert found == [one for one, _ in calls]
             calls = [(one, given) for one, (_, given) in zip(found, calls, strict=True)]
         assert family.turn(said, calls) in prompt, prompt
+
+
+CALL = "{% for m in messages %}{% for c in m.tool_calls or [] %}CALL{% endfor %}{% endfor %}"
+
+
+@pytest.mark.parametrize(
+    ("template", "form"),
+    [
+        (CALL.replace("CALL", "{{ c.function | tojson }}"), CallForm()),
+        (CALL.replace("CALL", "{{ c.function.arguments }}"), CallForm(as_text=True)),  # an object would be printed as Python's
+        (CALL.replace("CALL", "{{ m.content + c.function.arguments }}"), CallForm("empty", as_text=True)),
+        (
+            CALL.replace("CALL", "{{ c.function.arguments | tojson if c.id | length < 10 }}"),
+            CallForm(id_length=9),
+        ),
+        (CALL.replace("CALL", "{{ c.function.arguments | tojson if not m.content }}"), CallForm(apart=True)),
+        (CALL.replace("CALL", "{{ c.function | tojson if m.tool_calls | length == 1 }}"), CallForm(single=True)),
+        ("{{ messages[0].content }}", CallForm()),
+        ("{{ raise_exception('no') }}", CallForm()),
+    ],
+)
+def test_the_form_of_a_template(template: str, form: CallForm) -> None:
+    assert call_form(template) == form
