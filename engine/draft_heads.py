@@ -121,12 +121,14 @@ class HeadChains(Chains):
     def _write_features(self, last: InFlightStep, rows: list[int]) -> None:
         """Write the features of these rows of the last step, in the place of each -1 zeros."""
         features, seen = self.model.features[: len(rows)], [row for row in rows if row >= 0]
-        fused = self.model.guesser.fuse([_rows(stream, seen) for stream in last.streams]) if seen else None
+        if len(seen) < len(rows):
+            features.zero_()
+        if not seen:
+            return
+        fused = self.model.guesser.fuse([_rows(stream, seen) for stream in last.streams])
         if len(seen) == len(rows):
             features.copy_(fused)
-            return
-        features.zero_()
-        if fused is not None:
+        else:
             places = [place for place, row in enumerate(rows) if row >= 0]
             features.index_copy_(0, to_device(places, torch.int64, features.device), fused)
 
