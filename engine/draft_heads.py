@@ -3,12 +3,16 @@
 A head's row of token t + 1 has the base's features of t. It lies at position t of the head's cache, so the head's sequence is the
 base's without its first token, and it draws the token after the next. The features exist only until the next step, so a head
 follows: between two steps it computes the rows of the first one, with the tokens that this has drawn. These rows are exact; those
-of a chain, whose features are the head's own output, are overwritten by them. A sequence of which a step was missed gets no more
-drafts of the head.
+of a chain, whose features are the head's own output, are overwritten by them.
+
+While drafts do not pay, a head sees no steps. When it comes back, or if a prompt was in the prefix cache without it, it lacks the
+features of the tokens that it missed. It computes their rows with zeros instead, from the tokens alone. Drafts may then be worse,
+which their record shows, and no other sequence gets these rows.
 """
 
 from collections.abc import Mapping
 from itertools import accumulate
+from weakref import WeakSet
 
 import torch
 from torch import Tensor
@@ -66,9 +70,13 @@ class HeadChains(Chains):
         super().__init__(runner, blocks, longest)
         self.model = model
         self._last: InFlightStep | None = None  # the step whose rows are to be computed
+        self._paused: WeakSet[Sequence] = WeakSet()
 
     def follows(self, sequence: Sequence) -> bool:
-        return sequence not in self._lost
+        return sequence not in self._lost and sequence not in self._paused
+
+    def pause(self, sequence: Sequence) -> None:
+        self._paused.add(sequence)
 
     def observe(self, step: InFlightStep) -> None:
         self._last = step
@@ -81,7 +89,9 @@ class HeadChains(Chains):
         """The shadows of the sequences of the last step, and chunks of its rows but for rejected ones, by falling length of the
         chains."""
         last, self._last = self._last, None
-        shadows, chunks, rows = dict[Sequence, Shadow](), list[Chunk](), list[int]()
+        shadows, chunks, rows = dict[Sequence, Shadow](), list[Chunk](), list[int]()  # a row of the step, or -1
+        self._paused -= counts.keys()
+        spare = self.runner.capacity.tokens - sum([chunk.count for chunk in last.chunks]) if last else 0
         computed = last.chunks if last else []
         firsts = accumulate([chunk.count for chunk in computed], initial=0)
         for chunk, first in sorted(zip(computed, firsts, strict=False), key=lambda one: -counts.get(one[0].sequence, 0)):
@@ -89,19 +99,38 @@ class HeadChains(Chains):
             if sequence.finish_reason is not None or not sequence.blocks or not self.follows(sequence):
                 continue
             shadow, count = self._shadow(sequence), sequence.computed - chunk.start
-            if shadow.done != chunk.start:  # a step was missed, or the prefix was computed without the head
-                self.give_up(sequence)
-                continue
             if not count:  # its token is to be drawn again
                 continue
+            shadow.done = min(shadow.done, chunk.start)
             shadow.sequence.tokens += sequence.tokens[len(shadow.sequence.tokens) + 1 :]
-            chunks.append(self._chunk(shadow, count))
-            rows += range(first, first + count)
-            shadows[sequence] = shadow
+            missed = chunk.start - shadow.done
+            filled = min(missed, spare)
+            spare -= filled
+            if missed:
+                shadow.marked = len(sequence.blocks)
+            if filled < missed:  # the rest in the next steps
+                count = 0
+            if filled + count:
+                chunks.append(self._chunk(shadow, filled + count))
+                rows += [*[-1] * filled, *range(first, first + count)]
+                shadows[sequence] = shadow
         if last and rows:
-            streams = [_rows(stream, rows) for stream in last.streams]
-            self.model.features[: len(rows)] = self.model.guesser.fuse(streams)
+            self._write_features(last, rows)
         return shadows, chunks
+
+    def _write_features(self, last: InFlightStep, rows: list[int]) -> None:
+        """Write the features of these rows of the last step, in the place of each -1 zeros."""
+        features, seen = self.model.features[: len(rows)], [row for row in rows if row >= 0]
+        if len(seen) < len(rows):
+            features.zero_()
+        if not seen:
+            return
+        fused = self.model.guesser.fuse([_rows(stream, seen) for stream in last.streams])
+        if len(seen) == len(rows):
+            features.copy_(fused)
+        else:
+            places = [place for place, row in enumerate(rows) if row >= 0]
+            features.index_copy_(0, to_device(places, torch.int64, features.device), fused)
 
     @torch.inference_mode()
     def _link(self, going: list[Sequence], step: int, after: InFlightStep) -> InFlightStep:

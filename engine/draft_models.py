@@ -175,6 +175,9 @@ class Chains:
         """Draft no more for the sequence."""
         self._lost.add(sequence)
 
+    def pause(self, sequence: Sequence) -> None:
+        """See no more steps of the sequence until it is to get a draft."""
+
     def draft(self, counts: Mapping[Sequence, int]) -> dict[Sequence, list[int]]:
         """Draft so many tokens for each sequence, which has blocks for them; none if it still lacks too many tokens. All tokens of
         the sequences must be known. The same on all ranks."""

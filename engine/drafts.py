@@ -119,6 +119,10 @@ class Promise:
     price: float = 0.0  # tokens that each of its tokens costs
     fixed: float = 0.0  # tokens that it costs besides
 
+    def charged(self, cost: float) -> "Promise":
+        """The same if it also costs so many tokens besides, NOTHING if it does not bring them."""
+        return replace(self, gain=self.gain - cost, fixed=self.fixed + cost) if self.gain > cost else NOTHING
+
 
 NOTHING = Promise(0, 0.0)
 
@@ -241,6 +245,7 @@ class Chains(Protocol):
     def follows(self, sequence: Sequence) -> bool: ...
     def observe(self, step: "InFlightStep") -> None: ...
     def give_up(self, sequence: Sequence) -> None: ...
+    def pause(self, sequence: Sequence) -> None: ...
     def seconds(self, chains: int, tokens: int = ..., seen: int = ...) -> float: ...
     def draft(self, counts: Mapping[Sequence, int]) -> dict[Sequence, list[int]]: ...
 
@@ -301,6 +306,7 @@ class Speculation:
         self._texts, self._chained, self._budget = Record(), Record(), Budget()  # of all requests
         self._planned: dict[Sequence, tuple[str, Promise]] = {}  # the sources of drafts and what they promise
         self._token = 0.0  # seconds of one without drafts, when they were planned
+        self._following: dict[Sequence, float] = {}  # the price of following then
 
     def prepare(self) -> None:
         """Measure what steps cost, unless it is known. No step may be in flight. Collective."""
@@ -321,8 +327,9 @@ class Speculation:
         if self.chains is not None:
             for sequence in running:
                 if sequence not in found and self.chains.follows(sequence):
-                    self.chains.give_up(sequence)
+                    self.chains.pause(sequence)
         self._planned, self._token = found, self._known_costs.token(len(running))
+        self._following = self._prices_of_following(running)
         return {s: promise.count for s, (_, promise) in found.items() if s.generated and s.length - s.computed == 1}
 
     def drafts(self, counts: Mapping[Sequence, int]) -> dict[Sequence, list[int]]:
@@ -357,6 +364,8 @@ class Speculation:
         of_all.learn(accepted, drafted, weight=WEIGHT_OF_ALL)
         if source not in TEXTS:
             self._budget.add((accepted - cost) * self._token, chunk.sequence)
+        elif chunk.sequence in self._following:
+            self._budget.add(-self._following[chunk.sequence] * self._token, chunk.sequence)
         if chunk.sequence.drafter is not None:  # it has not ended
             chunk.sequence.drafter.learn(source, accepted, drafted, cost)
 
@@ -401,6 +410,12 @@ class Speculation:
         if not self._budget.take(sequence, prompt, GRANT * costs.seconds(1)):
             chains.give_up(sequence)
 
+    def _prices_of_following(self, running: List[Sequence]) -> dict[Sequence, float]:
+        """How many tokens it costs that the chains see a step of each sequence that they follow, also where text drafts."""
+        followed = [s for s in running if self.chains is not None and self.chains.follows(s)]
+        price = self._known_costs.link_price(len(running), len(followed)) / len(followed) if followed else 0.0
+        return dict.fromkeys(followed, price)
+
     def _price_of_chains(self, rows: int) -> float:
         """How many tokens a token of a chain must bring, if all of so many sequences have chains."""
         return self._known_costs.price(rows) + self._known_costs.link_price(rows, rows) / rows
@@ -411,14 +426,17 @@ class Speculation:
         if not running:
             return {}
         rows, costs = len(running), self._known_costs
-        price, fixed = costs.price(rows), costs.fixed_price(rows)
-        found = self._best({s: s.drafter.promise(price) for s in running}, self._promises_of_chains(running, price))
+        price, fixed, following = costs.price(rows), costs.fixed_price(rows), self._prices_of_following(running)
+        texts = {s: s.drafter.promise(price) for s in running}
+        texts |= {s: texts[s].charged(cost) for s, cost in following.items()}
+        found = self._best(texts, self._promises_of_chains(running, price))
         if sum([promise.gain for _, promise in found.values()]) > fixed:
-            found = {s: (source, replace(promise, fixed=fixed / len(found))) for s, (source, promise) in found.items()}
+            each = fixed / len(found)
+            found = {s: (source, replace(promise, fixed=promise.fixed + each)) for s, (source, promise) in found.items()}
             fixed = 0.0  # is paid
         else:
             found = {}
-        texts = {s: s.drafter.trial(price, fixed) for s in running}
+        texts = {s: s.drafter.trial(price, fixed + following.get(s, 0.0)) for s in running}
         return self._best(texts, self._trials_of_chains(running, price, fixed)) | found
 
     def _best(

@@ -23,13 +23,23 @@ import torch
 from torch import Tensor
 from tqdm import tqdm
 
-from attention import AttentionContext, Causal
+from attention import AttentionContext
 from comm.faults import fault_word, raise_fault
 from engine.graphs import Captured, Graphs
-from engine.logits import SCORE_CHUNK, Scores, count_drawn, has_grammar, may_change, needs_processing, process, token_logprobs
+from engine.logits import (
+    SCORE_CHUNK,
+    SamplingState,
+    Scores,
+    count_drawn,
+    has_grammar,
+    may_change,
+    needs_processing,
+    process,
+    token_logprobs,
+)
 from engine.paged_cache import PagedCache
 from engine.pooling import Pooled, pool
-from engine.protocol import TokenLogprobs
+from engine.protocol import SamplingParams, TokenLogprobs
 from engine.sampler import SamplingBatch, sample
 from engine.scheduler import Chunk, Sequence, drawn_by
 from engine.schedules import Schedules
@@ -248,14 +258,31 @@ class Runner:
     def seconds(self, rows: int) -> float:
         """The time of a step that draws a token from each of `rows` rows. No step may be in flight. Collective."""
         if self.graphs is None:
-            start, context = time.perf_counter(), Causal(rows, self.device)  # a CPU's step has no padding
-            self.model.logits(self._hidden(torch.zeros(rows, dtype=torch.int64), context)[0])
-            return time.perf_counter() - start
+            return self._seconds_on_cpu(rows)
         case = next(n for n in self._decode_sizes if n >= rows)
         self._capture_decode(self.graphs, case)
         self.decode.invent(case, self.text_ids, self.cache)
         [seconds] = successive_seconds(partial(self.graphs.replay, ("decode", case)), 1)
         self.decode.clear()
+        return seconds
+
+    def _seconds_on_cpu(self, rows: int) -> float:
+        """The same for sequences of one token, with drafts if there are more rows. They lie in the cache's first block, which keeps
+        its contents."""
+        count, chunks = min(rows, self.capacity.sequences), []
+        for length in [rows // count + (i < rows % count) for i in range(count)]:
+            blocks = [0] * -(-length // self.cache.block_size)
+            sequence = Sequence("", [0], 0, SamplingParams(), blocks=blocks, state=SamplingState())
+            chunks.append(Chunk(sequence, 0, length, samples=True, is_known=True, draft=[0] * (length - 1)))
+        first = [
+            (held[:, :, 0], held[:, :, 0].clone()) for held in (self.cache.keys_values, self.cache.scales) if held is not None
+        ]
+        start = time.perf_counter()
+        self.collect(self.launch(chunks))
+        seconds = time.perf_counter() - start
+        for place, before in first:
+            place.copy_(before)
+        self.rest()
         return seconds
 
     @torch.inference_mode()

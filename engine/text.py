@@ -20,6 +20,7 @@ class Delta(msgspec.Struct):  # made for every token; a dataclass takes twice as
     finish_reason: str | None  # `stop`, `length`; None while the answer goes on
     stop_reason: str | int | None  # the stop string or token that ended it
     prompt_logprobs: list[TokenLogprobs | None] | None  # in the first delta, if requested
+    drafted: int = 0  # how many of token_ids, the first ones, were drafted before they were drawn
 
 
 class AnswerStream:
@@ -63,7 +64,8 @@ class AnswerStream:
         logprobs = (output.logprobs or [])[: len(ids)] if self.with_logprobs else None
         first, self.first = self.first, False
         prompt_logprobs = self.prompt_logprobs if first else None
-        return Delta(self.index, first, text, ids, logprobs, offsets, finish_reason, self.text.stop_reason, prompt_logprobs)
+        reason, drafted = self.text.stop_reason, min(output.accepted, len(ids))
+        return Delta(self.index, first, text, ids, logprobs, offsets, finish_reason, reason, prompt_logprobs, drafted)
 
 
 class TextStream:

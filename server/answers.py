@@ -70,6 +70,7 @@ class GenerationRequest(ABC):
         self.plan = Plan(prompts, params, choices, adapter=service.adapter_of(body.model), hidden=body.max_tokens == 0)
         self.usage = Usage(self.plan)
         self.with_ids, self.tokens_as_ids = bool(body.return_token_ids), bool(body.return_tokens_as_token_ids)
+        self.with_drafted = bool(body.return_drafted)
         self.include_usage, self.continuous_usage = body.usage_options
         self.top_logprobs = body.listed_logprobs
         self.top_prompt_logprobs = body.prompt_logprobs
@@ -153,7 +154,7 @@ class GenerationRequest(ABC):
         return [WholeChoice(self.part_reader(i)) for i in range(plan.total)]
 
     def _collect(self, choices: Sequence["WholeChoice"], delta: Delta) -> None:
-        choices[delta.index].add(delta, self.logprobs(delta), self.prompt_logprobs(delta), self.with_ids)
+        choices[delta.index].add(delta, self.logprobs(delta), self.prompt_logprobs(delta), self.of_tokens(delta))
 
     def _finish(self, choices: Sequence["WholeChoice"]) -> bytes:
         """The whole answer, which also fulfils the promise."""
@@ -171,9 +172,15 @@ class GenerationRequest(ABC):
         """`choice` with the fields that end a chunk at both endpoints."""
         if delta.finish_reason:
             choice["stop_reason"] = delta.stop_reason
-        if self.with_ids:
-            choice["token_ids"] = delta.token_ids
+        choice |= self.of_tokens(delta)
         return choice
+
+    def of_tokens(self, delta: Delta) -> dict[str, list[Any] | None]:
+        """The lists that the request asks for with a value for each token, besides the log-probabilities."""
+        found: dict[str, list[Any] | None] = {"token_ids": delta.token_ids} if self.with_ids else {}
+        if self.with_drafted:
+            found["drafted"] = [i < delta.drafted for i in range(len(delta.token_ids))]
+        return found
 
     def head(self, kind: str) -> dict[str, Any]:
         """The first fields of a completion, of a chat completion, and of their chunks."""
@@ -192,8 +199,14 @@ class WholeChoice:
         self._text = io.StringIO()
         self._tokens, self._likelihood = 0, 0.0
 
-    def add(self, delta: Delta, logprobs: dict[str, list[Any] | None] | None, prompt_logprobs: Any, with_ids: bool) -> None:
-        """Append `delta`. `logprobs`, `prompt_logprobs`: those of `delta` in the answer's layout."""
+    def add(
+        self,
+        delta: Delta,
+        logprobs: dict[str, list[Any] | None] | None,
+        prompt_logprobs: Any,
+        of_tokens: dict[str, list[Any] | None],
+    ) -> None:
+        """Append `delta`. `logprobs`, `prompt_logprobs`: those of `delta` in the answer's layout. `of_tokens`: its other lists."""
         if self.reader is None:
             self._text.write(delta.text)
         else:
@@ -203,8 +216,7 @@ class WholeChoice:
         self._likelihood += sum(one.chosen.logprob for one in delta.logprobs or [])
         if logprobs is not None:
             self.logprobs.extend(logprobs)
-        if with_ids:
-            self.ids.extend({"token_ids": delta.token_ids})
+        self.ids.extend(of_tokens)
         if prompt_logprobs is not None:
             self.prompt_logprobs = msgspec.Raw(to_json(prompt_logprobs))
         self.finish_reason, self.stop_reason = delta.finish_reason, delta.stop_reason

@@ -188,7 +188,7 @@ class _ChoiceStream:
         chat = self._chat
         chunks = [self._chunk({"role": "assistant", "content": ""})] if delta.first else []
         new = self._layouts(self._reader.push(delta))
-        if not new and (delta.finish_reason or delta.logprobs or chat.with_ids or chat.continuous_usage):
+        if not new and (delta.finish_reason or delta.logprobs or chat.with_ids or chat.with_drafted or chat.continuous_usage):
             new = [{}]
         chunks += map(self._chunk, new)
         if new:  # what belongs to the whole delta is in its last chunk

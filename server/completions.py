@@ -34,7 +34,7 @@ class CompletionRequest(GenerationRequest):
         super().__init__(
             service, body, grammar, prompts, limits, choices=choices, logprobs=logprobs, prompt_logprobs=prompt_logprobs
         )
-        self.every_delta = self.with_ids or self.top_logprobs is not None or self.continuous_usage
+        self.every_delta = self.with_ids or self.with_drafted or self.top_logprobs is not None or self.continuous_usage
 
     def logprobs(self, delta: Delta) -> dict[str, Any] | None:
         if self.top_logprobs is None:

@@ -69,6 +69,7 @@ class CompletionChoice(Reply):
     prompt_logprobs: list[dict[str, Any] | None] | None = None
     prompt_token_ids: list[int] | None = None
     token_ids: list[int] | None = None
+    drafted: list[bool] | None = None
 
 
 class CompletionReply(Answer):
@@ -122,6 +123,7 @@ class ChatChoice(Reply):
     finish_reason: FinishReason
     stop_reason: str | int | None = None
     token_ids: list[int] | None = None
+    drafted: list[bool] | None = None
 
 
 class ChatReply(Answer):
@@ -170,6 +172,7 @@ class ChatChunkChoice(Reply):
     finish_reason: FinishReason | None
     stop_reason: str | int | None = None
     token_ids: list[int] | None = None
+    drafted: list[bool] | None = None
 
 
 class ChatChunk(Answer):
@@ -305,6 +308,14 @@ class Quantiles(Reply):
     p95: float | None
 
 
+class Drafts(Reply):
+    """Drafts of one source since the start, their tokens, and how many of these were right."""
+
+    drafts: int
+    tokens: int
+    accepted: int
+
+
 class StatsReply(Reply):
     """The present state of the engine, and latencies of the last minute in seconds."""
 
@@ -332,6 +343,7 @@ class StatsReply(Reply):
     all_reduce_share: float | None
     idle_share: float | None
     accepted_length: float | None
+    drafts: dict[str, Drafts]
     ttft_seconds: Quantiles
     inter_token_seconds: Quantiles
     uptime_seconds: float

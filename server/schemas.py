@@ -331,6 +331,9 @@ class GenerationBody(SamplingBody):
         description="Log-probabilities of the prompt's tokens and of the k likeliest; not with stream.",
     )
     return_token_ids: bool | None = Field(None, description="Add `prompt_token_ids` and `token_ids`. Default false.")
+    return_drafted: bool | None = Field(
+        None, description="Add `drafted`: for each token whether `--speculate` had guessed it. Default false."
+    )
     return_tokens_as_token_ids: bool | None = Field(
         None, description="In logprobs, write tokens as `token_id:N`. Default false."
     )

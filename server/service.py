@@ -131,6 +131,7 @@ class Service:
             "ttft_seconds": metrics.ttft.quantiles(),
             "inter_token_seconds": metrics.inter_token.quantiles(),
             "accepted_length": metrics.accepted_length,
+            "drafts": {source: asdict(total) for source, total in stats.drafted.items()},
             "uptime_seconds": time.monotonic() - self.started,
         }
         return {name: values.get(name) for name in StatsReply.model_fields}  # None: not known before the engine is ready

@@ -159,7 +159,15 @@ function list(parent, rows) {
   });
 }
 
+// For each source of drafts, since the start: how many tokens of a draft were accepted.
+const draftTile = (source) => [
+  `Accepted of a draft: ${source}`,
+  ({ drafts }) => { const { drafts: made, accepted } = drafts[source]; return made ? (accepted / made).toFixed(2) : missing; },
+  ({ drafts }) => `${count(drafts[source].accepted)} of ${count(drafts[source].tokens)} tokens`,
+];
+
 export class Dashboard {
+  #sources = "";
   #history = [];
   #timer = 0;
   #polling = false;
@@ -185,6 +193,7 @@ export class Dashboard {
       this.#history.push({ time: performance.now() / 1000, stats });
       this.fillIdentity(stats);
       this.fillTiles(stats);
+      this.#showDrafts(stats);
       this.#trouble("");
       this.onStatus(stats.status ?? "ready");
     } catch (error) {
@@ -196,6 +205,17 @@ export class Dashboard {
     for (const chart of this.charts) chart.draw(this.#history, now);
     this.#polling = false;
     this.#timer = setTimeout(() => this.poll(), Math.max(0, INTERVAL - (performance.now() - started)));
+  }
+
+  #showDrafts(stats) {
+    const sources = Object.keys(stats.drafts ?? {});
+    if (sources.join() !== this.#sources) { // new ranks may have others
+      this.#sources = sources.join();
+      $("drafts").replaceChildren();
+      $("drafts").hidden = !sources.length;
+      this.fillDrafts = list($("drafts"), sources.map(draftTile));
+    }
+    this.fillDrafts?.(stats);
   }
 
   #trouble(text) {

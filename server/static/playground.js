@@ -183,11 +183,11 @@ export class Playground {
     const stop = $("stops").value.split("\n").filter(Boolean).map(unescape);
     if (stop.length) body.stop = stop;
     const probabilities = $("probabilities").checked;
-    if (this.#mode === "completion") return ["v1/completions", { ...body, prompt, ...(probabilities && { logprobs: 5 }) }];
+    if (this.#mode === "completion") return ["v1/completions", { ...body, prompt, ...(probabilities && { logprobs: 5, return_drafted: true }) }];
     const messages = this.#chat.map((m) => ({ role: m.role, content: m.text }));
     if ($("system").value.trim()) messages.unshift({ role: "system", content: $("system").value });
     if (prompt) messages.push({ role: "user", content: prompt });
-    return ["v1/chat/completions", { ...body, messages, ...(probabilities && { logprobs: true, top_logprobs: 5 }) }];
+    return ["v1/chat/completions", { ...body, messages, ...(probabilities && { logprobs: true, top_logprobs: 5, return_drafted: true }) }];
   }
 
   #ready() {
@@ -260,7 +260,8 @@ export class Playground {
         if (choice) {
           const text = choice.delta ? choice.delta.content ?? "" : choice.text ?? "";
           const thought = choice.delta?.reasoning_content;
-          const tokens = readTokens(choice.logprobs);
+          const tokens = readTokens(choice.logprobs, choice.drafted);
+          if (tokens.some((t) => t.drafted)) $("legend-drafted").hidden = false;
           if (text || thought || tokens.length) meter.saw(tokens.length || 1);
           if (thought) message.think(thought);
           else message.body.push(text, tokens);

@@ -1,23 +1,23 @@
-// Generated text as one span a token, tinted by probability, and the card that shows a token's alternatives.
+// Generated text as one span a token, tinted by probability, underlined if it was drafted, and the card that shows a token's alternatives.
 
 import { probability, visible } from "./format.js";
 
 const card = document.getElementById("tip");
 const tokensOf = new WeakMap(); // span -> the tokens that made its text
 
-const token = (text, logprob, top) => ({ text, p: logprob == null ? null : Math.exp(logprob), top });
+const token = (text, logprob, top, drafted) => ({ text, p: logprob == null ? null : Math.exp(logprob), top, drafted: drafted ?? false });
 const byProbability = (top) => top.sort((a, b) => b.p - a.p);
 
-// Both endpoints' logprobs in one shape: [{text, p, top: [{text, p}]}].
-export function readTokens(logprobs) {
+// Both endpoints' logprobs in one shape: [{text, p, top: [{text, p}], drafted}]. `drafted`: for each token, if the server says it.
+export function readTokens(logprobs, drafted = []) {
   if (!logprobs) return [];
   if (logprobs.content) {
-    return logprobs.content.map((t) =>
-      token(t.token, t.logprob, byProbability((t.top_logprobs ?? []).map((a) => ({ text: a.token, p: Math.exp(a.logprob) })))));
+    return logprobs.content.map((t, i) =>
+      token(t.token, t.logprob, byProbability((t.top_logprobs ?? []).map((a) => ({ text: a.token, p: Math.exp(a.logprob) }))), drafted[i]));
   }
   return (logprobs.tokens ?? []).map((text, i) =>
     token(text, logprobs.token_logprobs?.[i],
-      byProbability(Object.entries(logprobs.top_logprobs?.[i] ?? {}).map(([a, lp]) => ({ text: a, p: Math.exp(lp) })))));
+      byProbability(Object.entries(logprobs.top_logprobs?.[i] ?? {}).map(([a, lp]) => ({ text: a, p: Math.exp(lp) }))), drafted[i]));
 }
 
 // Text and tokens of a stream need not arrive together: a server holds back text that may become a stop string or is half
@@ -60,7 +60,7 @@ export class TokenText {
     span.textContent = text;
     if (tokens.length) {
       const known = tokens.map((t) => t.p).filter((p) => p != null);
-      span.className = "token";
+      span.className = tokens.some((t) => t.drafted) ? "token drafted" : "token";
       // One tab stop an answer; the arrow keys go from token to token.
       span.tabIndex = this.parent.querySelector(".token") ? -1 : 0;
       if (known.length) span.style.setProperty("--p", Math.min(...known).toFixed(4));
@@ -85,9 +85,9 @@ function row(text, p, chosen) {
 
 function fill(tokens) {
   card.replaceChildren();
-  for (const { text, p, top } of tokens) {
+  for (const { text, p, top, drafted } of tokens) {
     const title = card.appendChild(document.createElement("p"));
-    title.append(Object.assign(document.createElement("b"), { textContent: visible(text) }), ` ${probability(p)}`);
+    title.append(Object.assign(document.createElement("b"), { textContent: visible(text) }), ` ${probability(p)}${drafted ? ", drafted" : ""}`);
     const table = card.appendChild(document.createElement("table"));
     table.append(...top.map((a) => row(a.text, a.p, a.text === text)));
     if (top.length && !top.some((a) => a.text === text)) table.append(row(text, p, true));

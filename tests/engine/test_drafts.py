@@ -3,7 +3,7 @@
 import json
 import random
 import shutil
-from collections.abc import Callable
+from collections.abc import Callable, Collection
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -20,7 +20,8 @@ from comm import Local
 from eagle import EagleConfig, EagleHead
 from engine import LLM, draft_models, drafts
 from engine.core import Engine
-from engine.drafts import END, MOST_INDEXED, Costs, Drafter, Speculation, count_equal
+from engine.draft_heads import HeadChains
+from engine.drafts import END, MOST_INDEXED, Costs, Drafter, Record, Speculation, count_equal
 from engine.protocol import SamplingParams, Submit
 from engine.runner import InFlightStep
 from engine.scheduler import Chunk, Sequence
@@ -250,20 +251,25 @@ class FakeChains:
 
     def __init__(self) -> None:
         self.lost: set[Sequence] = set()
+        self.paused: set[Sequence] = set()
 
     def reach(self, sequence: Sequence) -> int:
         return 0 if sequence in self.lost else self.longest - sequence.length
 
     def follows(self, sequence: Sequence) -> bool:
-        return sequence not in self.lost
+        return sequence not in self.lost | self.paused
 
     def give_up(self, sequence: Sequence) -> None:
         self.lost.add(sequence)
+
+    def pause(self, sequence: Sequence) -> None:
+        self.paused.add(sequence)
 
     def observe(self, step: Any) -> None:
         pass
 
     def draft(self, counts: dict[Sequence, int]) -> dict[Sequence, list[int]]:
+        self.paused -= counts.keys()
         return {s: [7] * count for s, count in counts.items()}
 
 
@@ -284,7 +290,7 @@ def test_chains_are_as_long_as_they_pay_for_all_together() -> None:
             for i, tokens in enumerate(texts)
         ]
         counts = speculation.plan(running)
-        assert speculation.drafts(counts).keys() == counts.keys() == set(running) - chains.lost
+        assert speculation.drafts(counts).keys() == counts.keys() == set(running) - chains.paused
         return counts
 
     def lengths(*args: Any, **more: Any) -> list[int]:
@@ -373,6 +379,35 @@ def test_a_model_drafts_after_a_busy_start() -> None:
     running = [Sequence(str(i), [*range(20), -1], 20, params, computed=20) for i in range(64)]
     assert speculation.plan(running) == {}
     assert len(speculation.plan(running[:4])) == 4
+
+
+def test_a_head_comes_back_after_a_burst() -> None:
+    """Drafts that do not pay beside many requests do again when these have ended. Meanwhile the head sees no steps."""
+    costs, chains = Costs({1: 1.0, 4: 1.0, 16: 1.0, 64: 8.0, 256: 32.0}, {1: 0.05, 2: 0.05}, {1: 0.0, 2: 0.0}), FakeChains()
+    speculation = Speculation(3, lambda: costs, chains)  # type: ignore[arg-type]
+    params = SamplingParams(max_tokens=90)
+    running = [Sequence(str(i), [*range(20), -1], 20, params, computed=20) for i in range(64)]
+    for _ in range(2):
+        counts = speculation.plan(running[:2])
+        speculation.drafts(counts)
+        assert set(counts) == set(running[:2]) and all(map(chains.follows, running[:2]))
+        counts = speculation.plan(running)
+        speculation.drafts(counts)
+        assert not counts and not any(map(chains.follows, running[:2]))
+
+
+def test_text_pays_for_a_head_that_follows() -> None:
+    """Where a head reads each step, text drafts only what pays for that, too; else the head pauses, and text drafts next."""
+    text = [5] * 30
+    for link, follows in ((0.2, True), (0.95, False)):
+        chains = FakeChains()
+        speculation = Speculation(2, lambda link=link: Costs({1: 1.0, 2: 1.0}, {1: link, 2: link}), chains)  # type: ignore[arg-type,misc]
+        sequence = Sequence("a", text, 29, SamplingParams(max_tokens=90), computed=29)
+        planned = [speculation.plan([sequence]) for _ in range(2)]
+        gain = sum(Record().rate ** i - drafts.LEAST_PRICE for i in (1, 2))
+        assert (gain > link) == follows == chains.follows(sequence)
+        assert planned == [{sequence: 2} if follows else {}, {sequence: 2}]
+        assert speculation._planned[sequence][0] == "ngram"
 
 
 def test_the_price_of_a_long_prompt_is_never_that_of_a_short_one() -> None:
@@ -514,11 +549,19 @@ def test_a_model_that_drafts_for_itself_is_always_right(place: int, in_turn: Cal
         assert engine.meter.steps < 45 if engine.speculation.ceiling > 1 else 70
 
 
-def head_draft(model: Transformer, head: EagleHead, tokens: list[int], params: SamplingParams, draft: list[int]) -> list[float]:
+def head_draft(
+    model: Transformer,
+    head: EagleHead,
+    tokens: list[int],
+    params: SamplingParams,
+    draft: list[int],
+    missed: Collection[int] = (),
+) -> list[float]:
     """By how much each token of `draft` is worse for the head than its best one, after `tokens` and the tokens before, without a
-    cache."""
+    cache. missed: positions whose features it lacks."""
     streams = model.hidden_and_streams(torch.tensor([tokens[:-1]]), Causal(len(tokens) - 1, CPU), head.config.stream_layers)[1]
     features, inputs, worse = head.fuse(streams), tokens[1:], []
+    features[:, list(missed)] = 0
     for i, token in enumerate(draft):
         hidden = head(head.embed(torch.tensor([inputs]), model), features, Causal(len(inputs), CPU))
         row = torch.full((model.config.vocab_size,), -torch.inf)
@@ -557,6 +600,46 @@ def check_drafts_of_head(
         answers = serve(engine, submits, at_once)
     assert checked > 0 and engine.speculation.total["head"].tokens > 0
     return answers
+
+
+@torch.inference_mode()
+def test_a_head_that_missed_steps_reads_their_tokens_alone(in_turn: Callable[..., Any], seed: int) -> None:
+    """At random times it pauses. Its drafts are then those of its definition with features of zeros where it saw no step."""
+    model = random_model(config_of(in_turn(("standard", "hybrid:2", "parallel"), 0)))
+    head = random_head(model)
+    engine = engine_of(model, draft=head, draft_tokens=4, max_batch_tokens=random.choice([13, 100]), max_num_seqs=4)
+    chains, planned, missed, came_back = engine.speculation.chains, engine.speculation._promises, dict[Sequence, set[int]](), 0
+    assert isinstance(chains, HeadChains)
+    made = chains.draft
+
+    def promises(running: list[Sequence]) -> Any:
+        return {s: promise for s, promise in planned(running).items() if promise[0] == "head" and s.generated % 10 < 5}
+
+    def checking(counts: dict[Sequence, int]) -> dict[Sequence, list[int]]:
+        nonlocal came_back
+        computed = [(c.sequence, c.start, c.sequence.computed) for c in (chains._last.chunks if chains._last else ())]
+        found = made(counts)
+        for s, start, stop in computed:
+            if s not in chains._shadows or chains._shadows[s].done < stop:  # it pauses, or still fills what it missed
+                missed.setdefault(s, set()).update(range(start, stop))
+        for s, draft in found.items():
+            came_back += s in missed
+            assert max(head_draft(model, head, s.tokens, s.params, draft, missed.get(s, ()))) < 1e-3
+        return found
+
+    submits = [
+        Submit(str(i), random.sample(range(101), 9), random_params(max_tokens=30, top_k=0, top_p=1.0, min_p=0.0))
+        for i in range(6)
+    ]
+    with (
+        patch.object(engine.speculation, "_promises", promises),
+        patch.object(chains, "draft", checking),
+        patch.object(drafts.Record, "learn"),
+    ):
+        answers = serve(engine, submits, 2)
+    assert came_back > 6 and not engine.scheduler.preemptions
+    for submit in submits:
+        assert_same(model, submit, answers[submit.request_id].tokens)
 
 
 @pytest.mark.parametrize("place", range(2))
@@ -780,6 +863,21 @@ def test_steps_are_measured_when_the_first_draft_needs_it(seed: int) -> None:
         engine.speculation.costs = None
         assert serve(engine, [submit])["a"].tokens == [7] * 30
         assert engine.speculation.costs is not None and engine.speculation.costs.price(1) >= drafts.LEAST_PRICE
+
+
+@pytest.mark.parametrize("kv_dtype", ["auto", "fp8"])
+def test_a_measured_step_is_a_real_one_and_changes_no_cache(kv_dtype: str, seed: int) -> None:
+    """On a CPU, with the host's work and drafts where there are more rows than sequences."""
+    engine = engine_of(random_model(config_of("hybrid:2")), draft_tokens=5, max_num_seqs=3, kv_dtype=kv_dtype)
+    runner, cache = engine.runner, engine.runner.cache
+    cache.invent()
+    held = [x.view(torch.uint8).clone() for x in (cache.keys_values, cache.scales) if x is not None]
+    with patch.object(runner, "launch", wraps=runner.launch) as launch:
+        for rows in range(1, 19):
+            assert runner.seconds(rows) > 0
+            chunks = launch.call_args.args[0]
+            assert sum(len(c.draws) for c in chunks) == sum(c.count for c in chunks) == rows and len(chunks) == min(rows, 3)
+    assert all(torch.equal(x.view(torch.uint8), y) for x, y in zip((cache.keys_values, cache.scales), held, strict=False))
 
 
 def test_a_draft_model_that_does_not_fit_is_refused_before_weights_are_read(tmp_path: Path) -> None:

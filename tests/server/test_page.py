@@ -59,6 +59,7 @@ STATS: dict[str, Any] = {
     "step_seconds": 0.00571,
     "uptime_seconds": 4000,
     "status": "ready",
+    "drafts": {"ngram": {"drafts": 0, "tokens": 0, "accepted": 0}, "head": {"drafts": 400, "tokens": 1600, "accepted": 1236}},
 }
 
 CARDS: list[dict[str, Any]] = [
@@ -81,6 +82,10 @@ OFFERED = "return [...document.querySelectorAll('#examples button')].map((b) => 
 
 def token_probability(i: int) -> float:
     return (0.97, 0.42, 0.88, 0.08, 0.65)[i % 5]
+
+
+def is_drafted(i: int) -> bool:
+    return i % 4 in (1, 2)
 
 
 class Stub(BaseHTTPRequestHandler):
@@ -160,7 +165,9 @@ class Stub(BaseHTTPRequestHandler):
                 n = 100_000 if prompt == "for ever" else len(STORY_TOKENS)
                 for i in range(n):
                     text = STORY_TOKENS[i % len(STORY_TOKENS)]
-                    self.chunk(chat, text, [(text, token_probability(i))])
+                    self.chunk(
+                        chat, text, [(text, token_probability(i))], [is_drafted(i)] if body.get("return_drafted") else None
+                    )
                     time.sleep(0.005)
                 self.last(chat, n)
             self.wfile.write(b"data: [DONE]\n\n")
@@ -172,7 +179,9 @@ class Stub(BaseHTTPRequestHandler):
         self.wfile.write(f"data: {json.dumps(value)}\n\n".encode())
         self.wfile.flush()
 
-    def chunk(self, chat: bool, text: str, tokens: list[tuple[str, float]]) -> None:
+    def chunk(self, chat: bool, text: str, tokens: list[tuple[str, float]], drafted: list[bool] | None = None) -> None:
+        more = {} if drafted is None else {"drafted": drafted}
+
         def alternatives(token: str, p: float) -> dict[str, float]:
             return {token: p, " cat": (1 - p) / 2, "\n": (1 - p) / 4, " <b>": (1 - p) / 8, " the": 1e-6}
 
@@ -188,7 +197,7 @@ class Stub(BaseHTTPRequestHandler):
                 }
                 for t, p in tokens
             ]
-            self.event({"choices": [{"index": 0, "delta": {"content": text}, "logprobs": {"content": content}}]})
+            self.event({"choices": [{"index": 0, "delta": {"content": text}, "logprobs": {"content": content}, **more}]})
             return
         logprobs = {
             "tokens": [t for t, _ in tokens],
@@ -196,7 +205,7 @@ class Stub(BaseHTTPRequestHandler):
             "top_logprobs": [{a: math.log(q) for a, q in alternatives(t, p).items()} for t, p in tokens],
             "text_offset": [0 for _ in tokens],
         }
-        self.event({"choices": [{"index": 0, "text": text, "logprobs": logprobs, "finish_reason": None}]})
+        self.event({"choices": [{"index": 0, "text": text, "logprobs": logprobs, "finish_reason": None, **more}]})
 
     def last(self, chat: bool, n: int) -> None:
         end: dict[str, Any] = {"delta": {}} if chat else {"text": ""}
@@ -345,6 +354,7 @@ def test_chat_streams_with_probabilities(page: Page) -> None:
         "max_tokens": 256,
         "logprobs": True,
         "top_logprobs": 5,
+        "return_drafted": True,
         "messages": [{"role": "system", "content": "You tell stories."}, {"role": "user", "content": "Tell me a story"}],
     }
 
@@ -352,11 +362,14 @@ def test_chat_streams_with_probabilities(page: Page) -> None:
     assert [page.driver.execute_script("return arguments[0].textContent", t) for t in tokens] == STORY_TOKENS
     tints = {t.value_of_css_property("background-color") for t in tokens[:5]}
     assert len(tints) == 5, "five probabilities, five tints"
+    lines = [t.value_of_css_property("box-shadow") for t in tokens]
+    assert [line != "none" for line in lines] == [is_drafted(i) for i in range(len(tokens))]
+    assert page.id("legend-drafted").is_displayed()
     assert not page.id("tip").is_displayed()
     ActionChains(page.driver).move_to_element(tokens[3]).perform()
     page.wait(lambda: page.id("tip").is_displayed())
     tip = page.id("tip").text
-    assert "␣time," in tip and "8.0%" in tip, tip
+    assert "␣time," in tip and "8.0%" in tip and "drafted" not in tip, tip
     assert "␣cat" in tip and "46.0%" in tip and "⏎" in tip and "␣<b>" in tip and "< 0.01%" in tip, tip
     page.shot("hover")
     ActionChains(page.driver).move_to_element(page.id("send")).perform()
@@ -430,6 +443,7 @@ def test_completion_and_sampling_controls(page: Page) -> None:
         "stream_options": {"include_usage": True},
         "prompt": "Once upon",
         "logprobs": 5,
+        "return_drafted": True,
         "stop": ["END", "\n\n"],
         **{name: json.loads(value) for name, value in values.items()},
     }
@@ -589,6 +603,9 @@ def test_dashboard(page: Page) -> None:
         *("Generated tokens/s", "231", "Prompt tokens/s", "1,840", "Running", "3", "Waiting", "1"),
         *("KV cache", "25%", "128 of 512 blocks", "First token", "42.1 ms", "p95 87.4 ms"),
         *("Between tokens", "6.20 ms", "p95 –", "Step", "5.71 ms", "Prefix cache hits", "62%", "Preemptions", "7"),
+    ]
+    assert page.id("drafts").text.split("\n") == [
+        *("Accepted of a draft: ngram", "–", "0 of 0 tokens", "Accepted of a draft: head", "3.09", "1,236 of 1,600 tokens"),
     ]
     charts = [c.get_attribute("aria-label") for c in page.all("#charts svg")]
     assert len(charts) == 6

@@ -1,5 +1,6 @@
 """The `prediction` of a chat request: its way to the engine, its limits, and what usage and metrics say."""
 
+import json
 from collections.abc import Callable
 from typing import Any
 
@@ -76,11 +77,32 @@ def test_usage_counts_what_was_drafted(site: Site) -> None:
     assert (details.accepted_prediction_tokens, details.rejected_prediction_tokens) == (12, 18)
 
 
+@pytest.mark.parametrize("stream", [False, True])
+def test_answers_say_which_tokens_were_drafted(site: Site, stream: bool) -> None:
+    """If the request asks: of each output the first tokens, whose drafts were right."""
+    site.engine.group, site.engine.drafted, site.engine.accepted = 3, 5, 2
+    for path, body in (("/v1/chat/completions", CHAT), ("/v1/completions", {"prompt": "Once"})):
+        asked = {**body, "max_tokens": 7, "stream": stream}
+        for more in ({}, {"return_drafted": True}, {"return_drafted": True, "return_token_ids": True}):
+            response = site.http.post(path, json=asked | more)
+            if stream:
+                events = [json.loads(line[6:]) for line in response.text.splitlines() if line.startswith("data: {")]
+            else:
+                events = [response.json()]
+            choices = [choice for event in events for choice in event["choices"]]
+            found = [value for choice in choices for value in choice.get("drafted", [])]
+            assert found == ([True, True, False, True, True, False, True] if more else [])
+            ids = [value for choice in choices for value in choice.get("token_ids", [])]
+            assert len(ids) == (7 if "return_token_ids" in more else 0)
+
+
 def test_metrics_by_source(site: Site) -> None:
     assert site.http.get("/stats").json()["accepted_length"] is None
     for drafts in (1, 3):
         site.engine.send(Stats(steps=drafts, drafted={"ngram": Drafted(drafts, 7, 6), "prediction": Drafted(drafts, 9, 6)}))
     wait_for(lambda: site.http.get("/stats").json()["accepted_length"] == 0.0)  # 4 more drafts, and nothing accepted
+    drafts = site.http.get("/stats").json()["drafts"]
+    assert drafts["ngram"] == {"drafts": 3, "tokens": 7, "accepted": 6} and drafts["prediction"]["tokens"] == 9
     text = site.http.get("/metrics").text
     for name, value in (("num_drafts", 3), ("num_draft_tokens", 7), ("num_accepted_tokens", 6)):
         assert f'rung:spec_decode_{name}_total{{model_name="tiny-hybrid",source="ngram"}} {value:.1f}' in text

@@ -11,8 +11,7 @@ its own head, and tiny-parallel for tiny-standard). Where weights are random, dr
 those of the answer with the probability --accept-rate: their time is real, their agreement is not.
 
 With and without take turns after every few requests, in a random order, so that a slowdown of the machine affects both; a ratio is
-the median of those of the runs. On a CPU, processor time is counted instead of the clock's if there is one rank: what other programs
-take does not count. Writes speculation.json and .md into out (with --write into docs/results).
+the median of those of the runs. It needs a quiet machine. Writes speculation.json and .md into out (with --write into docs/results).
 """
 
 import argparse
@@ -107,8 +106,7 @@ def serve(engine: Engine, submits: list[Submit], clients: int) -> Served:
     coming, active = iter(submits), 0
     answers: dict[str, list[int]] = {submit.request_id: [] for submit in submits}
     steps = drafts = accepted = 0
-    clock = time.process_time if engine.world.device.type == "cpu" and engine.world.world_size == 1 else time.perf_counter
-    start = clock()
+    start = time.perf_counter()
     while True:
         while active < clients and (submit := next(coming, None)):
             if refused := engine.submit(submit):
@@ -120,7 +118,7 @@ def serve(engine: Engine, submits: list[Submit], clients: int) -> Served:
             answers[output.request_id] += output.token_ids
             steps, drafts, accepted = steps + 1, drafts + bool(output.drafted), accepted + output.accepted
             active -= output.finish_reason is not None
-    seconds = clock() - start
+    seconds = time.perf_counter() - start
     return Served(seconds, sum(map(len, answers.values())), steps, drafts, accepted, answers)
 
 
