@@ -15,6 +15,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from cli import Parser, run
+from comm.faults import check_faults
 from comm.table import graph_microseconds
 from comm.workspace import open_workspace
 from kernels.all_reduce import one_shot, one_shot_add_norm, one_shot_bytes
@@ -52,9 +53,7 @@ class Bench(Parts):
         self.weights = {name: [self.weight(WIDTH, k) for _ in range(EACH)] for name, k in COLUMNS.items()}
 
     def check(self) -> None:
-        torch.cuda.synchronize()
-        for workspace in self.opened:
-            workspace.check()
+        check_faults()
 
     def weight(self, n: int, k: int, dtype: torch.dtype = torch.bfloat16) -> Tensor:
         return self.random(n, k, dtype=dtype).div_(k**0.5)

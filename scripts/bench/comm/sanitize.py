@@ -11,6 +11,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from cli import Parser, run
+from comm.faults import check_faults
 from comm.fused_strategies import UNTILED, Gather
 from comm.interface import Communicator
 from comm.quantize import WIDTHS, parse_scheme
@@ -53,7 +54,7 @@ def pairs() -> None:
             buffers.scatter(random(300, 512), random(768, 512), split)
             fused_rows.reduce_norm_rows(buffers.layout, random(300, 768), random(768), 1e-5)
             buffers.gather_linear(shard, random(256, 768), None, Gather(split, pull, 2))
-    buffers.check()
+    check_faults()
 
 
 def main() -> None:
