@@ -195,6 +195,9 @@ class Deaths:
         if output.finish_reason:
             self._remove(output.request_id)
 
+    def on_refused(self, message: Refused) -> None:
+        self._remove(message.request_id)
+
     def _remove(self, request_id: str) -> None:
         left = self._there.get(name_of(request_id), set())
         left.discard(request_id)
@@ -395,6 +398,7 @@ class Life:
     def _receive(self, data: bytes) -> None:
         message = decode_from_engine(data)
         if isinstance(message, Refused) and message.request_id in self.frontend._active:
+            self.deaths.on_refused(message)
             self._on_refused(self.sent[message.request_id.partition("+")[0]], message)
         self.frontend._dispatch(message)
 
