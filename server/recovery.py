@@ -131,9 +131,11 @@ class Recovery:
 
     def on_starting(self, pid: int) -> None:
         """New ranks load the model. pid: of rank 0."""
+        if (descriptor := self._descriptor_of(pid)) is None:
+            return
         self.on_end()
         self._attaching = False
-        self._watch_process(pid)
+        self._watch_process(pid, descriptor)
         log.debug("rank 0 has process id %d", pid)
 
     def on_ready(self, pid: int, max_batch_tokens: int, longest_start: float = 0.0) -> None:
@@ -141,8 +143,9 @@ class Recovery:
         self._watchdog.max_batch_tokens = max_batch_tokens
         if self.state == "serving" and pid == self._pid:
             return  # the answer to Attach
-        if not self._watch_process(pid):
+        if (descriptor := self._descriptor_of(pid)) is None:
             return
+        self._watch_process(pid, descriptor)
         seconds, recovered = time.monotonic() - self._since, self.state == "recovering"
         self._longest_start = longest_start
         self._enter("serving")
@@ -175,18 +178,21 @@ class Recovery:
     def _enter(self, state: Literal["serving", "recovering"]) -> None:
         self.state, self._since, self._silence = state, time.monotonic(), 0.0
 
-    def _watch_process(self, pid: int) -> bool:
-        """Call `on_end` once rank 0 has ended. On systems without pidfd, that is known only when new ranks start. Returns False
-        if it has ended already."""
+    def _descriptor_of(self, pid: int) -> int | None:
+        """A descriptor of rank 0's process. -1: of one that is not to be watched, or on a system without pidfd; None: it has ended,
+        and what it sent came late."""
+        if not pid or not hasattr(os, "pidfd_open"):
+            return -1
+        with contextlib.suppress(OSError):
+            return os.pidfd_open(pid)
+        return None
+
+    def _watch_process(self, pid: int, descriptor: int) -> None:
+        """Call `on_end` once rank 0 has ended. Without a descriptor, that is known only when new ranks start."""
         self._unwatch()
-        self._pid = pid
-        if pid and hasattr(os, "pidfd_open"):
-            try:
-                self._descriptor = os.pidfd_open(pid)
-            except OSError:
-                return False
-            asyncio.get_running_loop().add_reader(self._descriptor, self.on_end)
-        return True
+        self._pid, self._descriptor = pid, descriptor
+        if descriptor >= 0:
+            asyncio.get_running_loop().add_reader(descriptor, self.on_end)
 
     def _unwatch(self) -> None:
         if self._descriptor >= 0:

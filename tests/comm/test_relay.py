@@ -7,6 +7,7 @@ import subprocess
 import sys
 import time
 from collections.abc import Callable
+from contextlib import ExitStack
 from pathlib import Path
 from typing import Any
 
@@ -168,3 +169,19 @@ def test_on_gpus_that_may_not_reach_each_other(tmp_path: Path) -> None:
     report = json.loads(out.read_text())
     assert report["errors"] == {} and not report["p2p"]
     assert {"correct bf16", "correct norms", "correct quantized", "replays", "replays quantized"} <= report["found"].keys()
+
+
+def test_shared_memory_has_no_name(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, seed: int) -> None:
+    """So nothing of it is left when its processes are killed, whenever that is."""
+    from comm.workspace import _shared_file
+
+    monkeypatch.setattr("os.access", lambda *_: False)  # /dev/shm
+    monkeypatch.setattr("tempfile.tempdir", str(tmp_path))
+    with ExitStack() as opened:
+        name, inode, problem = _shared_file(1 << 14, opened)
+        assert (problem, os.listdir(tmp_path), os.stat(name).st_ino) == ("", [], inode)
+        with open(name, "r+b") as one, open(name, "rb") as other:
+            one.write(data := random.randbytes(1 << 14))
+            one.flush()
+            assert other.read() == data
+    assert not os.path.exists(name)

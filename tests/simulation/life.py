@@ -2,9 +2,10 @@
 
 The frontend's `EngineClient` and its queues, the messages in their encoding, and `Engine` with its scheduler, block manager and
 drafts are the real ones. The model, grammars, sockets and the clock are not: time is counted in steps. Requests arrive, are read
-slowly, stop, are aborted and refused; messages are late; ranks are lost, and with them the engine, after which unfinished requests
-are submitted again. The whole server is lost, too, and the next one finishes the requests of its journal, whose disk is slow and
-sometimes full. Some requests are themselves what ends the ranks. After each step all invariants are checked.
+slowly, stop, are aborted and refused; messages are late; ranks are lost, in the middle of a step or while they load, the frontend
+notices it late, and what they had sent may come later still. The frontend stops for a while, or is lost alone, and the next one
+attaches. The whole server is lost, too, and the next one finishes the requests of its journal, whose disk is slow and sometimes full. Some requests are
+themselves what ends the ranks. After each step all invariants are checked.
 """
 
 import contextlib
@@ -12,6 +13,7 @@ import random
 from collections import Counter, deque
 from collections.abc import Sequence as List
 from dataclasses import dataclass, field
+from functools import partial
 from typing import Any
 
 import msgspec
@@ -19,11 +21,13 @@ import msgspec
 from engine.core import Engine, EngineLimits
 from engine.protocol import (
     Abort,
+    Attach,
     FromEngine,
     Outputs,
     Ready,
     Refused,
     SamplingParams,
+    Starting,
     Submit,
     SubmitAll,
     TokenOutput,
@@ -46,6 +50,8 @@ CLIENTS = ("a", "b", "c", "d")
 NEVER = 1 << 60
 READY = Ready("", "", "", 1, "cpu", "", 1, VOCAB, 1, 1)
 STEPS = 1500  # of a life, before its last requests end
+OFTEN = 10  # times as often ranks are lost that have just started: their first messages are still on the way
+PAUSE = 60  # most steps for which the frontend stops
 MAX_QUEUE = 40  # sequences in the server, beyond which it refuses requests
 
 
@@ -60,6 +66,9 @@ class World:
     arrivals: float  # requests a step
     aborts: float  # probability of each request and step
     restarts: float  # probability of each step
+    loading: int  # most steps that ranks load
+    frontends: float  # probability of each step that the frontend is lost alone
+    pauses: float  # the same that it stops for a while
     crashes: float  # the same of the whole server
     commits: float  # probability that the journal is written in a step
     full: float  # probability that its disk is full then
@@ -89,6 +98,9 @@ class World:
             arrivals=rng.choice([0.05, 0.2, 0.4]),
             aborts=rng.choice([0.0, 0.002, 0.02]),
             restarts=rng.choice([0.0, 0.002, 0.01]),
+            loading=rng.choice([1, 20, 100]),
+            frontends=rng.choice([0.0, 0.0, 0.002]),
+            pauses=rng.choice([0.0, 0.01]),
             crashes=rng.choice([0.0, 0.002, 0.01]),
             commits=rng.choice([1.0, 0.3]),
             full=rng.choice([0.0, 0.0, 0.3]),
@@ -183,6 +195,9 @@ class Deaths:
         if output.finish_reason:
             self._remove(output.request_id)
 
+    def on_refused(self, message: Refused) -> None:
+        self._remove(message.request_id)
+
     def _remove(self, request_id: str) -> None:
         left = self._there.get(name_of(request_id), set())
         left.discard(request_id)
@@ -197,19 +212,23 @@ class Deaths:
 
 
 class Frontend(EngineClient):
-    """The real client without sockets. It also keeps the tokens of unfinished sequences."""
+    """The real client without sockets and process ids. It also keeps the tokens of unfinished sequences. attach: whether there are
+    ranks already."""
 
-    def __init__(self, life: "Life") -> None:
-        super().__init__("", "", Metrics("simulated"))
+    def __init__(self, life: "Life", attach: bool = False) -> None:
+        super().__init__("", "", Metrics("simulated"), attach=1.0 if attach else None)
         self._life = life
-        self._pid = 0
-        self.renew_ranks()
+        self.on_ready = life.on_first_ready
+        self.recovery._descriptor_of = lambda pid: -1 if pid == life.pid else None  # type: ignore[method-assign]
+        self._end_of_ranks = self.recovery.on_end
+        self.recovery.on_end = self.on_end  # type: ignore[method-assign]
+        if attach:
+            self._send(Attach())
 
-    def renew_ranks(self) -> None:
-        self._pid += 1
-        if self._pid > 1:
-            self.recovery.on_end()
-        self._dispatch(msgspec.structs.replace(READY, pid=0))
+    def on_end(self) -> None:
+        if self.recovery.state == "serving":
+            self._life.on_noticed()
+        self._end_of_ranks()
 
     def _send(self, message: Any) -> None:
         self._life.deaths.on_sent(message)
@@ -222,24 +241,6 @@ class Frontend(EngineClient):
                 self._life.on_output(msgspec.structs.replace(output, request_id=output.request_id.partition("+")[0]))
         super()._deliver(outputs)
 
-    def resubmit(self) -> None:
-        """Submit what the engine has not finished to a new one."""
-        self.renew_ranks()
-
-
-def again(sent: Sent) -> Submit:
-    """A request for the rest of a sequence. If the protocol cannot say which tokens were generated, they belong to the prompt."""
-    submit, done = sent.submit, len(sent.tokens)
-    if "generated" in Submit.__struct_fields__:
-        return msgspec.structs.replace(submit, generated=sent.tokens)
-    params = submit.params
-    grammar = FakeGrammar.of(params.grammar) if params.grammar else None
-    rest = dict(max_tokens=params.max_tokens - done, min_tokens=max(0, params.min_tokens - done))
-    changed = {name: getattr(params, name) for name in params.__struct_fields__} | rest
-    if grammar:
-        changed["grammar"] = f"{grammar.steps} {grammar.ends - done if grammar.ends else 0} {grammar.fails - done}"
-    return Submit(submit.request_id, [*submit.prompt_ids, *sent.tokens], SamplingParams(**changed), turn=submit.turn)
-
 
 class Life:
     def __init__(self, seed: int) -> None:
@@ -247,6 +248,12 @@ class Life:
         self.world = World.random(self.rng)
         self.now = self.engine_steps = 0
         self.to_engine, self.from_engine = (Link(self.rng, self.world.delay) for _ in range(2))
+        self.old: list[Link] = []  # what ended ranks have sent
+        self.pid = 1  # of rank 0
+        self.noticed_at = 0  # when the frontend can see that ranks have ended
+        self.starts_at = self.ready_at = 0  # when new ones have started, and are ready
+        self.noticed = 0  # the newest rank 0 whose end the frontend has seen
+        self.goes_on_at = 0  # until when the frontend is stopped
         self.deaths = Deaths()
         self.frontend = Frontend(self)
         self.sent: dict[str, Sent] = {}  # unfinished sequences
@@ -264,39 +271,38 @@ class Life:
         self.texts: deque[list[int]] = deque(maxlen=20)
         self.counts = Counter[str]()
         self.steps: list[list[Any]] = [[] for _ in range(self.world.ranks)]  # what each rank computes in this step
-        self.engines: list[Engine] = []
-        self._start_engines()
+        self.engines: list[Engine] = []  # none while the ranks load
 
     def _start_engines(self) -> None:
-        for engine in self.engines[:1]:
-            self._count(engine)
         self.engines = [
             fake_engine(self.world.limits, self.world.n_blocks, self.world.look_ahead, lambda: self.now, self._checker(rank))
             for rank in range(self.world.ranks)
         ]
 
-    def _count(self, engine: Engine) -> None:
-        scheduler, total = engine.scheduler, engine.speculation.total["ngram"]
-        self.counts += Counter(preempted=scheduler.preemptions, prefix_hits=scheduler.prefix_hits)
-        self.counts += Counter(drafted=total.tokens, right_drafts=total.accepted)
+    def _end_engines(self) -> None:
+        for engine in self.engines[:1]:
+            scheduler, total = engine.scheduler, engine.speculation.total["ngram"]
+            self.counts += Counter(preempted=scheduler.preemptions, prefix_hits=scheduler.prefix_hits)
+            self.counts += Counter(drafted=total.tokens, right_drafts=total.accepted)
+        self.engines = []
 
     # --- what happens in a step ---------------------------------------------------------------------------------------------
 
     def run(self, steps: int) -> None:
         """Live for `steps` steps, and then until all requests have ended."""
         for _ in range(steps):
-            if self.rng.random() < self.world.arrivals:
+            if self.rng.random() < self.world.arrivals and self.now >= self.goes_on_at:
                 for _ in range(self.rng.choice([1, 1, 1, 2, 8])):
                     self._arrive()
-            if self.rng.random() < self.world.restarts:
-                self._restart()
+            if self.rng.random() < self.world.frontends:
+                self._lose_frontend()
             if self.rng.random() < self.world.crashes:
                 self._crash()
-            self._step()
+            self._step(may_end=True)
         idle = 0
-        while self.readers or self.orphans or len(self.to_engine) or len(self.from_engine):
+        while self.readers or self.orphans or not self.engines or any(map(len, (self.to_engine, self.from_engine, *self.old))):
             self._step()
-            idle = 0 if self.engines[0].has_work() or self.engines[0].compiling else idle + 1
+            idle = 0 if not self.engines or self.engines[0].has_work() or self.engines[0].compiling else idle + 1
             assert idle < 50 / self.world.reading + 1000, "requests that never end"
         self._step()
         for engine in self.engines:
@@ -310,18 +316,73 @@ class Life:
             row = self.file.read(number)
             assert row is not None or number not in self.answered, f"result {number} is lost"
             assert row is None or row.status != 200 or row.data == result, f"result {number}"
-        self._count(self.engines[0])
+        self._end_engines()
         self.counts["steps"] += self.now
 
-    def _step(self) -> None:
+    def _step(self, may_end: bool = False) -> None:
         self.now += 1
+        if not self.engines:
+            self._load()
+        else:
+            self._compute()
+        has_just_started = 0 <= self.now - self.starts_at <= self.world.delay
+        chance = self.world.restarts * (OFTEN if has_just_started else 1)
+        if (may_end and self.rng.random() < chance) or self.doomed:
+            self._lose_ranks()
+        if may_end and self.rng.random() < self.world.pauses:
+            self.goes_on_at = self.now + self.rng.randint(1, PAUSE)
+        if self.now >= self.goes_on_at:
+            self._run_frontend()
+        self._check()
+
+    def _run_frontend(self) -> None:
+        work: list[Any] = [partial(self._receive_all, link) for link in (*self.old, self.from_engine)]
+        work.insert(self.rng.randint(0, len(work)), self._notice)
+        for one in work:
+            one()
+        self.old = [link for link in self.old if len(link)]
+        if self.rng.random() < self.world.commits:
+            self.file.full = self.rng.random() < self.world.full
+            self.journal.step()
+            orphans = list(self.orphans) if self.frontend.ready else []
+            del self.orphans[: len(orphans)]
+            for number in orphans:
+                self._resume(number)
+        self._read()
+
+    def _receive_all(self, link: Link) -> None:
+        for data in link.take(self.now):
+            self._receive(data)
+
+    def _notice(self) -> None:
+        """The frontend sees the end of the ranks that it watches."""
+        watched = self.frontend.recovery._pid
+        if self.now >= self.noticed_at and self.noticed < watched < self.pid:
+            self.noticed = watched
+            self.frontend.on_end()
+
+    def _load(self) -> None:
+        """What happens to the ranks in a step in which they load."""
+        if self.now == self.starts_at:
+            self.from_engine.put(self.now, encode(Starting(self.pid)))
+        if self.now >= self.ready_at:
+            self.to_engine.take(self.now)  # ranks drop what came before they were ready
+            self._start_engines()
+            self.from_engine.put(self.now, encode(self._ready()))
+            for sent in self.sent.values():
+                sent.scheduled, sent.deadline = False, max(sent.deadline, self._all_done())
+
+    def _ready(self) -> Ready:
+        return msgspec.structs.replace(READY, pid=self.pid)
+
+    def _compute(self) -> None:
         events = self.to_engine.take(self.now)
         answers = []
         for steps in self.steps:
             steps.clear()
         for engine in self.engines:
             told: list[FromEngine] = []
-            assert apply(engine, events, told.append, READY)
+            assert apply(engine, events, told.append, self._ready())
             engine.admit()
             if engine.has_work():
                 told.append(Outputs(engine.step()))
@@ -330,59 +391,68 @@ class Life:
             answers.append(told)
         self.engine_steps += bool(self.steps[0])
         self._check_ranks(answers)
-        if self.doomed:
-            self._restart()
         for message in [] if self.doomed else answers[0]:
             if not isinstance(message, Outputs) or message.outputs:
                 self.from_engine.put(self.now, encode(message))
-        self.doomed = False
-        for data in self.from_engine.take(self.now):
-            self._receive(data)
-        if self.rng.random() < self.world.commits:
-            self.file.full = self.rng.random() < self.world.full
-            self.journal.step()
-            orphans, self.orphans[:] = list(self.orphans), []
-            for number in orphans:
-                self._resume(number)
-        self._read()
-        self._check()
 
     def _receive(self, data: bytes) -> None:
         message = decode_from_engine(data)
-        if isinstance(message, Refused) and (sent := self.sent.get(message.request_id.partition("+")[0])):
-            self._on_refused(sent, message)
+        if isinstance(message, Refused) and message.request_id in self.frontend._active:
+            self.deaths.on_refused(message)
+            self._on_refused(self.sent[message.request_id.partition("+")[0]], message)
         self.frontend._dispatch(message)
 
-    def _restart(self) -> None:
-        """All ranks are lost. Of the messages on their way to the frontend, some have left."""
-        self.counts["restarts"] += 1
-        left = self.from_engine.take(1 << 60)
+    def _lose_ranks(self) -> None:
+        """All ranks are lost. Of their messages on the way to the frontend, the first have left, of the last step perhaps one of two.
+        They may come after those of the next ranks."""
+        self.counts["restarts" if self.engines else "restarts while loading"] += 1
+        late, left = Link(self.rng, self.world.delay + self.world.loading), self.from_engine.take(NEVER)
         for data in left[: self.rng.randint(0, len(left))]:
-            self._receive(data)
-        self.to_engine.clear()
-        self._start_engines()
-        for sent in self.sent.values():
-            sent.scheduled, sent.deadline = False, max(sent.deadline, self._all_done())
+            late.put(self.now, data)
+        self.old.append(late)
+        self._end_engines()
+        self._start_ranks()
+
+    def _start_ranks(self) -> None:
+        rng, delay = self.rng, self.world.delay
+        self.from_engine, self.doomed = Link(rng, delay), False
+        self.pid += 1
+        self.noticed_at, self.starts_at = self.now + rng.randint(1, 3), self.now + rng.randint(1, 4)
+        # what was sent to the ranks before comes while they load
+        self.ready_at = self.starts_at + delay + rng.randint(1, self.world.loading)
+
+    def on_noticed(self) -> None:
+        """The frontend learns that ranks have ended which served it."""
         self.deaths.on_end()
         self._forget(self.deaths.guilty)
-        self.frontend.resubmit()
+
+    def on_first_ready(self, ready: Ready) -> None:
+        """A new frontend may go on with what the one before has left in the journal."""
+        for number, _ in self.journal.unfinished:
+            self._resume(number)
+
+    def _lose_frontend(self) -> None:
+        """The frontend is lost, and its clients with it. The ranks drop all requests once the next one attaches."""
+        self.counts["frontends"] += 1
+        self._leave(attach=True)
 
     def _crash(self) -> None:
-        """All processes of the server are lost, and what was not yet written. The next one goes on with what the journal has."""
+        """All processes of the server are lost. The next one goes on with what the journal has."""
         self.counts["crashes"] += 1
+        self.to_engine, self.old = Link(self.rng, self.world.delay), []
+        self._end_engines()
+        self._start_ranks()
+        self._leave(attach=False)
+
+    def _leave(self, attach: bool) -> None:
+        """A new frontend takes the place of one that is lost, with all that was not yet written."""
         promised = {r.promise._number for r in self.readers if r.is_promised}
         self.lost += self.readers
-        self.readers, self.sent = [], {}
-        self.orphans, self.file.full = [], False
-        self.to_engine, self.from_engine = (Link(self.rng, self.world.delay) for _ in range(2))
-        self._start_engines()
-        self.deaths = Deaths()
-        self.frontend, self.journal = Frontend(self), SteppedJournal(self.file)
+        self.readers, self.sent, self.orphans, self.file.full = [], {}, [], False
+        self.deaths, self.journal = Deaths(), SteppedJournal(self.file)
+        self.frontend, self.goes_on_at = Frontend(self, attach), 0
         self.journal.on_orphan = lambda number, owner: self.orphans.append(number)
-        unfinished = [number for number, _ in self.journal.unfinished]
-        assert promised <= set(unfinished), "an accepted request is lost"
-        for number in unfinished:
-            self._resume(number)
+        assert promised <= {number for number, _ in self.journal.unfinished}, "an accepted request is lost"
 
     def _resume(self, number: int) -> None:
         row = self.file.read(number)
@@ -397,7 +467,7 @@ class Life:
 
     def _arrive(self) -> None:
         rng, world = self.rng, self.world
-        if self.frontend.active > MAX_QUEUE:
+        if self.frontend.active > MAX_QUEUE or not self.frontend.ready:
             return
         prompts = [self._prompt() for _ in range(rng.choice([1, 1, 1, 1, 2, 3]))]
         choices, params = rng.choice([1, 1, 1, 2]), self._params()
@@ -556,7 +626,7 @@ class Life:
                 if rank == 0 and (sent := self.sent.get(sequence.request_id.partition("+")[0])):
                     sent.scheduled = True
                 if chunk.stop > self.deadly.get(name_of(sequence.request_id), NEVER):
-                    self.doomed = True
+                    self.doomed = True  # no output of this step leaves
 
         return check
 
@@ -566,6 +636,10 @@ class Life:
             assert list(map(plain, told)) == list(map(plain, answers[0])), "ranks have different outputs"
 
     def _check(self) -> None:
+        names = {name_of(request_id) for request_id in self.frontend._active}
+        assert not self.deaths.guilty & names, "a request that ends the ranks is sent again"
+        if not self.engines:
+            return
         scheduler = self.engines[0].scheduler
         scheduler.blocks.check([s.blocks for s in scheduler.running])
         waiting = list(scheduler.waiting)
@@ -575,10 +649,14 @@ class Life:
         assert len(scheduler.by_id) == len(scheduler.running) + len(waiting)
         for sent in self.sent.values():
             assert sent.scheduled or self.engine_steps <= sent.deadline, f"{sent.submit.request_id} starves"
-        is_idle = not (len(self.to_engine) or len(self.from_engine) or scheduler.has_work() or self.engines[0].compiling)
-        assert not (is_idle and self.sent), f"nobody has {', '.join(self.sent)}"
-        names = {name_of(request_id) for request_id in self.frontend._active}
-        assert not self.deaths.guilty & names, "a request that ends the ranks is sent again"
+        is_idle = self.now >= self.goes_on_at and not (
+            len(self.to_engine) or len(self.from_engine) or scheduler.has_work() or self.engines[0].compiling
+        )
+        if self.frontend.recovery.state == "serving" and not len(self.to_engine):
+            assert scheduler.by_id.keys() <= self.frontend._active.keys(), "the ranks compute what nobody waits for"
+        if is_idle:
+            assert self.frontend.recovery.state == "serving", "the frontend waits for ranks that are ready"
+            assert not self.sent, f"nobody has {', '.join(self.sent)}"
 
     # --- nobody starves ---------------------------------------------------------------------------------------------------------
 
