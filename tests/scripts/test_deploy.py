@@ -137,6 +137,8 @@ def in_image(path: str) -> bool:
 def test_the_image_has_what_the_planner_reads(tmp_path: Path) -> None:
     tracked = subprocess.check_output(["git", "ls-files"], cwd=ROOT, text=True).splitlines()
     assert in_image("server/plan/steps.py") and not in_image("docs/deploy.md") and not in_image("tests/__init__.py")
+    assert not re.search(r"^!.*/.*\*", (ROOT / ".dockerignore").read_text(), re.MULTILINE)  # buildah looks into no such folder
+    assert {Path(name).suffix for name in tracked if name.startswith("docs/") and in_image(name)} == {".jsonl"}
     for name in filter(in_image, tracked):
         if not name.startswith("models/"):
             (tmp_path / name).parent.mkdir(parents=True, exist_ok=True)
