@@ -168,6 +168,20 @@ class SpeculationOptions:
 
 
 @dataclass(frozen=True, kw_only=True)
+class SharedTextOptions:
+    """What requests share to guess tokens."""
+
+    ngram_prompts: int = option(
+        default=0,
+        type=whole_number(0, 1 << 22),
+        metavar="N",
+        help="with --speculate, also guess what followed the last tokens in other requests' prompts, of which the newest N tokens are "
+        "kept, in 0.3 KB each on every rank. Who sends many requests can learn from the counts of right guesses what others' prompts "
+        "contain (default: 0)",
+    )
+
+
+@dataclass(frozen=True, kw_only=True)
 class StandInOptions:
     """What replaces the agreement of models with random weights, for benchmarks."""
 

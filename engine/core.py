@@ -21,6 +21,7 @@ from engine.drafts import Costs, Speculation, count_equal
 from engine.grammars import COMPILED, MAX_COMPILING, Compilation, Grammars, error_of
 from engine.logits import advance, check_ids, new_state, sibling
 from engine.paged_cache import CODES, PagedCache
+from engine.prompt_index import PromptIndex
 from engine.protocol import (
     Abort,
     LoadAdapter,
@@ -63,6 +64,7 @@ class EngineLimits:
     whole_sequences: bool = False  # a sequence gets all blocks that it may need when it starts, and shares none: no preemption
     draft_tokens: int = 0  # most drafted tokens of a sequence in a step; 0: no speculation
     accept_rate: float | None = None  # for benchmarks, see `Speculation`
+    ngram_prompts: int = 0  # newest tokens of all requests' prompts from which text may be drafted
 
     @property
     def drafted(self) -> int:
@@ -219,6 +221,7 @@ class Engine:
             partial(measure, self.runner, chains, self.max_model_len, world),
             chains,
             limits.accept_rate,
+            PromptIndex(limits.ngram_prompts) if limits.ngram_prompts and limits.accept_rate is None else None,
         )
         self.look_ahead = self.runner.graphs is not None  # whether steps are launched before the tokens of the last are known
         self._ahead: InFlightStep | None = None  # the step that was launched so

@@ -4,7 +4,8 @@ A drafted token is right if it is the one that the model draws there, greedy or 
 seed and the position only, so an answer has the same tokens with drafts as without, as far as the logits have the same bits.
 
 A draft has one of two sources. One is text: what followed the longest suffix of prompt and answer that occurred before, in the
-prompt, in the answer, or in a text that the request predicts (`SamplingParams.prediction`). The other is a model
+prompt, in the answer, or in a text that the request predicts (`SamplingParams.prediction`); if there is none, perhaps what followed
+the last tokens in prompts of other requests (`prompt_index.py`). The other is a model
 (`draft_models.py`), if the engine has one. Each sequence takes the source that promises to save more time. Drafts are a function of
 tokens that all ranks know, and of times that were measured once for all ranks, so ranks agree on them without a message.
 """
@@ -16,6 +17,7 @@ from hashlib import blake2b
 from itertools import accumulate
 from typing import TYPE_CHECKING, Protocol
 
+from engine.prompt_index import PromptIndex
 from engine.protocol import Drafted
 from engine.scheduler import Chunk, Sequence
 from engine.suffix_automaton import SuffixAutomaton
@@ -39,7 +41,8 @@ WEIGHT = 0.25  # of the newest draft in a request's averages, and of the newest 
 WEIGHT_OF_ALL = 0.02  # of the newest draft in the averages of all requests
 SHARE = 0.01  # of a request's tokens, and of the time of all steps, that may be lost to find out whether drafts pay
 GRANT = 8  # steps of one row: what a model's drafts may lose besides, before they have brought anything
-TEXTS = "ngram", "prediction"  # sources of drafts from text
+PROMPTS = "prompts"  # of other requests
+TEXTS = "ngram", "prediction", PROMPTS  # sources of drafts from text
 
 
 class Costs:
@@ -169,8 +172,16 @@ class Drafter:
     """The drafts of one sequence, from text. Their length adapts to how many of their tokens were right lately, and to what a row
     costs."""
 
-    def __init__(self, sequence: Sequence, ceiling: int, texts: Record | None = None) -> None:
-        """texts: what became of the drafts of other requests."""
+    def __init__(
+        self,
+        sequence: Sequence,
+        ceiling: int,
+        texts: Record | None = None,
+        others: PromptIndex | None = None,
+        prompts: Record | None = None,
+    ) -> None:
+        """texts: what became of the drafts of other requests, from their own text. others: the prompts of all requests, of which
+        `prompts` says the same."""
         self.sequence = sequence
         masked = sequence.params.grammar is not None and not sequence.params.late_grammar
         self.ceiling = min(ceiling, MOST_WITH_GRAMMAR) if masked else ceiling
@@ -178,7 +189,7 @@ class Drafter:
         tail = sequence.tokens[: sequence.prompt_length][-TAIL:]
         self._head = [*tail, *prediction, END] if prediction else []  # comes before the sequence's tokens
         self._text = SuffixAutomaton()
-        self.texts = replace(texts or Record())
+        self.texts, self.prompts, self._others = replace(texts or Record()), replace(prompts or Record()), others
         self.chains: Record | None = None  # what became of a model's drafts; None before it was decided whether it makes some
         self._least_match = LEAST_MATCH[1]
 
@@ -205,31 +216,42 @@ class Drafter:
 
     @property
     def source(self) -> str:
+        if not self._finds_own:
+            return PROMPTS
         return "prediction" if self._text.match[1] < len(self._head) else "ngram"
 
     @property
-    def finds(self) -> bool:
-        """Whether the next token will probably find a draft. The newest one may still be on the device."""
+    def _finds_own(self) -> bool:
+        """Whether the next token will probably find a draft in the request's own text. The newest one may still be on the device."""
         return self.missing <= 1 and self._text.match[0] >= self._least_match
+
+    @property
+    def _record(self) -> Record | None:
+        """Of the source in which the next token will probably find a draft."""
+        if self._finds_own:
+            return self.texts
+        return self.prompts if self._others is not None and self._others.finds(self.sequence.tokens) else None
 
     def promise(self, price: float) -> Promise:
         """What pays at this price, if the next token finds a draft at all."""
-        return self.texts.promise(price, self.ceiling) if self.finds else NOTHING
+        return record.promise(price, self.ceiling) if (record := self._record) else NOTHING
 
     def trial(self, price: float, fixed: float) -> Promise:
         """The same where drafts do not pay."""
-        return self.texts.trial(price, fixed, self.sequence.generated) if self.finds else NOTHING
+        return record.trial(price, fixed, self.sequence.generated) if (record := self._record) else NOTHING
 
     def draft(self, count: int) -> list[int]:
         """The next tokens, perhaps fewer than `count`. All tokens of the sequence must be known."""
+        if not self._finds_own and self._others is not None:
+            return self._others.after(self.sequence.tokens, count)
         found = [] if self.missing or not count else self._text.after_match(count)
         return found[: found.index(END)] if END in found else found
 
     def learn(self, source: str, accepted: int, drafted: int, cost: float = 0.0) -> None:
         """How many tokens of the last draft were right, how many it had, and what it has cost, in tokens."""
-        if source in TEXTS:
+        if source in TEXTS and source != PROMPTS:
             self._least_match = LEAST_MATCH[0 if accepted else 1]
-        record = self.texts if source in TEXTS else self.chains
+        record = self.prompts if source == PROMPTS else self.texts if source in TEXTS else self.chains
         assert record is not None
         record.learn(accepted, drafted, cost)
 
@@ -295,15 +317,18 @@ class Speculation:
         measure: Callable[[], Costs],
         chains: Chains | None = None,
         accept_rate: float | None = None,
+        others: PromptIndex | None = None,
     ) -> None:
-        """ceiling: most tokens of a draft; 0 makes none. measure: gives the same on all ranks. chains: None: text alone.
+        """ceiling: most tokens of a draft; 0 makes none. measure: gives the same on all ranks. chains: None: text alone. others: the
+        prompts of all requests, which text may continue.
 
         accept_rate: stands in for the agreement of models with random weights, in benchmarks: a drafted token counts as right with
         this probability, whatever was drawn, and text makes no drafts. The answers are then not those of the model."""
-        self.ceiling, self.measure, self.chains, self.accept_rate = ceiling, measure, chains, accept_rate
+        self.ceiling, self.measure, self.chains, self.accept_rate, self._others = ceiling, measure, chains, accept_rate, others
         self.costs: Costs | None = None
-        self.total = {source: Drafted() for source in (*TEXTS, *([chains.name] if chains else []))}
-        self._texts, self._chained, self._budget = Record(), Record(), Budget()  # of all requests
+        sources = [source for source in TEXTS if source != PROMPTS or others is not None]
+        self.total = {source: Drafted() for source in (*sources, *([chains.name] if chains else []))}
+        self._texts, self._prompts, self._chained, self._budget = Record(), Record(), Record(), Budget()  # of all requests
         self._planned: dict[Sequence, tuple[str, Promise]] = {}  # the sources of drafts and what they promise
         self._token = 0.0  # seconds of one without drafts, when they were planned
         self._following: dict[Sequence, float] = {}  # the price of following then
@@ -360,7 +385,8 @@ class Speculation:
         source, promise = self._planned[chunk.sequence]
         drafted, total = len(chunk.draft), self.total[source]
         self.total[source] = Drafted(total.drafts + 1, total.tokens + drafted, total.accepted + accepted)
-        of_all, cost = self._texts if source in TEXTS else self._chained, drafted * promise.price + promise.fixed
+        of_all = self._prompts if source == PROMPTS else self._texts if source in TEXTS else self._chained
+        cost = drafted * promise.price + promise.fixed
         of_all.learn(accepted, drafted, weight=WEIGHT_OF_ALL)
         if source not in TEXTS:
             self._budget.add((accepted - cost) * self._token, chunk.sequence)
@@ -389,7 +415,9 @@ class Speculation:
         running = [s for s in running if s.params.pooling is None]
         for sequence in running:
             if sequence.drafter is None:
-                sequence.drafter = Drafter(sequence, self.ceiling, self._texts)
+                sequence.drafter = Drafter(sequence, self.ceiling, self._texts, self._others, self._prompts)
+                if self._others is not None:
+                    self._others.add(sequence.tokens[: sequence.prompt_length])
             if self.chains is not None and sequence.drafter.chains is None:
                 self._begin(self.chains, sequence, len(running))
         if self.accept_rate is not None:
@@ -397,6 +425,8 @@ class Speculation:
         left = min(INDEXED_A_STEP, MOST_INDEXED_TOGETHER - sum([s.drafter.indexed for s in running]))
         for drafter in sorted([s.drafter for s in running], key=lambda drafter: drafter.missing):  # long texts make none wait
             left -= drafter.follow(max(left, 0))
+        if self._others is not None:
+            self._others.follow(INDEXED_A_STEP)
         return running
 
     def _begin(self, chains: Chains, sequence: Sequence, rows: int) -> None:

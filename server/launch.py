@@ -23,7 +23,7 @@ from engine.worker import FrontendLink, serve
 from errors import UserError
 from hosts import DRAIN, Watch, await_cause, model_fact, watch
 from lora import LoraLimits, open_adapter
-from options import ModelOptions, SpeculationOptions, StandInOptions, draft_limit, dtype_name
+from options import ModelOptions, SharedTextOptions, SpeculationOptions, StandInOptions, draft_limit, dtype_name
 from presets import model_config
 from processes import LAUNCHER, run_folder
 from server import logs
@@ -88,7 +88,7 @@ def describe(settings: Settings, engine: Engine, config: ModelConfig, world: Wor
 def shared_facts(settings: Settings) -> dict[str, str]:
     """What must be the same on all hosts, by its name in messages: the flags of the engine, and the content of folders that may have
     another path on each host."""
-    kinds = (ModelOptions, BatchOptions, SpeculationOptions, StandInOptions, LoraOptions)
+    kinds = (ModelOptions, BatchOptions, SpeculationOptions, SharedTextOptions, StandInOptions, LoraOptions)
     flags = {one.name: getattr(settings, one.name) for kind in kinds for one in fields(kind) if one.metadata}
     folders = {
         "model": model_fact(settings.model),
@@ -121,6 +121,7 @@ def build_engine(
         kv_dtype=settings.kv_dtype,
         draft_tokens=draft_limit(settings.speculate, settings.draft_tokens),
         accept_rate=settings.accept_rate,
+        ngram_prompts=settings.ngram_prompts,
     )
     rows = limits.max_num_seqs + limits.draft_tokens
     log_tuning(tune(model, world, rows, settings.tune_seconds, draft=drafting), settings.tune_seconds)

@@ -10,7 +10,7 @@ from pathlib import Path
 
 from cli import Parser
 from errors import UserError
-from options import ModelOptions, SpeculationOptions, StandInOptions, add_options, option, whole_number
+from options import ModelOptions, SharedTextOptions, SpeculationOptions, StandInOptions, add_options, option, whole_number
 from presets import has_random_weights
 from server.call_syntax import REASONING, SYNTAXES
 from server.clients import read_keys
@@ -361,6 +361,7 @@ GROUPS = {
     "its name and chat template": NameOptions,
     "batches and KV cache": BatchOptions,
     "speculation": SpeculationOptions,
+    "speculation from other requests": SharedTextOptions,
     "benchmarks": StandInOptions,
     "LoRA adapters": LoraOptions,
     "HTTP": HttpOptions,
@@ -377,6 +378,7 @@ class Settings(
     NameOptions,
     BatchOptions,
     SpeculationOptions,
+    SharedTextOptions,
     StandInOptions,
     LoraOptions,
     HttpOptions,

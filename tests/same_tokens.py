@@ -153,7 +153,8 @@ def rank_compares(
             draft = random_model(replace(config_of("parallel"), vocab_size=config.vocab_size))
         else:
             draft = None if case.source in ("ngram", "prediction") else draft_for(model, case.source)
-        engine = engine_of(model, draft=draft, draft_tokens=case.drafted, **settings)
+        others = 500 if case.source == "ngram" else 0
+        engine = engine_of(model, draft=draft, draft_tokens=case.drafted, ngram_prompts=others, **settings)
         return plain, serve(engine, submits, case.at_once), accepted(engine)
 
 

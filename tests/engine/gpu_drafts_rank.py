@@ -3,7 +3,7 @@ JSON line each from rank 0. Arguments: the communicators."""
 
 import json
 import sys
-from collections.abc import Iterator
+from collections.abc import Collection, Iterator
 from dataclasses import replace
 from typing import Any
 from unittest.mock import patch
@@ -21,7 +21,7 @@ from engine.drafts import Costs
 from engine.protocol import Submit
 from presets import model_config
 from tests import MODELS
-from tests.engine.test_engine import serve
+from tests.engine.test_engine import ALONE, assert_same, load, serve
 from tokenizer_files import load_tokenizer
 from tp import World, init_world
 
@@ -42,17 +42,16 @@ def submits_of(name: str) -> list[Submit]:
     ]
 
 
-def answers(world: World, communicator: str) -> Iterator[dict[str, Any]]:
-    """The answers of each model with each draft."""
-    there = replace(world, comm=choose(world.device.type, communicator).build())
-    for name, drafts in DRAFTS.items():
+def answers(there: World, communicator: str, names: Collection[str] = tuple(DRAFTS)) -> Iterator[dict[str, Any]]:
+    """The answers of these models with each draft. communicator: its name."""
+    for name in names:
         path = str(MODELS / f"tiny-{name}")
-        config = model_config(path, None, world.world_size)
+        config = model_config(path, None, there.world_size)
         model = load_model(path, config, there, torch.float32)
-        for draft, split in ((draft, split) for draft in drafts for split in (False, True)):
+        for draft, split in ((draft, split) for draft in DRAFTS[name] for split in (False, True)):
             least = 0 if split else 1 << 40  # bytes from which a draft model is split
             with patch.object(eagle, "SHARED_BYTES", least), patch.object(draft_models, "REPLICATED", least):
-                found = draft_models.find_draft(str(MODELS / draft), None, config, None, world.world_size)
+                found = draft_models.find_draft(str(MODELS / draft), None, config, None, there.world_size)
                 assert found is not None
                 drafting = found.load(there, torch.float32)
             assert (drafting.comm.world_size > 1) == split
@@ -72,10 +71,20 @@ def answers(world: World, communicator: str) -> Iterator[dict[str, Any]]:
             }
 
 
+def check(found: list[dict[str, Any]], rounding: float) -> None:
+    """Compare what `answers` found with the models on one CPU rank without a cache."""
+    for name in DRAFTS:
+        model, submits = load(ALONE, MODELS / f"tiny-{name}"), submits_of(name)
+        for line in [line for line in found if line["model"] == name]:
+            assert line["accepted"] > 20, line
+            for submit in submits:
+                assert_same(model, submit, line["tokens"][submit.request_id], rounding)
+
+
 def main() -> None:
     world = init_world("cuda", "nccl")
     for communicator in sys.argv[1:]:
-        for found in answers(world, communicator):
+        for found in answers(replace(world, comm=choose("cuda", communicator).build()), communicator):
             everyones = [found] * world.world_size
             dist.all_gather_object(everyones, found, group=world.control)
             assert all(other == found for other in everyones), f"the ranks disagree: {everyones}"

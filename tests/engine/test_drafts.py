@@ -22,6 +22,7 @@ from engine import LLM, draft_models, drafts
 from engine.core import Engine
 from engine.draft_heads import HeadChains
 from engine.drafts import END, MOST_INDEXED, Costs, Drafter, Record, Speculation, count_equal
+from engine.prompt_index import GAP, GRAM, PromptIndex
 from engine.protocol import SamplingParams, Submit
 from engine.runner import InFlightStep
 from engine.scheduler import Chunk, Sequence
@@ -84,6 +85,41 @@ def test_the_automaton_finds_the_longest_suffix_that_occurred_before(seed: int) 
                 period, after = tokens[end:], automaton.after_match(12)
                 assert after == [period[i % len(period)] for i in range(12)]
         assert len(automaton._next) <= 2 * len(tokens), "more states than the theory allows"
+
+
+def test_prompts_are_found_while_they_are_among_the_newest_tokens(seed: int) -> None:
+    """Against a plain search: the last occurrence counts, if its last token is among them."""
+    for _ in range(10):
+        capacity, vocab, seen = random.randint(8, 60), random.choice([1, 2, 3]), list[int]()
+        index = PromptIndex(capacity)
+        for _ in range(30):
+            prompt = [random.randrange(vocab) for _ in range(random.randint(1, 20))]
+            index.add(prompt)
+            seen += [*prompt, GAP] if len(prompt) < capacity else []
+            while index._waiting:
+                index.follow(random.randint(1, 9))
+            for _ in range(5):
+                asked, count = [random.randrange(vocab) for _ in range(random.randint(1, 8))], random.randint(1, 6)
+                ends = [end for end in ends_of(seen, asked[-GRAM:]) if len(asked) >= GRAM and end > len(seen) - capacity]
+                expected = seen[ends[-1] : ends[-1] + count] if ends else []
+                assert index.after(asked, count) == (expected[: expected.index(GAP)] if GAP in expected else expected)
+        assert len(index._places) <= capacity and len(index._ring) == capacity
+
+
+def test_other_prompts_help_and_change_no_token(seed: int) -> None:
+    """The answer of one request stands in the prompt of another."""
+    model = random_model(config_of("standard"))
+    asked = Submit("a", random.sample(range(101), 6), random_params(max_tokens=40))
+    tokens = serve(engine_of(model), [asked])["a"].tokens
+    other = Submit("b", [*random.sample(range(101), 3), *tokens], random_params(max_tokens=3))
+    for kept in (0, 200):
+        engine = engine_of(model, draft_tokens=4, ngram_prompts=kept)
+        serve(engine, [other])
+        answers = serve(engine, [asked, other])
+        assert_same(model, asked, answers["a"].tokens)
+        total = engine.speculation.total
+        assert ("prompts" in total) == bool(kept)
+        assert not kept or total["prompts"].accepted > 8
 
 
 def drafter_of(prompt: list[int], output: list[int], ceiling: int = 8, prediction: list[int] | None = None) -> Drafter:

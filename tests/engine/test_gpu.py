@@ -9,7 +9,6 @@ from collections.abc import Callable
 from copy import deepcopy
 from dataclasses import replace
 from pathlib import Path
-from typing import Any
 from unittest import mock
 
 import pytest
@@ -35,7 +34,8 @@ from model import Transformer
 from options import OVERLAPS
 from presets import PRESETS, model_config
 from tests import MODELS, ROOT
-from tests.engine.gpu_drafts_rank import DRAFTS, submits_of
+from tests.engine import gpu_drafts_rank
+from tests.engine.gpu_drafts_rank import DRAFTS
 from tests.engine.gpu_rank import COMMUNICATORS as ON_GPUS
 from tests.engine.gpu_rank import EMBEDDED, NEW_TOKENS, PROMPT
 from tests.engine.gpu_schedules_rank import COMMUNICATORS, MODELS_WITH_LADDERS, ROWS
@@ -45,7 +45,6 @@ from tests.engine.test_engine import (
     PLAIN,
     assert_same,
     config_of,
-    load,
     random_model,
     random_params,
     random_submits,
@@ -299,17 +298,7 @@ def test_drafts_with_every_communicator_give_the_cpu_s_greedy_tokens() -> None:
     assert result.returncode == 0, _error(result.stderr)
     found = [json.loads(line) for line in result.stdout.splitlines() if line.startswith("{")]
     assert len(found) == len(names) * 2 * sum(map(len, DRAFTS.values()))
-    check_drafted(found)
-
-
-def check_drafted(found: list[dict[str, Any]]) -> None:
-    """Check what ranks of `gpu_drafts_rank` have found."""
-    for name in DRAFTS:
-        model, submits = load(ON_CPU, MODELS / f"tiny-{name}"), submits_of(name)
-        for line in [line for line in found if line["model"] == name]:
-            assert line["accepted"] > 20, line
-            for submit in submits:
-                assert_same(model, submit, line["tokens"][submit.request_id], ROUNDING)
+    gpu_drafts_rank.check(found, ROUNDING)
 
 
 def cpu_tokens(name: str) -> list[int]:
