@@ -112,14 +112,22 @@ def wait_for_end(pid: int) -> None:
         time.sleep(POLL_SECONDS)
 
 
-def kill_ranks(launcher: int) -> None:
-    """Kill the ranks that the process `launcher` has started. Linux only."""
+def ranks_of(launcher: int) -> list[int]:
+    """The ranks that the process `launcher` has started and not yet seen end. Linux only."""
+    found = list[int]()
     for thread in Path(f"/proc/{launcher}/task").glob("*/children"):
         with contextlib.suppress(OSError):  # the thread has ended
             for pid in map(int, thread.read_text().split()):
                 with contextlib.suppress(OSError):  # the rank has ended
                     if Path(f"/proc/{pid}/comm").read_text().startswith(RANK_NAME):
-                        signal_child(pid, signal.SIGKILL, launcher)
+                        found.append(pid)
+    return found
+
+
+def kill_ranks(launcher: int) -> None:
+    """Kill the ranks that the process `launcher` has started. Linux only."""
+    for pid in ranks_of(launcher):
+        signal_child(pid, signal.SIGKILL, launcher)
 
 
 def signal_child(pid: int, number: int, parent: int | None = None) -> None:

@@ -15,7 +15,8 @@ import torch
 import torch.distributed as dist
 import torch.nn.functional as F
 from torch import Tensor, nn
-from torch.distributed import Store, TCPStore  # type: ignore[attr-defined]
+from torch.distributed import PrefixStore, Store, TCPStore  # type: ignore[attr-defined]
+from torch.distributed.rendezvous import rendezvous
 
 import determinism
 import hosts
@@ -381,8 +382,8 @@ def init_world(
     if one_host:
         listen_on_loopback()
     store: Store | None = hosts.join(facts or {}, error) if hosts.several() else None
-    if one_host and os.environ.get("TORCHELASTIC_USE_AGENT_STORE") != "True":
-        store = _loopback_store(rank)
+    if one_host:
+        store = _own_store() if os.environ.get("TORCHELASTIC_USE_AGENT_STORE") == "True" else _loopback_store(rank)
     dist.init_process_group(
         choice.backend,
         timeout=timedelta(minutes=10),
@@ -393,6 +394,13 @@ def init_world(
     )
     control = dist.group.WORLD if choice.backend == "gloo" else dist.new_group(backend="gloo")
     return World(rank, world_size, torch_device, choice.build(), control, overlap)
+
+
+def _own_store() -> Store:
+    """The agent's store, with a part for each start of the ranks: torchrun's is the same for all, and has the addresses of ranks that
+    have ended."""
+    store, _, _ = next(iter(rendezvous("env://", timeout=timedelta(minutes=10))))
+    return PrefixStore(f"rung/{os.environ.get('TORCHELASTIC_RESTART_COUNT', 0)}", store)
 
 
 def _own_device(kind: str, rank: int) -> torch.device:

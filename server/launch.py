@@ -8,6 +8,7 @@ import time
 from collections.abc import Mapping
 from dataclasses import fields, replace
 from pathlib import Path
+from types import FrameType
 
 import msgspec
 
@@ -29,8 +30,9 @@ from processes import LAUNCHER, run_folder
 from server import logs
 from server.journal_file import check_journal
 from server.logs import log
-from server.process import FRONTEND, Frontend, addresses, check_port, describe_end, note_start, tell
+from server.process import FAILED, FRONTEND, Frontend, addresses, check_port, describe_end, note_start, tell
 from server.settings import BatchOptions, LoraOptions, Settings, load_settings
+from server.torchrun import LastingFrontend, group_is_whole, is_first_start, restarting_agent
 from tokenizer import Tokenizer, check_fits
 from tokenizer_files import tokenizer_of
 from tp import World, agree_on_error, init_world, stream_shards
@@ -196,8 +198,8 @@ def main() -> None:
         settings = load_settings(sys.argv[1:])
         if rank() == 0:
             configure_logs(settings)
-            warn_of_torchrun(settings, os.environ)
-            if not launched:
+            if not launched and is_first_start(os.environ):  # else it was said, and a frontend has the port and the journal
+                warn_of_torchrun(settings, os.environ)
                 check_port(settings)
                 check_journal(settings.journal, settings.journal_bounds)
         if settings.tp is not None:
@@ -232,12 +234,16 @@ def main() -> None:
             "draws; speeds with it say nothing of real drafts' agreement"
         )
     with contextlib.ExitStack() as stack:
-        frontend = None
+        frontend: Frontend | LastingFrontend | None = None
+        agent = restarting_agent(os.environ)
         if not launched and world.rank == 0:
-            folder = str(stack.enter_context(run_folder()))
-            # nobody would start ranks again that hang
-            frontend = Frontend(replace(settings, hang_seconds=0.0), Path(folder))
-        handle_signals(frontend, launched)
+            if agent:
+                frontend = LastingFrontend(agent, settings.max_restarts)
+            else:
+                # nobody would start ranks again that hang
+                frontend = Frontend(replace(settings, hang_seconds=0.0), stack.enter_context(run_folder()))
+            folder = str(frontend.folder)
+        handle_signals(frontend, launched, agent)
         if others := watch():
             tell_hosts(others, frontend)
         link = FrontendLink(*addresses(Path(folder))) if folder and world.rank == 0 else None
@@ -249,21 +255,24 @@ def main() -> None:
             ready = describe(settings, engine, config, world, dtype)
             if link and folder:
                 ready = msgspec.structs.replace(ready, longest_start=note_start(Path(folder), process_age()))
-            serve(engine, world, link, ready, frontend.process.is_alive if frontend else lambda: True)
+            serve(engine, world, link, ready, frontend.is_alive if frontend else lambda: True)
         except BaseException as e:
             await_cause(e)
+            if agent:
+                raise  # the frontend waits for the next ranks
             if link and frontend:  # nobody else tells it
                 link.send(Fatal(f"{type(e).__name__}: {e}".splitlines()[0]))
             raise
         finally:
             if link:
                 link.close()
-            code = frontend.close() if frontend else 0
+            if frontend and not (agent and sys.exc_info()[0]):
+                code = frontend.close()
     if code := describe_end(code):
         leave(code)
 
 
-def tell_hosts(others: Watch, frontend: Frontend | None) -> None:
+def tell_hosts(others: Watch, frontend: Frontend | LastingFrontend | None) -> None:
     """Let the frontend know when a host leaves, and end the whole server when any of its hosts gets a signal."""
     if frontend:
 
@@ -278,10 +287,17 @@ def tell_hosts(others: Watch, frontend: Frontend | None) -> None:
         print(f"HTTP is served on host {others.first}, which has rank 0", file=sys.stderr, flush=True)
 
 
-def handle_signals(frontend: Frontend | None, has_launcher: bool) -> None:
+def handle_signals(frontend: Frontend | LastingFrontend | None, has_launcher: bool, agent: int | None) -> None:
     """Leave signals to the launcher: it tells the frontend, and ends ranks by SIGTERM. Without one, rank 0 tells its frontend.
 
-    A terminal sends SIGINT to the ranks, too. All ranks end once the frontend has drained.
+    A terminal sends SIGINT to the ranks, too. All ranks end once the frontend has drained. agent: see `restarting_agent`.
     """
+
+    def handle(number: int, frame: FrameType | None) -> None:
+        if agent and not group_is_whole(agent):
+            os._exit(FAILED)
+        if frontend:
+            frontend.forward()
+
     for number in [signal.SIGINT] if has_launcher else [signal.SIGTERM, signal.SIGINT]:
-        signal.signal(number, (lambda caught, frame: frontend.forward()) if frontend else signal.SIG_IGN)
+        signal.signal(number, handle if frontend or agent else signal.SIG_IGN)

@@ -61,7 +61,7 @@ class Frontend:
     """The frontend process, and the addresses of the two sockets between it and the engine, which are in `folder`."""
 
     def __init__(self, settings: Settings, folder: Path) -> None:
-        self._settings, self._folder, self.addresses = settings, folder, addresses(folder)
+        self._settings, self.folder, self.addresses = settings, folder, addresses(folder)
         self._last_signal = 0.0
         self.start(attach=False)
 
@@ -69,7 +69,7 @@ class Frontend:
         """Start the process, or a new one after it has ended. attach: whether the ranks may have requests of the one before."""
         context = multiprocessing.get_context("spawn")
         self._beats = context.Value("L", 0, lock=False)  # a process that is stopped may hold a lock
-        arguments = (self._settings, *self.addresses, longest_start(self._folder) if attach else None, self._beats)
+        arguments = (self._settings, *self.addresses, longest_start(self.folder) if attach else None, self._beats)
         self.process = context.Process(target=frontend_main, args=arguments, name="rung-frontend")
         self.process.start()
 
@@ -86,6 +86,9 @@ class Frontend:
                 self.process.kill()
                 silence = 0.0
         return self.process.exitcode or 0
+
+    def is_alive(self) -> bool:
+        return self.process.is_alive()
 
     def forward(self) -> None:
         """Send SIGTERM. Calls within one second count once.

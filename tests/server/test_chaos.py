@@ -18,7 +18,7 @@ import pytest
 from scripts.bench.serving import leftovers
 from scripts.bench.serving.chaos import Storm
 from tests import MODELS
-from tests.support.server_process import ServerProcess, wait_until
+from tests.support.server_process import ServerProcess, runs, wait_until
 
 FLAGS = ("--model", MODELS / "tiny-hybrid", "--speculate", "ngram", "--max-restarts", 1000, "--hang-seconds", 5)
 
@@ -95,6 +95,36 @@ def test_a_replay_has_the_same_bits_with_the_deterministic_mode(seed: int) -> No
         assert text == wanted["text"]
         assert logprobs == list(zip(*(wanted["logprobs"][name] for name in LOGPROBS), strict=True))
         assert len(logprobs) == 60
+
+
+def test_torchrun_starts_ranks_again(in_turn: Callable[..., tuple[int, signal.Signals]]) -> None:
+    """The new rank 0 finds the frontend that the first one started, and starts one that has died again. It ends with torchrun."""
+    victim, end = in_turn([(0, signal.SIGTERM), (1, signal.SIGKILL), (0, signal.SIGKILL), (1, signal.SIGTERM)], 0)
+    environ = {"PET_MAX_RESTARTS": 9}
+    with ServerProcess("--model", MODELS / "tiny-hybrid", ranks=2, torchrun=True, environ=environ, forked=False) as server:
+        server.ready()
+        body = {"prompt": "Once", "max_tokens": 60, "ignore_eos": True, "seed": 5}
+        wanted = server.http.post("/v1/completions", json=body).json()["choices"][0]["text"]
+        (frontend,) = server.frontend_pids()
+        with server.http.stream("POST", "/v1/completions", json=body | {"stream": True}, timeout=240) as stream:
+            parts = stream.iter_lines()
+            lines = [next(parts)]
+            os.kill(server.rank_pids()[victim], signal.SIGKILL)
+            lines += parts
+        chunks = [json.loads(line[6:]) for line in lines if line.startswith("data: {")]
+        assert "".join(chunk["choices"][0]["text"] for chunk in chunks) == wanted
+        assert runs(frontend)
+        ranks = server.rank_pids()
+        os.kill(frontend, signal.SIGKILL)
+        wait_until(lambda: server.health() != 200, 60, "the end of the frontend")
+        wait_until(lambda: server.health() == 200, 120, "another frontend")
+        assert server.rank_pids() == ranks
+        (frontend,) = server.frontend_pids()
+        assert server.http.post("/v1/completions", json=body).json()["choices"][0]["text"] == wanted
+        server.process.send_signal(end)
+        server.wait(120)
+        wait_until(lambda: not runs(frontend), 60, "the end of the frontend")
+        assert ("draining" in server.log) == (end is signal.SIGTERM)
 
 
 @pytest.mark.parametrize("when", ["before it was ready", "too often"])

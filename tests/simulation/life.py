@@ -37,7 +37,7 @@ from engine.protocol import (
     joined,
 )
 from engine.scheduler import Chunk
-from engine.worker import apply
+from engine.worker import apply, ready_now
 from server.engine_client import EngineClient, OutputQueue
 from server.journal import Kept
 from server.metrics import Metrics
@@ -368,7 +368,7 @@ class Life:
         if self.now >= self.ready_at:
             self.to_engine.take(self.now)  # ranks drop what came before they were ready
             self._start_engines()
-            self.from_engine.put(self.now, encode(self._ready()))
+            self.from_engine.put(self.now, encode(ready_now(self.engines[0], self._ready())))
             for sent in self.sent.values():
                 sent.scheduled, sent.deadline = False, max(sent.deadline, self._all_done())
 
