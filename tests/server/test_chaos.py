@@ -147,7 +147,7 @@ def test_leftovers_are_noticed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) 
     memory = [100]
     monkeypatch.setattr(leftovers, "SHARED", tmp_path)
     monkeypatch.setattr(leftovers, "gpu_memory", lambda: list(memory))
-    (tmp_path / "old").touch()
+    (tmp_path / "rung-old").touch()
     child = "import os, time; p = os.fork(); p and open('started', 'w').write(f'{p}'); time.sleep(60)"
     parent = f"import subprocess, sys; subprocess.run([sys.executable, '-c', {child!r}])"
     with subprocess.Popen([sys.executable, "-c", f"{parent}; input()"], cwd=tmp_path, stdin=subprocess.PIPE) as root:
@@ -157,16 +157,17 @@ def test_leftovers_are_noticed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) 
         orphan = int((tmp_path / "started").read_text())
         killed = next(pid for pid in watch._processes if pid not in (root.pid, orphan))
         os.kill(killed, signal.SIGKILL)
-        (tmp_path / "left").touch()
+        (tmp_path / "nccl-left").touch()
+        (tmp_path / "of another program").touch()
         memory[0] += 1000
         watch.look()
         wait_until(lambda: not leftovers.name_of(killed), 60, "the end of the process")
         found = watch.left()
         os.kill(orphan, signal.SIGKILL)
         assert [line.split(" (")[0] for line in found[:1]] == [f"process {orphan}"]
-        assert str(tmp_path / "left") in found[1] and str(tmp_path / "old") not in found[1]
+        assert found[1].endswith(f": {tmp_path / 'nccl-left'}")
         assert "1100 MiB" in found[2] and len(found) == 3
-        (tmp_path / "left").unlink()
+        (tmp_path / "nccl-left").unlink()
         memory[0] -= 1000
         watch.look()
         wait_until(lambda: watch.left() == [], 60, "nothing left")

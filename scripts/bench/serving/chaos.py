@@ -412,7 +412,8 @@ def main() -> None:
     seed = random.randrange(1 << 30) if args.seed is None else args.seed
     note(f"seed {seed}")
     out = check_output(args.out or results_folder(args) / "chaos.json")
-    signal.signal(signal.SIGTERM, lambda *_: signal.raise_signal(signal.SIGINT))
+    for number in (signal.SIGTERM, signal.SIGINT):  # the latter is ignored in the background of a script
+        signal.signal(number, signal.default_int_handler)
     flags = ["--model", args.model, "--max-restarts", str(100 * args.kills), "--hang-seconds", "5", *args.flags]
     with tempfile.TemporaryDirectory() as folder, ExitStack() as servers:
         if args.journal:

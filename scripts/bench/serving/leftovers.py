@@ -12,7 +12,7 @@ from processes import RANK_NAME
 from scripts.lib.process_tree import process_tree
 
 SHARED = Path("/dev/shm")
-PYTHONS = "sem.mp-"  # semaphores of Python's processes, also of other programs: Python removes them later
+OURS = ("rung-", "torch_", "nccl-", "cuda.shm.")  # how the files of our processes begin; other programs have theirs beside them
 LISTENING = "0A"  # a state in /proc/net/tcp
 SECOND_LOOK = 0.5  # seconds; any program may have made a file a moment ago that it will open, or remove
 SPARE = 256  # MiB of a GPU by which two looks at it may differ
@@ -76,7 +76,7 @@ def ports(pids: set[int]) -> int:
 
 def files() -> set[str]:
     """The files of /dev/shm that no process has open or mapped, as far as this user may see."""
-    found = {str(path) for path in SHARED.glob("*") if not path.name.startswith(PYTHONS)}
+    found = {str(path) for path in SHARED.glob("*") if path.name.startswith(OURS)}
     for pid in filter(str.isdecimal, os.listdir("/proc")) if found else ():
         found -= set(_open_by(int(pid)))
         with suppress(OSError):
