@@ -3,8 +3,6 @@
 import json
 import random
 import re
-import subprocess
-import sys
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import replace
@@ -34,9 +32,8 @@ from kernels import exact
 from kernels.sampling import exponential_noise, gumbel_noise
 from model import Transformer
 from presets import model_config
-from tests import ROOT
 from tests.engine.test_engine import ALONE, CPU, Answer, config_of, draws, plain_logits, random_model, random_submits, serve
-from tests.support.gpus import most_ranks
+from tests.support.gpus import most_ranks, torchrun
 from tests.support.ranks import Ranks
 from tp import Shard, ShardedLinear, World, init_world, stream_shards
 from training.batches import IGNORED, Batch
@@ -189,11 +186,9 @@ def test_gpus_give_the_bits_of_one_gpu(n: int, tmp_path: Path, seed: int) -> Non
         config = replace(config_of(name), head_dim=16, intermediate_size=320)
         save_checkpoint(random_model(config), tmp_path / name, torch.float32)
         expected[name] = answers_alone(tmp_path / name, seed)
-    command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc_per_node", str(n)]
-    command += ["-m", "tests.gpu_deterministic_rank", str(seed), *(str(tmp_path / name) for name in names)]
-    result = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=280)
-    assert result.returncode == 0, result.stderr[-3000:]
-    found = json.loads(result.stdout.splitlines()[-1])
+    paths = [str(tmp_path / name) for name in names]
+    printed = torchrun(n, "-m", "tests.gpu_deterministic_rank", str(seed), *paths, timeout=280)
+    found = json.loads(printed.splitlines()[-1])
     assert found["wrong"] == [], found["communicators"]
     for name in names:
         assert found["answers"][name] == expected[name], (name, found["communicators"])

@@ -2,8 +2,6 @@
 
 import json
 import os
-import subprocess
-import sys
 
 import pytest
 import torch
@@ -13,8 +11,7 @@ from checkpoint import load_model
 from comm import Local
 from config import with_variant
 from presets import PRESETS
-from tests import ROOT
-from tests.support.gpus import most_ranks
+from tests.support.gpus import most_ranks, torchrun
 from tp import World
 
 EMBEDDED = ("standard", "parallel", "ladder", "hybrid", "desync-2x", "desync-4x")
@@ -24,12 +21,9 @@ pytestmark = pytest.mark.skipif(GPUS == 0, reason="needs a GPU")
 
 
 def greedy_tokens(model: str, ranks: int, *flags: str) -> list[int]:
-    command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc_per_node", str(ranks), "generate.py"]
-    command += ["--model", f"models/tiny-{model}", "--prompt", "Once upon a time there was", "--temperature", "0", "--json"]
-    command += ["--max-new-tokens", "60", *flags]
-    result = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=200)
-    assert result.returncode == 0, result.stderr
-    tokens: list[int] = json.loads(result.stdout)["token_ids"]
+    options = ["--model", f"models/tiny-{model}", "--prompt", "Once upon a time there was", "--temperature", "0", "--json"]
+    printed = torchrun(ranks, "generate.py", *options, "--max-new-tokens", "60", *flags, timeout=200)
+    tokens: list[int] = json.loads(printed)["token_ids"]
     return tokens
 
 

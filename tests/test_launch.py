@@ -21,6 +21,7 @@ from server.settings import Settings
 from tests import ROOT
 from tests.support import quick_start
 from tests.support.command_line import HYBRID, command, environment, launch
+from tests.support.gpus import torchrun
 from tests.support.server_process import START_SECONDS, ServerProcess, children, command_line, runs, wait_until
 
 GONE_SECONDS = 300.0  # timeout for the end of all processes after one was killed; a few seconds on an idle machine
@@ -245,6 +246,18 @@ if os.environ["RANK"] == "0":
     sys.exit(2)
 time.sleep(600)
 """
+
+
+def test_ranks_of_a_test_show_their_own_errors(tmp_path: Path) -> None:
+    """Without C++ frames, and without what torchrun reports after them."""
+    program = tmp_path / "rank.py"
+    program.write_text(
+        "import sys\nsys.stderr.write('frame #0: c10\\n[rank0]: frame #1: c10\\n')\nraise RuntimeError('a reason')"
+    )
+    with pytest.raises(AssertionError) as found:
+        torchrun(2, str(program), timeout=200)
+    assert "RuntimeError: a reason" in str(found.value)
+    assert not any(words in str(found.value) for words in ("frame #", "exitcode", "ChildFailedError"))
 
 
 @pytest.mark.parametrize(

@@ -4,8 +4,6 @@ import json
 import math
 import os
 import random
-import subprocess
-import sys
 import time
 from collections.abc import Callable
 from dataclasses import replace
@@ -15,7 +13,7 @@ from typing import Any
 import pytest
 import torch
 
-from tests import ROOT
+from tests.support.gpus import torchrun
 from tests.support.ranks import Ranks
 from tp import World
 
@@ -344,10 +342,5 @@ def test_pairs_of_layers_as_text() -> None:
 @pytest.mark.skipif(torch.cuda.device_count() < 2, reason="needs two GPUs")
 def test_a_late_host_is_not_in_the_times_on_gpus() -> None:
     """A host that launches each replay 5 ms late would add 250 µs to each of the 20 all-reduces of a graph."""
-    command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc_per_node", "2"]
-    result = subprocess.run(
-        [*command, "-m", "tests.comm.gpu_times_rank", "nccl", "one-shot"], cwd=ROOT, capture_output=True, text=True, timeout=120
-    )
-    assert result.returncode == 0, result.stderr[-3000:]
-    times = json.loads(result.stdout)
+    times = json.loads(torchrun(2, "-m", "tests.comm.gpu_times_rank", "nccl", "one-shot", timeout=120))
     assert set(times) == {"nccl", "one-shot"} and max(times.values()) < 125, times

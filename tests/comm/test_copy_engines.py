@@ -2,8 +2,6 @@
 
 import json
 import random
-import subprocess
-import sys
 import time
 from pathlib import Path
 from typing import Any
@@ -12,9 +10,8 @@ import pytest
 import torch
 from torch import Tensor
 
-from tests import ROOT
 from tests.comm.test_symmetric import CPU, STEPS, bits_by_rank, close, partials
-from tests.support.gpus import most_ranks
+from tests.support.gpus import most_ranks, torchrun
 from tests.support.ranks import Ranks
 from tp import World
 
@@ -103,15 +100,7 @@ def test_a_rank_that_does_not_answer(interpreters: Ranks) -> None:
 @pytest.mark.skipif(most_ranks() < 2, reason="needs 2 GPUs")
 def test_on_gpus(tmp_path: Path) -> None:
     """Replays of a graph of all-reduces beside GEMMs give the bits of a sum in rank order, by copies between GPUs."""
-    command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc_per_node", str(min(most_ranks(), 4))]
-    result = subprocess.run(
-        [*command, "-m", "tests.comm.gpu_copies_rank", str(tmp_path / "rank")],
-        cwd=ROOT,
-        capture_output=True,
-        text=True,
-        timeout=240,
-    )
-    assert result.returncode == 0, result.stderr[-3000:]
+    torchrun(min(most_ranks(), 4), "-m", "tests.comm.gpu_copies_rank", str(tmp_path / "rank"), timeout=240)
     for path in tmp_path.iterdir():
         for case in map(json.loads, path.read_text().splitlines()):
             assert case["wrong"] == 0 and case["copies"] >= case["needed"], case

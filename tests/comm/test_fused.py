@@ -4,8 +4,6 @@ GPUs."""
 import json
 import os
 import random
-import subprocess
-import sys
 import time
 from collections.abc import Callable, Iterator
 from dataclasses import replace
@@ -18,8 +16,8 @@ import torch.distributed as dist
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from tests import MODELS, ROOT
-from tests.support.gpus import most_ranks
+from tests import MODELS
+from tests.support.gpus import most_ranks, torchrun
 from tests.support.ranks import Ranks
 from tp import World
 
@@ -666,16 +664,9 @@ def test_biases_after_all_reduces_with_every_communicator(interpreters: Ranks, t
 @pytest.mark.skipif(most_ranks() < 2, reason="needs two GPUs")
 def test_on_gpus(tmp_path: Path) -> None:
     """Every strategy's result is as exact as the unfused one, also in graphs that are replayed a thousand times."""
-    count, out = min(4, most_ranks()), tmp_path / "gemm-overlap.json"
-    command = ["-m", "torch.distributed.run", "--standalone", "--nproc_per_node", str(count), "-m", "scripts.bench.comm.fused"]
-    environment = {name: value for name, value in os.environ.items() if name != "TRITON_INTERPRET"}
-    subprocess.run(
-        [sys.executable, *command, "--out", str(tmp_path), "--shapes", "tiny", "--replays", "1000", "--seconds", "60"],
-        cwd=ROOT,
-        env=environment | {"NCCL_NVLS_ENABLE": "0"},
-        check=True,
-        timeout=600,
-    )
-    report = json.loads(out.read_text())
+    options = ["--out", str(tmp_path), "--shapes", "tiny", "--replays", "1000", "--seconds", "60"]
+    environment = {name: value for name, value in os.environ.items() if name != "TRITON_INTERPRET"} | {"NCCL_NVLS_ENABLE": "0"}
+    torchrun(min(4, most_ranks()), "-m", "scripts.bench.comm.fused", *options, timeout=600, env=environment)
+    report = json.loads((tmp_path / "gemm-overlap.json").read_text())
     assert report["errors"] == {}
     assert report["replays"] == 1000

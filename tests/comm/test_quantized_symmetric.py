@@ -4,8 +4,6 @@ two-step all-reduce over a process group; and on GPUs."""
 import json
 import os
 import random
-import subprocess
-import sys
 from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
@@ -19,9 +17,8 @@ from comm import parse_scheme
 from comm.quantized import quantized_all_reduce
 from communicators import choose
 from errors import UserError
-from tests import ROOT
 from tests.comm.test_symmetric import bits_by_rank
-from tests.support.gpus import most_ranks
+from tests.support.gpus import most_ranks, torchrun
 from tests.support.ranks import Ranks
 from tp import World
 
@@ -286,16 +283,9 @@ def test_kernels_that_wait_fit_a_gpu_in_any_distribution(sms: int) -> None:
 def test_on_gpus(tmp_path: Path) -> None:
     """The same bits as the two-step all-reduce over NCCL, in all widths, also after thousands of graph replays."""
     out = tmp_path / "comm.json"
-    command = ["-m", "torch.distributed.run", "--standalone", "--nproc_per_node", str(min(8, most_ranks()))]
-    options = ["--parts", "correct quantized|replays quantized", "--replays", "2000", "--seconds", "0"]
-    environment = {name: value for name, value in os.environ.items() if name != "TRITON_INTERPRET"}
-    subprocess.run(
-        [sys.executable, *command, "-m", "scripts.bench.comm.all_reduce", "--out", str(out), *options],
-        cwd=ROOT,
-        env=environment | {"NCCL_NVLS_ENABLE": "0"},
-        check=True,
-        timeout=600,
-    )
+    options = ["--out", str(out), "--parts", "correct quantized|replays quantized", "--replays", "2000", "--seconds", "0"]
+    environment = {name: value for name, value in os.environ.items() if name != "TRITON_INTERPRET"} | {"NCCL_NVLS_ENABLE": "0"}
+    torchrun(min(8, most_ranks()), "-m", "scripts.bench.comm.all_reduce", *options, timeout=600, env=environment)
     report = json.loads(out.read_text())
     assert report["errors"] == {}
     assert {"correct quantized", "replays quantized"} <= report["found"].keys()

@@ -3,8 +3,6 @@
 import json
 import os
 import random
-import subprocess
-import sys
 import time
 from collections.abc import Callable
 from contextlib import ExitStack
@@ -20,8 +18,7 @@ from comm.quantize import parse_scheme
 from comm.quantized import quantized_all_reduce
 from comm.relay import ALIGNMENT, CHUNKS, Relay, RelayCommunicator
 from errors import UserError
-from tests import ROOT
-from tests.support.gpus import most_ranks
+from tests.support.gpus import most_ranks, torchrun
 from tests.support.ranks import Ranks
 from tp import World
 
@@ -150,22 +147,9 @@ def test_on_gpus_that_may_not_reach_each_other(tmp_path: Path) -> None:
     """All-reduces of all sizes are right, also after thousands of graph replays. Quantized ones have the same bits as the
     two-step all-reduce over NCCL."""
     count, out = min(8, most_ranks()), tmp_path / "comm.json"
-    command = [
-        "-m",
-        "torch.distributed.run",
-        "--standalone",
-        "--nproc_per_node",
-        str(count),
-        "-m",
-        "scripts.bench.comm.all_reduce",
-    ]
-    subprocess.run(
-        [sys.executable, *command, "--out", str(out), "--replays", "2000", "--seconds", "0", "--parts", "correct|replays"],
-        cwd=ROOT,
-        env=os.environ | {"NCCL_NVLS_ENABLE": "0", "NCCL_P2P_DISABLE": "1"},
-        check=True,
-        timeout=600,
-    )
+    options = ["--out", str(out), "--replays", "2000", "--seconds", "0", "--parts", "correct|replays"]
+    environment = os.environ | {"NCCL_NVLS_ENABLE": "0", "NCCL_P2P_DISABLE": "1"}
+    torchrun(count, "-m", "scripts.bench.comm.all_reduce", *options, timeout=600, env=environment)
     report = json.loads(out.read_text())
     assert report["errors"] == {} and not report["p2p"]
     assert {"correct bf16", "correct norms", "correct quantized", "replays", "replays quantized"} <= report["found"].keys()

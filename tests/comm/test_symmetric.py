@@ -5,8 +5,6 @@ import itertools
 import json
 import os
 import random
-import subprocess
-import sys
 import threading
 import time
 from collections.abc import Callable
@@ -21,8 +19,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from kernels.norm import add_rms_norm
-from tests import ROOT
-from tests.support.gpus import most_ranks
+from tests.support.gpus import most_ranks, torchrun
 from tests.support.ranks import RankError, Ranks
 from tp import World
 
@@ -520,23 +517,9 @@ def test_on_gpus(tmp_path: Path) -> None:
     """All-reduces of all sizes and dtypes are right, also after thousands of graph replays."""
     count = min(8, most_ranks())
     out = tmp_path / "comm.json"
-    command = [
-        "-m",
-        "torch.distributed.run",
-        "--standalone",
-        "--nproc_per_node",
-        str(count),
-        "-m",
-        "scripts.bench.comm.all_reduce",
-    ]
-    environment = {name: value for name, value in os.environ.items() if name != "TRITON_INTERPRET"}
-    subprocess.run(
-        [sys.executable, *command, "--out", str(out), "--replays", "2000", "--seconds", "0"],
-        cwd=ROOT,
-        env=environment | {"NCCL_NVLS_ENABLE": "0"},
-        check=True,
-        timeout=600,
-    )
+    environment = {name: value for name, value in os.environ.items() if name != "TRITON_INTERPRET"} | {"NCCL_NVLS_ENABLE": "0"}
+    program = ("-m", "scripts.bench.comm.all_reduce", "--out", str(out), "--replays", "2000", "--seconds", "0")
+    torchrun(count, *program, timeout=600, env=environment)
     report = json.loads(out.read_text())
     assert report["errors"] == {}
     assert {"correct bf16", "correct norms", "correct gathers", "replays"} <= report["found"].keys()

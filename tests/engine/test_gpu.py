@@ -3,8 +3,6 @@ Skipped without a GPU."""
 
 import json
 import random
-import subprocess
-import sys
 from collections.abc import Callable
 from copy import deepcopy
 from dataclasses import replace
@@ -33,7 +31,7 @@ from kernels.linear_tuning import Shape
 from model import Transformer
 from options import OVERLAPS
 from presets import PRESETS, model_config
-from tests import MODELS, ROOT
+from tests import MODELS
 from tests.engine import gpu_drafts_rank
 from tests.engine.gpu_drafts_rank import DRAFTS
 from tests.engine.gpu_rank import COMMUNICATORS as ON_GPUS
@@ -52,7 +50,7 @@ from tests.engine.test_engine import (
     tiny_tokenizer,
 )
 from tests.engine.test_runner import LINES, assert_all_logprobs, submits_with_logprobs
-from tests.support.gpus import most_ranks
+from tests.support.gpus import most_ranks, torchrun
 from tokenizer_files import load_tokenizer
 from tp import World
 
@@ -254,11 +252,6 @@ def in_fp64(shape: Shape) -> Callable[[torch.Tensor, torch.Tensor], torch.Tensor
     return lambda x, weight: in_pytorch(shape)(x.double(), weight.double())
 
 
-def _error(stderr: str) -> str:
-    """The end of what ranks wrote to stderr, without C++ frames, which would hide the message."""
-    return "\n".join([line for line in stderr.splitlines() if not line.startswith("frame #")][-80:])
-
-
 @pytest.mark.parametrize("n", [2, 4])
 def test_every_variant_and_communicator_gives_the_cpu_s_greedy_tokens(n: int) -> None:
     """The embedded models write the same story with every communicator. They run in fp32, where near-ties are rare."""
@@ -266,19 +259,8 @@ def test_every_variant_and_communicator_gives_the_cpu_s_greedy_tokens(n: int) ->
         pytest.skip(f"needs {n} GPUs")
     # auto measures for minutes where ranks share a GPU
     names = [name for name in ON_GPUS if name != "auto" or not shared_gpus.allowed()]
-    command = [
-        sys.executable,
-        "-m",
-        "torch.distributed.run",
-        "--standalone",
-        "--nproc_per_node",
-        str(n),
-        "-m",
-        "tests.engine.gpu_rank",
-    ]
-    result = subprocess.run([*command, *names], cwd=ROOT, capture_output=True, text=True, timeout=280)
-    assert result.returncode == 0, _error(result.stderr)
-    found = [json.loads(line) for line in result.stdout.splitlines() if line.startswith("{")]
+    printed = torchrun(n, "-m", "tests.engine.gpu_rank", *names, timeout=280)
+    found = [json.loads(line) for line in printed.splitlines() if line.startswith("{")]
     assert len(found) == len(names) * len(EMBEDDED)
     for name in EMBEDDED:
         expected = cpu_tokens(name)
@@ -291,12 +273,8 @@ def test_every_variant_and_communicator_gives_the_cpu_s_greedy_tokens(n: int) ->
 def test_drafts_with_every_communicator_give_the_cpu_s_greedy_tokens() -> None:
     """By heads and models that each rank holds whole, and by split ones."""
     names = [name for name in ON_GPUS if name != "auto" or not shared_gpus.allowed()]
-    command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc_per_node", "2"]
-    result = subprocess.run(
-        [*command, "-m", "tests.engine.gpu_drafts_rank", *names], cwd=ROOT, capture_output=True, text=True, timeout=580
-    )
-    assert result.returncode == 0, _error(result.stderr)
-    found = [json.loads(line) for line in result.stdout.splitlines() if line.startswith("{")]
+    printed = torchrun(2, "-m", "tests.engine.gpu_drafts_rank", *names, timeout=580)
+    found = [json.loads(line) for line in printed.splitlines() if line.startswith("{")]
     assert len(found) == len(names) * 2 * sum(map(len, DRAFTS.values()))
     gpu_drafts_rank.check(found, ROUNDING)
 
@@ -314,15 +292,7 @@ def cpu_tokens(name: str) -> list[int]:
 @pytest.mark.skipif(GPUS < 2, reason="needs 2 GPUs")
 def test_every_schedule_of_a_ladder_gives_the_cpu_s_greedy_tokens(tmp_path: Path) -> None:
     """After thousands of all-reduces of another graph. Both ranks make the same choices."""
-    command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc_per_node", "2"]
-    result = subprocess.run(
-        [*command, "-m", "tests.engine.gpu_schedules_rank", str(tmp_path / "rank")],
-        cwd=ROOT,
-        capture_output=True,
-        text=True,
-        timeout=280,
-    )
-    assert result.returncode == 0, _error(result.stderr)
+    torchrun(2, "-m", "tests.engine.gpu_schedules_rank", str(tmp_path / "rank"), timeout=280)
     first, second = ([json.loads(line) for line in (tmp_path / f"rank{rank}").read_text().splitlines()] for rank in range(2))
     assert first == second and len(first) == len(COMMUNICATORS) * len(MODELS_WITH_LADDERS) * len(OVERLAPS)
     expected = {name: cpu_tokens(name) for name in MODELS_WITH_LADDERS}

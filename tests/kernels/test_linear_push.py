@@ -4,8 +4,6 @@ interpreter and on GPUs."""
 import json
 import os
 import random
-import subprocess
-import sys
 from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
@@ -17,9 +15,8 @@ import torch.distributed as dist
 from torch import Tensor
 
 from kernels.linear_config import Config, Gemv, Mma
-from tests import ROOT
 from tests.comm.test_symmetric import CPU, bits_by_rank, run_programs_in_threads
-from tests.support.gpus import most_ranks
+from tests.support.gpus import most_ranks, torchrun
 from tests.support.ranks import Ranks
 from tp import World
 
@@ -226,15 +223,8 @@ def test_on_gpus(tmp_path: Path) -> None:
     """The bits are those of the layer and the one-shot all-reduce, also in thousands of graph replays."""
     out = tmp_path / "push.json"
     count = min(4, most_ranks())
-    command = ["-m", "torch.distributed.run", "--standalone", "--nproc_per_node", str(count), "-m", "scripts.bench.comm.push"]
-    environment = {name: value for name, value in os.environ.items() if name != "TRITON_INTERPRET"}
-    subprocess.run(
-        [sys.executable, *command, "--out", str(out), "--seconds", "0"],
-        cwd=ROOT,
-        env=environment | {"NCCL_NVLS_ENABLE": "0"},
-        check=True,
-        timeout=600,
-    )
+    environment = {name: value for name, value in os.environ.items() if name != "TRITON_INTERPRET"} | {"NCCL_NVLS_ENABLE": "0"}
+    torchrun(count, "-m", "scripts.bench.comm.push", "--out", str(out), "--seconds", "0", timeout=600, env=environment)
     report: dict[str, Any] = json.loads(out.read_text())
     assert report["errors"] == {}
     assert report["found"]["correct"] > 0 and report["found"]["replays"] >= 2000

@@ -5,7 +5,6 @@
 
 import json
 import random
-import subprocess
 import sys
 from pathlib import Path
 
@@ -21,10 +20,9 @@ from presets import model_config
 from quantized.scheme import SCHEMES
 from scripts.corpus.documents import documents, render
 from scripts.quantize import calibration, quantize_model
-from tests import ROOT
 from tests.quantized.writers import FORMATS, write
 from tests.support.command_line import MODELS
-from tests.support.gpus import most_ranks
+from tests.support.gpus import most_ranks, torchrun
 from tp import World, init_world
 
 GPUS = most_ranks()
@@ -136,10 +134,7 @@ def test_gptq_on_a_gpu_is_nearer_than_rounding(tmp_path: Path, seed: int) -> Non
 @pytest.mark.skipif(GPUS < 2, reason="needs 2 GPUs")
 def test_two_gpus_give_the_tokens_of_the_weights(tmp_path: Path, seed: int) -> None:
     write_all(tmp_path)
-    command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc_per_node", "2"]
-    command += ["-m", "tests.quantized.test_gpu", str(tmp_path)]
-    result = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=280)
-    assert result.returncode == 0, result.stderr[-3000:]
+    torchrun(2, "-m", "tests.quantized.test_gpu", str(tmp_path), timeout=280)
     expected = greedy(World(0, 1, torch.device("cpu"), Local()), tmp_path, torch.float32, exact=True)
     for rank in range(2):
         assert_same(json.loads((tmp_path / f"rank{rank}.json").read_text()), expected, leads_of_kernels())
