@@ -7,7 +7,7 @@ import pytest
 from processes import on_ranks
 from tests import ROOT
 from tests.engine.lone_rank import check, hand_out_on_cpu
-from tests.support.gpus import most_ranks
+from tests.support.gpus import most_ranks, ranks_errors
 from tests.support.ranks import Ranks
 
 
@@ -20,4 +20,4 @@ def test_no_wrong_token_is_handed_out(interpreters: Ranks) -> None:
 def test_no_wrong_token_is_handed_out_on_gpus(communicator: str) -> None:
     command = [*on_ranks(2), "-m", "tests.engine.lone_rank", communicator]
     result = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=280)
-    assert result.returncode == 0, result.stderr[-4000:]
+    assert result.returncode == 0, ranks_errors(result.stderr)

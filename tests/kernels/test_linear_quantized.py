@@ -432,7 +432,8 @@ def test_all_rows_on_a_gpu(scheme: str, seed: int) -> None:
                     got = linear(given.x[:rows], given.packed, given.bias, swiglu)
                 else:
                     got = linear_with(ordered[None, :rows], given.packed, given.bias, chosen, swiglu)[0]
-            assert too_far(got, exact, plain, times) is None, (rows, n, dtype, seed)
+            used = "linear" if sizes == MANY else chosen
+            assert too_far(got, exact, plain, times) is None, (rows, n, k, dtype, swiglu, used, seed)
     assert not counters(given.x.device).any()
 
 

@@ -27,11 +27,11 @@ def torchrun(ranks: int, *program: str, timeout: float, env: Mapping[str, str] |
     AssertionError with the ranks' errors if one fails."""
     command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc_per_node", str(ranks), *program]
     result = subprocess.run(command, cwd=ROOT, env=env, capture_output=True, text=True, timeout=timeout)
-    assert result.returncode == 0, _errors(result.stderr)
+    assert result.returncode == 0, ranks_errors(result.stderr)
     return result.stdout
 
 
-def _errors(stderr: str) -> str:
+def ranks_errors(stderr: str) -> str:
     """The end of what ranks wrote to stderr, without torchrun's report and C++ frames."""
     lines = [line for line in stderr.splitlines() if not CPP_FRAME.match(line)]
     end = next((i for i, line in enumerate(lines) if REPORT in line), len(lines))
