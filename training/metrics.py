@@ -115,6 +115,12 @@ def read_metrics(path: Path) -> list[dict[str, Any]]:
     return lines
 
 
+def seconds_of(lines: Sequence[dict[str, Any]]) -> float:
+    """The time of all steps, seconds. Of a run that was resumed, also of the steps before; without those that were lost."""
+    starts = [0, *(line["step"] for line in lines)]
+    return sum((line["step"] - start) * line["step_ms"] / 1e3 for start, line in zip(starts, lines, strict=False))
+
+
 def cut_after(path: Path, step: int) -> None:
     """Remove the lines that a run wrote after step `step`, the snapshot from which it resumes."""
     kept = [line for line in read_metrics(path) if line["step"] <= step]
