@@ -73,7 +73,7 @@ class Meter:
             if not (math.isfinite(loss) and math.isfinite(norm)):
                 raise UserError(
                     f"step {trainer.step - count + i + 1}: the loss is {loss} and the gradient's norm {norm}; "
-                    "resume from the last snapshot with a lower --learning-rate or a longer --warmup"
+                    "resume from the last snapshot with a lower --learning-rate and --other-recipe, or start again"
                 )
         if trainer.rank == 0:
             measured = self._measured(shares[-1], norms[-1], seconds, exposed)
