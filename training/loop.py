@@ -34,6 +34,9 @@ from training.token_file import open_tokens
 
 T = TypeVar("T")
 
+# what may change in the middle of a run, but only with --other-recipe. Only adaptation has a distillation.
+RECIPE = ("steps", "learning_rate", "warmup", "final_rate", "weight_decay", "clip", "distill")
+
 
 @dataclass(frozen=True)
 class Setup:
@@ -109,10 +112,11 @@ def _snapshot(args: argparse.Namespace, setup: Setup, snapshots: Snapshots, batc
         return None
     then, now = read_manifest(path)["meta"], identity(args, setup.config, batches)
     for key, value in now.items():
-        if then.get(key) != value:
+        if then.get(key) != value and not (args.other_recipe and key in RECIPE):
             raise UserError(
                 f"{path} comes from a run with another {key.replace('_', ' ')} ({_short(then.get(key))}, now {_short(value)}); "
                 "resume with that run's own settings, or name another --out"
+                + (", or go on from there with --other-recipe" if key in RECIPE else "")
             )
     empty = empty_model(setup.config, torch.device("cpu"), torch.float32)
     check_fits(path, {name: tuple(p.shape) for name, p in empty.named_parameters()})
@@ -127,7 +131,7 @@ def identity(args: argparse.Namespace, config: ModelConfig, batches: GlobalBatch
         "sequence_length": args.sequence_length,
         "global_batch": args.global_batch,
         "seed": args.seed,
-    }
+    } | {key: getattr(args, key) for key in RECIPE if hasattr(args, key)}
 
 
 def _short(value: Any) -> str:

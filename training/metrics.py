@@ -73,7 +73,7 @@ class Meter:
             if not (math.isfinite(loss) and math.isfinite(norm)):
                 raise UserError(
                     f"step {trainer.step - count + i + 1}: the loss is {loss} and the gradient's norm {norm}; "
-                    "resume from the last snapshot with a lower --learning-rate or a longer --warmup"
+                    "resume from the last snapshot with a lower --learning-rate and --other-recipe, or start again"
                 )
         if trainer.rank == 0:
             measured = self._measured(shares[-1], norms[-1], seconds, exposed)
@@ -113,6 +113,12 @@ def read_metrics(path: Path) -> list[dict[str, Any]]:
         except ValueError:
             break
     return lines
+
+
+def seconds_of(lines: Sequence[dict[str, Any]]) -> float:
+    """The time of all steps, seconds. Of a run that was resumed, also of the steps before; without those that were lost."""
+    starts = [0, *(line["step"] for line in lines)]
+    return sum((line["step"] - start) * line["step_ms"] / 1e3 for start, line in zip(starts, lines, strict=False))
 
 
 def cut_after(path: Path, step: int) -> None:

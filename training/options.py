@@ -144,6 +144,11 @@ def add_run_options(parser: argparse.ArgumentParser) -> None:
         help="continue from the newest snapshot in --out, with any sharding and number of ranks",
     )
     run.add_argument(
+        "--other-recipe",
+        action="store_true",
+        help="with --resume: go on although --steps, the learning rate or another setting of the optimizer or of the loss has changed",
+    )
+    run.add_argument(
         "--stop-after", type=int, metavar="STEP", help="write a snapshot after this step and exit; --resume continues"
     )
     run.add_argument(

@@ -13,7 +13,6 @@ minutes on a GPU and most of a day on a CPU core. A stopped run continues with -
 import argparse
 import json
 import shutil
-import time
 from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
@@ -31,7 +30,7 @@ from tp import World, init_world
 from training import train as command
 from training.loop import Setup, prepare, train
 from training.losses import cross_entropy
-from training.metrics import read_metrics
+from training.metrics import read_metrics, seconds_of
 from variants import TRAINABLE
 
 STREAMS = 4  # of the desync variants, so that they run on 1, 2 and 4 ranks
@@ -39,6 +38,7 @@ BOS, EOS = 0, 1
 WINDOW = 1024  # tokens
 RECIPE = ("--learning-rate", "4e-3", "--final-rate", "0.05", "--weight-decay", "0.1", "--clip", "1")
 WARMUP = 0.02  # share of the steps
+LOG_EVERY = 20  # steps
 
 # `examples.json` of a model of about three million parameters trained on the corpus. The server's page offers these prompts.
 EXAMPLES: dict[str, Any] = {
@@ -71,11 +71,12 @@ def prepare_tokens(args: argparse.Namespace, tokenizer: Path, path: Path) -> Non
 def train_variant(args: argparse.Namespace, world: World, variant: str, data: Path, tokenizer: Path) -> None:
     """Train one variant in OUT/run-VARIANT. Rank 0 writes the model and a record of its training to OUT/tiny-VARIANT.
     Collective."""
-    start, work = time.perf_counter(), args.out / f"run-{variant}"
+    work = args.out / f"run-{variant}"
     steps = max(1, int(args.tokens) // (args.batch * WINDOW))
-    argv = ["--model", "tiny", "--data", data, "--out", work, "--steps", steps, "--seed", args.seed, "--log-every", 20]
+    argv = ["--model", "tiny", "--data", data, "--out", work, "--steps", steps, "--seed", args.seed, "--log-every", LOG_EVERY]
     argv += ["--warmup", max(1, int(WARMUP * steps)), "--sequence-length", WINDOW, "--global-batch", args.batch, *RECIPE]
     argv += ["--micro-batch", args.micro_batch or args.batch // world.world_size, "--device", world.device.type]
+    argv += ["--save-every", args.save_every]
     argv += [flag for flag in ("--resume", "--compile") if getattr(args, flag.removeprefix("--"))]
     settings = command.parse_args([str(a) for a in argv])
     setup = Setup(tiny_config(variant), None, tokenizer, data, cross_entropy)
@@ -85,12 +86,13 @@ def train_variant(args: argparse.Namespace, world: World, variant: str, data: Pa
         return
     directory = args.out / f"tiny-{variant}"
     shutil.copytree(work / "model", directory, dirs_exist_ok=True)
-    losses = [round(line["loss"], 4) for line in read_metrics(work / "metrics.jsonl")]
+    lines = read_metrics(work / "metrics.jsonl")
+    losses = [round(line["loss"], 4) for line in lines if line["step"] % LOG_EVERY == 0 or line is lines[-1]]
     record = dict(
         variant=setup.config.description,
         settings={key: value for key, value in vars(settings).items() if isinstance(value, (int, float))},
         tokens_in_corpus=len(trainer.batches.tokens.tokens),
-        seconds=round(time.perf_counter() - start, 1),
+        seconds=round(seconds_of(lines), 1),
         machine=torch.cuda.get_device_name() if world.device.type == "cuda" else "CPU",
         ranks=world.world_size,
         torch=torch.__version__,
@@ -113,6 +115,7 @@ def main(argv: Sequence[str] | None = None) -> None:
     parser.add_argument("--device", choices=("cpu", "cuda"), help="default: CUDA if there is any")
     parser.add_argument("--compile", action="store_true", help="compile the modules with torch.compile")
     parser.add_argument("--resume", action="store_true", help="continue a stopped run with the same settings")
+    parser.add_argument("--save-every", type=int, default=100, metavar="STEPS", help="steps between snapshots (default: 100)")
     parser.add_argument("--out", type=Path, default=Path("models"), help="folder for tiny-VARIANT (default: models)")
     parser.add_argument("--prepare", action="store_true", help="write the tokenizer and the token file, then stop")
     parser.add_argument("--data", type=Path, help="token file, made if missing (default: OUT/tokens-SEED-TOKENS.bin)")

@@ -7,7 +7,8 @@
 This is a small version of tables 3 and 5 of the ladder paper, and of tables 2 and 6 of the Flash Communication paper. Held-out
 documents share no cast, operands or lists with the training corpus. Writes accuracy.json and accuracy.md into out (with --write
 into docs/results), or accuracy-quantized.json and .md if --comm names communicators other than gloo. Ranks are started once for
-each number of ranks and communicator. One rank sends nothing, so tp 1 is evaluated only with gloo. scripts/quality/weights.py
+each number of ranks and communicator. Each evaluation is kept in out/accuracy-rows as soon as it is done, so a command that was
+stopped goes on with the others. It first measures a few items and says how long it will take. One rank sends nothing, so tp 1 is evaluated only with gloo. scripts/quality/weights.py
 measures quantized weights.
 """
 
@@ -15,7 +16,7 @@ import argparse
 import json
 import math
 import subprocess
-import tempfile
+import time
 from pathlib import Path
 from typing import Any
 
@@ -23,7 +24,8 @@ import torch
 from tqdm import tqdm
 
 from checkpoint import load_model
-from cli import Parser, run
+from cli import Parser, note, run
+from comm import Local
 from comm.quantize import WIDTHS
 from communicators import choose
 from engine import LLM, SamplingParams
@@ -33,7 +35,8 @@ from processes import on_ranks
 from scripts.corpus.documents import documents, render
 from scripts.lib.machine import describe, machine
 from scripts.lib.markdown import table_lines
-from scripts.lib.results import ROOT, add_write_option, results_folder, write_json, write_text
+from scripts.lib.results import OUT, ROOT, add_write_option, check_folder, results_folder, write_json, write_text
+from scripts.lib.rows import row_file, weights_checksum, write_row
 from scripts.quality.embedded import EXACT, TASKS
 from tokenizer import Tokenizer
 from tokenizer_files import load_tokenizer
@@ -43,6 +46,7 @@ from variants import TRAINABLE
 SEED = 2  # of the held-out documents
 MAX_ANSWER = 64  # tokens
 BATCH = 64
+PROBE_SHARE = 20  # one in so many items, from which the duration is estimated
 
 
 def perplexity(llm: LLM, tokenizer: Tokenizer, items: int) -> float:
@@ -88,24 +92,44 @@ def evaluate(path: Path, world: World, items: int) -> dict[str, Any]:
     return row | {task: exact_match(llm, tokenizer, task, items) for task in TASKS}
 
 
+def file_of(path: Path, ranks: int, comm: str, args: argparse.Namespace) -> Path:
+    """The file of one evaluation. Its name depends on everything that the figures depend on."""
+    settings = {"weights": weights_checksum(path), "items": args.items, "torch": torch.__version__}
+    return row_file(args.rows, f"{path.name}-tp{ranks}-{comm}", settings)
+
+
 def work(args: argparse.Namespace) -> None:
-    """What one rank does: evaluate every model. Rank 0 writes the rows."""
+    """What one rank does: evaluate every model. Rank 0 writes each row as soon as it is measured."""
     world = init_world("cpu", args.comm[0])
-    rows = []
     what = f"tp {world.world_size}, {args.comm[0]}"
     for path in tqdm(args.models, desc=what, unit="model", disable=world.rank > 0):
-        rows.append(evaluate(path, world, args.items))
-    if world.rank == 0:
-        args.rows.write_text(json.dumps(rows))
+        row = evaluate(path, world, args.items)
+        if world.rank == 0:
+            write_row(file_of(path, world.world_size, args.comm[0], args), row)
 
 
 def launch(ranks: int, comm: str, args: argparse.Namespace) -> list[dict[str, Any]]:
-    with tempfile.NamedTemporaryFile(suffix=".json") as rows:
-        command = [*on_ranks(ranks), "-m", "scripts.quality.accuracy"]
-        command += ["--items", str(args.items), "--comm", comm, "--rows", rows.name, "--models", *map(str, args.models)]
+    """The rows of all models, of which those without a file are evaluated."""
+    files = {path: file_of(path, ranks, comm, args) for path in args.models}
+    todo = [path for path, file in files.items() if not file.exists()]
+    if todo:
+        command = [*on_ranks(ranks), "-m", "scripts.quality.accuracy", "--worker", "--rows", str(args.rows)]
+        command += ["--items", str(args.items), "--comm", comm, "--models", *map(str, todo)]
         if subprocess.run(command, cwd=ROOT).returncode:
-            raise UserError(f"the evaluation on {ranks} ranks failed; see above")
-        return json.loads(Path(rows.name).read_text())
+            raise UserError(f"the evaluation on {ranks} ranks failed; see above. The same command goes on")
+    return [json.loads(file.read_text()) for file in files.values()]
+
+
+def duration(runs: list[tuple[int, str]], args: argparse.Namespace) -> float:
+    """About how many seconds the evaluations without a file will take, judged from a part of the first one on one rank. Ranks share
+    the cores, so each evaluation is taken to need as long."""
+    todo = [path for run in runs for path in args.models if not file_of(path, *run, args).exists()]
+    if not todo:
+        return 0.0
+    items = max(1, args.items // PROBE_SHARE)
+    started = time.monotonic()
+    evaluate(todo[0], World(0, 1, torch.device("cpu"), Local()), items)
+    return (time.monotonic() - started) * args.items / items * len(todo)
 
 
 def table(rows: list[dict[str, Any]], where: dict[str, Any]) -> str:
@@ -172,9 +196,13 @@ def main() -> None:
     )
     parser.add_argument("--dry-run", action="store_true", help="print the tables and write nothing")
     add_write_option(parser)
-    parser.add_argument("--rows", type=Path, help=argparse.SUPPRESS)
+    parser.add_argument(
+        "--rows", type=Path, default=OUT / "accuracy-rows", help="folder of the rows (default: out/accuracy-rows)"
+    )
+    parser.add_argument("--worker", action="store_true", help=argparse.SUPPRESS)
     args = parser.parse_args()
-    if args.rows:
+    args.rows, args.models = args.rows.absolute(), [path.absolute() for path in args.models]
+    if args.worker:
         work(args)
         return
     folder = None if args.dry_run else results_folder(args)
@@ -187,6 +215,9 @@ def main() -> None:
     if EXACT not in args.comm:
         raise UserError(f"--comm {' '.join(args.comm)} lacks {EXACT}, which the others are compared with; add it")
     runs = [(ranks, comm) for ranks in args.tp for comm in args.comm if ranks > 1 or comm == EXACT]
+    check_folder(args.rows)
+    note("measuring how long it will take")
+    note(f"about {duration(runs, args) / 60:.1f} min")
     rows = [row for run in tqdm(runs, desc="tp and comm", unit="run") for row in launch(*run, args)]
     where = machine()
     quantized = args.comm != [EXACT]

@@ -4,13 +4,15 @@
     python -m scripts.quality.pretrain_variants --model tiny --ranks 2 --steps 40 --sequence-length 128 --streams 2 --dry-run
 
 The data is the synthetic corpus, tokenized as for the embedded models. So the curves only compare the variants with each other.
-Writes pretrain-MODEL.json, .md and .png into out, or with --write into docs/results. The ranks start once and train one variant
-after the other. A variant whose metrics in --out are complete is not trained again.
+The standard model is trained with each of --seeds, whose differences are the noise, and the others with the first one. Writes
+pretrain-MODEL.json, .md and .png into out, or with --write into docs/results. The ranks start once and train one model after the
+other. A model whose metrics in --out are complete, and of the same settings, is not trained again.
 """
 
 import argparse
 import gc
 import json
+import math
 import os
 import subprocess
 import sys
@@ -21,21 +23,26 @@ import torch
 
 from cli import Parser, note, run
 from errors import UserError
+from hf_config import read_config
 from presets import preset
 from processes import on_ranks
 from scripts.corpus.tokens import TOKENS_PER_DOCUMENT, write_corpus
 from scripts.lib import results
 from scripts.lib.machine import describe, machine
 from scripts.lib.markdown import table_lines
+from scripts.lib.rows import read_row, write_row
+from scripts.lib.statistics import mean_error
 from tp import World, init_world
 from training.loop import prepare, together
 from training.loop import train as train_one
-from training.metrics import plot_losses, read_metrics
+from training.metrics import draw_losses, read_metrics
+from training.token_file import open_tokens
 from training.train import parse_args as training_args
 from training.train import setup
 from variants import TRAINABLE
 
-VARIANTS = tuple(name for name in TRAINABLE if name != "hybrid")  # which is converted, not trained from scratch
+BASE = "standard"  # the variant with which the others are compared
+LAST = 4  # log lines over which losses are compared, because a single step's loss has the noise of its windows
 TOKENIZER = results.ROOT / "models" / "tiny-standard"
 LOG_EVERY = 5  # steps
 WARMUP = 0.25  # of the steps; with fewer, the deeper variants diverge while Adam's second moments are still inaccurate
@@ -46,7 +53,10 @@ def parse_args() -> argparse.Namespace:
     parser = Parser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--model", default="ladder-1b", metavar="PRESET", help="default: ladder-1b")
     parser.add_argument("--ranks", type=int, default=2, help="number of ranks (default: 2)")
-    parser.add_argument("--variants", nargs="+", choices=VARIANTS, default=list(VARIANTS), help="default: all")
+    parser.add_argument("--variants", nargs="+", choices=TRAINABLE, default=list(TRAINABLE), help="default: all")
+    parser.add_argument(
+        "--seeds", type=int, nargs="+", default=[1, 2], help=f"of {BASE}; the others have the first (default: 1 2)"
+    )
     parser.add_argument("--streams", type=int, default=8, help="streams of the desync variants (default: 8)")
     parser.add_argument("--steps", type=int, default=300, help="default: 300")
     parser.add_argument("--sequence-length", type=int, default=2048, metavar="TOKENS", help="default: 2048")
@@ -62,7 +72,8 @@ def parse_args() -> argparse.Namespace:
     parser.add_argument("more", nargs="*", help="after --: further options of python -m training.train, such as --compile")
     args = parser.parse_args()
     preset(args.model)
-    args.out = args.out or results.ROOT / "out" / f"pretrain-{args.model.replace(':', '-')}"
+    args.seeds = list(dict.fromkeys(args.seeds))
+    args.out = (args.out or results.ROOT / "out" / f"pretrain-{args.model.replace(':', '-')}").absolute()
     return args
 
 
@@ -90,28 +101,67 @@ def on_rank(command_lines: list[list[str]]) -> None:
 # --- the command ----------------------------------------------------------------------------------------------------------
 
 
-def words(args: argparse.Namespace, variant: str, data: Path) -> list[str]:
-    """The command line of training.train for a variant."""
+def models(args: argparse.Namespace) -> dict[str, tuple[str, int]]:
+    """Variant and seed of each model, by its label."""
+    first, *more = args.seeds
+    found = {variant: (variant, first) for variant in args.variants}
+    return found | {f"{BASE}, seed {seed}": (BASE, seed) for seed in more if BASE in args.variants}
+
+
+def folder_of(args: argparse.Namespace, label: str) -> Path:
+    path: Path = args.out / label.replace(", ", "-").replace(" ", "-")
+    return path
+
+
+def words(args: argparse.Namespace, label: str, data: Path) -> list[str]:
+    """The command line of training.train for a model."""
+    variant, seed = models(args)[label]
     full = f"{variant}:{args.streams}" if variant.startswith("desync") else variant
-    line = ["--model", args.model, "--variant", full, "--data", data, "--out", args.out / variant, "--metrics-only"]
-    line += ["--steps", args.steps, "--sequence-length", args.sequence_length, "--log-every", LOG_EVERY]
+    line = ["--model", args.model, "--variant", full, "--seed", seed, "--data", data, "--out", folder_of(args, label)]
+    line += ["--steps", args.steps, "--sequence-length", args.sequence_length, "--log-every", LOG_EVERY, "--metrics-only"]
     line += ["--global-batch", args.global_batch, "--micro-batch", args.micro_batch]
     line += ["--learning-rate", args.learning_rate, "--warmup", int(WARMUP * args.steps)]
     return [*map(str, line), *args.more]
 
 
+def needed(args: argparse.Namespace) -> int:
+    """The tokens of a training. A window has one more, its last target."""
+    return int(args.steps * args.global_batch * (args.sequence_length + 1))
+
+
 def corpus(args: argparse.Namespace) -> Path:
-    """Write a token file with enough windows for all steps, unless it exists. Returns its path."""
-    data: Path = args.out / "tokens.bin"
+    """Write a token file with enough windows for all steps, unless there is one. Returns its path. Raises UserError."""
+    data: Path = args.out / f"tokens-{needed(args)}.bin"
     if not data.with_suffix(".json").exists():
-        count = args.steps * args.global_batch * args.sequence_length // TOKENS_PER_DOCUMENT
-        write_corpus(data, TOKENIZER, 1, count + 100)
+        write_corpus(data, TOKENIZER, 1, int(1.05 * needed(args)) // TOKENS_PER_DOCUMENT + 100)
+    count = len(open_tokens(data, read_config(TOKENIZER / "config.json").vocab_size).tokens)
+    if count < needed(args):
+        raise UserError(f"{data} has {count:,} tokens of {needed(args):,}, so some would repeat; remove it, to write it again")
     return data
 
 
-def metrics(args: argparse.Namespace, variant: str) -> list[dict[str, Any]]:
-    found: list[dict[str, Any]] = read_metrics(args.out / variant / "metrics.jsonl")
+def settings_file(args: argparse.Namespace, label: str) -> Path:
+    return folder_of(args, label) / "settings.json"
+
+
+def settings(args: argparse.Namespace, label: str, data: Path) -> dict[str, Any]:
+    return {"words": words(args, label, data), "ranks": args.ranks}
+
+
+def metrics(args: argparse.Namespace, label: str, data: Path) -> list[dict[str, Any]]:
+    """The lines of a model, none if they are of other settings."""
+    if read_row(settings_file(args, label)) != settings(args, label, data):
+        return []
+    found: list[dict[str, Any]] = read_metrics(folder_of(args, label) / "metrics.jsonl")
     return found
+
+
+def begin(args: argparse.Namespace, label: str, data: Path) -> list[str]:
+    """Note the settings of a model that is to be trained, and remove metrics of other settings. Returns its command line."""
+    if not metrics(args, label, data):
+        (folder_of(args, label) / "metrics.jsonl").unlink(missing_ok=True)
+    write_row(settings_file(args, label), settings(args, label, data))
+    return words(args, label, data)
 
 
 def launch(args: argparse.Namespace, todo: list[list[str]]) -> str | None:
@@ -127,17 +177,51 @@ def launch(args: argparse.Namespace, todo: list[list[str]]) -> str | None:
     return f"the training failed with exit code {code}; see above" if code else None
 
 
-def table(args: argparse.Namespace, found: dict[str, list[dict[str, Any]]], where: dict[str, Any]) -> str:
-    """A Markdown table of each variant's last loss and median speed, with a caption."""
-    head = ["variant", "steps", "loss, nats a token", "step, ms", "tokens a GPU and second"]
+Lines = list[dict[str, Any]]
+
+
+def common_step(found: dict[str, Lines]) -> int:
+    """The last step that all models have logged."""
+    return int(max(set.intersection(*({line["step"] for line in lines} for lines in found.values())), default=0))
+
+
+def loss_at(lines: Lines, step: int) -> float:
+    """The mean loss of the last LAST log lines up to `step`."""
+    last = [line["loss"] for line in lines if line["step"] <= step][-LAST:]
+    return sum(last) / len(last)
+
+
+def differences(found: dict[str, Lines]) -> tuple[dict[str, float], float]:
+    """The loss of each model less that of the first of BASE, nats, at the last common step; and the standard deviation of one
+    difference between seeds: sqrt(2) times that of BASE over its seeds. NaN for one seed, and no differences without BASE."""
+    step = common_step(found)
+    if BASE not in found or not step:
+        return {}, math.nan
+    losses = {label: loss_at(lines, step) for label, lines in found.items()}
+    seeds = [loss for label, loss in losses.items() if label.partition(",")[0] == BASE]
+    noise = math.sqrt(2 * len(seeds)) * mean_error(seeds)[1]
+    return {label: loss - losses[BASE] for label, loss in losses.items() if label != BASE}, noise
+
+
+def table(args: argparse.Namespace, found: dict[str, Lines], where: dict[str, Any]) -> str:
+    """A Markdown table of each model's loss at the last common step, its difference, and its median speed, with a caption."""
+    step = common_step(found)
+    lost, noise = differences(found)
+    head = ["variant", "steps", f"loss at step {step}, nats a token", f"against {BASE}", "step, ms", "tokens a GPU and second"]
     rows: list[list[object]] = []
-    for variant, lines in found.items():
-        last, steady = lines[-1], sorted(lines, key=lambda line: line["step_ms"])[len(lines) // 2]
+    for label, lines in found.items():
+        steady = sorted(lines, key=lambda line: line["step_ms"])[len(lines) // 2]
         speed = [f"{steady['step_ms']:,.0f}", f"{steady['tokens_per_gpu_second']:,.0f}"]
-        rows.append([variant, last["step"], f"{last['loss']:.4f}", *speed])
+        loss = f"{loss_at(lines, step):.4f}" if step else ""
+        rows.append([label, lines[-1]["step"], loss, f"{lost[label]:+.4f}" if label in lost else "", *speed])
     batch = f"{args.global_batch} windows of {args.sequence_length} tokens a step, {args.streams} desync streams"
+    tokens = f"{step * args.global_batch * args.sequence_length / 1e6:,.1f}M tokens until step {step}"
+    known = "" if math.isnan(noise) else f" Two seeds of {BASE} differ by {noise:.4f} (standard deviation of a difference)."
     device = "cuda" if torch.cuda.is_available() else "cpu"
-    caption = f"{args.model} on {args.ranks} ranks, {batch}, synthetic corpus; medians of step times. Made on {describe(where, device)}."
+    caption = (
+        f"{args.model} on {args.ranks} ranks, {batch}, {tokens}, synthetic corpus. Losses are means of up to {LAST} log lines, "
+        f"{LOG_EVERY} steps apart.{known} Step times are medians. Made on {describe(where, device)}."
+    )
     return "\n".join([*table_lines(head, rows), "", caption, ""])
 
 
@@ -149,19 +233,21 @@ def main() -> None:
     results.check_folder(args.out)
     folder = None if args.dry_run else results.results_folder(args)
     data = corpus(args)
-    # a variant is done if the last line of its metrics is that of the last step
-    todo = [v for v in args.variants if not (lines := metrics(args, v)) or lines[-1]["step"] < args.steps]
-    failure = launch(args, [words(args, variant, data) for variant in todo]) if todo else None
-    found = {variant: lines for variant in args.variants if (lines := metrics(args, variant))}
+    # a model is done if the last line of its metrics is that of the last step
+    todo = [label for label in models(args) if not (lines := metrics(args, label, data)) or lines[-1]["step"] < args.steps]
+    failure = launch(args, [begin(args, label, data) for label in todo]) if todo else None
+    found = {label: lines for label in models(args) if (lines := metrics(args, label, data))}
     if found:
         text = table(args, found, where)
         print(text)
     if found and folder:
         name = f"pretrain-{args.model.replace(':', '-')}"
-        settings = {key: value for key, value in vars(args).items() if not isinstance(value, Path)}
-        raw = results.write_json(name, {"machine": where, "settings": settings, "metrics": found}, folder)
+        shown = {key: value for key, value in vars(args).items() if not isinstance(value, Path)}
+        lost, noise = differences(found)
+        about = {"machine": where, "settings": shown, "common_step": common_step(found), "differences": lost, "noise": noise}
+        raw = results.write_json(name, about | {"metrics": found}, folder)
         results.write_text(folder / f"{name}.md", text, raw)
-        plot_losses([(variant, args.out / variant / "metrics.jsonl") for variant in found], folder / f"{name}.png")
+        draw_losses(list(found.items()), folder / f"{name}.png")
         results.made(folder / f"{name}.png", raw)
         note(f"wrote {name}.json, .md and .png in {folder.relative_to(results.ROOT)}")
     if failure:

@@ -1,12 +1,12 @@
 """Train every embedded variant with several seeds, and compare the variants with the errors of seeds and of prompts.
 
-    python -m scripts.quality.seeds --processes 6 -- --compile                     # on a GPU: 18 models, 6 at a time
-    python -m scripts.quality.seeds --seeds 1 2 --variants standard ladder --tokens 2e5 --stories 20 --items 5 -- --batch 4   # a try
+    python -m scripts.quality.seeds --processes 6 -- --compile                     # on GPUs: 18 models, 6 at a time
+    python -m scripts.quality.seeds --seeds 1 2 --variants standard ladder --tokens 2e5 --batch 4 --stories 20 --items 5   # a try
 
 All models have the corpus (its seed is 1), the tokens and the recipe of `scripts.corpus.train_tiny`, which gets the options after
 --. A seed is that of the initial weights and of the order of windows. Each model is evaluated as soon as it is trained: one file
 of each is kept in --out, with the log-likelihood of each held-out story and whether each prompt was answered exactly. So a command
-that was stopped goes on with the models that lack their file.
+that was stopped goes on with the models that lack their file, each from its last snapshot. Processes are spread over the GPUs.
 Writes accuracy-seeds.json, .md and .png into out (with --write into docs/results).
 """
 
@@ -14,12 +14,10 @@ import argparse
 import gc
 import json
 import math
-import os
 import shutil
-import signal
-import subprocess
 import sys
 import time
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -39,7 +37,9 @@ from scripts.corpus.tokens import TOKENS_PER_DOCUMENT, write_corpus
 from scripts.lib import results
 from scripts.lib.machine import describe, machine
 from scripts.lib.markdown import table_lines
+from scripts.lib.rows import read_row, write_row
 from scripts.lib.statistics import mean_error, paired_test
+from scripts.lib.workers import Workers, time_left, visible_gpus
 from scripts.quality.accuracy import MAX_ANSWER, SEED
 from scripts.quality.embedded import TASKS
 from tokenizer_files import load_tokenizer
@@ -50,7 +50,9 @@ CORPUS_SEED = 1
 BASE = "standard"  # the variant with which the others are compared
 # the slowest first, so that none is left at the end
 ORDER = ("desync-4x", "desync-2x", "standard", "ladder", "hybrid", "parallel")
-EVALUATION = 25.0  # seconds, with the start of a process
+EVALUATION = 25.0  # seconds, with the start of a process; the guess before the first model is evaluated
+SAVE_EVERY = 100  # steps, which is what a kill loses at most
+OURS = ("--variant", "--seed", "--resume", "--tokens", "--batch", "--data", "--out", "--save-every")  # of train_tiny
 TOKENIZER = ("tokenizer.json", "tokenizer_config.json", "special_tokens_map.json")
 
 
@@ -69,15 +71,16 @@ class Run:
 # --- one model --------------------------------------------------------------------------------------------------------------
 
 
-def evaluate(path: Path, stories: int, items: int) -> dict[str, Any]:
-    """The log-likelihood (nats) and tokens of each held-out story, and whether each prompt of a task was answered exactly."""
+def evaluate(path: Path, stories: int, items: int, seed: int = SEED) -> dict[str, Any]:
+    """The log-likelihood (nats) and tokens of each held-out story, and whether each prompt of a task was answered exactly.
+    seed: of the held-out documents."""
     tokenizer = load_tokenizer(path)
     llm = LLM(path, tokenizer)
-    texts = [render(document) for document in documents(SEED, stories, split="heldout", kind="story")]
+    texts = [render(document) for document in documents(seed, stories, split="heldout", kind="story")]
     told = [tokenizer.encode(text, add_special_tokens=False) for text in texts]
     scored = llm.generate(told, SamplingParams(max_tokens=1, temperature=0, prompt_logprobs=0))
     likelihoods = [[one.chosen.logprob for one in answer.prompt_logprobs or [] if one is not None] for answer in scored]
-    asked = {task: list(documents(SEED, items, split="heldout", kind=task)) for task in TASKS}
+    asked = {task: list(documents(seed, items, split="heldout", kind=task)) for task in TASKS}
     flat = [document for some in asked.values() for document in some]
     prompts = [tokenizer.encode_chat(document.prompt_messages) for document in flat]
     answers = llm.generate(prompts, SamplingParams(max_tokens=MAX_ANSWER, temperature=0))
@@ -95,6 +98,7 @@ def train(args: argparse.Namespace, one: Run) -> Path:
     for name in TOKENIZER:
         shutil.copy(results.ROOT / "models" / "tiny-standard" / name, folder / "tokenizer")
     line = ["--variant", one.variant, "--seed", one.seed, "--resume", "--tokens", args.tokens, "--batch", args.batch]
+    line += ["--save-every", SAVE_EVERY]
     train_tiny.main([str(word) for word in [*line, "--data", args.data, "--out", folder, *args.more]])
     return folder / f"tiny-{one.variant}"
 
@@ -102,6 +106,7 @@ def train(args: argparse.Namespace, one: Run) -> Path:
 def work(args: argparse.Namespace, one: Run) -> None:
     """Train and evaluate one model, and write its file."""
     path = train(args, one) if one.seed else results.ROOT / "models" / f"tiny-{one.variant}"
+    started = time.monotonic()
     torch.set_float32_matmul_precision("highest")  # which training has lowered
     gc.collect()  # frees the trainer, whose hooks refer to each other
     if torch.cuda.is_available():
@@ -110,15 +115,14 @@ def work(args: argparse.Namespace, one: Run) -> None:
     record = {key: record[key] for key in ("settings", "tokens_in_corpus", "seconds", "machine", "torch")}
     found = {"variant": one.variant, "seed": one.seed, "asked": asked(args), "training": record, "machine": machine()}
     found |= {"dtype": "bfloat16" if torch.cuda.is_available() else "float32"} | evaluate(path, args.stories, args.items)
-    half = args.out / f"{one.name}.part"
-    half.write_text(json.dumps(found))
-    half.replace(file_of(args, one))
+    found["evaluation_seconds"] = round(time.monotonic() - started, 1)
+    write_row(file_of(args, one), found)
     shutil.rmtree(args.out / one.name / f"run-{one.variant}" / "snapshots", ignore_errors=True)
 
 
 def asked(args: argparse.Namespace) -> dict[str, Any]:
     """The settings that all files must share."""
-    return {"tokens": args.tokens, "batch": args.batch, "stories": args.stories, "items": args.items}
+    return {"tokens": args.tokens, "batch": args.batch, "stories": args.stories, "items": args.items, "more": args.more}
 
 
 def file_of(args: argparse.Namespace, one: Run) -> Path:
@@ -128,10 +132,8 @@ def file_of(args: argparse.Namespace, one: Run) -> Path:
 
 def row_of(args: argparse.Namespace, one: Run) -> dict[str, Any] | None:
     """What was measured of one model, None if nothing. Raises UserError for a file with other settings."""
-    if not file_of(args, one).exists():
-        return None
-    row: dict[str, Any] = json.loads(file_of(args, one).read_text())
-    if row["asked"] != asked(args):
+    row = read_row(file_of(args, one))
+    if row is not None and row["asked"] != asked(args):
         raise UserError(f"{file_of(args, one)} is of other settings ({row['asked']}); name another --out")
     return row
 
@@ -142,61 +144,70 @@ def row_of(args: argparse.Namespace, one: Run) -> dict[str, Any] | None:
 class Crew:
     """Trains several models at a time, each in a process of its own."""
 
-    def __init__(self, args: argparse.Namespace, todo: list[Run]) -> None:
-        self.args, self.todo = args, todo
+    def __init__(self, args: argparse.Namespace, todo: list[Run], deadline: float) -> None:
+        """deadline: of `time.monotonic()`."""
+        self.args, self.todo, self.deadline = args, todo, deadline
         self.steps = max(1, int(args.tokens) // (args.batch * train_tiny.WINDOW))
-        self.running: dict[Run, subprocess.Popen[bytes]] = {}
+        self.workers = Workers(visible_gpus())
+        self.running: dict[str, Run] = {}
         self.failed: list[str] = []
-        self.limit = time.monotonic() + args.minutes * 60
+        self.evaluations: list[float] = []  # seconds of those that are done
 
     def start(self, one: Run) -> None:
         words = [sys.executable, "-m", "scripts.quality.seeds", *sys.argv[1:]]
         before = words.index("--") if "--" in words else len(words)
         words[before:before] = ["--one", one.name]
-        with (self.args.out / f"{one.name}.log").open("ab") as log:
-            self.running[one] = subprocess.Popen(words, cwd=results.ROOT, stdout=log, stderr=log, start_new_session=True)
-
-    def stop(self, one: Run) -> None:
-        process = self.running.pop(one)
-        os.killpg(process.pid, signal.SIGKILL)  # its session, with the compiler's processes
-        process.wait()
+        self.workers.start(one.name, words, self.args.out / f"{one.name}.log")
+        self.running[one.name] = one
 
     def pace(self, one: Run) -> tuple[int, float] | None:
         """The steps left, and the seconds of a step lately. None before the first figures."""
         lines = read_metrics(self.args.out / one.name / f"run-{one.variant}" / "metrics.jsonl") if one.seed else []
         return (self.steps - lines[-1]["step"], lines[-1]["step_ms"] / 1e3) if len(lines) > 2 else None
 
-    def seconds_left(self) -> float:
-        """Until all models are evaluated, as the running ones are paced now. 0 before the first figures."""
-        paces = [pace for one in self.running if (pace := self.pace(one)) is not None]
-        if not paces:
-            return 0.0
-        unpaced = len(self.todo) + len(self.running) - len(paces)
-        seconds = sum(left * each for left, each in paces) + unpaced * self.steps * sum(each for _, each in paces) / len(paces)
-        return seconds / len(self.running) + EVALUATION
+    def seconds_left(self) -> float | None:
+        """Until all models are evaluated, as the running ones are paced now. None before the first figures."""
+        paces = {one: pace for one in [*self.running.values(), *self.todo] if (pace := self.pace(one)) is not None}
+        if not paces and any(one.seed for one in [*self.running.values(), *self.todo]):
+            return None
+        usual = sum(each for _, each in paces.values()) / max(1, len(paces))
+        evaluation = sum(self.evaluations) / len(self.evaluations) if self.evaluations else EVALUATION
+
+        def needs(one: Run) -> float:
+            left, each = paces.get(one, (self.steps if one.seed else 0, usual))
+            return left * each + evaluation
+
+        return time_left(map(needs, self.running.values()), map(needs, self.todo), self.args.processes)
 
     def work(self) -> None:
-        said = 0.0
+        said = time.monotonic()
         while self.todo or self.running:
-            if time.monotonic() > self.limit:
-                note(f"the time is over: {', '.join(one.name for one in self.running)} stopped")
-                for one in list(self.running):
-                    self.stop(one)
+            if time.monotonic() > self.deadline:
+                note(f"the time is over: {', '.join(self.running) or 'nothing'} stopped")
+                self.workers.stop()
                 return
             while self.todo and len(self.running) < self.args.processes:
                 self.start(self.todo.pop(0))
             time.sleep(1)
-            for one in [one for one, process in self.running.items() if process.poll() is not None]:
-                if self.running.pop(one).returncode:
-                    self.failed.append(one.name)
+            for name, code in self.workers.ended().items():
+                self.end(self.running.pop(name), code)
             if time.monotonic() > said + 20:
                 said = time.monotonic()
                 self.say()
 
+    def end(self, one: Run, code: int) -> None:
+        row = None if code else row_of(self.args, one)
+        if row is None:
+            self.failed.append(one.name)
+        else:
+            self.evaluations.append(row["evaluation_seconds"])
+
     def say(self) -> None:
-        paces = {one.name: self.pace(one) for one in self.running}
+        paces = {name: self.pace(one) for name, one in self.running.items()}
         shown = [f"{name} {p[0]} steps left at {p[1] * 1e3:.0f} ms" if p else f"{name} starting" for name, p in paces.items()]
-        note(f"{'; '.join(shown)}; {len(self.todo)} models wait; {self.seconds_left() / 60:.1f} min for all")
+        left = self.seconds_left()
+        when = "no estimate yet" if left is None else f"about {left / 60:.1f} min for all"
+        note(f"{'; '.join(shown)}; {len(self.todo)} models wait; {when}")
 
 
 # --- statistics -------------------------------------------------------------------------------------------------------------
@@ -214,22 +225,22 @@ def share(row: dict[str, Any], task: str) -> float:
     return float(sum(row["answers"][task])) / len(row["answers"][task])
 
 
-def binomial_error(row: dict[str, Any], task: str) -> float:
-    """The standard error of `share` over prompts."""
+Answers = Mapping[str, Sequence[float]]
+"""For each task a number for each prompt: 1 for an exact answer and 0 for another one, or a difference of these."""
+
+
+def prompts_error(models: Sequence[Answers], task: str) -> float:
+    """The standard error over prompts of the mean of `task` (or of all tasks: `mean`) and of `models`, which got the same prompts.
+
+    Models agree on which prompts are hard, so the models' mean for a prompt counts as one value."""
     if task == "mean":
-        return math.sqrt(sum(binomial_error(row, one) ** 2 for one in TASKS)) / len(TASKS)
-    p = share(row, task)
-    return math.sqrt(p * (1 - p) / len(row["answers"][task]))
+        return math.sqrt(sum(prompts_error(models, one) ** 2 for one in TASKS)) / len(TASKS)
+    means = [sum(same) / len(same) for same in zip(*(answers[task] for answers in models), strict=True)]
+    return mean_error(means)[1]
 
 
-def prompts_error(pairs: list[tuple[dict[str, Any], dict[str, Any]]]) -> float:
-    """The standard error over prompts of the mean difference of `share(mean)` of pairs of models that got the same prompts."""
-    variance = 0.0
-    for task in TASKS:
-        of = [list(zip(a["answers"][task], b["answers"][task], strict=True)) for a, b in pairs]
-        differences = [sum(a - b for a, b in same) / len(same) for same in zip(*of, strict=True)]
-        variance += mean_error(differences)[1] ** 2
-    return math.sqrt(variance) / len(TASKS)
+def difference(a: Answers, b: Answers) -> Answers:
+    return {task: [x - y for x, y in zip(a[task], b[task], strict=True)] for task in TASKS}
 
 
 def summary(rows: list[dict[str, Any]]) -> list[dict[str, Any]]:
@@ -241,8 +252,8 @@ def summary(rows: list[dict[str, Any]]) -> list[dict[str, Any]]:
         entry: dict[str, Any] = {"variant": variant, "seeds": sorted(mine)}
         entry["perplexity"] = mean_error([math.exp(nats(row)) for row in mine.values()])
         for task in (*TASKS, "mean"):
-            binomial = math.sqrt(sum(binomial_error(row, task) ** 2 for row in mine.values())) / len(mine)
-            entry[task] = (*mean_error([share(row, task) for row in mine.values()]), binomial)
+            over_prompts = prompts_error([row["answers"] for row in mine.values()], task)
+            entry[task] = (*mean_error([share(row, task) for row in mine.values()]), over_prompts)
         middle = sorted(mine, key=lambda seed: share(mine[seed], "mean"))
         entry["median_seed"] = middle[(len(middle) - 1) // 2]
         pairs = [(row, base[seed]) for seed, row in sorted(mine.items()) if seed in base]
@@ -250,20 +261,24 @@ def summary(rows: list[dict[str, Any]]) -> list[dict[str, Any]]:
             entry["pairs"] = len(pairs)
             entry["nats_difference"] = paired_test([nats(a) - nats(b) for a, b in pairs])
             entry["match_difference"] = paired_test([share(a, "mean") - share(b, "mean") for a, b in pairs])
-            entry["match_difference_prompts_error"] = prompts_error(pairs)
+            entry["match_difference_prompts_error"] = prompts_error(
+                [difference(a["answers"], b["answers"]) for a, b in pairs], "mean"
+            )
         found.append(entry)
     return found
 
 
 def table(entries: list[dict[str, Any]], rows: list[dict[str, Any]]) -> str:
-    head = ["variant", "seeds", "perplexity", *TASKS, "mean", f"perplexity against {BASE}, %", f"mean against {BASE}, points"]
+    head = ["variant", "seeds", "median seed", "perplexity", *TASKS, "mean"]
+    head += [f"perplexity against {BASE}, %", f"mean against {BASE}, points"]
     lines = []
     for entry in entries:
         mean, error = entry["perplexity"]
-        cells = [entry["variant"], str(len(entry["seeds"])), _pair(mean, error, "{:.4f}")]
-        cells += [_pair(100 * entry[task][0], 100 * entry[task][1]) for task in TASKS]
-        mean, error, binomial = (100 * x for x in entry["mean"])
-        cells.append(f"{_pair(mean, error)} (± {binomial:.1f})")
+        median = str(entry["median_seed"] or "embedded")
+        cells = [entry["variant"], str(len(entry["seeds"])), median, _pair(mean, error, "{:.4f}")]
+        for task in (*TASKS, "mean"):
+            mean, error, over_prompts = (100 * x for x in entry[task])
+            cells.append(f"{_pair(mean, error)} (± {over_prompts:.1f})")
         if "pairs" in entry:
             (loss, loss_error, loss_p), (match, error, p) = entry["nats_difference"], entry["match_difference"]
             cells.append(_pair(100 * loss, 100 * loss_error, "{:+.2f}") + _probability(loss_p))
@@ -273,7 +288,8 @@ def table(entries: list[dict[str, Any]], rows: list[dict[str, Any]]) -> str:
     first = rows[-1]
     where = describe(first["machine"], "cuda" if first["dtype"] == "bfloat16" else "cpu")
     caption = (
-        f"Means over seeds ± their standard error; in brackets the error over prompts (binomial, or of paired differences). "
+        f"Means over seeds ± their standard error; in brackets the error over prompts, which all seeds share. "
+        f"The median seed has the median of the mean exact match. "
         f"Differences are of models with the same seed, with p of the two-sided paired t test. Perplexity over "
         f"{len(first['stories'])} held-out stories; exact match in %, {len(first['answers'][TASKS[0]])} held-out items a task, greedy, "
         f"{first['dtype']}. Trained on {first['training']['tokens_in_corpus'] / 1e6:,.0f}M tokens each. Made on {where}."
@@ -325,7 +341,12 @@ def parse_args() -> argparse.Namespace:
         "--batch", type=whole_number(1), default=64, help=f"windows of {train_tiny.WINDOW} tokens a step (default: 64)"
     )
     parser.add_argument("--processes", type=whole_number(1), default=1, help="models that are trained at a time (default: 1)")
-    parser.add_argument("--minutes", type=float, default=math.inf, help="stop then, with what is ready (default: no limit)")
+    parser.add_argument(
+        "--minutes",
+        type=float,
+        default=math.inf,
+        help="stop then, counted from the start, with what is ready (default: no limit)",
+    )
     parser.add_argument("--stories", type=whole_number(2), default=1000, help="held-out stories (default: 1000)")
     parser.add_argument("--items", type=whole_number(2), default=1000, help="held-out prompts of a task (default: 1000)")
     parser.add_argument("--out", type=Path, default=results.OUT / "seeds", help="default: out/seeds")
@@ -334,13 +355,16 @@ def parse_args() -> argparse.Namespace:
     results.add_write_option(parser)
     parser.add_argument("more", nargs="*", help="after --: further options of scripts.corpus.train_tiny, such as --compile")
     args = parser.parse_args()
+    taken = [word for word in args.more if word.partition("=")[0] in OURS]
+    if taken:
+        raise UserError(f"{', '.join(taken)} after --: this command sets that for each model; give its own option before --")
     args.out = args.out.absolute()
     args.data = args.data or args.out / f"tokens-{int(args.tokens)}.bin"
     return args
 
 
 def main() -> None:
-    args = parse_args()
+    started, args = time.monotonic(), parse_args()
     results.check_folder(args.out)
     folder = results.results_folder(args)
     seeds = [*([0] if args.embedded else []), *args.seeds]
@@ -355,7 +379,7 @@ def main() -> None:
     if any(one.seed for one in todo) and not args.data.with_suffix(".json").exists():
         tokenizer = results.ROOT / "models" / "tiny-standard"
         write_corpus(args.data, tokenizer, CORPUS_SEED, int(args.tokens) // TOKENS_PER_DOCUMENT)
-    crew = Crew(args, todo)
+    crew = Crew(args, todo, started + args.minutes * 60)
     crew.work()
     rows = [row for one in runs if (row := row_of(args, one)) is not None]
     if rows:

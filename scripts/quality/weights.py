@@ -12,10 +12,8 @@ accuracy-weights.json and .md into out (with --write into docs/results).
 """
 
 import argparse
-import json
 import math
 import tempfile
-import zlib
 from pathlib import Path
 from typing import Any
 
@@ -32,6 +30,7 @@ from scripts.corpus.documents import documents, render
 from scripts.lib.machine import describe, machine
 from scripts.lib.markdown import table_lines
 from scripts.lib.results import OUT, ROOT, add_write_option, results_folder, write_json, write_text
+from scripts.lib.rows import kept, row_file, weights_checksum
 from scripts.quality.accuracy import BATCH, SEED, matches
 from scripts.quality.embedded import TASKS
 from scripts.quantize import LENGTH, SAMPLES, quantize_model
@@ -79,17 +78,9 @@ def evaluate(path: Path, width: str, stories: int, items: int) -> dict[str, Any]
 
 def measured(path: Path, width: str, args: argparse.Namespace, folder: Path) -> dict[str, Any]:
     """The evaluation of one model and width, from its file in `folder` if that has the same settings."""
-    weights = zlib.crc32(b"".join(file.read_bytes() for file in sorted(path.glob("*.safetensors"))))
-    settings = {"stories": args.stories, "items": args.items, "weights": f"{weights:08x}", "of": "tokens"}
+    settings = {"stories": args.stories, "items": args.items, "weights": weights_checksum(path), "of": "tokens"}
     settings |= {"torch": torch.__version__, "cuda": torch.cuda.is_available()}
-    file = folder / f"{path.name}-{width.replace(' ', '-')}.json"
-    if file.exists() and (found := json.loads(file.read_text()))["settings"] == settings:
-        return dict(found)
-    found = {"settings": settings} | evaluate(path, width, args.stories, args.items)
-    half = file.with_suffix(".part")
-    half.write_text(json.dumps(found))
-    half.replace(file)
-    return found
+    return kept(row_file(folder, f"{path.name}-{width}", settings), lambda: evaluate(path, width, args.stories, args.items))
 
 
 # --- differences --------------------------------------------------------------------------------------------------------------

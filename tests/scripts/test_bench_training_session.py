@@ -1,17 +1,24 @@
 """Several configurations in one launch of the training benchmark's ranks, and pretraining that leaves metrics alone."""
 
 import json
+import math
+import statistics
 import sys
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 
+from errors import UserError
 from scripts.bench.training import __main__ as bench_training
 from scripts.bench.training import launches
 from scripts.lib.results import ROOT
+from scripts.quality import pretrain_variants
 from tests.support import quick_start
 from training.metrics import read_metrics
+from training.token_file import write_tokens
 
 pytestmark = pytest.mark.usefixtures("forked_commands")
 
@@ -74,11 +81,65 @@ def test_pretraining_the_variants_writes_their_losses_and_no_models(tmp_path: Pa
         "7",
         "--dry-run",
     ]
-    line += ["--sequence-length", "16", "--global-batch", "4", "--streams", "2", "--variants", "ladder", "desync-2x"]
-    done = quick_start.run([*line, "--out", str(tmp_path)], cwd=ROOT, capture_output=True, text=True, timeout=600)
+    line += [
+        "--sequence-length",
+        "16",
+        "--global-batch",
+        "4",
+        "--streams",
+        "2",
+        "--variants",
+        "standard",
+        "hybrid",
+        "desync-2x",
+    ]
+    line += ["--seeds", "3", "4", "--out", str(tmp_path)]
+    done = quick_start.run(line, cwd=ROOT, capture_output=True, text=True, timeout=600)
     assert done.returncode == 0, done.stderr
-    for variant in ("ladder", "desync-2x"):
-        assert [line["step"] for line in read_metrics(tmp_path / variant / "metrics.jsonl")] == [5, 7]
-        assert not (tmp_path / variant / "model").exists()
-        assert f"| {variant} | 7 |" in done.stdout
+    labels = {"standard": "standard", "hybrid": "hybrid", "desync-2x": "desync-2x", "standard, seed 4": "standard-seed-4"}
+    for label, folder in labels.items():
+        assert [line["step"] for line in read_metrics(tmp_path / folder / "metrics.jsonl")] == [5, 7]
+        assert not (tmp_path / folder / "model").exists()
+        assert f"| {label} | 7 |" in done.stdout
     assert not list(tmp_path.rglob("*.safetensors"))
+    times = {path: path.stat().st_mtime_ns for path in tmp_path.rglob("metrics.jsonl")}
+    again = quick_start.run(line, cwd=ROOT, capture_output=True, text=True, timeout=600)
+    assert again.stdout == done.stdout and times == {path: path.stat().st_mtime_ns for path in tmp_path.rglob("metrics.jsonl")}
+
+
+def lines_until(step: int, loss: Callable[[int], float]) -> list[dict[str, Any]]:
+    return [
+        {"step": i, "loss": loss(i), "step_ms": 1.0, "tokens_per_gpu_second": 2.0}
+        for i in range(pretrain_variants.LOG_EVERY, step + 1, pretrain_variants.LOG_EVERY)
+    ]
+
+
+def test_variants_are_compared_at_the_last_step_that_all_have() -> None:
+    """A model that was stopped at step 40 is compared with what the others had then."""
+    found = {
+        "standard": lines_until(60, lambda i: 2 - i / 100),
+        "ladder": lines_until(40, lambda i: 2.5 - i / 100),
+        "standard, seed 4": lines_until(60, lambda i: 2.03 - i / 100),
+    }
+    assert pretrain_variants.common_step(found) == 40
+    lost, noise = pretrain_variants.differences(found)
+    assert lost == pytest.approx({"ladder": 0.5, "standard, seed 4": 0.03})
+    assert noise == pytest.approx(math.sqrt(2) * statistics.stdev([1.65, 1.68]))
+    lost, noise = pretrain_variants.differences({label: found[label] for label in ("standard", "ladder")})
+    assert lost == pytest.approx({"ladder": 0.5}) and math.isnan(noise)
+    assert pretrain_variants.differences({"ladder": found["ladder"]})[0] == {}
+
+
+def test_metrics_of_other_settings_and_short_corpora_are_not_used(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    line = ["pretrain", "--model", "tiny:1", "--steps", "5", "--sequence-length", "16", "--global-batch", "4"]
+    monkeypatch.setattr(sys, "argv", [*line, "--out", str(tmp_path)])
+    args = pretrain_variants.parse_args()
+    data = pretrain_variants.corpus(args)
+    pretrain_variants.begin(args, "ladder", data)
+    (tmp_path / "ladder" / "metrics.jsonl").write_text('{"step": 5}\n')
+    assert pretrain_variants.metrics(args, "ladder", data) == [{"step": 5}]
+    args.learning_rate *= 2
+    assert pretrain_variants.metrics(args, "ladder", data) == []
+    write_tokens(data, np.zeros(5 * 4 * 16, dtype=np.int64), 50, "none")
+    with pytest.raises(UserError, match="would repeat"):
+        pretrain_variants.corpus(args)

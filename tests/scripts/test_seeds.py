@@ -5,6 +5,7 @@ import math
 import random
 import statistics
 import sys
+import time
 from pathlib import Path
 from typing import Any
 
@@ -12,7 +13,9 @@ import pytest
 
 from errors import UserError
 from scripts.lib.statistics import mean_error, paired_test, t_tails
+from scripts.lib.workers import Workers, time_left
 from scripts.quality import seeds
+from training.metrics import seconds_of
 
 
 def test_tails_of_students_t(seed: int) -> None:
@@ -52,7 +55,8 @@ def test_summary(seed: int) -> None:
     flat = [[one for task in seeds.TASKS for one in each["answers"][task]] for each in rows]
     shares = [sum(one) / len(one) for one in flat]
     assert base["mean"][:2] == pytest.approx((statistics.mean(shares[:3]), statistics.stdev(shares[:3]) / math.sqrt(3)))
-    assert base["mean"][2] == pytest.approx(math.sqrt(0.9 * 0.1 / len(flat[0]) / 3), rel=0.15)
+    of_prompts = [sum(one) / 3 for one in zip(*flat[:3], strict=True)]
+    assert base["mean"][2] == pytest.approx(mean_error(of_prompts)[1], rel=0.03)
     assert shares[base["median_seed"] - 1] == statistics.median(shares[:3])
     assert ladder["match_difference"] == pytest.approx(
         paired_test([b - a for a, b in zip(shares[:3], shares[3:], strict=True)])
@@ -60,6 +64,73 @@ def test_summary(seed: int) -> None:
     of_prompts = [sum(one[3:]) / 3 - sum(one[:3]) / 3 for one in zip(*flat, strict=True)]
     assert ladder["match_difference_prompts_error"] == pytest.approx(mean_error(of_prompts)[1], rel=0.03)
     assert base["perplexity"][0] == pytest.approx(statistics.mean(math.exp(seeds.nats(one)) for one in rows[:3]))
+
+
+def test_seeds_that_answer_alike_have_the_error_of_one(seed: int) -> None:
+    """Three models that fail at the same prompts say no more about prompts than one does."""
+    one = row("ladder", 1, 0.8)
+    alike = seeds.summary([one | {"seed": number} for number in (1, 2, 3)])[0]
+    p = seeds.share(one, "counting")
+    assert alike["counting"][2] == pytest.approx(math.sqrt(p * (1 - p) / 199))  # of 200 prompts
+
+
+def test_the_time_left_is_that_of_the_last_worker(seed: int) -> None:
+    assert time_left([5.0, 1.0], [3.0, 4.0], 2) == 8.0  # one worker: 1 + 3 + 4, the other: 5
+    assert time_left([], [2.0, 2.0, 2.0], 2) == 4.0
+    assert time_left([7.0], [], 4) == 7.0
+    jobs = [random.uniform(1, 9) for _ in range(20)]
+    assert time_left([], jobs, 1) == pytest.approx(sum(jobs))
+    assert max(max(jobs), sum(jobs) / 3) <= time_left([], jobs, 3) <= sum(jobs) / 3 + max(jobs)
+
+
+def test_processes_are_spread_over_the_gpus(tmp_path: Path) -> None:
+    workers = Workers(["3", "5"])
+    words = [sys.executable, "-c", "import os, sys; print(os.environ['CUDA_VISIBLE_DEVICES']); sys.exit(4)"]
+    for name in "abcd":
+        workers.start(name, words, tmp_path / name)
+    codes: dict[str, int] = {}
+    while len(codes) < 4:
+        codes |= workers.ended()
+    assert codes == dict.fromkeys("abcd", 4)
+    assert [(tmp_path / name).read_text().strip() for name in "abcd"] == ["3", "5", "3", "5"]
+    workers.start("e", [sys.executable, "-c", "import time; time.sleep(60)"], tmp_path / "e")
+    workers.stop()
+    assert not workers.running
+
+
+def test_a_few_models_from_training_to_the_table(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    """Two seeds of two variants, for two steps on a CPU. The second command trains nothing."""
+    monkeypatch.setattr(seeds.results, "OUT", tmp_path / "results")
+    line = ["seeds", "--out", str(tmp_path / "seeds"), "--variants", "standard", "ladder", "--seeds", "1", "2"]
+    line += ["--tokens", "4200", "--batch", "2", "--stories", "3", "--items", "2", "--processes", "2"]
+    monkeypatch.setattr(sys, "argv", [*line, "--", "--device", "cpu", "--micro-batch", "1"])
+    started = time.time()
+    seeds.main()
+    folder, found = tmp_path / "seeds", json.loads((tmp_path / "results" / "accuracy-seeds.json").read_text())
+    assert [(one["variant"], one["seeds"], one["pairs"]) for one in found["summary"][1:]] == [("ladder", [1, 2], 2)]
+    for one in found["rows"]:
+        assert one["asked"]["more"] == ["--device", "cpu", "--micro-batch", "1"]
+        assert one["training"]["settings"]["steps"] == 2 and one["training"]["settings"]["micro_batch"] == 1
+        assert 0 < one["training"]["seconds"] < time.time() - started
+        assert [len(right) for right in one["answers"].values()] == [2] * len(seeds.TASKS) and len(one["stories"]) == 3
+        assert 5 < seeds.nats(one) < 8  # of 2,048 tokens, hardly trained
+    assert len({seeds.nats(one) for one in found["rows"]}) == 4
+    assert len((tmp_path / "results" / "accuracy-seeds.md").read_text().split("| median seed |")) == 2
+    before = {path: path.stat().st_mtime_ns for path in folder.glob("*.json")}
+    seeds.main()
+    assert before == {path: path.stat().st_mtime_ns for path in folder.glob("*.json")}
+
+
+def test_options_that_the_command_sets_are_refused_after_the_dashes(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(sys, "argv", ["seeds", "--", "--compile", "--batch", "4"])
+    with pytest.raises(UserError, match="--batch after --"):
+        seeds.parse_args()
+
+
+def test_the_seconds_of_a_resumed_run_include_those_before(tmp_path: Path) -> None:
+    lines = [{"step": 20, "step_ms": 50.0}, {"step": 30, "step_ms": 100.0}, {"step": 50, "step_ms": 10.0}]
+    assert seconds_of(lines) == pytest.approx(1.0 + 1.0 + 0.2)
+    assert seconds_of([]) == 0
 
 
 def test_a_stopped_command_goes_on(monkeypatch: pytest.MonkeyPatch, tmp_path: Path, seed: int) -> None:

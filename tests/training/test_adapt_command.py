@@ -131,6 +131,13 @@ def test_bad_settings_say_what_to_do(standard: Path, tokens: Path, tmp_path: Pat
         run(ALONE, arguments(standard, tokens, tmp_path / "out", "--steps", 1, *more))
 
 
+def test_an_adapted_model_is_not_taken_for_one_of_another_distillation(standard: Path, tokens: Path, tmp_path: Path) -> None:
+    base = arguments(standard, tokens, tmp_path / "out", "--ladder-layers", 2, "--steps", 1)
+    run(ALONE, [*base, "--distill", 0.5])
+    with pytest.raises(UserError, match="another distill"):
+        run(ALONE, [*base, "--resume", "--distill", 0.25])
+
+
 def test_a_ladder_is_no_starting_point(tokens: Path, tmp_path: Path) -> None:
     model = Transformer(tiny("ladder"), Local(), torch.device("cpu"), torch.float32)
     save_checkpoint(model, tmp_path / "ladder", torch.float32)

@@ -230,9 +230,21 @@ def test_a_foreign_or_forgotten_run_is_not_overwritten(model: Path, tokens: Path
         (["--seed", 6], "another seed"),
         (["--global-batch", 4], "another global batch"),
         (["--variant", "standard"], "another model"),
+        (["--learning-rate", 2e-4], "another learning rate.*--other-recipe"),
+        (["--steps", STEPS + 1], f"another steps .{STEPS}, now {STEPS + 1}"),
+        (["--warmup", 3], "another warmup"),
+        (["--seed", 6, "--other-recipe"], "another seed"),
     ):
         with pytest.raises(UserError, match=part):
             run(ALONE, [*base, "--resume", *map(str, more)])
+
+
+def test_another_recipe_goes_on_only_if_told_to(model: Path, tokens: Path, tmp_path: Path) -> None:
+    base = arguments(model, tokens, tmp_path / "out")
+    short = run(ALONE, base)
+    lines = run(ALONE, [*base, "--resume", "--other-recipe", "--steps", str(STEPS + 2), "--final-rate", "1"])
+    assert lines[:STEPS] == short and [line["step"] for line in lines[STEPS:]] == [STEPS + 1, STEPS + 2]
+    assert lines[-1]["learning_rate"] > short[-1]["learning_rate"]
 
 
 def test_a_torn_snapshot_names_the_one_before(model: Path, tokens: Path, tmp_path: Path) -> None:

@@ -1,0 +1,42 @@
+"""Rows of a measurement, each kept in a file as soon as it is measured, so that a stopped command goes on with the others."""
+
+import json
+import zlib
+from collections.abc import Callable, Mapping
+from pathlib import Path
+from typing import Any
+
+
+def row_file(folder: Path, name: str, settings: Mapping[str, Any]) -> Path:
+    """The file of the row `name`. Its name depends on the JSON-serializable settings, so a row of other settings is not taken for
+    it."""
+    digest = zlib.crc32(json.dumps(settings, sort_keys=True).encode())
+    return folder / f"{name.replace(' ', '-').replace(':', '-')}-{digest:08x}.json"
+
+
+def read_row(path: Path) -> dict[str, Any] | None:
+    """The row in `path`, None if there is none."""
+    return dict(json.loads(path.read_text())) if path.exists() else None
+
+
+def write_row(path: Path, row: Mapping[str, Any]) -> None:
+    """Write a row whole or not at all."""
+    path.parent.mkdir(parents=True, exist_ok=True)
+    half = path.with_suffix(".part")
+    half.write_text(json.dumps(row))
+    half.replace(path)
+
+
+def kept(path: Path, measure: Callable[[], Mapping[str, Any]]) -> dict[str, Any]:
+    """The row in `path`. If there is none, that of `measure()`, which is then kept there."""
+    if not path.exists():
+        write_row(path, measure())
+    return dict(json.loads(path.read_text()))
+
+
+def weights_checksum(model: Path) -> str:
+    """A checksum of a checkpoint's weights and config, eight hexadecimal digits."""
+    value = 0
+    for file in [*sorted(model.glob("*.safetensors")), model / "config.json"]:
+        value = zlib.crc32(file.read_bytes(), value)
+    return f"{value:08x}"
