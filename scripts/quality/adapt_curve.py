@@ -288,7 +288,7 @@ def table(entries: list[dict[str, Any]], args: argparse.Namespace, where: dict[s
         trained = bool(entry["tokens"])
         cells = [str(entry["layers"] or "original"), f"{entry['tokens'] / 1e6:.3g}" if entry["layers"] else ""]
         cells += [f"{entry['distill']:.0%}", f"{entry['rate']:g}", str(entry["seeds"])] if trained else [""] * 3
-        cells.append(pair(*entry["perplexity"], form="{:.4f}"))
+        cells.append(pair(entry["perplexity"][0], entry["perplexity"][1], "{:.4f}"))
         change = entry.get("perplexity_change")
         cells.append(pair(100 * change[0], 100 * change[1], "{:+.2f}") if change else "")
         for task in (*TASKS, "mean"):
