@@ -99,7 +99,7 @@ simulate: setup-dev #+ Test: the server against a simulated clock, model and fau
 lint: setup-dev ## Test: ruff, mypy, and that README and docs quote the results as they are
 	@$(PY) -m ruff check . && $(PY) -m ruff format --check . && $(PY) -m mypy && $(PY) -m scripts.report.quote_tables --check && $(PY) -m scripts.report.check_docs
 
-accuracy: setup #+ Measure: perplexity and exact match of every embedded model at tp 1, 2 and 4, then with each quantized all-reduce and with quantized weights, into out (tracked: ARGS=--write; hours, 2 GB)
+accuracy: setup #+ Measure: perplexity and exact match of every embedded model at tp 1, 2 and 4, then with each quantized all-reduce and with quantized weights, resumable, into out (tracked: ARGS=--write; hours, 2 GB)
 	@$(PY) -m scripts.quality.accuracy $(ARGS)
 	@$(PY) -m scripts.quality.accuracy --comm gloo int8 int6 int4 fp8 --tp 2 $(ARGS)
 	@$(PY) -m scripts.quality.weights $(filter --write,$(ARGS))
@@ -221,8 +221,11 @@ profile-collectives: setup #+ Train: time all-gather, reduce-scatter, all-reduce
 test-plans: setup-dev #+ Test: every sharding of 4 and 8 ranks against plain training (15 min, 2 GB)
 	@$(PY) -m pytest -m exhaustive $(ARGS)
 
-adapt-demo: setup-dev #+ Train: convert the embedded standard model to hybrid ladders: accuracy lost and restored by retraining (over 20 min, 2 GB)
-	@$(PY) -m scripts.quality.adapt_demo --ranks $(RANKS) $(ARGS)
+adapt-demo: setup-dev #+ Train: convert the embedded standard model to hybrid ladders: accuracy lost and restored by retraining, resumable (a CPU: over 20 min, 2 GB; else on a GPU)
+	@$(PY) -m scripts.quality.adapt_demo $(if $(filter file,$(origin RANKS)),,--ranks $(RANKS)) $(ARGS)
+
+adapt-curve: setup-dev #+ Train: accuracy recovered by retraining against its tokens, by converted layers and distillation, with three seeds, resumable (GPUs, ARGS="--workers 6")
+	@$(PY) -m scripts.quality.adapt_curve $(ARGS)
 
 pretrain-variants: setup-dev #+ Train: loss curves of all variants of a preset on RANKS ranks: make pretrain-variants ARGS="--model ladder-1b"
 	@$(PY) -m scripts.quality.pretrain_variants --ranks $(RANKS) $(ARGS)

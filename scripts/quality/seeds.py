@@ -275,15 +275,15 @@ def table(entries: list[dict[str, Any]], rows: list[dict[str, Any]]) -> str:
     for entry in entries:
         mean, error = entry["perplexity"]
         median = str(entry["median_seed"] or "embedded")
-        cells = [entry["variant"], str(len(entry["seeds"])), median, _pair(mean, error, "{:.4f}")]
+        cells = [entry["variant"], str(len(entry["seeds"])), median, pair(mean, error, "{:.4f}")]
         for task in (*TASKS, "mean"):
             mean, error, over_prompts = (100 * x for x in entry[task])
-            cells.append(f"{_pair(mean, error)} (± {over_prompts:.1f})")
+            cells.append(f"{pair(mean, error)} (± {over_prompts:.1f})")
         if "pairs" in entry:
             (loss, loss_error, loss_p), (match, error, p) = entry["nats_difference"], entry["match_difference"]
-            cells.append(_pair(100 * loss, 100 * loss_error, "{:+.2f}") + _probability(loss_p))
+            cells.append(pair(100 * loss, 100 * loss_error, "{:+.2f}") + _probability(loss_p))
             prompts = entry["match_difference_prompts_error"]
-            cells.append(f"{_pair(100 * match, 100 * error, '{:+.1f}')} (± {prompts * 100:.1f}){_probability(p)}")
+            cells.append(f"{pair(100 * match, 100 * error, '{:+.1f}')} (± {prompts * 100:.1f}){_probability(p)}")
         lines.append([*cells, *[""] * (len(head) - len(cells))])
     first = rows[-1]
     where = describe(first["machine"], "cuda" if first["dtype"] == "bfloat16" else "cpu")
@@ -297,7 +297,7 @@ def table(entries: list[dict[str, Any]], rows: list[dict[str, Any]]) -> str:
     return "\n".join([*table_lines(head, lines), "", caption, ""])
 
 
-def _pair(value: float, error: float, form: str = "{:.1f}") -> str:
+def pair(value: float, error: float, form: str = "{:.1f}") -> str:
     """A value and its standard error, which one seed does not have."""
     return form.format(value) + ("" if math.isnan(error) else f" ± {form.replace('+', '').format(error)}")
 

@@ -100,6 +100,7 @@ def test_processes_are_spread_over_the_gpus(tmp_path: Path) -> None:
 
 def test_a_few_models_from_training_to_the_table(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     """Two seeds of two variants, for two steps on a CPU. The second command trains nothing."""
+    monkeypatch.setenv("OMP_NUM_THREADS", "1")
     monkeypatch.setattr(seeds.results, "OUT", tmp_path / "results")
     line = ["seeds", "--out", str(tmp_path / "seeds"), "--variants", "standard", "ladder", "--seeds", "1", "2"]
     line += ["--tokens", "4200", "--batch", "2", "--stories", "3", "--items", "2", "--processes", "2"]

@@ -579,6 +579,7 @@ WRITERS = [
     "bench/serving/transformers_cpu",
     "bench/serving/variants",
     "quality/accuracy",
+    "quality/adapt_curve",
     "quality/adapt_demo",
     "quality/lm_eval",
     "quality/pretrain_variants",

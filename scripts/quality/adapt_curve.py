@@ -1,0 +1,406 @@
+"""Measure how much accuracy retraining gives back, against its tokens, for several numbers of converted layers, with and without
+distillation.
+
+    python -m scripts.quality.adapt_curve --workers 6 --minutes 9.5           # on GPUs, as often as needed
+    python -m scripts.quality.adapt_curve --shares 0.01 --layers 4 --distill 0.5 --rates 1e-3 --seeds 1 2 --training-tokens 4e5 \\
+        --sequence-length 128 --batch 4 --stories 20 --items 5 --out /tmp/curve    # a try on a CPU
+
+For each number of layers, share of the training tokens and distillation, the learning rate with the lowest loss on held-out
+stories is searched with the first seed. The further seeds have that rate. Its stories and prompts have another seed than those of
+the figures. Each retrained model is a row file in --out, and workers take what has no file yet. So a command that was stopped goes
+on with the rest. Writes adapt-curve.json, .md and .png into out (with --write into docs/results).
+"""
+
+import argparse
+import fcntl
+import gc
+import itertools
+import json
+import math
+import shutil
+import sys
+import time
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from cli import Parser, note, run
+from errors import UserError
+from figures import CYCLE
+from hf_config import read_config
+from options import whole_number
+from processes import die_with_parent
+from scripts.corpus.tokens import TOKENS_PER_DOCUMENT, write_corpus
+from scripts.lib import results
+from scripts.lib.machine import describe, machine
+from scripts.lib.markdown import table_lines
+from scripts.lib.rows import read_row, row_file, write_row
+from scripts.lib.statistics import mean_error
+from scripts.lib.workers import Workers, visible_gpus
+from scripts.quality.accuracy import SEED
+from scripts.quality.embedded import TASKS
+from scripts.quality.seeds import difference, evaluate, nats, pair, prompts_error, share
+from tp import init_world
+from training import adapt
+from training.convert import convert, to_hybrid_ladder
+from training.loop import prepare, train
+from training.token_file import open_tokens
+
+DATA_SEED = 77  # of the retraining corpus, which shares no document with the original one or the held-out ones
+SEARCH_SEED = 3  # of the held-out documents on which learning rates are compared
+WARMUP = 0.05  # of the steps
+
+
+@dataclass(frozen=True)
+class Cell:
+    """One retrained model, or with no tokens the converted one, or with no layers the original."""
+
+    layers: int
+    tokens: int = 0
+    distill: float = 0.0
+    rate: float = 0.0
+    seed: int = 0
+
+    @property
+    def name(self) -> str:
+        return f"{self.layers}-layers-{self.tokens}-tokens-distill-{self.distill:g}-rate-{self.rate:g}-seed-{self.seed}"
+
+    @property
+    def group(self) -> tuple[int, int, float]:
+        """What has one learning rate."""
+        return self.layers, self.tokens, self.distill
+
+
+# --- which models -----------------------------------------------------------------------------------------------------------
+
+
+def searched(args: argparse.Namespace) -> list[Cell]:
+    """The models that need no other: the original, the converted ones, and each learning rate with the first seed. The shortest
+    first, so that the time left is soon known."""
+    groups = itertools.product(sorted(tokens_of(args)), args.layers, args.distill, args.rates)
+    untrained = [Cell(0), *(Cell(layers) for layers in args.layers)]
+    return untrained + [Cell(layers, tokens, distill, rate, args.seeds[0]) for tokens, layers, distill, rate in groups]
+
+
+def tokens_of(args: argparse.Namespace) -> list[int]:
+    """The tokens of each share, in whole steps."""
+    step = args.batch * args.sequence_length
+    return [max(1, int(part * args.training_tokens) // step) * step for part in args.shares]
+
+
+def file_of(args: argparse.Namespace, cell: Cell) -> Path:
+    names = ("batch", "sequence_length", "stories", "items", "more")
+    settings = {name: getattr(args, name) for name in names} | {"model": str(args.model), "cell": asdict(cell)}
+    return row_file(args.out / "rows", cell.name, settings)
+
+
+def best_rate(args: argparse.Namespace, group: tuple[int, int, float]) -> float | None:
+    """The learning rate with the lowest loss on the stories of the search, None as long as a rate has no row."""
+    rows = {rate: read_row(file_of(args, Cell(*group, rate, args.seeds[0]))) for rate in args.rates}
+    found = {rate: nats(row["search"]) for rate, row in rows.items() if row is not None}
+    return min(found, key=lambda rate: found[rate]) if len(found) == len(rows) else None
+
+
+def chosen(args: argparse.Namespace) -> list[Cell]:
+    """The models with the best learning rate and each seed, of the groups whose rate is known."""
+    groups = dict.fromkeys(cell.group for cell in searched(args) if cell.tokens)
+    rates = {group: best_rate(args, group) for group in groups}
+    return [Cell(*group, rate, seed) for group, rate in rates.items() if rate is not None for seed in args.seeds]
+
+
+# --- one process, many models -----------------------------------------------------------------------------------------------
+
+
+@contextmanager
+def claimed(path: Path) -> Iterator[bool]:
+    """Whether no other worker measures the row of this file now. The kernel releases a lock when its owner ends."""
+    with path.with_suffix(".lock").open("w") as file:
+        try:
+            fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except BlockingIOError:
+            yield False
+            return
+        yield not path.exists()
+
+
+def work(args: argparse.Namespace) -> None:
+    """Measure models until all have rows."""
+    while True:
+        cells = list(dict.fromkeys([*searched(args), *chosen(args)]))
+        todo = [cell for cell in cells if not file_of(args, cell).exists()]
+        if not todo and len(cells) == total(args):
+            return
+        for cell in todo:
+            with claimed(file_of(args, cell)) as mine:
+                if mine:
+                    write_row(file_of(args, cell), measure(args, cell))
+                    break  # there may be new models, which come before those that no search waits for
+        else:
+            time.sleep(1)
+
+
+def measure(args: argparse.Namespace, cell: Cell) -> dict[str, Any]:
+    """Retrain and evaluate one model."""
+    folder = args.out / "work" / cell.name
+    shutil.rmtree(folder, ignore_errors=True)
+    started = time.monotonic()
+    if cell.tokens:
+        retrain(args, cell, folder)
+    elif cell.layers:
+        convert(args.model, folder / "model", cell.layers)
+    trained = time.monotonic()
+    torch.set_float32_matmul_precision("highest")  # which training has lowered
+    gc.collect()  # frees the trainer, whose hooks refer to each other
+    torch.compiler.reset()  # what was compiled for it counts against the limit of the next one
+    if torch.cuda.is_available():
+        torch.cuda.empty_cache()
+    path = folder / "model" if cell.layers else args.model
+    row = asdict(cell) | {"heldout": evaluate(path, args.stories, args.items, SEED)}
+    if cell.tokens:
+        row["search"] = evaluate(path, args.stories, 2, SEARCH_SEED)
+    row["training_seconds"], row["evaluation_seconds"] = trained - started, time.monotonic() - trained
+    shutil.rmtree(folder, ignore_errors=True)
+    return row
+
+
+def retrain(args: argparse.Namespace, cell: Cell, out: Path) -> None:
+    steps = cell.tokens // (args.batch * args.sequence_length)
+    line: list[object] = ["--model", args.model, "--ladder-layers", cell.layers, "--data", data_of(args), "--out", out]
+    line += ["--steps", steps, "--warmup", max(1, int(WARMUP * steps)), "--learning-rate", cell.rate, "--distill", cell.distill]
+    line += ["--sequence-length", args.sequence_length, "--global-batch", args.batch, "--micro-batch", args.batch]
+    line += ["--seed", cell.seed, "--save-every", steps, "--log-every", max(1, steps // 20), *args.more]
+    settings = adapt.parse_args([str(word) for word in line])
+    world = init_world(settings.device)
+    setup = adapt.setup(settings, world)
+    trainer, snapshots = prepare(settings, world, setup)
+    train(settings, world, trainer, snapshots, setup)
+
+
+# --- all processes ----------------------------------------------------------------------------------------------------------
+
+
+def data_of(args: argparse.Namespace) -> Path:
+    path: Path = args.out / f"tokens-{max(tokens_of(args))}.bin"
+    return path
+
+
+def write_data(args: argparse.Namespace) -> None:
+    """Write enough tokens that none is seen twice, unless they exist. Raises UserError if they are too few."""
+    vocabulary, needed = read_config(args.model / "config.json").vocab_size, max(tokens_of(args))
+    if not data_of(args).with_suffix(".json").exists():
+        write_corpus(data_of(args), args.model, DATA_SEED, int(1.05 * needed) // TOKENS_PER_DOCUMENT + 100)
+    count = len(open_tokens(data_of(args), vocabulary).tokens)
+    if count < needed:
+        raise UserError(f"{data_of(args)} has {count:,} tokens, and {needed:,} are needed; remove it, to have it written again")
+
+
+def total(args: argparse.Namespace) -> int:
+    """How many models there are in all."""
+    cells = searched(args)
+    return len(cells) + len({cell.group for cell in cells if cell.tokens}) * (len(args.seeds) - 1)
+
+
+def rows_of(args: argparse.Namespace) -> list[dict[str, Any]]:
+    cells = dict.fromkeys([*searched(args), *chosen(args)])
+    return [row for cell in cells if (row := read_row(file_of(args, cell))) is not None]
+
+
+def seconds_left(args: argparse.Namespace, rows: Sequence[dict[str, Any]]) -> float | None:
+    """Until all models have rows, from the seconds of the rows there are: so many a model, and so many a token. None before the
+    first retrained model."""
+    trained = [row for row in rows if row["tokens"]]
+    if not trained:
+        return None
+    wanted = [(cell.tokens, 1) for cell in searched(args)]
+    wanted += [(tokens, len(args.seeds) - 1) for _, tokens, _ in dict.fromkeys(c.group for c in searched(args) if c.tokens)]
+    tokens = sum(each * count for each, count in wanted) - sum(row["tokens"] for row in rows)
+    of_token = sum(row["training_seconds"] for row in trained) / sum(row["tokens"] for row in trained)
+    of_model = sum(row["evaluation_seconds"] for row in rows) / len(rows)
+    return float((tokens * of_token + (total(args) - len(rows)) * of_model) / args.workers)
+
+
+def command(args: argparse.Namespace, started: float) -> None:
+    """Run the workers until all rows are there or the time is over."""
+    workers, said, deadline = Workers(visible_gpus()), 0.0, started + args.minutes * 60
+    if len(rows_of(args)) == total(args):
+        return
+    words = [sys.executable, "-m", "scripts.quality.adapt_curve", *sys.argv[1:]]
+    before = words.index("--") if "--" in words else len(words)
+    words[before:before] = ["--work"]
+    for i in range(args.workers):
+        workers.start(f"worker-{i}", words, args.out / f"worker-{i}.log")
+    while workers.running:
+        if time.monotonic() > deadline:
+            note("the time is over")
+            workers.stop()
+        for name, code in workers.ended().items():
+            if code:
+                workers.stop()
+                raise UserError(f"{name} failed with exit code {code}; see {args.out / name}.log. The same command goes on")
+        if time.monotonic() > said + 20:
+            said, rows = time.monotonic(), rows_of(args)
+            left = seconds_left(args, rows)
+            when = "no estimate before the first" if left is None else f"about {left / 60:.1f} min left"
+            note(f"{len(rows)} of {total(args)} models; {when}")
+        time.sleep(0.5)
+
+
+# --- results ----------------------------------------------------------------------------------------------------------------
+
+
+def summary(args: argparse.Namespace) -> list[dict[str, Any]]:
+    """One entry for the original, for each converted model, and for each group: means over seeds with their standard errors."""
+    groups: dict[tuple[int, int, float], list[dict[str, Any]]] = {}
+    for cell in [*(one for one in searched(args) if not one.tokens), *chosen(args)]:
+        if (row := read_row(file_of(args, cell))) is not None:
+            groups.setdefault(cell.group, []).append(row)
+    original = groups.get((0, 0, 0.0), [None])[0]
+    found = []
+    for (layers, tokens, distill), rows in sorted(groups.items()):
+        entry: dict[str, Any] = {"layers": layers, "tokens": tokens, "distill": distill, "rate": rows[0]["rate"]}
+        models = [row["heldout"] for row in rows]
+        entry |= {"seeds": len(rows), "perplexity": mean_error([math.exp(nats(one)) for one in models])}
+        for task in (*TASKS, "mean"):
+            over_prompts = prompts_error([one["answers"] for one in models], task)
+            entry[task] = (*mean_error([share(one, task) for one in models]), over_prompts)
+        if original is not None and layers:
+            first = original["heldout"]
+            lost = [difference(one["answers"], first["answers"]) for one in models]
+            entry["difference"] = entry["mean"][0] - share(first, "mean"), prompts_error(lost, "mean")
+            entry["perplexity_change"] = mean_error([math.exp(nats(one) - nats(first)) - 1 for one in models])
+            if (layers, 0, 0.0) in groups:
+                converted = share(groups[layers, 0, 0.0][0]["heldout"], "mean")
+                gap = share(first, "mean") - converted
+                entry["recovered"] = (entry["mean"][0] - converted) / gap if gap else math.nan
+        found.append(entry)
+    return found
+
+
+def table(entries: list[dict[str, Any]], args: argparse.Namespace, where: dict[str, Any]) -> str:
+    head = ["ladder layers", "tokens, M", "distillation", "learning rate", "seeds", "perplexity", "change, %", *TASKS, "mean"]
+    head += ["against the original, points", "recovered, %"]
+    lines = []
+    for entry in entries:
+        trained = bool(entry["tokens"])
+        cells = [str(entry["layers"] or "original"), f"{entry['tokens'] / 1e6:.3g}" if entry["layers"] else ""]
+        cells += [f"{entry['distill']:.0%}", f"{entry['rate']:g}", str(entry["seeds"])] if trained else [""] * 3
+        cells.append(pair(entry["perplexity"][0], entry["perplexity"][1], "{:.4f}"))
+        change = entry.get("perplexity_change")
+        cells.append(pair(100 * change[0], 100 * change[1], "{:+.2f}") if change else "")
+        for task in (*TASKS, "mean"):
+            mean, error, over_prompts = (100 * x for x in entry[task])
+            cells.append(f"{pair(mean, error)} (± {over_prompts:.1f})")
+        lost = entry.get("difference")
+        cells.append(f"{100 * lost[0]:+.1f} (± {100 * lost[1]:.1f})" if lost else "")
+        lines.append([*cells, f"{100 * entry['recovered']:.0f}" if "recovered" in entry else ""])
+    device = "cuda" if torch.cuda.is_available() else "cpu"
+    caption = (
+        f"Means over seeds ± their standard error; in brackets the error over prompts. Recovered: of the mean exact match that "
+        f"conversion takes. Learning rates searched among {', '.join(f'{rate:g}' for rate in args.rates)} on other held-out stories, "
+        f"{args.batch} windows of {args.sequence_length} tokens a step. Perplexity over {args.stories} held-out stories; exact match in "
+        f"%, {args.items} held-out items a task, greedy. The original was trained on {args.training_tokens / 1e6:,.0f}M tokens. Made on "
+        f"{describe(where, device)}."
+    )
+    return "\n".join([*table_lines(head, lines), "", caption, ""])
+
+
+def draw(entries: list[dict[str, Any]], path: Path) -> None:
+    """The mean exact match and the perplexity against the tokens, a line for each number of layers and distillation."""
+    try:
+        from matplotlib.figure import Figure
+    except ImportError:
+        raise UserError("drawing needs matplotlib; run `make setup-dev`, or pip install matplotlib") from None
+
+    figure = Figure(figsize=(9, 3.6), layout="constrained")
+    layers = sorted({entry["layers"] for entry in entries} - {0})
+    shares = sorted({entry["distill"] for entry in entries if entry["tokens"]})
+    labels = ("mean", 100, "exact match, %, mean of tasks"), ("perplexity", 1, "held-out perplexity")
+    for axes, (name, scale, label) in zip(figure.subplots(1, 2), labels, strict=True):
+        for (i, count), (k, distill) in itertools.product(enumerate(layers), enumerate(shares)):
+            mine = [e for e in entries if e["layers"] == count and (e["distill"] == distill or not e["tokens"])]
+            values = [scale * e[name][0] for e in mine]
+            errors = [0.0 if math.isnan(e[name][1]) else scale * e[name][1] for e in mine]
+            look: dict[str, Any] = {"color": CYCLE[i % len(CYCLE)], "linestyle": ("--", "-", ":", "-.")[k % 4], "capsize": 3}
+            what = f"{count} layers, {distill:.0%} distillation" if name == "mean" else None
+            axes.errorbar([e["tokens"] / 1e6 for e in mine], values, errors, marker="o", markersize=3, label=what, **look)
+        for entry in (e for e in entries if not e["layers"]):
+            axes.axhline(scale * entry[name][0], color="black", linewidth=0.8, label="original" if name == "mean" else None)
+        axes.set(xlabel="retraining tokens, M", ylabel=label)
+        axes.grid(alpha=0.3)
+    figure.legend(loc="outside right center", fontsize="small")
+    figure.savefig(path, dpi=150)
+
+
+# --- the command ------------------------------------------------------------------------------------------------------------
+
+
+def parse_args() -> argparse.Namespace:
+    parser = Parser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    embedded = results.ROOT / "models" / "tiny-standard"
+    parser.add_argument("--model", type=Path, default=embedded, help="a standard checkpoint (default: models/tiny-standard)")
+    parser.add_argument("--layers", type=whole_number(1), nargs="+", default=[4, 5, 8], help="ladder layers (default: 4 5 8)")
+    shares = "shares of the training tokens (default: 0.01 0.03 0.1)"
+    parser.add_argument("--shares", type=float, nargs="+", default=[0.01, 0.03, 0.1], help=shares)
+    parser.add_argument(
+        "--distill", type=float, nargs="+", default=[0.0, 0.5], help="weights of the distillation (default: 0 0.5)"
+    )
+    rates = [5e-4, 1e-3, 2e-3]
+    parser.add_argument("--rates", type=float, nargs="+", default=rates, help="learning rates (default: 5e-4 1e-3 2e-3)")
+    parser.add_argument("--seeds", type=whole_number(1), nargs="+", default=[1, 2, 3], help="of the windows (default: 1 2 3)")
+    parser.add_argument("--training-tokens", type=float, help="of the model (default: as its training.json says)")
+    parser.add_argument("--sequence-length", type=whole_number(1), default=512, metavar="TOKENS", help="default: 512")
+    parser.add_argument("--batch", type=whole_number(1), default=32, metavar="WINDOWS", help="windows a step (default: 32)")
+    parser.add_argument("--stories", type=whole_number(2), default=1000, help="held-out stories (default: 1000)")
+    parser.add_argument("--items", type=whole_number(2), default=1000, help="held-out prompts of a task (default: 1000)")
+    parser.add_argument("--workers", type=whole_number(1), help="processes, over all GPUs (default: one on each)")
+    parser.add_argument("--minutes", type=float, default=math.inf, help="stop then, counted from the start (default: no limit)")
+    parser.add_argument("--out", type=Path, default=results.OUT / "adapt-curve", help="default: out/adapt-curve")
+    parser.add_argument("--work", action="store_true", help=argparse.SUPPRESS)
+    results.add_write_option(parser)
+    parser.add_argument("more", nargs="*", help="after --: further options of python -m training.adapt, such as --compile")
+    args = parser.parse_args()
+    args.out, args.workers = args.out.absolute(), args.workers or max(1, torch.cuda.device_count())
+    for name in ("layers", "shares", "distill", "rates", "seeds"):
+        setattr(args, name, list(dict.fromkeys(getattr(args, name))))
+    if not all(part > 0 for part in args.shares) or not all(0 <= part <= 1 for part in args.distill):
+        raise UserError("--shares must be above 0, and --distill from 0 to 1")
+    config = read_config(args.model / "config.json")
+    for layers in args.layers:
+        to_hybrid_ladder(config, layers)
+    record = args.model / "training.json"
+    if args.training_tokens is None:
+        if not record.exists():
+            raise UserError(f"{record} does not exist; say how many tokens the model was trained on with --training-tokens")
+        args.training_tokens = json.loads(record.read_text())["tokens_in_corpus"]
+    return args
+
+
+def main() -> None:
+    started, args = time.monotonic(), parse_args()
+    if args.work:
+        die_with_parent()
+        work(args)
+        return
+    results.check_folder(args.out / "rows")
+    folder, where = results.results_folder(args), machine()
+    write_data(args)
+    command(args, started)
+    entries = summary(args)
+    if entries:
+        text = table(entries, args, where)
+        print(text)
+        raw = results.write_json("adapt-curve", {"machine": where, "summary": entries, "rows": rows_of(args)}, folder)
+        results.write_text(folder / "adapt-curve.md", text, raw)
+        draw(entries, folder / "adapt-curve.png")
+        results.made(folder / "adapt-curve.png", raw)
+        note(f"wrote adapt-curve.json, .md and .png in {folder}")
+    if (ready := len(rows_of(args))) < total(args):
+        raise UserError(f"{ready} of {total(args)} models are ready; the same command goes on")
+
+
+if __name__ == "__main__":
+    run(main)

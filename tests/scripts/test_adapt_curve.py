@@ -1,0 +1,105 @@
+"""The curve of recovered accuracy: rates are chosen by the search alone, rows are shared by workers, and it runs from end to end."""
+
+import argparse
+import json
+import math
+import random
+import sys
+from dataclasses import asdict
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from errors import UserError
+from scripts.lib.rows import write_row
+from scripts.quality import adapt_curve, seeds
+from scripts.quality.adapt_curve import Cell
+from scripts.quality.embedded import TASKS
+
+SMALL = ["--sequence-length", "32", "--batch", "2", "--training-tokens", "2000", "--shares", "0.1", "--layers", "4"]
+
+
+def arguments(monkeypatch: pytest.MonkeyPatch, out: Path, *more: str) -> argparse.Namespace:
+    monkeypatch.setattr(sys, "argv", ["adapt_curve", *SMALL, "--out", str(out), *more])
+    return adapt_curve.parse_args()
+
+
+def evaluation(loss: float, right: float) -> dict[str, Any]:
+    """Stories of this loss, and 40 prompts a task of which the share `right` is answered."""
+    answers = {task: random.sample([1] * round(40 * right) + [0] * round(40 - 40 * right), 40) for task in TASKS}
+    return {"stories": [(-loss * 10, 10)] * 3, "answers": answers}
+
+
+def put(args: argparse.Namespace, cell: Cell, heldout: tuple[float, float], search: float = 1.0) -> None:
+    row = asdict(cell) | {"heldout": evaluation(*heldout), "search": evaluation(search, 0.5)}
+    write_row(adapt_curve.file_of(args, cell), row | {"training_seconds": 8.0, "evaluation_seconds": 3.0})
+
+
+def test_the_grid_is_searched_with_one_seed_and_measured_with_all(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path, seed: int
+) -> None:
+    args = arguments(monkeypatch, tmp_path, "--distill", "0.5", "--rates", "1e-3", "2e-3", "--seeds", "1", "2", "3")
+    assert adapt_curve.tokens_of(args) == [192]  # whole steps of 64
+    first = adapt_curve.searched(args)
+    trained = [Cell(4, 192, 0.5, rate, 1) for rate in (1e-3, 2e-3)]
+    assert first == [Cell(0), Cell(4), *trained] and adapt_curve.total(args) == 6
+    assert adapt_curve.chosen(args) == [] and adapt_curve.seconds_left(args, []) is None
+    put(args, Cell(0), (0.3, 0.9))
+    put(args, Cell(4), (0.5, 0.5))
+    put(args, trained[0], (0.31, 0.8), search=0.40)  # better where the figures are measured, which must not count
+    assert adapt_curve.chosen(args) == []
+    put(args, trained[1], (0.32, 0.7), search=0.39)
+    assert adapt_curve.chosen(args) == [Cell(4, 192, 0.5, 2e-3, number) for number in (1, 2, 3)]
+    assert adapt_curve.seconds_left(args, adapt_curve.rows_of(args)) == pytest.approx(2 * (8 + 3) / args.workers)
+    put(args, Cell(4, 192, 0.5, 2e-3, 2), (0.34, 0.8))
+    original, converted, retrained = adapt_curve.summary(args)
+    assert retrained["rate"] == 2e-3 and retrained["seeds"] == 2
+    assert retrained["mean"][:2] == pytest.approx((0.75, 0.05)) and converted["recovered"] == 0
+    assert retrained["recovered"] == pytest.approx((0.75 - 0.5) / (0.9 - 0.5))
+    assert retrained["difference"][0] == pytest.approx(-0.15)
+    assert retrained["perplexity_change"][0] == pytest.approx((math.exp(0.02) + math.exp(0.04)) / 2 - 1)
+    assert "recovered" not in original
+    text = adapt_curve.table([original, converted, retrained], args, seeds.machine())
+    assert "| 4 | 0.000192 | 50% | 0.002 | 2 |" in text and "| 62 |" in text  # 62.5 %, to even
+    args.batch += 1
+    assert adapt_curve.rows_of(args) == []  # other settings have other rows
+
+
+def test_a_model_is_measured_by_one_worker(tmp_path: Path) -> None:
+    path = tmp_path / "row.json"
+    with adapt_curve.claimed(path) as mine, adapt_curve.claimed(path) as other:
+        assert (mine, other) == (True, False)
+        write_row(path, {})
+    with adapt_curve.claimed(path) as late:
+        assert not late
+
+
+@pytest.mark.parametrize(
+    ("more", "part"),
+    [
+        (["--layers", "9"], "give 1 to 8"),
+        (["--distill", "1.5"], "--distill from 0 to 1"),
+        (["--shares", "0"], "--shares must be above 0"),
+    ],
+    ids=str,
+)
+def test_bad_settings_say_what_to_do(monkeypatch: pytest.MonkeyPatch, tmp_path: Path, more: list[str], part: str) -> None:
+    with pytest.raises(UserError, match=part):
+        arguments(monkeypatch, tmp_path, *more)
+
+
+def test_a_small_curve_from_training_to_the_table(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    monkeypatch.setattr(adapt_curve.results, "OUT", tmp_path / "results")
+    monkeypatch.setenv("OMP_NUM_THREADS", "1")
+    more = ["--distill", "0.5", "--rates", "1e-3", "--seeds", "1", "2", "--stories", "2", "--items", "2"]
+    args = arguments(monkeypatch, tmp_path / "curve", *more, "--", "--device", "cpu")
+    adapt_curve.main()
+    found = json.loads((tmp_path / "results" / "adapt-curve.json").read_text())
+    assert [(e["layers"], e["tokens"], e.get("seeds")) for e in found["summary"]] == [(0, 0, 1), (4, 0, 1), (4, 192, 2)]
+    losses = [seeds.nats(row["heldout"]) for row in found["rows"]]
+    assert losses[0] < losses[2] < losses[1] and losses[2] != losses[3]  # three steps give a little back
+    assert (tmp_path / "results" / "adapt-curve.png").stat().st_size > 10_000
+    assert not list((args.out / "work").iterdir())
+    monkeypatch.setattr(adapt_curve.Workers, "start", lambda *_: pytest.fail("nothing is left to do"))
+    adapt_curve.main()
