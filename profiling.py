@@ -27,8 +27,8 @@ COMMUNICATES = r"nccl|one_?shot|two_?shot|all_?reduce|all_?gather|reduce_?scatte
 # that is fused with its all-reduce is a GEMM.
 KINDS = {
     "attention": r"attention|flash|fmha|sdpa|^_(paged_\w+|prefill|prefill_schedule|combine_splits|merge_pieces|pieces|spans|rope_store)$",
-    "GEMM": r"gemm|gemv|cutlass|cublas|nvjet|xmma|split_?k|^_(mma\w*|stream|linear_tree|int8_linear|dequantize|expand|shrink)$",
-    "norm and all-reduce": r"rms_?norm|layer_?norm|^_(receive|quantize|quantized_sum|dequantize_sum|reduce|wait|wait_rows|advance|ready_barrier)$|"
+    "GEMM": r"gemm|gemv|cutlass|cublas|nvjet|xmma|split_?k|^_(mma\w*|stream|tiles|linear_tree|int8_linear|dequantize|expand|shrink)$",
+    "norm and all-reduce": r"rms_?norm|layer_?norm|^_(receive|add|quantize|quantized_sum|dequantize_sum|reduce|wait|wait_rows|advance|ready_barrier)$|"
     + COMMUNICATES,
 }
 OTHER, IDLE = "other", "idle"

@@ -13,7 +13,9 @@ from presets import PRESETS, preset
 from tests import ROOT
 
 GUARD = 'if __name__ == "__main__":'
-STARTED_BY_OTHERS = {"scripts/sweep/worker.py", "scripts/sweep/vllm_worker.py", "scripts/quality/vllm_scores.py"}  # no flags
+STARTED_BY_OTHERS = {  # no flags
+    *("scripts/sweep/worker.py", "scripts/sweep/vllm_worker.py", "scripts/quality/vllm_scores.py", "scripts/lib/namespaces.py"),
+}
 COMMANDS = sorted(
     name
     for pattern in ("*.py", "scripts/**/*.py", "server/*.py", "training/*.py", "engine/*.py")

@@ -55,7 +55,7 @@ def gpu_name(record: dict[str, Any]) -> str:
 
 def loads() -> Iterable[tuple[str, dict[str, Any]]]:
     """The names and the contents of the files of LOADS."""
-    return ((name, json.loads((RESULTS / name).read_text())) for name in LOADS if (RESULTS / name).exists())
+    return ((name, json.loads((RESULTS / name).read_text())) for name in LOADS)
 
 
 def steps_for(tables: Tables, record: dict[str, Any]) -> Steps:

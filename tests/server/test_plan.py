@@ -147,17 +147,6 @@ def test_docs_have_what_the_planner_predicts_now(tables: Tables) -> None:
     assert servers(tables) == json.loads((RESULTS / "plan-serving.json").read_text())["servers"]
 
 
-def test_servers_measured_later_are_compared_too(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
-    """The report reads those of its files that there are: here one from two H100s."""
-    (tmp_path / "h100-2").mkdir()
-    record = json.loads((RESULTS / "gpu-2" / "load-ladder.json").read_text())
-    record["machine"]["gpus"] = "2 x NVIDIA H100 80GB HBM3"
-    (tmp_path / "h100-2" / "load-ladder.json").write_text(json.dumps(record))
-    monkeypatch.setattr(plan_serving, "RESULTS", tmp_path)
-    ((name, found),) = plan_serving.loads()
-    assert (name, plan_serving.gpu_name(found)) == ("h100-2/load-ladder.json", "h100")
-
-
 @pytest.fixture
 def plan(monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]) -> Here:
     monkeypatch.chdir(ROOT)
