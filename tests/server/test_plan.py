@@ -15,7 +15,6 @@ from engine.block_manager import BlockManager
 from engine.protocol import SamplingParams
 from engine.scheduler import Chunk, Scheduler
 from engine.scheduler import Sequence as Request
-from scripts.report import plan_serving
 from scripts.report.plan_serving import servers
 from server.plan import __main__ as program
 from server.plan.choice import GPU_SHARE, RESERVE, largest_batch, measured
