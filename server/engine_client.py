@@ -266,7 +266,10 @@ class EngineClient:
             except ValueError:
                 log.exception("an unreadable message from the engine")
                 continue
-            self._dispatch(message)
+            try:
+                self._dispatch(message)
+            except Exception:  # the messages of other requests still count
+                log.exception("a message from the engine was not understood: %s", type(message).__name__)
 
     def _deliver(self, outputs: Sequence[TokenOutput]) -> None:
         now, tokens = time.monotonic(), 0
@@ -300,7 +303,8 @@ class EngineClient:
         elif isinstance(message, AdapterDone):
             self.adapters.on_done(message)
         elif isinstance(message, Stats):
-            self.metrics.on_stats(message)
+            if message.pid == self.recovery.pid:  # else it is of ranks that have ended, and came late
+                self.metrics.on_stats(message)
         elif isinstance(message, Starting):
             self.recovery.on_starting(message.pid)
         elif isinstance(message, Ready):

@@ -83,7 +83,7 @@ class Recovery:
         self._attaching = bool(attach)  # whether the ranks may be as the frontend before this one left them
         self._send, self._recall, self._metrics, self._watchdog = send, recall, metrics, watchdog
         self._open: dict[Request, None] = {}  # accepted, with sequences that have not ended, in the order of their arrival
-        self._pid, self._descriptor = 0, -1  # of rank 0; -1: it is not watched
+        self.pid, self._descriptor = 0, -1  # of rank 0; -1: it is not watched
         self._since = time.monotonic()  # when the state began
         self._longest_start = attach or 0.0  # seconds
         self._silence = 0.0  # seconds without a report, as far as this process has run meanwhile
@@ -141,7 +141,7 @@ class Recovery:
     def on_ready(self, pid: int, max_batch_tokens: int, longest_start: float = 0.0) -> None:
         """The ranks can compute requests. longest_start: seconds of the longest of all starts so far."""
         self._watchdog.max_batch_tokens = max_batch_tokens
-        if self.state == "serving" and pid == self._pid:
+        if self.state == "serving" and pid == self.pid:
             return  # the answer to Attach
         if (descriptor := self._descriptor_of(pid)) is None:
             return
@@ -190,7 +190,7 @@ class Recovery:
     def _watch_process(self, pid: int, descriptor: int) -> None:
         """Call `on_end` once rank 0 has ended. Without a descriptor, that is known only when new ranks start."""
         self._unwatch()
-        self._pid, self._descriptor = pid, descriptor
+        self.pid, self._descriptor = pid, descriptor
         if descriptor >= 0:
             asyncio.get_running_loop().add_reader(descriptor, self.on_end)
 

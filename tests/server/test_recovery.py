@@ -2,15 +2,17 @@
 
 import json
 import random
+import subprocess
 import threading
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import httpx
+import msgspec
 import pytest
 
-from engine.protocol import Attach, Outputs, Refused, SamplingParams, Starting, Stats, Submit, TokenOutput
+from engine.protocol import Attach, Drafted, Outputs, Refused, SamplingParams, Starting, Stats, Submit, TokenOutput
 from server import recovery
 from server.engine_client import EngineClient
 from server.metrics import Metrics
@@ -297,6 +299,29 @@ def test_requests_outlive_the_ranks(make_site: Callable[..., Site], monkeypatch:
     assert f'rung:replayed_tokens_total{{model_name="tiny-hybrid"}} {replayed:.1f}' in metrics
     site.engine.send(Stats(running=5))
     wait_for(lambda: site.http.get("/stats").json()["running"] == 5)
+
+
+def test_late_statistics_of_ended_ranks_do_not_count(make_site: Callable[..., Site]) -> None:
+    """They come after those of the new ranks. A message that cannot be used takes nothing from later ones."""
+    site = make_site()
+    late = subprocess.Popen(["sleep", "60"])  # stands for rank 0
+    try:
+        site.engine.send(msgspec.structs.replace(ready(), pid=late.pid))
+        wait_for(lambda: site.server.client.recovery.pid == late.pid)
+        for pid, drafts, running in ((late.pid, 2, 3), (late.pid + 1, 9, 4), (late.pid, 5, 6)):
+            site.engine.send(Stats(running, drafted={"ngram": Drafted(drafts, drafts, drafts)}, pid=pid))
+        wait_for(lambda: site.http.get("/stats").json()["running"] == 6)
+        assert (
+            'rung:spec_decode_num_drafts_total{model_name="tiny-hybrid",source="ngram"} 5.0' in site.http.get("/metrics").text
+        )
+        site.engine.send(Stats(7, drafted={"ngram": Drafted(1, 1, 1)}, pid=late.pid))  # less than before
+        wait_for(lambda: site.http.get("/stats").json()["running"] == 7)
+        site.server.client.metrics.on_stats = lambda stats: 1 / 0  # type: ignore[assignment,method-assign]
+        site.engine.send(Stats(8, pid=late.pid))
+        assert site.complete()["choices"][0]["text"] == STORY
+    finally:
+        late.kill()
+        late.wait()
 
 
 def test_a_request_that_ends_the_ranks_is_refused(make_site: Callable[..., Site]) -> None:

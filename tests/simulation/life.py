@@ -356,7 +356,7 @@ class Life:
 
     def _notice(self) -> None:
         """The frontend sees the end of the ranks that it watches."""
-        watched = self.frontend.recovery._pid
+        watched = self.frontend.recovery.pid
         if self.now >= self.noticed_at and self.noticed < watched < self.pid:
             self.noticed = watched
             self.frontend.on_end()
