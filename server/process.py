@@ -10,6 +10,7 @@ import signal
 import socket
 import sys
 import time
+from collections import deque
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -27,6 +28,7 @@ STARTED = "started"  # file in this folder, once ranks have been ready: the seco
 FAILED = 1  # exit code
 SIGNALLED = 128  # exit codes above it are 128 + the signal
 
+WINDOW = 600.0  # seconds for which a restart counts
 JOIN_SECONDS = 10.0  # time for the frontend to end after the engine
 HANG_SECONDS = 30.0  # for which the frontend's event loop may not run until the frontend is taken for hanging
 START_SECONDS = 120.0  # the same while the frontend starts
@@ -107,6 +109,27 @@ class Frontend:
             self.process.kill()
             self.process.join()
         return self.process.exitcode or 0
+
+
+class Restarts:
+    """Limits how often processes are started again: `limit` times in WINDOW (--max-restarts)."""
+
+    def __init__(self, limit: int) -> None:
+        self._limit, self._times = limit, deque[float]()  # of the last restarts
+
+    def take(self, what: str, which: str) -> bool:
+        """Whether a process may be started again. Prints what happened to it and, if not, that this was too often."""
+        now = time.monotonic()
+        while self._times and self._times[0] < now - WINDOW:
+            self._times.popleft()
+        if len(self._times) >= self._limit:
+            if self._limit:
+                many = f"this is the end number {self._limit + 1} in {WINDOW / 60:g} minutes (--max-restarts {self._limit})"
+                print(f"error: {what}; {many}", file=sys.stderr, flush=True)
+            return False
+        self._times.append(now)
+        print(f"{what}; starting {which} again", file=sys.stderr, flush=True)
+        return True
 
 
 def addresses(folder: Path) -> tuple[str, str]:
