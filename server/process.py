@@ -164,7 +164,7 @@ def describe_end(code: int) -> int:
     return 0
 
 
-def frontend_main(settings: Settings, to_engine: str, from_engine: str, attach: float | None, beats: Any) -> None:
+def frontend_main(settings: Settings, to_engine: str, from_engine: str, longest_start_before: float | None, beats: Any) -> None:
     """Run the frontend process, in a session of its own, so that signals from the terminal do not reach it.
 
     It ends soon after the process that started it. beats: a counter that its event loop increases.
@@ -177,7 +177,7 @@ def frontend_main(settings: Settings, to_engine: str, from_engine: str, attach: 
     def beat() -> None:
         beats.value += 1
 
-    sys.exit(run_frontend(settings, to_engine, from_engine, partial(kill_ranks, parent_pid()), attach, beat))
+    sys.exit(run_frontend(settings, to_engine, from_engine, partial(kill_ranks, parent_pid()), longest_start_before, beat))
 
 
 def report_end(from_engine: str) -> None:

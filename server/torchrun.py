@@ -149,7 +149,7 @@ def hold(folder: Path) -> int:
 
 
 def main() -> None:
-    """The frontend process. Arguments: its folder, the agent's process id, `attach` of `Recovery`, and the server's command line."""
+    """The frontend process. Arguments: its folder, the agent's process id, `longest_start_before` of `Recovery`, and the server's command line."""
     folder, agent, longest = Path(sys.argv[1]), int(sys.argv[2]), sys.argv[3]
     name_process("rung-frontend")
     hold(folder)
@@ -163,5 +163,5 @@ def main() -> None:
     threading.Thread(target=end_with_agent, daemon=True, name="agent").start()
     from server.frontend import run_frontend
 
-    attach = None if longest == "none" else float(longest)
-    run_frontend(load_settings(sys.argv[4:]), *addresses(folder), partial(kill_ranks, agent), attach)
+    longest_before = None if longest == "none" else float(longest)
+    run_frontend(load_settings(sys.argv[4:]), *addresses(folder), partial(kill_ranks, agent), longest_before)

@@ -203,7 +203,7 @@ def test_when_ranks_hang() -> None:
     assert Watchdog(seconds=0.0).limit(1.0) == float("inf") and Watchdog(seconds=7.0).limit(1.0) == 7.0
 
 
-def test_how_long_ranks_may_load(tmp_path: Path) -> None:
+def test_how_long_ranks_may_load(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """The first start has no limit, and the longest one counts for all later ones, whichever frontend saw it."""
 
     def frontend(attach: bool = True) -> Recovery:
@@ -213,8 +213,11 @@ def test_how_long_ranks_may_load(tmp_path: Path) -> None:
     first, second = frontend(attach=False), frontend()
     for machine in (first, second):  # the second one takes the place of the first while the ranks load
         assert machine.state == "loading" and machine.limit() == float("inf")
+    warnings: list[str] = []
+    monkeypatch.setattr(recovery.log, "warning", lambda text, *_: warnings.append(text))
     second.on_ready(0, 2048, note_start(tmp_path, 300.0))
     assert second.limit() == 5.0
+    assert "the ranks serve a new frontend" in warnings[0], "they may have been ready before it asked"
     third = frontend()
     assert third.state == "recovering" and third.limit() == 900.0, "the ranks may just be starting"
     third.on_ready(0, 2048, note_start(tmp_path, 20.0))
@@ -365,7 +368,7 @@ def test_ranks_that_report_nothing_are_killed(make_site: Callable[..., Site], mo
 
 def test_a_new_frontend_says_that_it_is_new(tmp_path: Any) -> None:
     site = Site(tmp_path)
-    site.server.client.attach = 0.0
+    site.server.client.attach = True
     taken: list[Any] = []
     site.engine._take = lambda message, work: taken.append(message)  # type: ignore[method-assign]
     site.start()
