@@ -100,7 +100,7 @@ def test_the_next_rank_0_finds_the_frontend_and_no_other_process(started: Any, m
     monkeypatch.setenv("TORCHELASTIC_RESTART_COUNT", "1")
     second = TorchrunFrontend(os.getpid(), 5)
     assert len(processes) == 1 and second.is_alive()
-    with subprocess.Popen(["sleep", "60"]) as other:
+    with subprocess.Popen(["sleep", "10"]) as other:
         (second.folder / PID).write_text(str(other.pid))
         third = TorchrunFrontend(os.getpid(), 5)
         assert len(processes) == 2 and third.is_alive()
