@@ -124,6 +124,11 @@ def ranks_of(launcher: int) -> list[int]:
     return found
 
 
+def start_ticks(pid: int) -> int:
+    """When a process started, in the kernel's ticks since the boot. Linux only; raises OSError if it has ended."""
+    return int(Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[19])  # field 22
+
+
 def kill_ranks(launcher: int) -> None:
     """Kill the ranks that the process `launcher` has started. Linux only."""
     for pid in ranks_of(launcher):

@@ -441,7 +441,7 @@ class Speculation:
             chains.give_up(sequence)
 
     def _prices_of_following(self, running: List[Sequence]) -> dict[Sequence, float]:
-        """How many tokens it costs that the chains see a step of each sequence that they follow, also where text drafts."""
+        """What it costs, in tokens, that a head computes the rows of each step, even if the draft comes from text."""
         followed = [s for s in running if self.chains is not None and self.chains.follows(s)]
         price = self._known_costs.link_price(len(running), len(followed)) / len(followed) if followed else 0.0
         return dict.fromkeys(followed, price)

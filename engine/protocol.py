@@ -285,6 +285,7 @@ class Stats(msgspec.Struct, frozen=True, tag=True):
     idle_share: float | None = None  # of these steps' time, in which the GPU had no step to compute; None on a CPU
     drafted: dict[str, Drafted] = {}  # by source, since start
     token_seconds: float | None = None  # of the step that took least for each of its tokens; None: no step yet
+    pid: int = 0  # as in `Ready`
 
     @property
     def kv_cache_usage(self) -> float:

@@ -120,7 +120,8 @@ def serve(engine: Engine, world: World, link: FrontendLink | None, ready: Ready,
         now = time.monotonic()
         idle = not engine.has_work() and not engine.preparing
         if link and (now - last_stats > STATS_SECONDS or idle):
-            send(engine.stats())  # before the outputs: who has all answers finds them counted
+            # before the outputs: who has all answers finds them counted
+            send(msgspec.structs.replace(engine.stats(), pid=ready.pid))
             last_stats = now
         if outputs:
             send(Outputs(outputs))

@@ -146,21 +146,27 @@ class OutputQueue:
 class EngineClient:
     """`to_engine`: address at which the engine binds its PULL socket. `from_engine`: where this side binds its own.
 
-    watchdog: says when the ranks hang. attach: see `Recovery`.
+    watchdog: says when the ranks hang. longest_start_before: see `Recovery`.
     """
 
     def __init__(
-        self, to_engine: str, from_engine: str, metrics: Metrics, watchdog: Watchdog | None = None, attach: float | None = None
+        self,
+        to_engine: str,
+        from_engine: str,
+        metrics: Metrics,
+        watchdog: Watchdog | None = None,
+        longest_start_before: float | None = None,
     ) -> None:
         self.metrics = metrics
         self.ready: Ready | None = None  # of the newest ranks that were ready
         self.fatal: str | None = None
         self.on_ready: Callable[[Ready], None] = lambda ready: None  # called once
         self.on_fatal: Callable[[str], None] = lambda message: None
-        self.recovery = Recovery(self._submit, self._recall, metrics, watchdog or Watchdog(), attach)
+        self.recovery = Recovery(self._submit, self._recall, metrics, watchdog or Watchdog(), longest_start_before)
         self.adapters = ServedAdapters(self._send)
         self._active: dict[str, OutputQueue] = {}
-        self._addresses, self.attach = (to_engine, from_engine), attach
+        self._addresses = (to_engine, from_engine)
+        self.attach = longest_start_before is not None  # to ranks that may have served another frontend
         self._tasks: list[asyncio.Task[None]] = []
 
     def start(self) -> None:
@@ -174,7 +180,7 @@ class EngineClient:
             socket.linger = 1000  # ms; how long `close` may wait until a Shutdown is sent
         self._pull.bind(from_engine)
         self._push.connect(to_engine)
-        if self.attach is not None:
+        if self.attach:
             self._send(Attach())
         self._tasks = [asyncio.create_task(self._receive()), asyncio.create_task(self.recovery.watch())]
 
@@ -266,7 +272,10 @@ class EngineClient:
             except ValueError:
                 log.exception("an unreadable message from the engine")
                 continue
-            self._dispatch(message)
+            try:
+                self._dispatch(message)
+            except Exception:  # the messages of other requests still count
+                log.exception("a message from the engine was not understood: %s", type(message).__name__)
 
     def _deliver(self, outputs: Sequence[TokenOutput]) -> None:
         now, tokens = time.monotonic(), 0
@@ -300,7 +309,8 @@ class EngineClient:
         elif isinstance(message, AdapterDone):
             self.adapters.on_done(message)
         elif isinstance(message, Stats):
-            self.metrics.on_stats(message)
+            if message.pid == self.recovery.pid:  # else it is of ranks that have ended, and came late
+                self.metrics.on_stats(message)
         elif isinstance(message, Starting):
             self.recovery.on_starting(message.pid)
         elif isinstance(message, Ready):

@@ -179,11 +179,11 @@ def make_server(
     to_engine: str,
     from_engine: str,
     kill: Callable[[], None] = lambda: None,
-    attach: float | None = None,
+    longest_start_before: float | None = None,
 ) -> FrontendServer:
-    """kill: kills the ranks. attach: see `Recovery`."""
+    """kill: kills the ranks. longest_start_before: see `Recovery`."""
     watchdog = Watchdog(kill, settings.hang_seconds)
-    client = EngineClient(to_engine, from_engine, Metrics(settings.model_names[0]), watchdog, attach)
+    client = EngineClient(to_engine, from_engine, Metrics(settings.model_names[0]), watchdog, longest_start_before)
     app = create_app(settings, client, tokenizer)
     config = uvicorn.Config(
         app,
@@ -209,7 +209,7 @@ def run_frontend(
     to_engine: str,
     from_engine: str,
     kill: Callable[[], None] = lambda: None,
-    attach: float | None = None,
+    longest_start_before: float | None = None,
     beat: Callable[[], None] = lambda: None,
 ) -> NoReturn:
     """Serve until a signal or the end of the engine, then exit this process. See `make_server`. beat: called again and again as
@@ -219,7 +219,7 @@ def run_frontend(
     """
     logs.configure(settings.log_format, settings.log_level)
     try:
-        server = make_server(settings, tokenizer_of(settings.model), to_engine, from_engine, kill, attach)
+        server = make_server(settings, tokenizer_of(settings.model), to_engine, from_engine, kill, longest_start_before)
     except UserError as e:
         print(f"error: {e}", file=sys.stderr, flush=True)
         os._exit(2)

@@ -26,13 +26,19 @@ from hosts import DRAIN, Watch, await_cause, model_fact, watch
 from lora import LoraLimits, open_adapter
 from options import ModelOptions, SharedTextOptions, SpeculationOptions, StandInOptions, draft_limit, dtype_name
 from presets import model_config
-from processes import LAUNCHER, run_folder
+from processes import LAUNCHER, run_folder, start_ticks
 from server import logs
 from server.journal_file import check_journal
 from server.logs import log
 from server.process import FAILED, FRONTEND, Frontend, addresses, check_port, describe_end, note_start, tell
 from server.settings import BatchOptions, LoraOptions, Settings, load_settings
-from server.torchrun import LastingFrontend, group_is_whole, is_first_start, restarting_agent
+from server.torchrun import (
+    TorchrunFrontend,
+    all_ranks_run,
+    is_first_start,
+    leave_after_wrong_input,
+    restarting_agent_pid,
+)
 from tokenizer import Tokenizer, check_fits
 from tokenizer_files import tokenizer_of
 from tp import World, agree_on_error, init_world, stream_shards
@@ -157,8 +163,8 @@ def reached(phase: str) -> None:
 def process_age() -> float:
     """Seconds since this process began, imports included; 0 on systems without /proc."""
     try:
-        ticks = int(Path("/proc/self/stat").read_text().rpartition(")")[2].split()[19])  # field 22, in ticks since boot
-    except (OSError, IndexError, ValueError):
+        ticks = start_ticks(os.getpid())
+    except OSError:
         return 0.0
     return max(0.0, time.clock_gettime(time.CLOCK_BOOTTIME) - ticks / os.sysconf("SC_CLK_TCK"))
 
@@ -193,12 +199,15 @@ def warn_of_torchrun(settings: Settings, environ: Mapping[str, str]) -> None:
 def main() -> None:
     error = settings = None
     folder = os.environ.get(FRONTEND)  # of a launcher's frontend
-    launched = folder is not None
+    launched, agent = folder is not None, restarting_agent_pid(os.environ)
+    restarted = agent is not None and not is_first_start(os.environ)
     try:
         settings = load_settings(sys.argv[1:])
         if rank() == 0:
             configure_logs(settings)
-            if not launched and is_first_start(os.environ):  # else it was said, and a frontend has the port and the journal
+            if agent is not None and restarted:
+                leave_after_wrong_input(agent)
+            elif not launched:  # else it was said, and a frontend has the port and the journal
                 warn_of_torchrun(settings, os.environ)
                 check_port(settings)
                 check_journal(settings.journal, settings.journal_bounds)
@@ -234,11 +243,10 @@ def main() -> None:
             "draws; speeds with it say nothing of real drafts' agreement"
         )
     with contextlib.ExitStack() as stack:
-        frontend: Frontend | LastingFrontend | None = None
-        agent = restarting_agent(os.environ)
+        frontend: Frontend | TorchrunFrontend | None = None
         if not launched and world.rank == 0:
             if agent:
-                frontend = LastingFrontend(agent, settings.max_restarts)
+                frontend = TorchrunFrontend(agent, settings.max_restarts)
             else:
                 # nobody would start ranks again that hang
                 frontend = Frontend(replace(settings, hang_seconds=0.0), stack.enter_context(run_folder()))
@@ -272,7 +280,7 @@ def main() -> None:
         leave(code)
 
 
-def tell_hosts(others: Watch, frontend: Frontend | LastingFrontend | None) -> None:
+def tell_hosts(others: Watch, frontend: Frontend | TorchrunFrontend | None) -> None:
     """Let the frontend know when a host leaves, and end the whole server when any of its hosts gets a signal."""
     if frontend:
 
@@ -287,14 +295,14 @@ def tell_hosts(others: Watch, frontend: Frontend | LastingFrontend | None) -> No
         print(f"HTTP is served on host {others.first}, which has rank 0", file=sys.stderr, flush=True)
 
 
-def handle_signals(frontend: Frontend | LastingFrontend | None, has_launcher: bool, agent: int | None) -> None:
+def handle_signals(frontend: Frontend | TorchrunFrontend | None, has_launcher: bool, agent: int | None) -> None:
     """Leave signals to the launcher: it tells the frontend, and ends ranks by SIGTERM. Without one, rank 0 tells its frontend.
 
-    A terminal sends SIGINT to the ranks, too. All ranks end once the frontend has drained. agent: see `restarting_agent`.
+    A terminal sends SIGINT to the ranks, too. All ranks end once the frontend has drained. agent: see `restarting_agent_pid`.
     """
 
     def handle(number: int, frame: FrameType | None) -> None:
-        if agent and not group_is_whole(agent):
+        if agent and not all_ranks_run(agent):
             os._exit(FAILED)
         if frontend:
             frontend.forward()

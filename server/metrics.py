@@ -13,6 +13,7 @@ from collections import deque
 from collections.abc import Callable, Iterator, Sequence
 from itertools import accumulate
 
+import msgspec
 from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram, disable_created_metrics, generate_latest
 from prometheus_client.core import GaugeMetricFamily, HistogramMetricFamily
 from prometheus_client.registry import Collector
@@ -253,11 +254,13 @@ class Metrics:
         drafts = accepted = 0
         for source, total in now.items():
             before, labels = last.get(source, Drafted()), (self._model_name, source)
-            self.drafts.labels(*labels).inc(total.drafts - before.drafts)
-            self.draft_tokens.labels(*labels).inc(total.tokens - before.tokens)
-            self.accepted_tokens.labels(*labels).inc(total.accepted - before.accepted)
-            drafts += total.drafts - before.drafts
-            accepted += total.accepted - before.accepted
+            pairs = zip(msgspec.structs.astuple(total), msgspec.structs.astuple(before), strict=True)
+            new = Drafted(*(max(0, count - old) for count, old in pairs))
+            self.drafts.labels(*labels).inc(new.drafts)
+            self.draft_tokens.labels(*labels).inc(new.tokens)
+            self.accepted_tokens.labels(*labels).inc(new.accepted)
+            drafts += new.drafts
+            accepted += new.accepted
         if drafts:
             self.accepted_length = accepted / drafts
 

@@ -10,6 +10,7 @@ import signal
 import socket
 import sys
 import time
+from collections import deque
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -27,6 +28,7 @@ STARTED = "started"  # file in this folder, once ranks have been ready: the seco
 FAILED = 1  # exit code
 SIGNALLED = 128  # exit codes above it are 128 + the signal
 
+WINDOW = 600.0  # seconds for which a restart counts
 JOIN_SECONDS = 10.0  # time for the frontend to end after the engine
 HANG_SECONDS = 30.0  # for which the frontend's event loop may not run until the frontend is taken for hanging
 START_SECONDS = 120.0  # the same while the frontend starts
@@ -109,6 +111,27 @@ class Frontend:
         return self.process.exitcode or 0
 
 
+class Restarts:
+    """Limits how often processes are started again: `limit` times in WINDOW (--max-restarts)."""
+
+    def __init__(self, limit: int) -> None:
+        self._limit, self._times = limit, deque[float]()  # of the last restarts
+
+    def take(self, what: str, which: str) -> bool:
+        """Whether a process may be started again. Prints what happened to it and, if not, that this was too often."""
+        now = time.monotonic()
+        while self._times and self._times[0] < now - WINDOW:
+            self._times.popleft()
+        if len(self._times) >= self._limit:
+            if self._limit:
+                many = f"this is the end number {self._limit + 1} in {WINDOW / 60:g} minutes (--max-restarts {self._limit})"
+                print(f"error: {what}; {many}", file=sys.stderr, flush=True)
+            return False
+        self._times.append(now)
+        print(f"{what}; starting {which} again", file=sys.stderr, flush=True)
+        return True
+
+
 def addresses(folder: Path) -> tuple[str, str]:
     """Where the engine binds its socket, and where the frontend binds its own."""
     return f"ipc://{folder}/to-engine", f"ipc://{folder}/from-engine"
@@ -141,7 +164,7 @@ def describe_end(code: int) -> int:
     return 0
 
 
-def frontend_main(settings: Settings, to_engine: str, from_engine: str, attach: float | None, beats: Any) -> None:
+def frontend_main(settings: Settings, to_engine: str, from_engine: str, longest_start_before: float | None, beats: Any) -> None:
     """Run the frontend process, in a session of its own, so that signals from the terminal do not reach it.
 
     It ends soon after the process that started it. beats: a counter that its event loop increases.
@@ -154,7 +177,7 @@ def frontend_main(settings: Settings, to_engine: str, from_engine: str, attach: 
     def beat() -> None:
         beats.value += 1
 
-    sys.exit(run_frontend(settings, to_engine, from_engine, partial(kill_ranks, parent_pid()), attach, beat))
+    sys.exit(run_frontend(settings, to_engine, from_engine, partial(kill_ranks, parent_pid()), longest_start_before, beat))
 
 
 def report_end(from_engine: str) -> None:

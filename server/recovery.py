@@ -75,17 +75,20 @@ class Recovery:
         recall: Callable[..., None],
         metrics: Metrics,
         watchdog: Watchdog,
-        attach: float | None = None,
+        longest_start_before: float | None = None,
     ) -> None:
-        """send: sends a request's unfinished sequences to the ranks. recall: takes them back. attach: if the ranks started with
-        a frontend that has ended, the seconds of their longest start so far, 0 if they have never been ready; else None."""
-        self.state: Literal["loading", "serving", "recovering"] = "recovering" if attach else "loading"
-        self._attaching = bool(attach)  # whether the ranks may be as the frontend before this one left them
+        """send: sends a request's unfinished sequences to the ranks. recall: takes them back.
+
+        longest_start_before: None in a server's first frontend. In one that takes the place of another, the seconds of the ranks'
+        longest start so far; 0 if they were not ready yet, so that there are no requests to wait for them.
+        """
+        self.state: Literal["loading", "serving", "recovering"] = "recovering" if longest_start_before else "loading"
+        self._attaching = longest_start_before is not None  # whether the ranks may be as the frontend before this one left them
         self._send, self._recall, self._metrics, self._watchdog = send, recall, metrics, watchdog
         self._open: dict[Request, None] = {}  # accepted, with sequences that have not ended, in the order of their arrival
-        self._pid, self._descriptor = 0, -1  # of rank 0; -1: it is not watched
+        self.pid, self._descriptor = 0, -1  # of rank 0; -1: it is not watched
         self._since = time.monotonic()  # when the state began
-        self._longest_start = attach or 0.0  # seconds
+        self._longest_start = longest_start_before or 0.0  # seconds
         self._silence = 0.0  # seconds without a report, as far as this process has run meanwhile
         self._token_seconds: float | None = None  # of the newest ranks that computed a step; see `Watchdog.limit`
 
@@ -141,7 +144,7 @@ class Recovery:
     def on_ready(self, pid: int, max_batch_tokens: int, longest_start: float = 0.0) -> None:
         """The ranks can compute requests. longest_start: seconds of the longest of all starts so far."""
         self._watchdog.max_batch_tokens = max_batch_tokens
-        if self.state == "serving" and pid == self._pid:
+        if self.state == "serving" and pid == self.pid:
             return  # the answer to Attach
         if (descriptor := self._descriptor_of(pid)) is None:
             return
@@ -190,7 +193,7 @@ class Recovery:
     def _watch_process(self, pid: int, descriptor: int) -> None:
         """Call `on_end` once rank 0 has ended. Without a descriptor, that is known only when new ranks start."""
         self._unwatch()
-        self._pid, self._descriptor = pid, descriptor
+        self.pid, self._descriptor = pid, descriptor
         if descriptor >= 0:
             asyncio.get_running_loop().add_reader(descriptor, self.on_end)
 

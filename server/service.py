@@ -66,7 +66,7 @@ class Service:
         try:
             return Journal.open(Path(path), self.settings.journal_bounds, self.metrics) if path else None
         except UserError as e:
-            if self.client.attach is None:
+            if not self.client.attach:
                 raise
             log.error("%s; until the server is started again, requests are served without it", e)
             return None

@@ -3,10 +3,7 @@ started. torch's elastic agent starts and watches the ranks (launch.py)."""
 
 import os
 import signal
-import sys
 import threading
-import time
-from collections import deque
 from collections.abc import Sequence
 from pathlib import Path
 
@@ -16,10 +13,9 @@ from cli import USER_ERROR
 from engine.protocol import Fatal
 from launch import Ranks, start_ranks
 from processes import run_folder
-from server.process import FRONTEND, JOIN_SECONDS, SIGNALLED, STARTED, Frontend, describe_end, tell
+from server.process import FRONTEND, JOIN_SECONDS, SIGNALLED, STARTED, Frontend, Restarts, describe_end, tell
 from server.settings import Settings
 
-WINDOW = 600.0  # seconds for which a restart counts
 STOP_SECONDS = 30.0  # time for all processes to end, added to --drain-timeout
 GRACE_SECONDS = 5.0  # time for ranks to end by themselves after the frontend
 
@@ -38,7 +34,7 @@ class Supervisor:
     """A `launch.Keeper`."""
 
     def __init__(self, settings: Settings, folder: Path) -> None:
-        self._limit, self._times = settings.max_restarts, deque[float]()  # of the last restarts
+        self._restarts = Restarts(settings.max_restarts)
         self._started = folder / STARTED
         self._frontend = Frontend(settings, folder)
         self._code: int | None = None  # of the frontend, once it has ended for good
@@ -55,7 +51,7 @@ class Supervisor:
             return False
         first = failures[0]
         end = f"was killed by {signal.Signals(-first.exitcode).name}" if first.exitcode < 0 else "failed"
-        return self._take_restart(f"rank {first.local_rank} {end}", "the ranks")
+        return self._restarts.take(f"rank {first.local_rank} {end}", "the ranks")
 
     def pass_on(self, number: int) -> None:
         self._signalled = True
@@ -89,7 +85,7 @@ class Supervisor:
             if self._signalled:  # it had not yet begun to handle signals
                 code = 0
                 break
-            if not self._take_restart(f"the frontend was killed by {signal.Signals(-code).name}", "it"):
+            if not self._restarts.take(f"the frontend was killed by {signal.Signals(-code).name}", "it"):
                 break
             self._frontend.start(attach=True)
         self._code = self._code or code
@@ -97,16 +93,3 @@ class Supervisor:
         while not self._ranks_ended.wait(patience):
             self._ranks.signal(signal.SIGTERM)
             patience = GRACE_SECONDS
-
-    def _take_restart(self, what: str, which: str) -> bool:
-        now = time.monotonic()
-        while self._times and self._times[0] < now - WINDOW:
-            self._times.popleft()
-        if len(self._times) >= self._limit:
-            if self._limit:
-                many = f"this is the end number {self._limit + 1} in {WINDOW / 60:g} minutes (--max-restarts {self._limit})"
-                print(f"error: {what}; {many}", file=sys.stderr, flush=True)
-            return False
-        self._times.append(now)
-        print(f"{what}; starting {which} again", file=sys.stderr, flush=True)
-        return True

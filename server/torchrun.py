@@ -1,7 +1,9 @@
-"""The frontend of ranks that torchrun starts again (`--max-restarts N`): it lives as long as torchrun's agent, and each new rank 0
-finds it by the agent's process id."""
+"""The frontend of ranks that torchrun starts again (`--max-restarts N`). It lives as long as torchrun's agent. Its folder is named
+after the agent, so each new rank 0 finds it there."""
 
+import contextlib
 import fcntl
+import hashlib
 import os
 import select
 import shutil
@@ -15,17 +17,18 @@ from collections.abc import Mapping
 from functools import partial
 from pathlib import Path
 
-from cli import note
+from cli import USER_ERROR, leave
 from errors import UserError
-from processes import LAUNCHER, PREFIX, kill_ranks, name_process, ranks_of
-from server.process import JOIN_SECONDS, addresses, longest_start, report_end
+from processes import LAUNCHER, PREFIX, kill_ranks, name_process, ranks_of, remove_abandoned, start_ticks
+from server.process import JOIN_SECONDS, Restarts, addresses, longest_start, report_end
 from server.settings import load_settings
 
 PID = "frontend-pid"  # file in the folder
-LAST_WORDS = 1.0  # seconds for which a Shutdown may be on its way from a frontend that has ended
+WRONG_INPUT = "wrong-input"  # file in the folder, once a frontend has said what is wrong with the input
+SHUTDOWN_SECONDS = 1.0  # after the frontend's end, wait so long for its Shutdown before taking it for killed
 
 
-def restarting_agent(environ: Mapping[str, str]) -> int | None:
+def restarting_agent_pid(environ: Mapping[str, str]) -> int | None:
     """The process id of torchrun's agent, if it started this rank, all ranks are on this host, and it may start them again."""
     one_host = environ.get("LOCAL_WORLD_SIZE") == environ.get("WORLD_SIZE")
     if "TORCHELASTIC_RUN_ID" not in environ or LAUNCHER in environ or not one_host:
@@ -37,27 +40,43 @@ def is_first_start(environ: Mapping[str, str]) -> bool:
     return environ.get("TORCHELASTIC_RESTART_COUNT", "0") == "0"
 
 
-def group_is_whole(agent: int) -> bool:
-    """Whether all ranks of this host run. If not, a SIGTERM is the agent's, which ends the others before it starts all again."""
+def all_ranks_run(agent: int) -> bool:
+    """Whether all ranks of this host run. If a rank is missing, a SIGTERM comes from the agent, which is about to restart all
+    ranks."""
     return len(ranks_of(agent)) >= int(os.environ.get("LOCAL_WORLD_SIZE", 1))
 
 
-class LastingFrontend:
-    """What rank 0 has of the frontend, as `process.Frontend`. Starts one that has died again."""
+def folder_of(agent: int) -> Path:
+    """The folder of the agent's server. Its name differs from that of any other agent, in another container or an earlier one with
+    the same process id, too."""
+    boot, namespace = Path("/proc/sys/kernel/random/boot_id").read_text(), os.readlink("/proc/self/ns/pid")
+    identity = f"{boot} {namespace} {agent} {start_ticks(agent)}"
+    return Path(tempfile.gettempdir(), PREFIX + hashlib.sha256(identity.encode()).hexdigest()[:8])
+
+
+def leave_after_wrong_input(agent: int) -> None:
+    """Exit this rank, which the agent has started again, if the frontend ended with USER_ERROR: the next one would, too."""
+    if (folder_of(agent) / WRONG_INPUT).exists():
+        leave(USER_ERROR)
+
+
+class TorchrunFrontend:
+    """Rank 0's handle of the frontend, with the methods of `process.Frontend`. It starts a frontend that was killed again."""
 
     def __init__(self, agent: int, restarts: int) -> None:
-        """restarts: of the frontend, by this rank 0."""
-        self.folder = Path(tempfile.gettempdir(), f"{PREFIX}{agent:08d}")
+        """restarts: how often this rank 0 may start the frontend again in `process.WINDOW`."""
         is_first = is_first_start(os.environ)
         if is_first:
-            shutil.rmtree(self.folder, ignore_errors=True)  # an earlier process had the agent's id
+            remove_abandoned()
+        self.folder = folder_of(agent)
         self.folder.mkdir(mode=0o700, exist_ok=True)
         if self.folder.is_symlink() or self.folder.lstat().st_uid != os.getuid():
             raise UserError(f"{self.folder} is another user's; remove it, or set TMPDIR to another folder")
         self._lock = hold(self.folder)
-        self.addresses, self._agent, self._left = addresses(self.folder), agent, restarts
-        self._process: subprocess.Popen[bytes] | None = None
-        self._died: float | None = None  # time.monotonic() when its end was seen
+        self.addresses, self._agent, self._restarts = addresses(self.folder), agent, Restarts(restarts)
+        self._process: subprocess.Popen[bytes] | None = None  # None if an earlier rank 0 started it
+        self._ended_at: float | None = None  # time.monotonic() when its end was seen
+        self._signalled = False
         if is_first or not self._find():
             self._start(attach=not is_first)
 
@@ -67,42 +86,59 @@ class LastingFrontend:
         command = [sys.executable, "-c", program, str(self.folder), str(self._agent), longest, *sys.argv[1:]]
         self._process = subprocess.Popen(command, start_new_session=True)
         (self.folder / PID).write_text(str(self._process.pid))
-        self._find()
+        self._open(self._process.pid)
+        if self._signalled:  # meanwhile
+            self.forward()
 
     def _find(self) -> bool:
-        """Open the process. False if it has ended."""
+        """Open the process that an earlier rank 0 started. False if it has ended; another process may have its id."""
         try:
-            self._descriptor = os.pidfd_open(int((self.folder / PID).read_text()))
+            pid = int((self.folder / PID).read_text())
+            self._open(pid)
+            arguments = Path(f"/proc/{pid}/cmdline").read_bytes().split(b"\0")
         except (OSError, ValueError):
             return False
-        self._poll, self._died = select.poll(), None
+        return os.fsencode(self.folder) in arguments
+
+    def _open(self, pid: int) -> None:
+        self._descriptor, self._ended_at = os.pidfd_open(pid), None
+        self._poll = select.poll()
         self._poll.register(self._descriptor, select.POLLIN)
-        return not self._poll.poll(0)
 
     def is_alive(self) -> bool:
         """Whether there is a frontend, or soon will be again."""
-        if self._died is None and self._poll.poll(0):
-            self._died = time.monotonic()
-        if self._died is None or time.monotonic() - self._died < LAST_WORDS:
+        if self._ended_at is None and self._poll.poll(0):
+            self._ended_at = time.monotonic()
+        if self._ended_at is None or time.monotonic() - self._ended_at < SHUTDOWN_SECONDS:
             return True
-        if self._left == 0:
+        code = self._process.poll() if self._process else None  # of an earlier rank 0's child: unknown
+        ended_by_itself = code is not None and code >= 0
+        if ended_by_itself or self._signalled or not self._restarts.take("the frontend was killed", "it"):
             return False
-        self._left -= 1
-        note("the frontend was killed; starting it again")
         os.close(self._descriptor)
         self._start(attach=True)
         return True
 
     def forward(self) -> None:
-        """Send SIGTERM."""
-        signal.pidfd_send_signal(self._descriptor, signal.SIGTERM)
+        """Send SIGTERM. A frontend that ends is not started again."""
+        self._signalled = True
+        self._send(signal.SIGTERM)
 
     def close(self) -> int:
-        """Wait for the end of the frontend after that of the engine. Returns its exit code, 0 if an earlier rank 0 started it."""
+        """Wait for the end of the frontend after that of the engine. Returns its exit code, 0 if an earlier rank 0 started it, or
+        if a signal ended it before it handled signals."""
         if not self._poll.poll(JOIN_SECONDS * 1000):
-            signal.pidfd_send_signal(self._descriptor, signal.SIGKILL)
-        shutil.rmtree(self.folder, ignore_errors=True)
-        return self._process.wait() if self._process else 0
+            self._send(signal.SIGKILL)
+        code = self._process.wait() if self._process else 0
+        if code == USER_ERROR:
+            (self.folder / WRONG_INPUT).touch()  # for the next rank 0; the next server removes the folder
+        else:
+            shutil.rmtree(self.folder, ignore_errors=True)
+        return 0 if self._signalled and code == -signal.SIGTERM else code
+
+    def _send(self, number: signal.Signals) -> None:
+        with contextlib.suppress(OSError):  # it has ended
+            signal.pidfd_send_signal(self._descriptor, number)
 
 
 def hold(folder: Path) -> int:
@@ -113,7 +149,7 @@ def hold(folder: Path) -> int:
 
 
 def main() -> None:
-    """The frontend process. Arguments: its folder, the agent's process id, `attach` of `Recovery`, and the server's command line."""
+    """The frontend process. Arguments: its folder, the agent's process id, `longest_start_before` of `Recovery`, and the server's command line."""
     folder, agent, longest = Path(sys.argv[1]), int(sys.argv[2]), sys.argv[3]
     name_process("rung-frontend")
     hold(folder)
@@ -127,5 +163,5 @@ def main() -> None:
     threading.Thread(target=end_with_agent, daemon=True, name="agent").start()
     from server.frontend import run_frontend
 
-    attach = None if longest == "none" else float(longest)
-    run_frontend(load_settings(sys.argv[4:]), *addresses(folder), partial(kill_ranks, agent), attach)
+    longest_before = None if longest == "none" else float(longest)
+    run_frontend(load_settings(sys.argv[4:]), *addresses(folder), partial(kill_ranks, agent), longest_before)

@@ -13,8 +13,10 @@ def process_tree(root: int) -> list[int]:
     while todo:
         pid = todo.pop()
         found.append(pid)
-        for task in Path(f"/proc/{pid}/task").glob("*/children"):
-            todo += map(int, task.read_text().split())
+        with suppress(OSError):  # the process has ended
+            for task in Path(f"/proc/{pid}/task").glob("*/children"):
+                with suppress(OSError):  # the thread has ended
+                    todo += map(int, task.read_text().split())
     return found
 
 

@@ -439,9 +439,9 @@ def test_a_new_frontend_does_not_end_the_server(tmp_path: Path) -> None:
     path.write_text("damaged")
     service: Any = object.__new__(Service)
     service.settings = SimpleNamespace(journal=str(path), journal_bounds=Bounds())
-    service.client, service.metrics = SimpleNamespace(attach=0.0), None
+    service.client, service.metrics = SimpleNamespace(attach=True), None
     assert service._open_journal() is None
-    service.client.attach = None
+    service.client.attach = False
     with pytest.raises(UserError, match="is no journal"):
         service._open_journal()
 

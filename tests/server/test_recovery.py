@@ -2,15 +2,17 @@
 
 import json
 import random
+import subprocess
 import threading
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import httpx
+import msgspec
 import pytest
 
-from engine.protocol import Attach, Outputs, Refused, SamplingParams, Starting, Stats, Submit, TokenOutput
+from engine.protocol import Attach, Drafted, Outputs, Refused, SamplingParams, Starting, Stats, Submit, TokenOutput
 from server import recovery
 from server.engine_client import EngineClient
 from server.metrics import Metrics
@@ -201,7 +203,7 @@ def test_when_ranks_hang() -> None:
     assert Watchdog(seconds=0.0).limit(1.0) == float("inf") and Watchdog(seconds=7.0).limit(1.0) == 7.0
 
 
-def test_how_long_ranks_may_load(tmp_path: Path) -> None:
+def test_how_long_ranks_may_load(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """The first start has no limit, and the longest one counts for all later ones, whichever frontend saw it."""
 
     def frontend(attach: bool = True) -> Recovery:
@@ -211,8 +213,11 @@ def test_how_long_ranks_may_load(tmp_path: Path) -> None:
     first, second = frontend(attach=False), frontend()
     for machine in (first, second):  # the second one takes the place of the first while the ranks load
         assert machine.state == "loading" and machine.limit() == float("inf")
+    warnings: list[str] = []
+    monkeypatch.setattr(recovery.log, "warning", lambda text, *_: warnings.append(text))
     second.on_ready(0, 2048, note_start(tmp_path, 300.0))
     assert second.limit() == 5.0
+    assert "the ranks serve a new frontend" in warnings[0], "they may have been ready before it asked"
     third = frontend()
     assert third.state == "recovering" and third.limit() == 900.0, "the ranks may just be starting"
     third.on_ready(0, 2048, note_start(tmp_path, 20.0))
@@ -299,6 +304,29 @@ def test_requests_outlive_the_ranks(make_site: Callable[..., Site], monkeypatch:
     wait_for(lambda: site.http.get("/stats").json()["running"] == 5)
 
 
+def test_late_statistics_of_ended_ranks_do_not_count(make_site: Callable[..., Site]) -> None:
+    """They come after those of the new ranks. A message that cannot be used takes nothing from later ones."""
+    site = make_site()
+    late = subprocess.Popen(["sleep", "60"])  # stands for rank 0
+    try:
+        site.engine.send(msgspec.structs.replace(ready(), pid=late.pid))
+        wait_for(lambda: site.server.client.recovery.pid == late.pid)
+        for pid, drafts, running in ((late.pid, 2, 3), (late.pid + 1, 9, 4), (late.pid, 5, 6)):
+            site.engine.send(Stats(running, drafted={"ngram": Drafted(drafts, drafts, drafts)}, pid=pid))
+        wait_for(lambda: site.http.get("/stats").json()["running"] == 6)
+        assert (
+            'rung:spec_decode_num_drafts_total{model_name="tiny-hybrid",source="ngram"} 5.0' in site.http.get("/metrics").text
+        )
+        site.engine.send(Stats(7, drafted={"ngram": Drafted(1, 1, 1)}, pid=late.pid))  # less than before
+        wait_for(lambda: site.http.get("/stats").json()["running"] == 7)
+        site.server.client.metrics.on_stats = lambda stats: 1 / 0  # type: ignore[assignment,method-assign]
+        site.engine.send(Stats(8, pid=late.pid))
+        assert site.complete()["choices"][0]["text"] == STORY
+    finally:
+        late.kill()
+        late.wait()
+
+
 def test_a_request_that_ends_the_ranks_is_refused(make_site: Callable[..., Site]) -> None:
     site = make_site()
     site.engine.hold = True
@@ -340,7 +368,7 @@ def test_ranks_that_report_nothing_are_killed(make_site: Callable[..., Site], mo
 
 def test_a_new_frontend_says_that_it_is_new(tmp_path: Any) -> None:
     site = Site(tmp_path)
-    site.server.client.attach = 0.0
+    site.server.client.attach = True
     taken: list[Any] = []
     site.engine._take = lambda message, work: taken.append(message)  # type: ignore[method-assign]
     site.start()

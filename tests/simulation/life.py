@@ -216,7 +216,7 @@ class Frontend(EngineClient):
     ranks already."""
 
     def __init__(self, life: "Life", attach: bool = False) -> None:
-        super().__init__("", "", Metrics("simulated"), attach=1.0 if attach else None)
+        super().__init__("", "", Metrics("simulated"), longest_start_before=1.0 if attach else None)
         self._life = life
         self.on_ready = life.on_first_ready
         self.recovery._descriptor_of = lambda pid: -1 if pid == life.pid else None  # type: ignore[method-assign]
@@ -356,7 +356,7 @@ class Life:
 
     def _notice(self) -> None:
         """The frontend sees the end of the ranks that it watches."""
-        watched = self.frontend.recovery._pid
+        watched = self.frontend.recovery.pid
         if self.now >= self.noticed_at and self.noticed < watched < self.pid:
             self.noticed = watched
             self.frontend.on_end()

@@ -170,8 +170,8 @@ class Storm:
         """restart: starts the server again after all its processes were killed, with its journal, and returns its new log."""
         self.url, self.root, self.log, self.rng, self.frontend, self.restart = url, root, log, rng, frontend, restart
         self._watch = Watch(root, list(idle))
-        self._unsafe = 0.0  # time.time() of the end of the last full disk
-        self._broken = 0.0  # the same of the last time without a frontend
+        self._disk_full_until = 0.0  # time.time() of the end of the last full disk
+        self._frontend_back_at = 0.0  # time.time() when a killed frontend was last replaced; inf while there is none
         self.outcomes: Counter[str] = Counter()
         self.victims: Counter[str] = Counter()
         self.wrong: list[str] = []  # answers, and what dead processes have left
@@ -213,13 +213,13 @@ class Storm:
             except httpx.HTTPError as e:
                 self.outcomes["connection broken"] += 1
                 if self.restart:
-                    await self._fetch(client, at, name, answer.begun and start > self._unsafe)
+                    await self._fetch(client, at, name, answer.begun and start > self._disk_full_until)
                     continue
-                if start > self._broken:
+                if start > self._frontend_back_at:
                     self.wrong.append(f"{self._work[at]}: {e!r}")
                 await asyncio.sleep(0.2)
                 continue
-            if answer.status == 503 and start < self._broken:
+            if answer.status == 503 and start < self._frontend_back_at:
                 self.outcomes["loading"] += 1
                 await asyncio.sleep(0.2)
                 continue
@@ -298,7 +298,7 @@ class Storm:
         resource.prlimit(pid, resource.RLIMIT_FSIZE, (FULL_BYTES, unlimited[1]))
         await asyncio.sleep(FULL_SECONDS)
         resource.prlimit(pid, resource.RLIMIT_FSIZE, unlimited)
-        self._unsafe = time.time()
+        self._disk_full_until = time.time()
 
     async def _kill(self) -> None:
         """Send a signal to a random process, perhaps another one while new ranks start, and wait for tokens again."""
@@ -326,7 +326,7 @@ class Storm:
                 raise UserError(f"the server did not recover from {what}; its log: {self.log}")
             await asyncio.to_thread(self._watch.look)
             await asyncio.sleep(0.01)
-        self._broken = min(self._broken, time.time())
+        self._frontend_back_at = min(self._frontend_back_at, time.time())
         if killed and number is signal.SIGKILL:
             times = [killed, *recovered.values(), self.last_token]
             kind = "frontend" if name == FRONTEND_NAME else "ranks"
@@ -356,7 +356,7 @@ class Storm:
                 name = self.rng.choice(names)
                 number = signal.SIGSTOP if not only_kill and self.rng.random() < STOPPED else signal.SIGKILL
                 if name == FRONTEND_NAME:
-                    self._broken = math.inf
+                    self._frontend_back_at = math.inf
                 try:
                     os.kill(by_name[name], number)
                 except ProcessLookupError:
