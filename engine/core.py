@@ -279,7 +279,8 @@ class Engine:
         sequences = []
         for submit in submits:
             prompt = submit.prompt_ids
-            if prompt is not checked:
+            repeats = prompt is checked
+            if not repeats:
                 if not prompt:
                     raise UserError("the prompt is empty; give at least one token")
                 check_ids(prompt, self.vocab_size)
@@ -290,7 +291,7 @@ class Engine:
                 params = msgspec.structs.replace(params, prompt_logprobs=None)
             tokens = [*prompt, *submit.generated]
             sequence = Sequence(submit.request_id, tokens, len(prompt), params, submit.turn, time.perf_counter())
-            sequence.state, sequence.adapter = sibling(state), adapter
+            sequence.state, sequence.adapter, sequence.repeats = sibling(state), adapter, repeats
             self.scheduler.check(sequence)
             sequences.append(sequence)
         return sequences
