@@ -521,6 +521,19 @@ def test_a_busy_worker_leaves_free_what_need_not_be_constrained(
     assert blocker.done() and site.last().params.grammar, "it waits"
 
 
+def test_calls_are_not_constrained_by_a_guess(site: Site) -> None:
+    """The template writes no calls, so how the model does is not known."""
+    strict: Any = {"type": "function", "function": {**TOOL["function"], "strict": True}}
+    for fields, constrained in (
+        ({"tools": [TOOL]}, False),
+        ({"tools": [strict]}, True),
+        ({"tools": [TOOL], "tool_choice": "required"}, True),
+        ({"tools": [TOOL], "response_format": {"type": "json_object"}}, True),
+    ):
+        site.chat(**fields, max_tokens=1)
+        assert bool(site.last().params.grammar) == constrained, fields
+
+
 def test_a_format_beside_tools(site: Site) -> None:
     form = {"type": "json_schema", "json_schema": {"name": "a", "schema": PERSON.value, "strict": True}}
     for choice in ("auto", None, "none", "required"):
