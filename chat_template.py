@@ -18,6 +18,7 @@ Message = Mapping[str, Any]
 REASONING_KEYS = ("reasoning_content", "thinking", "reasoning")
 SHORT_ID = 9  # characters of a call's id that Mistral's templates insist on
 NAMES = dict.fromkeys(("bos_token", "eos_token", "unk_token", "pad_token"), "")
+LATER: tuple[dict[str, Any], ...] = ({"role": "assistant", "content": "Answer."}, {"role": "user", "content": "Thanks"})
 CONTINUE_TAG = "CONTINUE_FINAL_MESSAGE_TAG "  # as in transformers; the trailing space shows whether the template strips
 
 
@@ -33,8 +34,9 @@ def render(
     Raises UserError for a failing template and for invalid messages.
     """
     chat = [_plain_message(message) for message in messages]
-    if any(message.get("tool_calls") for message in chat):
-        chat = _with_calls(chat, call_form(template))
+    if any(message.get("tool_calls") for message in chat) and (form := call_form(template)):
+        continued = [chat.pop()] if continue_final_message and chat else []  # its text must stay its own
+        chat = [*_with_calls(chat, form), *continued]
     if continue_final_message:
         final = _tag_final_message(chat, template)
     try:
@@ -104,18 +106,20 @@ class CallForm(NamedTuple):
 
 
 @functools.lru_cache(maxsize=64)
-def call_form(template: str) -> CallForm:
-    """The first form in which the template writes a call. The default one if there is none, as for templates without calls."""
+def call_form(template: str) -> CallForm | None:
+    """The first form in which the template writes a call. None if there is none, as for templates without calls."""
     forms = product((0, SHORT_ID), (False, True), ("absent", "empty", "none"))
     for form in (CallForm(content, as_text, length) for length, as_text, content in forms):  # type: ignore[arg-type]
         if _writes_calls(template, form, ""):
-            apart = not _writes_calls(template, form, "Text.")
+            # not if the template refuses the two messages, as one does that wants roles to alternate
+            parted = form._replace(apart=True)
+            apart = not _writes_calls(template, form, "Text.") and _writes_calls(template, parted, "Text.", behind=LATER)
             return form._replace(apart=apart, single=not _writes_calls(template, form, "", 2))
-    return CallForm()
+    return None
 
 
-def _writes_calls(template: str, form: CallForm, text: str, count: int = 1) -> bool:
-    """Whether the template writes all calls of a short conversation, with arguments as JSON."""
+def _writes_calls(template: str, form: CallForm, text: str, count: int = 1, behind: Sequence[dict[str, Any]] = ()) -> bool:
+    """Whether the template writes all calls of a short conversation, with arguments as JSON. behind: messages after the results."""
     calls, results = [], []
     for i in range(count):
         arguments: Any = {f"key{i}": f"value{i}"}
@@ -124,7 +128,7 @@ def _writes_calls(template: str, form: CallForm, text: str, count: int = 1) -> b
         calls.append({"id": call_id, "type": "function", "function": function})
         results.append({"role": "tool", "name": "call", "tool_call_id": call_id, "content": "result"})
     message = {"role": "assistant", "content": text, "tool_calls": calls}
-    chat = _with_calls([{"role": "user", "content": "Hi"}, message, *results], form)
+    chat = _with_calls([{"role": "user", "content": "Hi"}, message, *results, *behind], form)
     parameters = {"type": "object", "properties": {"x": {"type": "string", "description": "x"}}, "required": ["x"]}
     tool = {"type": "function", "function": {"name": "other", "description": "other", "parameters": parameters}}
     variables = {**NAMES, "documents": None, "tools": [tool], "messages": chat, "add_generation_prompt": True}
@@ -169,9 +173,11 @@ def _parted(message: dict[str, Any], form: CallForm) -> Iterator[dict[str, Any]]
     if message.get("content") and not form.apart:
         yield message
         return
+    left_out: tuple[str, ...] = ("content",)
     if message.get("content"):
         yield {key: value for key, value in message.items() if key != "tool_calls"}
-    bare = {key: value for key, value in message.items() if key != "content"}
+        left_out = ("content", *REASONING_KEYS)
+    bare = {key: value for key, value in message.items() if key not in left_out}
     yield bare if form.content == "absent" else {**bare, "content": "" if form.content == "empty" else None}
 
 

@@ -176,8 +176,8 @@ class SharedTextOptions:
         type=whole_number(0, 1 << 22),
         metavar="N",
         help="with --speculate, also guess what followed the last tokens in other requests' prompts, of which the newest N tokens are "
-        "kept, in 0.3 KB each on every rank. Who sends many requests can learn from the counts of right guesses what others' prompts "
-        "contain (default: 0)",
+        "kept, in 0.3 KB each on every rank. Who sends many requests can learn others' prompts token by token, from the counts of right "
+        "guesses and from return_drafted (default: 0)",
     )
 
 

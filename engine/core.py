@@ -251,19 +251,22 @@ class Engine:
             sequences = self._sequences(submits)
         except UserError as e:
             return Refused(submits[0].request_id, str(e))
-        grammar = submits[0].params.grammar
+        grammar, optional = submits[0].params.grammar, submits[0].params.grammar_optional
         try:
             if grammar is not None:
                 self.grammars.check(grammar)
         except UserError as e:
-            return Refused(submits[0].request_id, str(e), "invalid_schema")
-        if grammar is None:
+            if not optional:
+                return Refused(submits[0].request_id, str(e), "invalid_schema")
+            grammar = None
+        is_full = grammar not in self.compiling and len(self.compiling) >= MAX_COMPILING
+        if grammar is None or (is_full and optional):
             for sequence in sequences:
                 self.scheduler.add(sequence)
         else:
             # the same on all ranks; which compilations `Grammars` keeps depends on a rank's speed
             if grammar not in self.compiling:
-                if len(self.compiling) >= MAX_COMPILING:
+                if is_full:
                     why = f"{len(self.compiling)} other grammars are waiting to be compiled; try again later"
                     return Refused(submits[0].request_id, why, "grammars_busy")
                 self.compiling[grammar] = self.grammars.start(grammar), []
@@ -279,7 +282,8 @@ class Engine:
         sequences = []
         for submit in submits:
             prompt = submit.prompt_ids
-            if prompt is not checked:
+            repeats = prompt is checked
+            if not repeats:
                 if not prompt:
                     raise UserError("the prompt is empty; give at least one token")
                 check_ids(prompt, self.vocab_size)
@@ -290,7 +294,7 @@ class Engine:
                 params = msgspec.structs.replace(params, prompt_logprobs=None)
             tokens = [*prompt, *submit.generated]
             sequence = Sequence(submit.request_id, tokens, len(prompt), params, submit.turn, time.perf_counter())
-            sequence.state, sequence.adapter = sibling(state), adapter
+            sequence.state, sequence.adapter, sequence.repeats = sibling(state), adapter, repeats
             self.scheduler.check(sequence)
             sequences.append(sequence)
         return sequences
@@ -340,7 +344,7 @@ class Engine:
 
     def admit(self) -> None:
         """Queue the requests whose grammar all ranks have compiled and whose adapter they have loaded, and refuse those of which that
-        failed on any rank.
+        failed on any rank. One whose grammar is optional goes on without it.
 
         Collective: ranks compile and read at different speeds, so they have to agree.
         """
@@ -360,8 +364,8 @@ class Engine:
                 continue
             compilation, waiting = self.compiling.pop(text)
             for sequence in waiting:
-                if state == COMPILED:
-                    sequence.state.grammar = compilation.matcher
+                if state == COMPILED or sequence.params.grammar_optional:
+                    sequence.state.grammar = compilation.matcher if state == COMPILED else None
                     self.scheduler.add(sequence)
                 else:
                     why = compilation.error or "another rank could not compile the grammar"
@@ -470,8 +474,8 @@ class Engine:
                 yield msgspec.structs.replace(output, drafted=len(draft), accepted=accepted)
 
     def _append(self, sequence: Sequence, token: int) -> bool:
-        """Append a token, and end the sequence if its grammar lets nothing follow, or fails. False: the token is forbidden; a later
-        step draws it again."""
+        """Append a token, and end the sequence if its grammar lets nothing follow, or fails and is not optional. False: the token is
+        forbidden; a later step draws it again."""
         if not advance(sequence, token):
             self.scheduler.draw_again(sequence)
             self.runner.decode.forget()
@@ -481,7 +485,10 @@ class Engine:
         if matcher is None or not matcher.is_stopped():
             return True
         if problem := error_of(matcher):
-            self._fail(sequence, problem)
+            if sequence.params.grammar_optional:
+                sequence.state.grammar = sequence.state.matcher = None
+            else:
+                self._fail(sequence, problem)
         elif sequence.finish_reason is None:
             self.scheduler.finish(sequence, "stop")
         return True

@@ -416,7 +416,7 @@ class Speculation:
         for sequence in running:
             if sequence.drafter is None:
                 sequence.drafter = Drafter(sequence, self.ceiling, self._texts, self._others, self._prompts)
-                if self._others is not None:
+                if self._others is not None and not sequence.repeats:
                     self._others.add(sequence.tokens[: sequence.prompt_length])
             if self.chains is not None and sequence.drafter.chains is None:
                 self._begin(self.chains, sequence, len(running))

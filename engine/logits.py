@@ -83,6 +83,8 @@ def process(logits: Tensor, draws: List[Draw]) -> Tensor:
         matcher = _behind(_matcher(sequence), draws[i].draft) if masked else None
         if matcher is not None:
             mask = allowed(matcher, logits.shape[-1])
+            if sequence.params.grammar_optional and matcher.is_error():
+                continue
             if _may_stop(sequence, matcher):
                 mask[sequence.params.stop_token_ids] = True
             banned = ~(mask.pin_memory() if logits.is_cuda else mask).to(logits.device, non_blocking=True)
@@ -215,6 +217,8 @@ def advance(sequence: Sequence, token: int) -> bool:
             state.matcher.consume_token(token)
         return True
     matcher = _matcher(sequence)
+    if matcher is None:  # it was optional and has failed
+        return True
     if token in params.stop_token_ids and _may_stop(sequence, matcher):
         return True
     if matcher.try_consume_tokens([token]) or matcher.is_error() or state.again == len(sequence.tokens):

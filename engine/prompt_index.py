@@ -20,7 +20,8 @@ class PromptIndex:
         self._waiting: deque[int] = deque()
 
     def add(self, prompt: List[int]) -> None:
-        """Let `follow` index a prompt, unless too many tokens wait already."""
+        """Let `follow` index a prompt, of which the newest tokens if it is too long, unless too many tokens wait already."""
+        prompt = prompt[-(self.capacity - 1) :]
         if len(self._waiting) + len(prompt) < self.capacity:
             self._waiting.extend((*prompt, GAP))
 

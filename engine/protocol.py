@@ -63,6 +63,7 @@ class SamplingParams(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=Tr
     # for a grammar that rarely forbids what the model writes: draw without its mask, which steps need not wait for, and only a
     # token that it forbids again with it
     late_grammar: bool = False
+    grammar_optional: bool = False  # go on without a late grammar that is refused or fails, instead of ending with an error
     pooling: Pooling | None = None  # the prompt's embedding instead of an answer: `max_tokens` and what is above have no effect
 
     stop: list[str] = []  # end before the first of these texts

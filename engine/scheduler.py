@@ -52,6 +52,7 @@ class Sequence:
     adapter: Any = None  # an Adapter (see adapters.py)
     state: Any = None  # a SamplingState (see logits.py)
     drafter: Any = None  # a Drafter (see drafts.py)
+    repeats: bool = False  # the one before it in its request has the same prompt
 
     @property
     def priority(self) -> int:

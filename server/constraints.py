@@ -18,14 +18,17 @@ from pydantic import ValidationError
 
 from engine.grammars import limits
 from server.call_syntax import JSON, CallSyntax, Marks
-from server.json_schema import CallableTool, Compiled, SchemaError, check_grammar, compile_calls, compile_schema
+from server.json_schema import CallableTool, Compiled, SchemaError, check_grammar, check_matcher, compile_calls, compile_schema
 from server.schemas import Constraint, StructuralTagFormat
 
 LARK = re.compile(r"^\s*(%llguidance\b|\??start\b[^:\n]*:(?!:=))", re.MULTILINE)  # otherwise GBNF, whose rules are `name ::= …`
 GAP = r"/\n{1,4}/?"  # between reasoning and what follows it
 
 FENCE = "```[a-z_]*"
-MAX_UNNAMED = 16  # most tools whose arguments may come before the name: the grammar follows those of all until it knows which
+# most tools whose arguments may come before the name, and most optional properties of all of them: the grammar follows those of all
+# tools until it knows which
+MAX_UNNAMED = 16
+MAX_UNNAMED_PROPERTIES = 128
 
 
 class Demand(NamedTuple):
@@ -90,11 +93,13 @@ def forced_spelling(syntax: CallSyntax) -> Spelling:
 
 
 class Function(NamedTuple):
-    """A tool in a grammar. `arguments`: a reference to their grammar. `bare`: it may be called without any."""
+    """A tool in a grammar. `arguments`: a reference to their grammar. `bare`: it may be called without any. `optional`: how many of
+    them it lists that may be left out."""
 
     name: str
     arguments: str
     bare: bool
+    optional: int
 
 
 class Place(NamedTuple):
@@ -219,6 +224,12 @@ def _takes_nothing(arguments: Compiled) -> bool:
     return bool(matcher.try_consume_tokens(ids) == len(ids) and matcher.is_accepting())
 
 
+def _count_optional(tool: CallableTool) -> int:
+    properties, required = ((tool.parameters or {}).get(key) for key in ("properties", "required"))
+    names = set(properties) if isinstance(properties, dict) else set[str]()
+    return len(names.difference(one for one in required if isinstance(one, str)) if isinstance(required, list) else names)
+
+
 def _checked(grammar: str) -> Compiled:
     return Compiled(grammar, tuple(check_grammar(grammar)))
 
@@ -236,7 +247,7 @@ class _Rules:
         """The whole grammar, whose first rule is `start`."""
         lark = "\n".join([f"start: {start}", *self._rules])
         text = json.dumps({"grammars": [{"name": "start", "lark_grammar": lark}, *self._parts]})
-        check_grammar(text)
+        check_matcher(text)
         return Compiled(text, tuple(self._not_enforced))
 
     def finish_with(self, only: Compiled) -> Compiled:
@@ -256,7 +267,10 @@ class _Rules:
     def callables(self, tools: Iterable[tuple[CallableTool, Compiled]]) -> list[Function]:
         """The tools, given with the grammars of their arguments."""
         self._rules += [f"TO_ARGUMENTS: /{self.spelling.to_arguments}/", f"TAIL: /{self.spelling.tail}/"]
-        return [Function(tool.name, self.part(arguments), _takes_nothing(arguments)) for tool, arguments in tools]
+        return [
+            Function(tool.name, self.part(arguments), _takes_nothing(arguments), _count_optional(tool))
+            for tool, arguments in tools
+        ]
 
     def calls(self, syntax: CallSyntax, tools: Sequence[Function], several: bool) -> str:
         """Calls with their triggers, and nothing else."""
@@ -304,7 +318,8 @@ class _Rules:
         bare = " | TAIL" * bool(spelling.late)
         named = [f'/{_regex(tool.name)}"/ (TO_ARGUMENTS {tool.arguments} TAIL' + bare * tool.bare + ")" for tool in tools]
         found = f"/{begin}{spelling.head}/ {self._rule(' | '.join(named))}"
-        if not spelling.late or len(tools) > MAX_UNNAMED:
+        optional = sum(tool.optional for tool in tools)
+        if not spelling.late or len(tools) > MAX_UNNAMED or optional > MAX_UNNAMED_PROPERTIES:
             return self._rule(found)
         late = [f'{tool.arguments} /{spelling.name}/ /{_regex(tool.name)}"/ TAIL' for tool in tools]
         return self._rule(f"{found} | /{begin}{spelling.late}/ {self._rule(' | '.join(late))}")

@@ -108,6 +108,7 @@ def make_params(
         prediction=prediction,
         grammar=grammar,
         late_grammar=grammar is not None and body.is_mostly_free,
+        grammar_optional=grammar is not None and not body.insists,
         stop=list(body.stops),
         include_stop=bool(body.include_stop_str_in_output),
         skip_special=body.skip_special_tokens is not False,

@@ -9,13 +9,15 @@ from engine.grammars import MAX_TEXT
 from server.call_syntax import JSON, CallSyntax, Marks
 from server.constraints import Demand, compile_demand
 from server.json_schema import CallableTool, Compiled, SchemaError
-from server.problems import bad
-from server.schemas import AllowedToolsChoice, ChatBody, GenerationBody
+from server.problems import ApiError, bad
+from server.schemas import ChatBody, GenerationBody
 from server.service import Service
+from server.workers import WAIT_SECONDS
 from tokenizer import Tokenizer
 
 UNCONSTRAINED = Compiled("")
 MAX_NAMED = 10  # most keywords in the response header of those that are not enforced
+BRIEF_SECONDS = 2.0  # longest wait for a worker if the answer may also be unconstrained
 MAX_CACHED = 64  # most cached grammars of earlier requests
 MAX_CACHED_TEXT = 4 << 20  # most bytes of cached grammars and their schemas
 
@@ -25,17 +27,21 @@ async def for_request(
 ) -> Compiled:
     """The grammar of what the request demands of its answer; UNCONSTRAINED if it demands nothing.
 
-    `syntax`: how the model writes calls; None: calls are found only where one is forced. `reasoning`: what surrounds the model's reasoning, which stays free; None: it does not
+    `syntax`: how the model writes calls; None: they are constrained only where one is forced. `reasoning`: what surrounds the model's reasoning, which stays free; None: it does not
     reason. Raises a 400 that names the field for a schema that is wrong, or strict and not enforceable.
     """
     demand = demand_of(body, syntax, reasoning)
-    if demand is None or (not _insists(body) and not service.tokenizer.eos_ids):
+    if demand is None or (not body.insists and not service.tokenizer.eos_ids):
         return UNCONSTRAINED
     demand = demand._replace(special=_special(service.tokenizer, demand))
     try:
-        return await _compiled(service, compile_demand, demand)
+        return await _compiled(service, compile_demand, demand, WAIT_SECONDS if body.insists else BRIEF_SECONDS)
+    except ApiError as e:
+        if not body.insists and e.code in ("overloaded", "too_complex"):
+            return UNCONSTRAINED
+        raise
     except SchemaError as e:
-        if not _insists(body):
+        if not body.insists:
             return UNCONSTRAINED
         param = demand.constraint.param if demand.constraint else "tools"
         if e.tool is not None:
@@ -54,14 +60,6 @@ def demand_of(body: GenerationBody, syntax: CallSyntax | None, reasoning: Marks 
     if demand.constraint is not None:
         return demand
     return demand if tools and syntax and not body.ignore_eos else None
-
-
-def _insists(body: GenerationBody) -> bool:
-    """Whether the request says itself that its answer is constrained. Otherwise calls are constrained where that is possible."""
-    if body.constraint is not None or not isinstance(body, ChatBody):
-        return True
-    allowed = body.forced_tools or isinstance(body.tool_choice, AllowedToolsChoice)
-    return bool(allowed) or any(tool.function.strict for tool in body.callable_tools)
 
 
 def _callable(body: ChatBody) -> list[CallableTool]:
@@ -87,8 +85,9 @@ def _special_ids(tokenizer: Tokenizer) -> dict[str, int]:
     return {text: id for id in tokenizer.special_ids if (text := tokenizer.token_text(id))}
 
 
-async def _compiled(service: Service, compiler: Callable[[Any], Compiled], demand: Demand) -> Compiled:
-    """Run `compiler` in a worker, and cache the result for later requests with the same demand. Raises SchemaError."""
+async def _compiled(service: Service, compiler: Callable[[Any], Compiled], demand: Demand, wait_seconds: float) -> Compiled:
+    """Run `compiler` in a worker, and cache the result for later requests with the same demand. Raises SchemaError, and what
+    `Workers.run` raises."""
     try:
         key = pickle.dumps(demand, pickle.HIGHEST_PROTOCOL)  # far faster than JSON
     except RecursionError as e:
@@ -96,7 +95,9 @@ async def _compiled(service: Service, compiler: Callable[[Any], Compiled], deman
     if len(key) > MAX_TEXT:
         raise SchemaError(f"it is longer than {MAX_TEXT} bytes")
     cache = service.grammars
-    compiled = cache[key] if key in cache else await service.workers.run(compiler, demand, slow=True)
+    compiled = cache.get(key)
+    if compiled is None:
+        compiled = await service.workers.run(compiler, demand, slow=True, wait_seconds=wait_seconds)
     cache[key] = compiled
     cache.move_to_end(key)
     while len(cache) > MAX_CACHED or sum(len(asked) + len(found.grammar) for asked, found in cache.items()) > MAX_CACHED_TEXT:

@@ -24,7 +24,7 @@ from itertools import chain
 from typing import Any, NamedTuple
 from urllib.parse import quote, unquote
 
-from llguidance import LLMatcher
+from llguidance import LLMatcher, LLTokenizer
 
 from engine.grammars import MAX_TEXT, limits
 from errors import UserError
@@ -48,6 +48,7 @@ UNSUPPORTED: dict[str, tuple[Any, ...]] = {
     "uniqueItems": (False,),
     "unevaluatedProperties": (True, False, {}),  # false: `_Document._close` does the same
 }
+SPECIAL_ID = re.compile(r"<\[\d+\]>")  # in Lark
 SPELLED_OUT = re.compile(r"\^(?:\((?:\?:)?([\w-]+(?:\|[\w-]+)*)\)|([\w-]+))\$", re.ASCII)  # ^name$ or ^(one|two)$
 # Words in llguidance's errors about patterns and formats that are valid but not supported. With any other error they are
 # invalid or too complex.
@@ -189,10 +190,23 @@ def _compile(build: Callable[[], Any], rewriter: "Rewriter", strict: bool, white
     return Compiled(text, (*rewriter.not_enforced, *check_grammar(text)))
 
 
-def check_grammar(text: str) -> list[str]:
-    """llguidance's warnings about a grammar. Raises SchemaError."""
+def check_matcher(text: str) -> None:
+    """Compile a grammar as a rank does, which finds more wrong than `check_grammar`. Raises SchemaError."""
+    _check_length(text)
+    no_special = SPECIAL_ID.sub("<[255]>", text)  # the tokenizer of bytes has no special tokens
+    matcher = LLMatcher(LLTokenizer("byte"), no_special, log_level=0, limits=limits())
+    if matcher.is_error():
+        raise SchemaError(_line(matcher.get_error().splitlines()[0]))  # below it is a backtrace
+
+
+def _check_length(text: str) -> None:
     if len(text.encode()) > MAX_TEXT:
         raise SchemaError(f"it is longer than {MAX_TEXT} bytes")
+
+
+def check_grammar(text: str) -> list[str]:
+    """llguidance's warnings about a grammar. Raises SchemaError."""
+    _check_length(text)
     failed, messages = LLMatcher.validate_grammar_with_warnings(text, limits=limits())
     if failed:
         raise SchemaError(_line(messages[0]))

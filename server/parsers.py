@@ -37,12 +37,18 @@ def parser_for(service: Service, body: ChatBody, prompt: Sequence[int] = ()) -> 
 
 
 def marks_for(service: Service, body: GenerationBody, prompt: Sequence[int]) -> tuple[CallSyntax | None, Marks | None]:
-    """How the model writes calls, None if calls are text, and its reasoning, for the grammar of the request's answers. prompt: its token ids."""
+    """How the model writes calls, and its reasoning, for the grammar of the request's answers. prompt: its token ids.
+
+    None for the calls if they are text, or the template does not tell and the request does not insist on a grammar.
+    """
     if not isinstance(body, ChatBody):
         return None, None
     reasoning, inside = _reasoning_after(service, body, prompt)
     marks = Marks(reasoning.start, reasoning.end, inside) if reasoning else None
-    return call_syntax(service, body), marks
+    syntax = call_syntax(service, body)
+    if syntax is JSON and service.settings.tool_parser == "auto" and not body.insists:
+        syntax = None  # only a guess: the model may write its calls in a form that the grammar forbids
+    return syntax, marks
 
 
 def markers_for(service: Service, body: GenerationBody) -> list[int]:

@@ -40,7 +40,8 @@ def chat_prompt(chat: Conversation, limits: Limits | None) -> list[int]:
     tools = [tool.model_dump(exclude_none=True) for tool in chat.tools]
     try:
         if any(message.get("tool_calls") for message in messages):
-            _fit_calls(messages, call_form(tokenizer.pick_template(chat.options["chat_template"], bool(tools))))
+            form = call_form(tokenizer.pick_template(chat.options["chat_template"], bool(tools)))
+            _fit_calls(messages, form or CallForm())
         ids = tokenizer.encode_chat(messages, check=check, tools=tools or None, **chat.options)
     except UserError as e:
         raise bad("chat_template" if chat.own_template else "messages", str(e)) from e

@@ -393,6 +393,11 @@ class GenerationBody(SamplingBody):
         return self.constraint is None or self.constraint.kind == "structural_tag"
 
     @property
+    def insists(self) -> bool:
+        """Whether the request says itself that its answer is constrained. Otherwise calls are constrained where that is possible."""
+        return True
+
+    @property
     def _constraints(self) -> list[Constraint]:
         """All that the request gives; more than one is an error."""
         found = []
@@ -629,6 +634,11 @@ class ChatBody(GenerationBody):
     @property
     def is_mostly_free(self) -> bool:
         return super().is_mostly_free and not self.forced_tools
+
+    @property
+    def insists(self) -> bool:
+        allowed = self.forced_tools or isinstance(self.tool_choice, AllowedToolsChoice)
+        return bool(self.constraint or allowed) or any(tool.function.strict for tool in self.callable_tools)
 
     @property
     def callable_tools(self) -> list[Tool]:

@@ -35,7 +35,7 @@ from server.worker_process import HEADER, needs_memory
 T = TypeVar("T")
 
 START_SECONDS = 120.0  # time for a worker to import its modules and read the tokenizer while the machine loads weights
-WAIT_SECONDS = 10.0  # longest time in the queue
+WAIT_SECONDS = 10.0  # longest time in the queue, unless the job says otherwise
 MAX_SLOW = 64  # most slow jobs in the queue
 LAST_RESORT_SECONDS = 5.0  # a worker ends itself this long after its job's limit: the frontend, which should kill it, has gone
 GRACE_SECONDS = 0.25  # a job whose client has left may still end: waiting for it costs less than a new worker
@@ -82,8 +82,11 @@ class Workers:
         for job in (*self._quick, *self._slow):
             _fail(job, _ending())
 
-    async def run(self, function: Callable[..., T], *arguments: Any, slow: bool = False) -> T:
+    async def run(
+        self, function: Callable[..., T], *arguments: Any, slow: bool = False, wait_seconds: float = WAIT_SECONDS
+    ) -> T:
         """Run `function(*arguments)` in a worker and return its result. If the caller is cancelled, the job ends soon.
+        wait_seconds: the longest time in the queue.
 
         Raises an ApiError or a UserError that the function raises, and a RuntimeError for its other exceptions; a 400 if the
         job exceeds the limit of time or memory; a 503 if too many jobs wait, or this one waits too long.
@@ -96,7 +99,7 @@ class Workers:
         self._check_room(queue)
         queue.append(job)
         self._wake(queue)
-        timer = asyncio.get_running_loop().call_later(WAIT_SECONDS, _expire, job)
+        timer = asyncio.get_running_loop().call_later(wait_seconds, _expire, job, wait_seconds)
         try:
             result: T = await job.result
             return result
@@ -199,9 +202,9 @@ class Workers:
         return bool(usable)
 
 
-def _expire(job: _Job) -> None:
+def _expire(job: _Job, seconds: float) -> None:
     if not job.began:
-        _fail(job, _busy(f"the request waited longer than {WAIT_SECONDS:g} s to be prepared"))
+        _fail(job, _busy(f"the request waited longer than {seconds:g} s to be prepared"))
 
 
 def _fail(job: _Job | None, error: Exception) -> None:

@@ -23,7 +23,7 @@ from engine.core import Engine
 from engine.draft_heads import HeadChains
 from engine.drafts import END, MOST_INDEXED, Costs, Drafter, Record, Speculation, count_equal
 from engine.prompt_index import GAP, GRAM, PromptIndex
-from engine.protocol import SamplingParams, Submit
+from engine.protocol import SamplingParams, Submit, joined
 from engine.runner import InFlightStep
 from engine.scheduler import Chunk, Sequence
 from engine.suffix_automaton import SuffixAutomaton
@@ -95,7 +95,7 @@ def test_prompts_are_found_while_they_are_among_the_newest_tokens(seed: int) -> 
         for _ in range(30):
             prompt = [random.randrange(vocab) for _ in range(random.randint(1, 20))]
             index.add(prompt)
-            seen += [*prompt, GAP] if len(prompt) < capacity else []
+            seen += [*prompt[-(capacity - 1) :], GAP]
             while index._waiting:
                 index.follow(random.randint(1, 9))
             for _ in range(5):
@@ -120,6 +120,21 @@ def test_other_prompts_help_and_change_no_token(seed: int) -> None:
         total = engine.speculation.total
         assert ("prompts" in total) == bool(kept)
         assert not kept or total["prompts"].accepted > 8
+
+
+def test_the_choices_of_a_request_add_their_prompt_once() -> None:
+    """Many of them would displace the other prompts."""
+    engine = engine_of(random_model(config_of("standard")), draft_tokens=4, ngram_prompts=200)
+    prompts = [random.sample(range(101), 20) for _ in range(2)]
+    params = random_params(max_tokens=3)
+    serve(engine, [Submit("a", prompts[0], params)])
+    joint = joined([Submit(f"b{i}", prompts[1], params) for i in range(16)])
+    assert engine.submit(joint) is None
+    while engine.has_work():
+        engine.step()
+    index = engine.speculation._others
+    assert index is not None and index._count == 42
+    assert index.after(prompts[0][:5], 2) == prompts[0][5:7]
 
 
 def drafter_of(prompt: list[int], output: list[int], ceiling: int = 8, prediction: list[int] | None = None) -> Drafter:

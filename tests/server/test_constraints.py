@@ -4,12 +4,13 @@ Random logits write the answers, and `re`, `jsonschema`, `ast` and plain loops c
 """
 
 import ast
+import asyncio
 import json
 import random
 import re
 import string
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import jsonschema
@@ -25,7 +26,7 @@ from server.parts import Arguments, Call, PartList, Reasoning, Text
 from server.schemas import ChatBody, Constraint
 from tests.server.test_parsers import CASES
 from tests.support.constrained import VOCAB, accepts, grammars, write
-from tests.support.server_thread import CHAT, TOKENIZER, TOOL, Site
+from tests.support.server_thread import CHAT, TOKENIZER, TOOL, Site, wait_for
 
 SYSTEM = TOKENIZER.token_text(4)  # a special token
 SPECIAL = CallSyntax(SYSTEM, markers=(SYSTEM,))  # the token and an object
@@ -478,9 +479,59 @@ def test_calls_in_free_text_are_constrained_by_a_late_grammar() -> None:
         assert demand_of(body, None, None) is None, "calls are text"
         params = make_params(body, TOKENIZER, VOCAB, [9], None, None, names and "start: X", [], [])[0]
         assert params.late_grammar == (names is not None)
+        assert params.grammar_optional == (names == {"weather"} and "tool_choice" not in fields)
     forced = ChatBody.model_validate({**CHAT, "tools": [TOOL], "tool_choice": "required"})
     form = ChatBody.model_validate({**CHAT, "tools": [TOOL], "response_format": {"type": "json_object"}})
     assert not forced.is_mostly_free and not form.is_mostly_free
+
+
+def optional_tools(count: int, properties: int) -> list[CallableTool]:
+    listed = {f"key{i}": {"type": "string"} for i in range(properties)}
+    return [CallableTool(i, f"tool{i}", {"type": "object", "properties": listed}, False) for i in range(count)]
+
+
+@pytest.mark.parametrize(("properties", "first"), [(8, True), (9, False), (16, False)])
+def test_many_optional_properties_come_behind_the_name(properties: int, first: bool) -> None:
+    """At the beginning of arguments whose tool is not known, the library follows all of them."""
+    grammar = compile_demand(Demand(tools=optional_tools(16, properties), syntax=HERMES)).grammar
+    assert accepts(grammar, '<tool_call>{"name": "tool3", "arguments": {"key0": "x"}}</tool_call>')
+    assert accepts(grammar, '<tool_call>{"arguments": {"key0": "x"}, "name": "tool3"}</tool_call>') == first
+
+
+def test_a_grammar_that_ranks_cannot_compile_is_found_before() -> None:
+    with pytest.raises(SchemaError) as e:
+        compile_demand(Demand(tools=optional_tools(128, 120)))
+    assert "backtrace" not in str(e.value)
+
+
+def test_a_busy_worker_leaves_free_what_need_not_be_constrained(
+    make_site: Callable[..., Site], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    site = make_site(tool_parser="hermes")
+    monkeypatch.setattr("server.grammar.BRIEF_SECONDS", 0.2)
+    named: Any = {"type": "function", "function": {**TOOL["function"], "name": f"new_{random.getrandbits(60):x}"}}
+    strict: Any = {"type": "function", "function": {**named["function"], "strict": True}}
+    workers = site.server.service.workers
+    asyncio.run_coroutine_threadsafe(workers.run(time.sleep, 0, slow=True), site.server._loop).result(60)  # the worker starts
+    blocker = asyncio.run_coroutine_threadsafe(workers.run(time.sleep, 4, slow=True), site.server._loop)
+    wait_for(lambda: not workers._slow and 1 not in workers._idle)
+    site.chat(tools=[named], tool_choice="auto", max_tokens=1)
+    assert not blocker.done() and site.last().params.grammar is None
+    site.chat(tools=[strict], tool_choice="auto", max_tokens=1)
+    assert blocker.done() and site.last().params.grammar, "it waits"
+
+
+def test_calls_are_not_constrained_by_a_guess(site: Site) -> None:
+    """The template writes no calls, so how the model does is not known."""
+    strict: Any = {"type": "function", "function": {**TOOL["function"], "strict": True}}
+    for fields, constrained in (
+        ({"tools": [TOOL]}, False),
+        ({"tools": [strict]}, True),
+        ({"tools": [TOOL], "tool_choice": "required"}, True),
+        ({"tools": [TOOL], "response_format": {"type": "json_object"}}, True),
+    ):
+        site.chat(**fields, max_tokens=1)
+        assert bool(site.last().params.grammar) == constrained, fields
 
 
 def test_a_format_beside_tools(site: Site) -> None:
