@@ -22,6 +22,7 @@ import torch
 import torch.distributed as dist
 
 from comm import GlooCommunicator
+from comm.faults import check_faults
 from tests import ROOT
 from tests.support import quick_start
 from tp import World
@@ -265,6 +266,8 @@ def _serve(connections: list[Connection], rank: int) -> None:
                     world_size=n,
                     timeout=timedelta(seconds=timeout),
                 )
+                with suppress(RuntimeError):  # an earlier function may have let a wait give up on purpose
+                    check_faults()
                 world = World(rank, n, torch.device("cpu"), GlooCommunicator())
                 # plain pickle sends a tensor by value; shared memory would have to outlive this process
                 answer = pickle.dumps((True, function(world, *args)))
