@@ -109,7 +109,8 @@ def test_prompts_are_found_while_they_are_among_the_newest_tokens(seed: int) -> 
 def test_other_prompts_help_and_change_no_token(seed: int) -> None:
     """The answer of one request stands in the prompt of another."""
     model = random_model(config_of("standard"))
-    asked = Submit("a", random.sample(range(101), 6), random_params(max_tokens=40))
+    varied = random_params(max_tokens=40, temperature=2.0, top_k=0, top_p=1.0, min_p=0.0)  # a draft that repeats it is wrong
+    asked = Submit("a", random.sample(range(101), 6), varied)
     tokens = serve(engine_of(model), [asked])["a"].tokens
     other = Submit("b", [*random.sample(range(101), 3), *tokens], random_params(max_tokens=3))
     for kept in (0, 200):

@@ -321,7 +321,8 @@ def test_late_grammars(in_turn: Callable[..., Any], seed: int) -> None:
     """Requests of all kinds with a grammar that is checked behind the draw, in full batches that are launched ahead, with drafts,
     and where the cache is too small for all: each token is the one that is drawn without the mask, or with it if it must."""
     model, drafts, blocks = cheap(), in_turn([0, 4], 0), in_turn([200, 12], 1)
-    submits = late_submits(random.sample([*PARAMETERS], 8))
+    endless = [Submit(name, [3] * 6, SamplingParams(max_tokens=50, ignore_eos=True)) for name in ("long 0", "long 1")]
+    submits = endless + late_submits(random.sample([*PARAMETERS], 8))  # the first two take 14 blocks
     for look_ahead in (False, True):
         made = engine_of_tokens(model, blocks, tiny_tokenizer(), block_size=8, max_num_seqs=6, draft_tokens=drafts)
         made.look_ahead = look_ahead
