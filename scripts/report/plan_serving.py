@@ -5,8 +5,8 @@
 
 `make sweep` and scripts/bench/serving/load.py write the files of docs/results/GPU-N that it reads.
 
-Servers: the measured arrivals are simulated with step times from the sweeps; no figure is fitted to these servers. Engines:
-the same for all requests at once, without HTTP; one figure of the planner, MIXED_SHARE, was fitted to those of Llama-8B. Steps: the
+Servers: the measured arrivals are simulated with step times from the sweeps; no figure is fitted to these servers. Their steps:
+the times between the tokens of all clients, and what is predicted for the same sequences. Engines: the same for all requests at once, without HTTP; one figure of the planner, MIXED_SHARE, was fitted to those of Llama-8B. Steps: the
 times of each set of equal layers from all other rows, as for a model or a number of ranks that was not measured.
 """
 
@@ -20,10 +20,11 @@ import numpy as np
 
 from cli import Parser, run
 from errors import UserError
+from scripts.lib.client_steps import SeenStep, seen_steps
 from scripts.lib.markdown import table_lines
 from scripts.lib.results import RESULTS, add_write_option, results_folder, write_json, write_text
 from server.plan.choice import measured
-from server.plan.load import serve
+from server.plan.load import serve, simulate
 from server.plan.steps import READ, Steps, Tables, gpu, setup_of
 
 LOADS = (
@@ -38,6 +39,7 @@ OFFLINE = (  # file, model, variant, ranks, --max-batch-tokens; a file of severa
     ("gpu-4/offline.jsonl", "llama-3-70b:16", "ladder", 4, 2048),
 )
 GOAL = 15.0  # %
+KINDS = {"without prompts": 0, "with a prompt": 1}  # of steps, and how many prompts they finish
 
 
 def error(measured: float, predicted: float) -> float:
@@ -72,11 +74,16 @@ def servers(tables: Tables) -> list[dict[str, Any]]:
         settings, steps = record["settings"], steps_for(tables, record)
         (prompt, _), (answer, _) = settings["prompt_length"], settings["new_tokens"]
         for rate in record["rates"]:
-            row = {"file": name, "gpus": f"{settings['ranks']} x {gpu_name(record)}", "model": settings["model"]}
-            row |= {"variant": steps.setup.variant, "max_batch_tokens": steps.budget, "offered": rate["rate"]}
-            rows.append(row | {"full": rate is record["rates"][-1]})
-            rows[-1] |= compared(_of_rate(steps, rate["answers"], prompt, answer))
+            row = _row(name, record, steps, rate) | {"full": rate is record["rates"][-1]}
+            rows.append(row | compared(_of_rate(steps, rate["answers"], prompt, answer)))
     return rows
+
+
+def _row(name: str, record: dict[str, Any], steps: Steps, rate: dict[str, Any]) -> dict[str, Any]:
+    """What names the row of a measured rate."""
+    settings = record["settings"]
+    row = {"file": name, "gpus": f"{settings['ranks']} x {gpu_name(record)}", "model": settings["model"]}
+    return row | {"variant": steps.setup.variant, "max_batch_tokens": steps.budget, "offered": rate["rate"]}
 
 
 def _of_rate(steps: Steps, answers: Sequence[dict[str, Any]], prompt: int, answer: int) -> dict[str, tuple[float, float]]:
@@ -95,6 +102,32 @@ def _of_rate(steps: Steps, answers: Sequence[dict[str, Any]], prompt: int, answe
         pairs[f"ttft_p{p}"] = _ms(first, found.first[done], p)
         pairs[f"itl_p{p}"] = _ms(gap, found.mean_gap[done], p)
     return pairs
+
+
+def steps_of_servers(tables: Tables) -> list[dict[str, Any]]:
+    """A row for each measured rate that the server keeps up with, if the file has the times of all tokens: the medians of its steps
+    without prompts, and of those that finish one."""
+    rows = []
+    for name, record in loads():
+        settings, steps = record["settings"], steps_for(tables, record)
+        (prompt, _), (answer, _) = settings["prompt_length"], settings["new_tokens"]
+        for rate in record["rates"][:-1]:
+            answers = rate["answers"]
+            if "gaps_us" not in answers[0]:
+                continue
+            count, arrivals = len(answers), [one["arrival"] for one in answers]
+            heated = steps.heated(simulate(steps, arrivals, [prompt] * count, [answer] * count).prompt_share)
+            seen = seen_steps(answers, prompt)
+            pairs = {kind: _of_steps(heated, seen, prompt, prompts) for kind, prompts in KINDS.items()}
+            rows.append(_row(name, record, steps, rate) | compared(pairs))
+    return rows
+
+
+def _of_steps(steps: Steps, seen: Sequence[SeenStep], prompt: int, prompts: int) -> tuple[float, float]:
+    """Medians in ms, measured and predicted, of the steps that finish so many prompts."""
+    some = [step for step in seen if step.prompts == prompts]
+    predicted = [steps.seconds(s.decoding, s.context, prompt * prompts, prompts * prompt**2 / 2) for s in some]
+    return _ms([s.seconds for s in some], predicted, 50)
 
 
 def _ms(measured: Any, predicted: Any, p: int) -> tuple[float, float]:
@@ -152,6 +185,8 @@ FIGURES = {
     "itl_p50": "mean ITL p50",
     "itl_p90": "mean ITL p90",
 }
+ROW = "GPUs", "model", "variant", "tokens a step", "offered, requests/s"
+STEPS = "Steps of servers that keep up, as their clients saw them: medians in ms, measured → predicted (error)."
 
 
 def summary(rows: Sequence[dict[str, Any]]) -> dict[str, dict[str, float]]:
@@ -161,14 +196,14 @@ def summary(rows: Sequence[dict[str, Any]]) -> dict[str, dict[str, float]]:
 
 
 def markdown(found: dict[str, Any]) -> str:
-    head = ["GPUs", "model", "variant", "tokens a step", "offered, requests/s", *FIGURES.values()]
-    lines = table_lines(head, (_cells(row) for row in found["servers"]))
+    lines = table_lines([*ROW, *FIGURES.values()], (_cells(row, FIGURES) for row in found["servers"]))
     lines += [
         "",
         "Measured → predicted (error), latencies in ms, an answer's mean ITL. *full*: the highest rate of each server, with which it does not keep up.",
         "",
     ]
     lines += errors(found).splitlines()
+    lines += ["", *table_lines([*ROW, *KINDS], (_cells(row, KINDS) for row in found["steps"])), "", STEPS]
     head = ["engine, all requests at once", "GPUs", "variant", "tokens a step", "seconds"]
     lines += [
         "",
@@ -203,9 +238,9 @@ def _two(*errors: dict[str, float]) -> Iterable[str]:
     return (f"{e['median']} / {e['max']}" for e in errors)
 
 
-def _cells(row: dict[str, Any]) -> list[object]:
-    offered = f"{row['offered']:g}" + (" *full*" if row["full"] else "")
-    return [row["gpus"], row["model"], row["variant"], row["max_batch_tokens"], offered, *(_arrow(row[f]) for f in FIGURES)]
+def _cells(row: dict[str, Any], figures: Iterable[str]) -> list[object]:
+    offered = f"{row['offered']:g}" + (" *full*" if row.get("full") else "")
+    return [row["gpus"], row["model"], row["variant"], row["max_batch_tokens"], offered, *(_arrow(row[f]) for f in figures)]
 
 
 def _arrow(pair: dict[str, float]) -> str:
@@ -221,7 +256,12 @@ def main() -> None:
     rows = servers(tables)
     sums = {"keeping_up": [r for r in rows if not r["full"]], "full": [r for r in rows if r["full"]], "all": rows}
     found: dict[str, Any] = {"goal": GOAL, **{name: summary(some) for name, some in sums.items()}}
-    found |= {"servers": rows, "engines": engines(tables), "unseen_steps": unseen_steps(tables)}
+    found |= {
+        "servers": rows,
+        "steps": steps_of_servers(tables),
+        "engines": engines(tables),
+        "unseen_steps": unseen_steps(tables),
+    }
     raw = write_json("plan-serving", found, folder)
     write_text(Path(folder) / "plan-serving.md", markdown(found), raw)
     write_text(Path(folder) / "plan-serving-errors.md", errors(found), raw)
