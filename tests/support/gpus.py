@@ -3,7 +3,9 @@
 import re
 import subprocess
 import sys
+import tempfile
 from collections.abc import Mapping
+from typing import TextIO
 
 import torch
 
@@ -12,6 +14,7 @@ from tests import ROOT
 
 MOST = 4
 MOST_LINES = 200  # of an error
+MOST_PRINTED = 4000  # characters of what ranks printed before it
 REPORT = "failed (exitcode: "  # in the first line of torchrun's report, which follows what the ranks wrote
 CPP_FRAME = re.compile(r"(\[rank\d+\]: *)?frame #\d+")  # dozens of them would hide the message
 
@@ -24,11 +27,25 @@ def most_ranks() -> int:
 
 def torchrun(ranks: int, *program: str, timeout: float, env: Mapping[str, str] | None = None) -> str:
     """What `ranks` ranks of a program print: a script, or `-m` and a module, with its arguments. timeout: in seconds. Raises
-    AssertionError with the ranks' errors if one fails."""
+    AssertionError with the ranks' errors if one fails or they take longer."""
     command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc_per_node", str(ranks), *program]
-    result = subprocess.run(command, cwd=ROOT, env=env, capture_output=True, text=True, timeout=timeout)
-    assert result.returncode == 0, ranks_errors(result.stderr)
-    return result.stdout
+    with tempfile.TemporaryFile("w+") as stdout, tempfile.TemporaryFile("w+") as stderr:
+        started = subprocess.Popen(command, cwd=ROOT, env=env, stdout=stdout, stderr=stderr)
+        ended: int | str
+        try:
+            ended = started.wait(timeout)
+        except subprocess.TimeoutExpired:
+            ended = f"not ended after {timeout:g} s"
+            started.terminate()  # torchrun ends the ranks
+            started.wait(timeout=60)
+        printed, errors = (_text(file) for file in (stdout, stderr))
+    assert ended == 0, f"{ended}\n{printed[-MOST_PRINTED:]}\n{ranks_errors(errors)}"
+    return printed
+
+
+def _text(file: TextIO) -> str:
+    file.seek(0)
+    return file.read()
 
 
 def ranks_errors(stderr: str) -> str:
