@@ -160,10 +160,10 @@ def test_a_head_learns_and_can_be_read(ranks: Ranks, tokens: Path, tmp_path: Pat
     """On 2 ranks, with a draft vocabulary. The result is that of one rank, up to rounding."""
     base = tiny(random.choice(["ladder", "hybrid"]))
     model = save_random(base, tmp_path / "model")
-    more = ["--steps", 15, "--draft-vocab", 40, "--chain", 3]
+    more = ["--steps", 25, "--draft-vocab", 40, "--chain", 3]
     lines = ranks.run(2, run, arguments(model, tokens, tmp_path / "two", *more))[0]
-    assert [line["step"] for line in lines] == [5, 10, 15]
-    assert lines[-1]["loss"] < lines[0]["loss"] - 0.1
+    assert [line["step"] for line in lines] == [5, 10, 15, 20, 25]
+    assert lines[-1]["loss"] < lines[0]["loss"] - 0.1  # 25 seeds gave 0.34 to 0.62
     assert all(0 <= share <= 1 for line in lines for share in line["agreement"]) and len(lines[0]["agreement"]) == 3
     assert run(ALONE, arguments(model, tokens, tmp_path / "one", *more))[0]["loss"] == pytest.approx(lines[0]["loss"], rel=1e-3)
 
