@@ -274,11 +274,10 @@ def test_a_kill_between_the_two_renames_of_a_replacement(tmp_path: Path, seed: i
 
 
 def test_a_snapshot_whose_removal_was_killed_is_none(tmp_path: Path, seed: int, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(
-        training.snapshot_folder.shutil, "rmtree", lambda *_, **__: None
-    )  # as if killed before the data are deleted
-    for step in (1, 2, 3):
-        snapshots, _ = saved(tmp_path, step, seed, keep=1)
+    with monkeypatch.context() as patch:  # as if killed before the data are deleted
+        patch.setattr(training.snapshot_folder.shutil, "rmtree", lambda *_, **__: None)
+        for step in (1, 2, 3):
+            snapshots, _ = saved(tmp_path, step, seed, keep=1)
     assert names(tmp_path / "step-00000001") == ["rank-0.safetensors"]
     assert complete_snapshots(tmp_path) == [tmp_path / "step-00000003"] == [snapshots.latest()]
 
