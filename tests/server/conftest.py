@@ -2,10 +2,15 @@
 
 import pytest
 
-from server import workers
+from server import grammar
+from server.workers import Workers
+
+PATIENCE = 300.0
 
 
 @pytest.fixture(autouse=True)
 def _patience(monkeypatch: pytest.MonkeyPatch) -> None:
     """A worker process may start slowly while other tests run."""
-    monkeypatch.setattr(workers, "WAIT_SECONDS", 300.0)
+    assert Workers.run.__kwdefaults__["wait_seconds"] < PATIENCE
+    monkeypatch.setitem(Workers.run.__kwdefaults__, "wait_seconds", PATIENCE)
+    monkeypatch.setattr(grammar, "WAIT_SECONDS", PATIENCE)

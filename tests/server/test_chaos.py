@@ -57,18 +57,27 @@ def test_chaos(seed: int, in_turn: Callable[..., signal.Signals]) -> None:
         wait_until(lambda: server.stats()["kv_blocks_used"] == server.stats()["running"] == 0, 60, "ranks with no request")
 
         body["max_tokens"] = 60
-        wanted = server.http.post("/v1/completions", json=body).json()["choices"]
-        answers: list[object] = []
-        asking = threading.Thread(
-            target=lambda: answers.append(server.http.post("/v1/completions", json=body).json()["choices"])
-        )
+        (wanted,) = server.http.post("/v1/completions", json=body).json()["choices"]
+        begun, answers = threading.Event(), list[object]()
+
+        def ask() -> None:
+            text, reason = "", None
+            with server.http.stream("POST", "/v1/completions", json=body | {"stream": True}) as answer:
+                for line in answer.iter_lines():
+                    if line.startswith("data: {"):
+                        (choice,) = json.loads(line.removeprefix("data: "))["choices"]
+                        text, reason = text + choice["text"], choice["finish_reason"]
+                        begun.set()
+            answers.append((text, reason))
+
+        asking = threading.Thread(target=ask)
         asking.start()
-        wait_until(lambda: server.stats()["running"], 60, "a running request")
+        assert begun.wait(60)
         os.kill(ranks[1], signal.SIGKILL)
         wait_until(lambda: server.stats()["status"] == "recovering", 60, "a recovery")
         server.process.send_signal(signal.SIGTERM)
         asking.join(120)
-        assert answers == [wanted]
+        assert answers == [(wanted["text"], wanted["finish_reason"])]
         assert server.wait(120) == 0
         assert "Traceback" not in server.log
 
@@ -91,7 +100,7 @@ def test_a_replay_has_the_same_bits_with_the_deterministic_mode(seed: int) -> No
                 logprobs += zip(*(choice["logprobs"][name] for name in LOGPROBS), strict=True) if choice["logprobs"] else []
                 if received == 20:
                     os.kill(random.choice(server.rank_pids()), signal.SIGKILL)
-        assert server.metrics()["rung:recoveries_total"] == 1
+        wait_until(lambda: server.metrics()["rung:recoveries_total"] == 1, 60, "a recovery")  # if the answer ended before
         assert text == wanted["text"]
         assert logprobs == list(zip(*(wanted["logprobs"][name] for name in LOGPROBS), strict=True))
         assert len(logprobs) == 60
@@ -108,9 +117,12 @@ def test_torchrun_starts_ranks_again(in_turn: Callable[..., tuple[int, signal.Si
         (frontend,) = server.frontend_pids()
         with server.http.stream("POST", "/v1/completions", json=body | {"stream": True}, timeout=240) as stream:
             parts = stream.iter_lines()
-            lines = [next(parts)]
-            os.kill(server.rank_pids()[victim], signal.SIGKILL)
+            lines, before = [next(parts)], server.rank_pids()
+            os.kill(before[victim], signal.SIGKILL)
             lines += parts
+        # torchrun starts all ranks again, perhaps after the answer has ended
+        wait_until(lambda: len(server.rank_pids()) == 2 and not {*server.rank_pids()} & {*before}, 120, "new ranks")
+        wait_until(lambda: server.health() == 200, 120, "ranks that are ready")
         chunks = [json.loads(line[6:]) for line in lines if line.startswith("data: {")]
         assert "".join(chunk["choices"][0]["text"] for chunk in chunks) == wanted
         assert runs(frontend)

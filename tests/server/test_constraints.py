@@ -11,6 +11,8 @@ import re
 import string
 import time
 from collections.abc import Callable, Iterator
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
 from typing import Any
 
 import jsonschema
@@ -27,6 +29,7 @@ from server.schemas import ChatBody, Constraint
 from tests.server.test_parsers import CASES
 from tests.support.constrained import VOCAB, accepts, grammars, write
 from tests.support.server_thread import CHAT, TOKENIZER, TOOL, Site, wait_for
+from tests.support.worker_jobs import until_there
 
 SYSTEM = TOKENIZER.token_text(4)  # a special token
 SPECIAL = CallSyntax(SYSTEM, markers=(SYSTEM,))  # the token and an object
@@ -44,7 +47,7 @@ PERSON = Constraint("json", {"type": "object", "properties": {"name": {"enum": [
 
 @pytest.fixture(scope="module")
 def site(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Site]:
-    site = Site(tmp_path_factory.mktemp("site"), worker_seconds=2.0).start()
+    site = Site(tmp_path_factory.mktemp("site"), worker_seconds=60.0).start()  # on a busy machine a job takes seconds
     yield site
     site.close()
 
@@ -505,19 +508,28 @@ def test_a_grammar_that_ranks_cannot_compile_is_found_before() -> None:
 
 
 def test_a_busy_worker_leaves_free_what_need_not_be_constrained(
-    make_site: Callable[..., Site], monkeypatch: pytest.MonkeyPatch
+    make_site: Callable[..., Site], monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
-    site = make_site(tool_parser="hermes")
+    site = make_site(tool_parser="hermes", worker_seconds=300.0)
     monkeypatch.setattr("server.grammar.BRIEF_SECONDS", 0.2)
     named: Any = {"type": "function", "function": {**TOOL["function"], "name": f"new_{random.getrandbits(60):x}"}}
     strict: Any = {"type": "function", "function": {**named["function"], "strict": True}}
-    workers = site.server.service.workers
-    asyncio.run_coroutine_threadsafe(workers.run(time.sleep, 0, slow=True), site.server._loop).result(60)  # the worker starts
-    blocker = asyncio.run_coroutine_threadsafe(workers.run(time.sleep, 4, slow=True), site.server._loop)
-    wait_for(lambda: not workers._slow and 1 not in workers._idle)
+    workers, gate = site.server.service.workers, tmp_path / "gate"
+
+    def run(*job: Any) -> Any:
+        return asyncio.run_coroutine_threadsafe(workers.run(*job, slow=True), site.server._loop)
+
+    run(time.sleep, 0).result(120)  # the worker starts
+    wait_for(lambda: 1 in workers._idle)
+    blocker = run(until_there, str(gate))
+    wait_for(lambda: 1 not in workers._idle)
     site.chat(tools=[named], tool_choice="auto", max_tokens=1)
     assert not blocker.done() and site.last().params.grammar is None
-    site.chat(tools=[strict], tool_choice="auto", max_tokens=1)
+    with ThreadPoolExecutor(1) as pool:
+        waiting = pool.submit(site.chat, tools=[strict], tool_choice="auto", max_tokens=1)
+        wait_for(lambda: workers._slow or waiting.done())
+        gate.touch()
+        waiting.result()
     assert blocker.done() and site.last().params.grammar, "it waits"
 
 

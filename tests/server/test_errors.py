@@ -351,7 +351,7 @@ def test_a_text_beyond_the_context_is_refused_before_it_is_tokenized(site: Site,
             assert site.health() == "ready"
             gaps.append(quiet_seconds(os.getpid()) - began)
     assert job.result()["code"] == "context_length_exceeded" and "may be longer still" in job.result()["message"]
-    assert max(gaps) < 2
+    assert max(gaps, default=0) < 2
 
 
 @pytest.mark.parametrize(

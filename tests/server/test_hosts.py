@@ -219,7 +219,8 @@ def test_hosts_that_disagree_or_do_not_come_say_so(two_hosts: TwoHosts) -> None:
 
 def test_a_wrong_interface_or_address_is_named(monkeypatch: pytest.MonkeyPatch, two_hosts: TwoHosts) -> None:
     first, second = two_hosts.addresses
-    monkeypatch.delenv("NCCL_SOCKET_IFNAME", raising=False)
+    monkeypatch.setenv("NCCL_SOCKET_IFNAME", "")  # so that what is set here ends with the test
+    monkeypatch.delenv("NCCL_SOCKET_IFNAME")
 
     def interface(given: str, master: str = first) -> str:
         monkeypatch.setenv("GLOO_SOCKET_IFNAME", given)

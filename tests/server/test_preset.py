@@ -12,7 +12,7 @@ from typing import Any
 
 import pytest
 import torch
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from checkpoint import SafetensorsSource, fill_all, load_model, places
@@ -44,6 +44,7 @@ SMALL_CACHE = ("--kv-memory", "64M")
 # --- the stand-in tokenizer ------------------------------------------------------------------------------------------------
 
 
+@settings(deadline=None)  # a busy machine may stop the test for a while
 @given(st.text())
 def test_a_text_comes_back(text: str) -> None:
     tokenizer = ByteTokenizer(300)

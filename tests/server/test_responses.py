@@ -307,8 +307,8 @@ def test_the_background_is_bounded(make_site: Callable[..., Site], monkeypatch: 
 
 
 def test_a_failure_after_the_start_is_an_event(make_site: Callable[..., Site]) -> None:
-    site = make_site(request_timeout=0.5)
-    site.engine.delay = 0.2
+    site = make_site(request_timeout=2.0)
+    site.engine.delay, site.engine.reply = 0.2, lambda submit: [300] * 100
     last = stream(site)[-1]
     assert last["type"] == "response.failed" and last["response"]["error"]["code"] == "server_error"
 

@@ -762,10 +762,12 @@ def test_all_features_that_the_openai_client_has(server: ServerProcess, tmp_path
 def test_the_second_identical_prompt_is_cached(complete: Complete, server: ServerProcess, seed: int) -> None:
     ids = torch.randint(5, 1024, (300,)).tolist()
     before = server.metrics()["rung:prefix_cache_hits_total"]
-    first, second = (complete(prompt=ids, max_tokens=6) for _ in range(2))
+    first, second = (complete(prompt=ids, max_tokens=6, logprobs=2) for _ in range(2))
     assert first.usage.prompt_tokens_details.cached_tokens == 0
     assert second.usage.prompt_tokens_details.cached_tokens == 288  # only whole blocks of 16 tokens are reused
-    assert second.choices[0].text == first.choices[0].text
+    tops = [sorted(top.values())[-2:] for top in first.choices[0].logprobs.top_logprobs]
+    near_tie = any(top[-1] - top[0] < 1e-4 for top in tops)  # in which both tokens are right
+    assert near_tie or second.choices[0].text == first.choices[0].text
     other = complete(prompt=[*ids[:100], *reversed(ids)], max_tokens=1)
     assert other.usage.prompt_tokens_details.cached_tokens == 96
     # at least: `before` may lack what a request that was dropped shortly before has found

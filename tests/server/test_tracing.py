@@ -2,19 +2,19 @@
 
 import builtins
 import http.server
+import socket
 import threading
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
-import httpx
 import pytest
 from opentelemetry.proto.collector.trace.v1.trace_service_pb2 import ExportTraceServiceRequest
 from starlette.datastructures import Headers
 
 from errors import UserError
 from server.tracing import RequestSpans, Tracing
-from tests.support.server_thread import CHAT, Site, wait_for
+from tests.support.server_thread import CHAT, Site, raw_request, wait_for
 
 PARENT = "00-0af7651916cd43dd8448eb211c80319c-b7ad6b7169203331-01"  # the example of W3C Trace Context, section 3.2
 STAGES = ("queue", "prefill", "decode")
@@ -118,8 +118,9 @@ def test_the_spans_of_requests(site: Site, collector: Collector) -> None:
 
 def test_clients_and_collectors_that_leave(site: Site, collector: Collector) -> None:
     site.engine.hold = True
-    with pytest.raises(httpx.ReadTimeout):
-        site.http.post("/v1/completions", json={"prompt": "Hi", "stream": True}, timeout=0.5)
+    with socket.create_connection(("127.0.0.1", site.port)) as raw:
+        raw.sendall(raw_request({"prompt": "Hi", "stream": True}))
+        wait_for(lambda: site.engine.submits)
     wait_for(lambda: len(collector.spans) == 3)
     queue = next(span for span in collector.spans if span.name == "queue")
     assert fields(queue)["rung.tokens"] == 0

@@ -24,6 +24,12 @@ from tests.support.worker_jobs import encode, endless_in_c, hold_memory, limited
 MODEL = str(Path(ROOT) / "models" / "tiny-hybrid")
 
 
+async def until(condition: Callable[[], Any]) -> None:
+    """Wait for what happens without a delay, except on a busy machine."""
+    while not condition():
+        await asyncio.sleep(0.001)
+
+
 def with_workers(body: Callable[[Workers], Awaitable[Any]], **options: Any) -> Any:
     async def main() -> Any:
         pool = Workers(MODEL, **options)
@@ -87,9 +93,11 @@ def test_the_job_of_a_client_that_left_holds_no_worker() -> None:
     async def body(pool: Workers) -> None:
         await pool.run(limited, slow=True)
         pid = pool.pids[1]
+        await until(lambda: 1 in pool._idle)
         job = asyncio.create_task(pool.run(time.sleep, 600, slow=True))
+        await until(lambda: 1 not in pool._idle)
         waiting = asyncio.create_task(pool.run(time.sleep, 600, slow=True))
-        await asyncio.sleep(0.1)
+        await until(lambda: len(pool._slow) == 1)
         job.cancel()
         waiting.cancel()
         assert (await pool.run(limited, slow=True))[1] != pid
@@ -100,31 +108,32 @@ def test_the_job_of_a_client_that_left_holds_no_worker() -> None:
 
 def test_the_queues_are_bounded(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(workers, "MAX_SLOW", 2)
-    monkeypatch.setattr(workers, "WAIT_SECONDS", 0.5)
 
     async def body(pool: Workers) -> None:
         await pool.run(limited, slow=True)
-        jobs = []
-        for _ in range(3):  # one runs, two wait
-            jobs.append(asyncio.create_task(pool.run(time.sleep, 600, slow=True)))
-            await asyncio.sleep(0)
+        await until(lambda: 1 in pool._idle)
+        running = asyncio.create_task(pool.run(time.sleep, 600, slow=True))
+        await until(lambda: 1 not in pool._idle)
+        waiting = [asyncio.create_task(pool.run(time.sleep, 600, slow=True, wait_seconds=3)) for _ in range(2)]
+        await until(lambda: len(pool._slow) == 2)
         with pytest.raises(ApiError, match="too many") as error:
             await pool.run(limited, slow=True)
         assert error.value.status_code == 503 and "retry-after" in error.value.response({"path": "/"}).headers
-        for job in jobs[1:]:
-            with pytest.raises(ApiError, match="waited longer"):
+        for job in waiting:
+            with pytest.raises(ApiError, match="waited longer than 3 s"):
                 await job
-        jobs[0].cancel()
-        monkeypatch.setattr(workers, "WAIT_SECONDS", 300.0)
+        running.cancel()
         await pool.run(limited, slow=True)
 
-    with_workers(body)
+    with_workers(body, seconds=300)
 
 
 def test_a_job_whose_worker_still_starts_fails_with_the_pool() -> None:
     async def body(pool: Workers) -> None:
-        job = asyncio.create_task(pool.run(limited, slow=True))
-        await asyncio.sleep(0.1)  # the job has been taken, but its worker still starts
+        pool.start()
+        await until(lambda: 1 in pool._idle)
+        job = asyncio.create_task(pool.run(time.sleep, 600, slow=True))  # does not end before its worker has started
+        await until(lambda: 1 not in pool._idle)  # the job has been taken, but its worker still starts
         await pool.close()
         with pytest.raises(ApiError, match="shutting down"):
             await asyncio.wait_for(job, 60)

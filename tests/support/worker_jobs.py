@@ -2,6 +2,7 @@
 
 import os
 import sys
+import time
 
 from errors import UserError
 from server.problems import ApiError
@@ -18,6 +19,11 @@ def hold_memory(size: int) -> int:
 
 def endless_in_c() -> int:
     return (7**9_000_000 % 10) ** 20_000_000 % 3 + sum(10**10_000_000 // 7 for _ in range(100))
+
+
+def until_there(path: str) -> None:
+    while not os.path.exists(path):
+        time.sleep(0.01)
 
 
 def refuse(kind: str) -> None:

@@ -53,6 +53,12 @@ def random_pair(drafted: int) -> tuple[Transformer, EagleHead]:
     return model.requires_grad_(False), head
 
 
+def is_near_tie(logits: Tensor) -> bool:
+    """Whether rounding may decide which of the two best tokens is the best one."""
+    first, second = logits.topk(2).values.tolist()
+    return first - second < 1e-4
+
+
 class OneChain:
     """The chain of a head from row `start` of one sequence."""
 
@@ -78,6 +84,7 @@ def test_the_loss_is_that_of_single_chains(seed: int) -> None:
     batch = Batch(tokens[:, :-1], tokens[:, 1:].masked_fill(torch.rand(2, 9) < 0.3, IGNORED))
     found = chain_loss(head, model, batch, steps)
     losses, agreed, counted = torch.zeros(3, steps, dtype=torch.float64)
+    clear = torch.ones(steps, dtype=torch.bool)
     for window, targets in zip(batch.inputs, batch.targets, strict=True):
         wanted = model(window[None], Causal(9, CPU))[0].double()
         for row in range(9 - steps):
@@ -85,18 +92,19 @@ def test_the_loss_is_that_of_single_chains(seed: int) -> None:
             for step in range(steps):
                 logits, there = head.logits(chain.hidden)[0, 0].double(), row + 1 + step
                 best = wanted[there].argmax()
+                clear[step] &= not is_near_tie(wanted[there]) and not is_near_tie(logits)
                 if targets[there] != IGNORED and best in head.targets:
                     losses[step] -= wanted[there][head.targets].softmax(-1) @ logits.log_softmax(-1)
                     agreed[step] += head.targets[logits.argmax()] == best
                     counted[step] += 1
                 if step + 1 < steps:
                     chain.step(window[None, there + 1 : there + 2], chain.hidden)
-    assert torch.allclose(found.losses.double(), losses, rtol=1e-4)
-    assert torch.equal(found.agreed.double(), agreed) and torch.equal(found.counted.double(), counted)
+    assert torch.allclose(found.losses.double()[clear], losses[clear], rtol=1e-4)
+    assert torch.equal(found.agreed.double()[clear], agreed[clear])
+    assert torch.equal(found.counted.double()[clear], counted[clear])
     weights = 0.8 ** torch.arange(steps)
-    assert found.mean().item() == pytest.approx(
-        float((weights * losses / counted.clamp(min=1)).sum() / weights.sum()), rel=1e-4
-    )
+    mean = float((weights * losses / counted.clamp(min=1)).sum() / weights.sum())
+    assert found.mean().item() == pytest.approx(mean, rel=1e-4) or not clear.all()
 
 
 @torch.no_grad()
@@ -105,18 +113,19 @@ def test_accepted_lengths_are_those_of_the_engine(seed: int) -> None:
     tokens = torch.randint(VOCAB, (14,))
     start, steps, position, expected = 5, 3, 5, []
     for _ in range(2):  # the second time, the text is what the head guesses, at least in part
-        expected, position = [], start
+        expected, position, clear = [], start, True
         while position < 13:
             chain, right = OneChain(model, head, tokens, position - 1), 0
             for step in range(steps):
                 guess = head.guess(chain.hidden)
+                clear &= not is_near_tie(head.logits(chain.hidden)[0, 0])
                 if position + 1 + step > 13 or guess[0, 0] != tokens[position + 1 + step]:
                     break
                 right += 1
                 chain.step(guess, chain.hidden)
             expected.append(right)
             position += right + 1
-        assert accepted_lengths(head, model, tokens.tolist(), start, steps) == expected
+        assert accepted_lengths(head, model, tokens.tolist(), start, steps) == expected or not clear
         chain = OneChain(model, head, tokens, start - 1)
         tokens[start + 1] = head.guess(chain.hidden)
         tokens[start + 2] = head.guess(chain.step(tokens[None, start + 1 : start + 2], chain.hidden))
@@ -151,10 +160,10 @@ def test_a_head_learns_and_can_be_read(ranks: Ranks, tokens: Path, tmp_path: Pat
     """On 2 ranks, with a draft vocabulary. The result is that of one rank, up to rounding."""
     base = tiny(random.choice(["ladder", "hybrid"]))
     model = save_random(base, tmp_path / "model")
-    more = ["--steps", 15, "--draft-vocab", 40, "--chain", 3]
+    more = ["--steps", 25, "--draft-vocab", 40, "--chain", 3]
     lines = ranks.run(2, run, arguments(model, tokens, tmp_path / "two", *more))[0]
-    assert [line["step"] for line in lines] == [5, 10, 15]
-    assert lines[-1]["loss"] < lines[0]["loss"] - 0.1
+    assert [line["step"] for line in lines] == [5, 10, 15, 20, 25]
+    assert lines[-1]["loss"] < lines[0]["loss"] - 0.1  # 25 seeds gave 0.34 to 0.62
     assert all(0 <= share <= 1 for line in lines for share in line["agreement"]) and len(lines[0]["agreement"]) == 3
     assert run(ALONE, arguments(model, tokens, tmp_path / "one", *more))[0]["loss"] == pytest.approx(lines[0]["loss"], rel=1e-3)
 
