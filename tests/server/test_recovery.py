@@ -1,6 +1,8 @@
 """What becomes of accepted requests while ranks end and start again. The real ranks: tests/server/test_chaos.py."""
 
+import errno
 import json
+import os
 import random
 import subprocess
 import threading
@@ -130,6 +132,23 @@ def test_ranks_that_end_while_they_load_accuse_nobody() -> None:
         world.machine.on_ready(0, 2048)
     world.machine.went_on(request)
     assert request.stuck == 0 and request.error is None
+
+
+def test_ranks_are_served_although_clients_have_all_descriptors(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Their end is then known once the next ones start."""
+
+    def none_left(pid: int) -> int:
+        raise OSError(errno.EMFILE, os.strerror(errno.EMFILE))
+
+    monkeypatch.setattr(os, "pidfd_open", none_left)
+    world = World()
+    request = Request(0, 5)
+    world.accept(request)
+    for ends in range(2):
+        world.machine.on_starting(os.getpid())
+        assert request.stuck == ends
+        world.machine.on_ready(os.getpid(), 2048)
+        assert world.machine.state == "serving" and request.sent
 
 
 class Client(EngineClient):
