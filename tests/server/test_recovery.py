@@ -207,6 +207,19 @@ def test_a_refused_request_is_not_sent_again() -> None:
             queue.next().send(None)
 
 
+def test_an_output_that_cannot_be_handled_ends_its_request_alone(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The engine sends the tokens of all requests in a message. Of the others none is lost."""
+    client = Client()
+    with client.generate(sequences("bad")) as bad, client.generate(sequences("good")) as good:
+        monkeypatch.delitem(bad._index, "bad-0")
+        outputs = [TokenOutput("bad-0", [1]), TokenOutput("good-0", [5])]
+        client._dispatch(Outputs(outputs))
+        assert _completed(good.next()) == [(0, outputs[1])]
+        with pytest.raises(ApiError, match="internal error"):
+            bad.next().send(None)
+        assert client.active == 1, "the ranks compute nothing more for it"
+
+
 def _completed(work: Any) -> Any:
     """The result of a coroutine that waits for nothing."""
     with pytest.raises(StopIteration) as end:
