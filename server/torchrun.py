@@ -29,9 +29,10 @@ SHUTDOWN_SECONDS = 1.0  # after the frontend's end, wait so long for its Shutdow
 
 
 def restarting_agent_pid(environ: Mapping[str, str]) -> int | None:
-    """The process id of torchrun's agent, if it started this rank, all ranks are on this host, and it may start them again."""
+    """The process id of torchrun's agent, if it started this rank, all ranks are on this host, and it may start them again. None on
+    systems other than Linux, where requests do not outlive the ranks."""
     one_host = environ.get("LOCAL_WORLD_SIZE") == environ.get("WORLD_SIZE")
-    if "TORCHELASTIC_RUN_ID" not in environ or LAUNCHER in environ or not one_host:
+    if "TORCHELASTIC_RUN_ID" not in environ or LAUNCHER in environ or not one_host or sys.platform != "linux":
         return None
     return os.getppid() if environ.get("TORCHELASTIC_MAX_RESTARTS", "0") != "0" else None
 

@@ -16,7 +16,7 @@ from cli import USER_ERROR
 from processes import PREFIX
 from server import process, torchrun
 from server.process import Restarts
-from server.torchrun import PID, TorchrunFrontend, folder_of, leave_after_wrong_input
+from server.torchrun import PID, TorchrunFrontend, folder_of, leave_after_wrong_input, restarting_agent_pid
 from tests.support.server_thread import wait_for
 
 RUNS, FAILS = "import time; time.sleep(60)", f"raise SystemExit({USER_ERROR})"
@@ -120,3 +120,12 @@ def test_each_agent_has_a_folder_of_its_own(started: Any, tmp_path: Path, monkey
     other = TorchrunFrontend(os.getpid(), 5)
     assert other.folder != live.folder and (live.folder / "socket").exists() and not abandoned.exists()
     assert len({folder_of(os.getpid()), folder_of(os.getppid()), live.folder}) == 3
+
+
+@pytest.mark.parametrize(("platform", "found"), [("linux", True), ("darwin", False)])
+def test_other_systems_start_ranks_without_a_frontend_that_outlives_them(
+    platform: str, found: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(sys, "platform", platform)
+    environ = {"TORCHELASTIC_RUN_ID": "x", "TORCHELASTIC_MAX_RESTARTS": "3", "LOCAL_WORLD_SIZE": "2", "WORLD_SIZE": "2"}
+    assert (restarting_agent_pid(environ) is not None) == found
