@@ -70,10 +70,7 @@ class TorchrunFrontend:
         if is_first:
             remove_abandoned()
         self.folder = folder_of(agent)
-        self.folder.mkdir(mode=0o700, exist_ok=True)
-        if self.folder.is_symlink() or self.folder.lstat().st_uid != os.getuid():
-            raise UserError(f"{self.folder} is another user's; remove it, or set TMPDIR to another folder")
-        self._lock = hold(self.folder)
+        self._lock = make_and_hold(self.folder)
         self.addresses, self._agent, self._restarts = addresses(self.folder), agent, Restarts(restarts)
         self._process: subprocess.Popen[bytes] | None = None  # None if an earlier rank 0 started it
         self._ended_at: float | None = None  # time.monotonic() when its end was seen
@@ -140,6 +137,19 @@ class TorchrunFrontend:
     def _send(self, number: signal.Signals) -> None:
         with contextlib.suppress(OSError):  # it has ended
             signal.pidfd_send_signal(self._descriptor, number)
+
+
+def make_and_hold(folder: Path) -> int:
+    """Make the folder, unless it exists, and `hold` it. Raises UserError if it is another user's."""
+    while True:
+        folder.mkdir(mode=0o700, exist_ok=True)
+        with contextlib.suppress(FileNotFoundError):  # another process removed it as abandoned before it was locked
+            if folder.is_symlink() or folder.lstat().st_uid != os.getuid():
+                raise UserError(f"{folder} is another user's; remove it, or set TMPDIR to another folder")
+            lock = hold(folder)
+            if folder.exists():
+                return lock
+            os.close(lock)
 
 
 def hold(folder: Path) -> int:

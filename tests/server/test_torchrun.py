@@ -13,7 +13,7 @@ from typing import Any
 import pytest
 
 from cli import USER_ERROR
-from processes import PREFIX
+from processes import PREFIX, remove_abandoned
 from server import process, torchrun
 from server.process import Restarts
 from server.torchrun import PID, TorchrunFrontend, folder_of, leave_after_wrong_input, restarting_agent_pid
@@ -120,6 +120,26 @@ def test_each_agent_has_a_folder_of_its_own(started: Any, tmp_path: Path, monkey
     other = TorchrunFrontend(os.getpid(), 5)
     assert other.folder != live.folder and (live.folder / "socket").exists() and not abandoned.exists()
     assert len({folder_of(os.getpid()), folder_of(os.getppid()), live.folder}) == 3
+
+
+@pytest.mark.parametrize("waits", [False, True])
+def test_a_folder_that_another_start_removes_is_made_again(waits: bool, started: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    """It looks abandoned until it is locked. waits: the other process has begun to remove it and has the lock."""
+    started(RUNS)
+    hold, removed = torchrun.hold, list[Path]()
+
+    def late(folder: Path) -> int:
+        if removed:
+            return hold(folder)
+        removed.append(folder)
+        lock = hold(folder) if waits else -1
+        remove = folder.rmdir if waits else remove_abandoned
+        remove()
+        return lock if waits else hold(folder)
+
+    monkeypatch.setattr(torchrun, "hold", late)
+    frontend = TorchrunFrontend(os.getpid(), 5)
+    assert removed == [frontend.folder] and (frontend.folder / PID).exists() and frontend.is_alive()
 
 
 @pytest.mark.parametrize(("platform", "found"), [("linux", True), ("darwin", False)])
