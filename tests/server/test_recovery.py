@@ -15,11 +15,12 @@ import msgspec
 import pytest
 
 from engine.protocol import Attach, Drafted, Outputs, Refused, SamplingParams, Starting, Stats, Submit, TokenOutput
+from errors import UserError
 from server import recovery
 from server.engine_client import EngineClient
 from server.metrics import Metrics
 from server.problems import ApiError
-from server.process import longest_start, note_start
+from server.process import STARTED, longest_start, note_start
 from server.recovery import REFUSED, SUSPECT, Recovery, Watchdog
 from tests.support.server_thread import STORY, TOKENIZER, Site, ready, wait_for
 
@@ -260,6 +261,18 @@ def test_how_long_ranks_may_load(tmp_path: Path, monkeypatch: pytest.MonkeyPatch
     short.on_ready(0, 2048, 1.0)
     short.on_end()
     assert short.limit() == recovery.LEAST_START
+
+
+def test_ranks_start_again_on_a_full_disk(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def full(*_: Any) -> int:
+        raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+
+    note_start(tmp_path, 20.0)
+    monkeypatch.setattr(Path, "write_text", full)
+    assert note_start(tmp_path, 300.0) == 300.0 and longest_start(tmp_path) == 20.0
+    (tmp_path / STARTED).unlink()
+    with pytest.raises(UserError, match=r"No space left on device.*TMPDIR"):  # nobody would start such ranks again
+        note_start(tmp_path, 20.0)
 
 
 # --- the frontend ----------------------------------------------------------------------------------------------------------
