@@ -304,7 +304,7 @@ class _Rules:
             case "list":
                 group = self._list(tools, several)
             case "named":
-                group = self._rule(f"{self._named(tools)} | {self._list(tools, several)}")
+                group = self._rule(f"{self._named(syntax, tools)} | {self._list(tools, several)}")
         return f"{group} {self._literal(syntax.end)}"
 
     def _list(self, tools: Sequence[Function], several: bool) -> str:
@@ -324,8 +324,8 @@ class _Rules:
         late = [f'{tool.arguments} /{spelling.name}/ /{_regex(tool.name)}"/ TAIL' for tool in tools]
         return self._rule(f"{found} | /{begin}{spelling.late}/ {self._rule(' | '.join(late))}")
 
-    def _named(self, tools: Sequence[Function]) -> str:
-        length = "1,64" if self.spelling.late else "9"
+    def _named(self, syntax: CallSyntax, tools: Sequence[Function]) -> str:
+        length = "1,64" if self.spelling.late else str(syntax.id_length)
         call_id = f"({self._literal('[CALL_ID]')} /[A-Za-z0-9]{{{length}}}/)?"
         found = [
             rf"/{self.spelling.around}{_regex(tool.name)}/ {call_id} {self._literal('[ARGS]')} /[ \n]/? {tool.arguments}"
