@@ -17,7 +17,7 @@ from collections.abc import Mapping
 from functools import partial
 from pathlib import Path
 
-from cli import USER_ERROR, leave
+from cli import USER_ERROR, leave, note
 from errors import UserError
 from processes import LAUNCHER, PREFIX, kill_ranks, name_process, ranks_of, remove_abandoned, start_ticks
 from server.process import JOIN_SECONDS, Restarts, addresses, longest_start, report_end
@@ -83,7 +83,12 @@ class TorchrunFrontend:
         longest = str(longest_start(self.folder)) if attach else "none"
         command = [sys.executable, "-c", program, str(self.folder), str(self._agent), longest, *sys.argv[1:]]
         self._process = subprocess.Popen(command, start_new_session=True)
-        (self.folder / PID).write_text(str(self._process.pid))
+        try:
+            (self.folder / PID).write_text(str(self._process.pid))
+        except OSError as e:
+            note(
+                f"warning: {self.folder} cannot be written ({e.strerror}), so that ranks that start again cannot find the frontend"
+            )
         self._open(self._process.pid)
         if self._signalled:  # meanwhile
             self.forward()

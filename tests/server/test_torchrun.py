@@ -1,5 +1,6 @@
 """Rank 0's handle of the frontend under torchrun, with processes that stand for the frontend. The real server: test_chaos.py."""
 
+import errno
 import os
 import signal
 import subprocess
@@ -73,6 +74,20 @@ def test_a_frontend_that_is_killed_is_started_again(
     wait_for(lambda: not frontend.is_alive())
     assert "--max-restarts 2" in capfd.readouterr().err and len(processes) == 3
     assert frontend.close() == -signal.SIGKILL and not frontend.folder.exists()
+
+
+def test_a_frontend_is_started_again_on_a_full_disk(
+    started: Any, capfd: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def full(*_: Any) -> int:
+        raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+
+    processes = started(RUNS)
+    frontend = TorchrunFrontend(os.getpid(), 5)
+    monkeypatch.setattr(Path, "write_text", full)
+    processes[-1].kill()
+    wait_for(lambda: frontend.is_alive() and len(processes) == 2)
+    assert "No space left on device" in capfd.readouterr().err
 
 
 def test_restarts_count_for_some_time(monkeypatch: pytest.MonkeyPatch) -> None:
