@@ -23,6 +23,7 @@ from server.schemas import Constraint, StructuralTagFormat
 
 LARK = re.compile(r"^\s*(%llguidance\b|\??start\b[^:\n]*:(?!:=))", re.MULTILINE)  # otherwise GBNF, whose rules are `name ::= …`
 GAP = r"/\n{1,4}/?"  # between reasoning and what follows it
+INDENT = r"[ \n]{0,2}"  # before reasoning that a constrained answer may have; without a bound it could fill the answer
 
 FENCE = "```[a-z_]*"
 # most tools whose arguments may come before the name, and most optional properties of all of them: the grammar follows those of all
@@ -156,12 +157,26 @@ def _compile(constraint: Constraint) -> Compiled:
         case "json":
             return compile_schema(_schema(constraint.value), constraint.strict, constraint.whitespace)
         case "regex":
-            return _checked(LLMatcher.grammar_from_regex(constraint.value))
+            return _checked(LLMatcher.grammar_from_regex(_whole(constraint.value)))
         case "choice":  # a terminal: as many as one likes are a single item of the parser
             texts = " | ".join(json.dumps(text, ensure_ascii=False) for text in constraint.value)
-            return _checked(LLMatcher.grammar_from_lark(f"start: CHOICE\nCHOICE: {texts}"))
+            return _of_lark(f"start: CHOICE\nCHOICE: {texts}")
         case _:
-            return _checked(LLMatcher.grammar_from_lark(_lark(constraint.value)))
+            return _of_lark(_lark(_whole(constraint.value)))
+
+
+def _whole(text: str) -> str:
+    """The text, if it can be encoded. Raises SchemaError."""
+    try:
+        text.encode()
+    except UnicodeEncodeError as e:
+        raise SchemaError("it has a lone surrogate, half of a character") from e
+    return text
+
+
+def _of_lark(text: str) -> Compiled:
+    """In the form that `_Rules.part` can put into a larger grammar, which `LLMatcher.grammar_from_lark` does not promise."""
+    return _checked(json.dumps({"grammars": [{"lark_grammar": text}]}))
 
 
 def _lark(text: str) -> str:
@@ -391,7 +406,8 @@ class _Rules:
         if begins_inside:
             return f"{self._until(end)} ({answer(text)})"
         outside = text if begin in self.special else self._text_without(rf"\s*{_regex(begin)}", text)
-        return f"({self._opened()} ({answer(text)}) | {answer(outside)} | {text})"
+        opened = self._opened(r"\s*")
+        return f"({opened} ({answer(text)}) | {answer(outside)} | {text})"
 
     def after_reasoning(self, answer: str) -> str:
         """`answer`, after reasoning if the model reasons."""
@@ -399,17 +415,17 @@ class _Rules:
             return answer
         if self.reasoning.begins_inside:
             return f"{self._until(self.reasoning.end)} {GAP} {answer}"
-        return f"({self._opened()} {GAP})? {answer}"
+        return f"({self._opened(INDENT)} {GAP})? {answer}"
 
-    def _opened(self) -> str:
-        """Reasoning with its beginning and its end."""
+    def _opened(self, indent: str) -> str:
+        """Reasoning with its beginning and its end. indent: the regular expression of the spaces before it."""
         assert self.reasoning is not None
         begin, end, _ = self.reasoning
         if begin in self.special:
-            return rf"/\s*/ {self._literal(begin)} {self._until(end)}"
+            return f"/{indent}/ {self._literal(begin)} {self._until(end)}"
         if end in self.special:
-            return rf"/\s*{_regex(begin)}(.|\n)*/ {self._literal(end)}"
-        return self._rule(rf"/\s*{_regex(begin)}(.|\n)*/ {self._literal(end)}", lazy=True)
+            return rf"/{indent}{_regex(begin)}(.|\n)*/ {self._literal(end)}"
+        return self._rule(rf"/{indent}{_regex(begin)}(.|\n)*/ {self._literal(end)}", lazy=True)
 
     def _until(self, mark: str, text: str = "TEXT") -> str:
         """Text up to the first `mark`, and the mark."""
