@@ -126,7 +126,12 @@ def ranks_of(launcher: int) -> list[int]:
 
 def start_ticks(pid: int) -> int:
     """When a process started, in the kernel's ticks since the boot. Linux only; raises OSError if it has ended."""
-    return int(Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[19])  # field 22
+    return int(_stat(pid)[19])  # field 22
+
+
+def _stat(pid: int) -> list[str]:
+    """The fields of /proc/PID/stat behind the process's name, from the third one on."""
+    return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()
 
 
 def kill_ranks(launcher: int) -> None:
@@ -144,8 +149,7 @@ def signal_child(pid: int, number: int, parent: int | None = None) -> None:
             return
         descriptor = os.pidfd_open(pid)
         try:
-            fields = Path(f"/proc/{pid}/stat").read_text()
-            if int(fields.rpartition(")")[2].split()[1]) == (parent or os.getpid()):  # its parent; else it is another process
+            if int(_stat(pid)[1]) == (parent or os.getpid()):  # its parent; else it is another process
                 signal.pidfd_send_signal(descriptor, number)
         finally:
             os.close(descriptor)

@@ -259,17 +259,19 @@ class Engine:
             if not optional:
                 return Refused(submits[0].request_id, str(e), "invalid_schema")
             grammar = None
-        is_full = grammar not in self.compiling and len(self.compiling) >= MAX_COMPILING
-        if grammar is None or (is_full and optional):
+        # the same on all ranks; which compilations `Grammars` keeps depends on a rank's speed
+        if grammar is not None and grammar not in self.compiling:
+            if len(self.compiling) < MAX_COMPILING:
+                self.compiling[grammar] = self.grammars.start(grammar), []
+            elif optional:
+                grammar = None
+            else:
+                why = f"{len(self.compiling)} other grammars are waiting to be compiled; try again later"
+                return Refused(submits[0].request_id, why, "grammars_busy")
+        if grammar is None:
             for sequence in sequences:
                 self.scheduler.add(sequence)
         else:
-            # the same on all ranks; which compilations `Grammars` keeps depends on a rank's speed
-            if grammar not in self.compiling:
-                if is_full:
-                    why = f"{len(self.compiling)} other grammars are waiting to be compiled; try again later"
-                    return Refused(submits[0].request_id, why, "grammars_busy")
-                self.compiling[grammar] = self.grammars.start(grammar), []
             self.compiling[grammar][1].extend(sequences)
         self.meter.prompt_tokens += sum(sequence.prompt_length for sequence in sequences)
         return None

@@ -249,10 +249,10 @@ class Drafter:
 
     def learn(self, source: str, accepted: int, drafted: int, cost: float = 0.0) -> None:
         """How many tokens of the last draft were right, how many it had, and what it has cost, in tokens."""
-        if source in TEXTS and source != PROMPTS:
-            self._least_match = LEAST_MATCH[0 if accepted else 1]
         record = self.prompts if source == PROMPTS else self.texts if source in TEXTS else self.chains
         assert record is not None
+        if record is self.texts:
+            self._least_match = LEAST_MATCH[0 if accepted else 1]
         record.learn(accepted, drafted, cost)
 
 

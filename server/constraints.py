@@ -23,6 +23,7 @@ from server.schemas import Constraint, StructuralTagFormat
 
 LARK = re.compile(r"^\s*(%llguidance\b|\??start\b[^:\n]*:(?!:=))", re.MULTILINE)  # otherwise GBNF, whose rules are `name ::= …`
 GAP = r"/\n{1,4}/?"  # between reasoning and what follows it
+INDENT = r"[ \n]{0,2}"  # before reasoning that a constrained answer may have; without a bound it could fill the answer
 
 FENCE = "```[a-z_]*"
 # most tools whose arguments may come before the name, and most optional properties of all of them: the grammar follows those of all
@@ -156,12 +157,26 @@ def _compile(constraint: Constraint) -> Compiled:
         case "json":
             return compile_schema(_schema(constraint.value), constraint.strict, constraint.whitespace)
         case "regex":
-            return _checked(LLMatcher.grammar_from_regex(constraint.value))
+            return _checked(LLMatcher.grammar_from_regex(_whole(constraint.value)))
         case "choice":  # a terminal: as many as one likes are a single item of the parser
             texts = " | ".join(json.dumps(text, ensure_ascii=False) for text in constraint.value)
-            return _checked(LLMatcher.grammar_from_lark(f"start: CHOICE\nCHOICE: {texts}"))
+            return _of_lark(f"start: CHOICE\nCHOICE: {texts}")
         case _:
-            return _checked(LLMatcher.grammar_from_lark(_lark(constraint.value)))
+            return _of_lark(_lark(_whole(constraint.value)))
+
+
+def _whole(text: str) -> str:
+    """The text, if it can be encoded. Raises SchemaError."""
+    try:
+        text.encode()
+    except UnicodeEncodeError as e:
+        raise SchemaError("it has a lone surrogate, half of a character") from e
+    return text
+
+
+def _of_lark(text: str) -> Compiled:
+    """In the form that `_Rules.part` can put into a larger grammar, which `LLMatcher.grammar_from_lark` does not promise."""
+    return _checked(json.dumps({"grammars": [{"lark_grammar": text}]}))
 
 
 def _lark(text: str) -> str:
@@ -304,7 +319,7 @@ class _Rules:
             case "list":
                 group = self._list(tools, several)
             case "named":
-                group = self._rule(f"{self._named(tools)} | {self._list(tools, several)}")
+                group = self._rule(f"{self._named(syntax, tools)} | {self._list(tools, several)}")
         return f"{group} {self._literal(syntax.end)}"
 
     def _list(self, tools: Sequence[Function], several: bool) -> str:
@@ -324,8 +339,8 @@ class _Rules:
         late = [f'{tool.arguments} /{spelling.name}/ /{_regex(tool.name)}"/ TAIL' for tool in tools]
         return self._rule(f"{found} | /{begin}{spelling.late}/ {self._rule(' | '.join(late))}")
 
-    def _named(self, tools: Sequence[Function]) -> str:
-        length = "1,64" if self.spelling.late else "9"
+    def _named(self, syntax: CallSyntax, tools: Sequence[Function]) -> str:
+        length = "1,64" if self.spelling.late else str(syntax.id_length)
         call_id = f"({self._literal('[CALL_ID]')} /[A-Za-z0-9]{{{length}}}/)?"
         found = [
             rf"/{self.spelling.around}{_regex(tool.name)}/ {call_id} {self._literal('[ARGS]')} /[ \n]/? {tool.arguments}"
@@ -391,7 +406,8 @@ class _Rules:
         if begins_inside:
             return f"{self._until(end)} ({answer(text)})"
         outside = text if begin in self.special else self._text_without(rf"\s*{_regex(begin)}", text)
-        return f"({self._opened()} ({answer(text)}) | {answer(outside)} | {text})"
+        opened = self._opened(r"\s*")
+        return f"({opened} ({answer(text)}) | {answer(outside)} | {text})"
 
     def after_reasoning(self, answer: str) -> str:
         """`answer`, after reasoning if the model reasons."""
@@ -399,17 +415,17 @@ class _Rules:
             return answer
         if self.reasoning.begins_inside:
             return f"{self._until(self.reasoning.end)} {GAP} {answer}"
-        return f"({self._opened()} {GAP})? {answer}"
+        return f"({self._opened(INDENT)} {GAP})? {answer}"
 
-    def _opened(self) -> str:
-        """Reasoning with its beginning and its end."""
+    def _opened(self, indent: str) -> str:
+        """Reasoning with its beginning and its end. indent: the regular expression of the spaces before it."""
         assert self.reasoning is not None
         begin, end, _ = self.reasoning
         if begin in self.special:
-            return rf"/\s*/ {self._literal(begin)} {self._until(end)}"
+            return f"/{indent}/ {self._literal(begin)} {self._until(end)}"
         if end in self.special:
-            return rf"/\s*{_regex(begin)}(.|\n)*/ {self._literal(end)}"
-        return self._rule(rf"/\s*{_regex(begin)}(.|\n)*/ {self._literal(end)}", lazy=True)
+            return rf"/{indent}{_regex(begin)}(.|\n)*/ {self._literal(end)}"
+        return self._rule(rf"/{indent}{_regex(begin)}(.|\n)*/ {self._literal(end)}", lazy=True)
 
     def _until(self, mark: str, text: str = "TEXT") -> str:
         """Text up to the first `mark`, and the mark."""

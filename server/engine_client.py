@@ -34,7 +34,7 @@ from engine.protocol import (
 from server.adapters import ServedAdapters
 from server.logs import log
 from server.metrics import Metrics, SequenceTimes
-from server.problems import ApiError
+from server.problems import ApiError, internal_error
 from server.recovery import Recovery, Watchdog
 
 SLICE = 64  # most outputs that `next` returns at once: the backlog of a slow reader is converted to text only as it reads
@@ -280,12 +280,17 @@ class EngineClient:
     def _deliver(self, outputs: Sequence[TokenOutput]) -> None:
         now, tokens = time.monotonic(), 0
         for output in outputs:
-            if queue := self._active.get(output.request_id):
+            if not (queue := self._active.get(output.request_id)):
+                continue
+            try:
                 if output.finish_reason:
                     del self._active[output.request_id]
                 tokens += queue.on_output(output, now)
                 if queue.stuck:
                     self.recovery.went_on(queue)
+            except Exception:  # its answer would lack tokens; those of other requests must not
+                log.exception("an output of request %s was not understood", output.request_id)
+                queue.on_error(internal_error())
         if tokens:
             self.metrics.on_tokens(now, tokens)
 

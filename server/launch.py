@@ -200,12 +200,11 @@ def main() -> None:
     error = settings = None
     folder = os.environ.get(FRONTEND)  # of a launcher's frontend
     launched, agent = folder is not None, restarting_agent_pid(os.environ)
-    restarted = agent is not None and not is_first_start(os.environ)
     try:
         settings = load_settings(sys.argv[1:])
         if rank() == 0:
             configure_logs(settings)
-            if agent is not None and restarted:
+            if agent is not None and not is_first_start(os.environ):
                 leave_after_wrong_input(agent)
             elif not launched:  # else it was said, and a frontend has the port and the journal
                 warn_of_torchrun(settings, os.environ)

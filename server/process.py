@@ -144,10 +144,19 @@ def longest_start(folder: Path) -> float:
 
 
 def note_start(folder: Path, seconds: float) -> float:
-    """Note that the ranks are ready, so many seconds after they started. Returns those of the longest start so far."""
+    """Note that the ranks are ready, so many seconds after they started. Returns those of the longest start so far.
+
+    If the folder cannot be written, the note of an earlier start stays. Raises UserError if there is none.
+    """
     longest, new = max(seconds, longest_start(folder)), folder / f"{STARTED}.new"
-    new.write_text(str(longest))
-    new.replace(folder / STARTED)  # whole, whenever a frontend reads it
+    try:
+        new.write_text(str(longest))
+        new.replace(folder / STARTED)  # whole, whenever a frontend reads it
+    except OSError as e:
+        if not (folder / STARTED).exists():
+            raise UserError(
+                f"{folder} cannot be written ({e.strerror}); free some space there, or set TMPDIR to another folder"
+            ) from None
     return longest
 
 

@@ -182,13 +182,16 @@ class Recovery:
         self.state, self._since, self._silence = state, time.monotonic(), 0.0
 
     def _descriptor_of(self, pid: int) -> int | None:
-        """A descriptor of rank 0's process. -1: of one that is not to be watched, or on a system without pidfd; None: it has ended,
-        and what it sent came late."""
+        """A descriptor of rank 0's process. -1: of one that is not to be watched, on a system without pidfd, or if clients have all
+        descriptors; None: it has ended, and what it sent came late."""
         if not pid or not hasattr(os, "pidfd_open"):
             return -1
-        with contextlib.suppress(OSError):
+        try:
             return os.pidfd_open(pid)
-        return None
+        except ProcessLookupError:
+            return None
+        except OSError:
+            return -1
 
     def _watch_process(self, pid: int, descriptor: int) -> None:
         """Call `on_end` once rank 0 has ended. Without a descriptor, that is known only when new ranks start."""

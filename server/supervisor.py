@@ -88,6 +88,8 @@ class Supervisor:
             if not self._restarts.take(f"the frontend was killed by {signal.Signals(-code).name}", "it"):
                 break
             self._frontend.start(attach=True)
+            if self._signalled:  # meanwhile
+                self._frontend.forward()
         self._code = self._code or code
         patience = 0.0 if self._code == USER_ERROR else GRACE_SECONDS  # ranks would say again what is wrong
         while not self._ranks_ended.wait(patience):

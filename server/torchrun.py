@@ -17,7 +17,7 @@ from collections.abc import Mapping
 from functools import partial
 from pathlib import Path
 
-from cli import USER_ERROR, leave
+from cli import USER_ERROR, leave, note
 from errors import UserError
 from processes import LAUNCHER, PREFIX, kill_ranks, name_process, ranks_of, remove_abandoned, start_ticks
 from server.process import JOIN_SECONDS, Restarts, addresses, longest_start, report_end
@@ -29,9 +29,10 @@ SHUTDOWN_SECONDS = 1.0  # after the frontend's end, wait so long for its Shutdow
 
 
 def restarting_agent_pid(environ: Mapping[str, str]) -> int | None:
-    """The process id of torchrun's agent, if it started this rank, all ranks are on this host, and it may start them again."""
+    """The process id of torchrun's agent, if it started this rank, all ranks are on this host, and it may start them again. None on
+    systems other than Linux, where requests do not outlive the ranks."""
     one_host = environ.get("LOCAL_WORLD_SIZE") == environ.get("WORLD_SIZE")
-    if "TORCHELASTIC_RUN_ID" not in environ or LAUNCHER in environ or not one_host:
+    if "TORCHELASTIC_RUN_ID" not in environ or LAUNCHER in environ or not one_host or sys.platform != "linux":
         return None
     return os.getppid() if environ.get("TORCHELASTIC_MAX_RESTARTS", "0") != "0" else None
 
@@ -69,10 +70,7 @@ class TorchrunFrontend:
         if is_first:
             remove_abandoned()
         self.folder = folder_of(agent)
-        self.folder.mkdir(mode=0o700, exist_ok=True)
-        if self.folder.is_symlink() or self.folder.lstat().st_uid != os.getuid():
-            raise UserError(f"{self.folder} is another user's; remove it, or set TMPDIR to another folder")
-        self._lock = hold(self.folder)
+        self._lock = make_and_hold(self.folder)
         self.addresses, self._agent, self._restarts = addresses(self.folder), agent, Restarts(restarts)
         self._process: subprocess.Popen[bytes] | None = None  # None if an earlier rank 0 started it
         self._ended_at: float | None = None  # time.monotonic() when its end was seen
@@ -85,7 +83,12 @@ class TorchrunFrontend:
         longest = str(longest_start(self.folder)) if attach else "none"
         command = [sys.executable, "-c", program, str(self.folder), str(self._agent), longest, *sys.argv[1:]]
         self._process = subprocess.Popen(command, start_new_session=True)
-        (self.folder / PID).write_text(str(self._process.pid))
+        try:
+            (self.folder / PID).write_text(str(self._process.pid))
+        except OSError as e:
+            note(
+                f"warning: {self.folder} cannot be written ({e.strerror}), so that ranks that start again cannot find the frontend"
+            )
         self._open(self._process.pid)
         if self._signalled:  # meanwhile
             self.forward()
@@ -139,6 +142,19 @@ class TorchrunFrontend:
     def _send(self, number: signal.Signals) -> None:
         with contextlib.suppress(OSError):  # it has ended
             signal.pidfd_send_signal(self._descriptor, number)
+
+
+def make_and_hold(folder: Path) -> int:
+    """Make the folder, unless it exists, and `hold` it. Raises UserError if it is another user's."""
+    while True:
+        folder.mkdir(mode=0o700, exist_ok=True)
+        with contextlib.suppress(FileNotFoundError):  # another process removed it as abandoned before it was locked
+            if folder.is_symlink() or folder.lstat().st_uid != os.getuid():
+                raise UserError(f"{folder} is another user's; remove it, or set TMPDIR to another folder")
+            lock = hold(folder)
+            if folder.exists():
+                return lock
+            os.close(lock)
 
 
 def hold(folder: Path) -> int:

@@ -1,6 +1,8 @@
 """What becomes of accepted requests while ranks end and start again. The real ranks: tests/server/test_chaos.py."""
 
+import errno
 import json
+import os
 import random
 import subprocess
 import threading
@@ -13,11 +15,12 @@ import msgspec
 import pytest
 
 from engine.protocol import Attach, Drafted, Outputs, Refused, SamplingParams, Starting, Stats, Submit, TokenOutput
+from errors import UserError
 from server import recovery
 from server.engine_client import EngineClient
 from server.metrics import Metrics
 from server.problems import ApiError
-from server.process import longest_start, note_start
+from server.process import STARTED, longest_start, note_start
 from server.recovery import REFUSED, SUSPECT, Recovery, Watchdog
 from tests.support.server_thread import STORY, TOKENIZER, Site, ready, wait_for
 
@@ -132,6 +135,23 @@ def test_ranks_that_end_while_they_load_accuse_nobody() -> None:
     assert request.stuck == 0 and request.error is None
 
 
+def test_ranks_are_served_although_clients_have_all_descriptors(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Their end is then known once the next ones start."""
+
+    def none_left(pid: int) -> int:
+        raise OSError(errno.EMFILE, os.strerror(errno.EMFILE))
+
+    monkeypatch.setattr(os, "pidfd_open", none_left)
+    world = World()
+    request = Request(0, 5)
+    world.accept(request)
+    for ends in range(2):
+        world.machine.on_starting(os.getpid())
+        assert request.stuck == ends
+        world.machine.on_ready(os.getpid(), 2048)
+        assert world.machine.state == "serving" and request.sent
+
+
 class Client(EngineClient):
     """The frontend's client, without sockets. Its ranks are ready."""
 
@@ -188,6 +208,19 @@ def test_a_refused_request_is_not_sent_again() -> None:
             queue.next().send(None)
 
 
+def test_an_output_that_cannot_be_handled_ends_its_request_alone(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The engine sends the tokens of all requests in a message. Of the others none is lost."""
+    client = Client()
+    with client.generate(sequences("bad")) as bad, client.generate(sequences("good")) as good:
+        monkeypatch.delitem(bad._index, "bad-0")
+        outputs = [TokenOutput("bad-0", [1]), TokenOutput("good-0", [5])]
+        client._dispatch(Outputs(outputs))
+        assert _completed(good.next()) == [(0, outputs[1])]
+        with pytest.raises(ApiError, match="internal error"):
+            bad.next().send(None)
+        assert client.active == 1, "the ranks compute nothing more for it"
+
+
 def _completed(work: Any) -> Any:
     """The result of a coroutine that waits for nothing."""
     with pytest.raises(StopIteration) as end:
@@ -228,6 +261,18 @@ def test_how_long_ranks_may_load(tmp_path: Path, monkeypatch: pytest.MonkeyPatch
     short.on_ready(0, 2048, 1.0)
     short.on_end()
     assert short.limit() == recovery.LEAST_START
+
+
+def test_ranks_start_again_on_a_full_disk(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def full(*_: Any) -> int:
+        raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+
+    note_start(tmp_path, 20.0)
+    monkeypatch.setattr(Path, "write_text", full)
+    assert note_start(tmp_path, 300.0) == 300.0 and longest_start(tmp_path) == 20.0
+    (tmp_path / STARTED).unlink()
+    with pytest.raises(UserError, match=r"No space left on device.*TMPDIR"):  # nobody would start such ranks again
+        note_start(tmp_path, 20.0)
 
 
 # --- the frontend ----------------------------------------------------------------------------------------------------------

@@ -1,5 +1,6 @@
 """Rank 0's handle of the frontend under torchrun, with processes that stand for the frontend. The real server: test_chaos.py."""
 
+import errno
 import os
 import signal
 import subprocess
@@ -12,10 +13,10 @@ from typing import Any
 import pytest
 
 from cli import USER_ERROR
-from processes import PREFIX
+from processes import PREFIX, remove_abandoned
 from server import process, torchrun
 from server.process import Restarts
-from server.torchrun import PID, TorchrunFrontend, folder_of, leave_after_wrong_input
+from server.torchrun import PID, TorchrunFrontend, folder_of, leave_after_wrong_input, restarting_agent_pid
 from tests.support.server_thread import wait_for
 
 RUNS, FAILS = "import time; time.sleep(60)", f"raise SystemExit({USER_ERROR})"
@@ -74,6 +75,20 @@ def test_a_frontend_that_is_killed_is_started_again(
     assert frontend.close() == -signal.SIGKILL and not frontend.folder.exists()
 
 
+def test_a_frontend_is_started_again_on_a_full_disk(
+    started: Any, capfd: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def full(*_: Any) -> int:
+        raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+
+    processes = started(RUNS)
+    frontend = TorchrunFrontend(os.getpid(), 5)
+    monkeypatch.setattr(Path, "write_text", full)
+    processes[-1].kill()
+    wait_for(lambda: frontend.is_alive() and len(processes) == 2)
+    assert "No space left on device" in capfd.readouterr().err
+
+
 def test_restarts_count_for_some_time(monkeypatch: pytest.MonkeyPatch) -> None:
     now = 1000.0
     monkeypatch.setattr(process, "time", SimpleNamespace(monotonic=lambda: now))
@@ -120,3 +135,32 @@ def test_each_agent_has_a_folder_of_its_own(started: Any, tmp_path: Path, monkey
     other = TorchrunFrontend(os.getpid(), 5)
     assert other.folder != live.folder and (live.folder / "socket").exists() and not abandoned.exists()
     assert len({folder_of(os.getpid()), folder_of(os.getppid()), live.folder}) == 3
+
+
+@pytest.mark.parametrize("waits", [False, True])
+def test_a_folder_that_another_start_removes_is_made_again(waits: bool, started: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    """It looks abandoned until it is locked. waits: the other process has begun to remove it and has the lock."""
+    started(RUNS)
+    hold, removed = torchrun.hold, list[Path]()
+
+    def late(folder: Path) -> int:
+        if removed:
+            return hold(folder)
+        removed.append(folder)
+        lock = hold(folder) if waits else -1
+        remove = folder.rmdir if waits else remove_abandoned
+        remove()
+        return lock if waits else hold(folder)
+
+    monkeypatch.setattr(torchrun, "hold", late)
+    frontend = TorchrunFrontend(os.getpid(), 5)
+    assert removed == [frontend.folder] and (frontend.folder / PID).exists() and frontend.is_alive()
+
+
+@pytest.mark.parametrize(("platform", "found"), [("linux", True), ("darwin", False)])
+def test_other_systems_start_ranks_without_a_frontend_that_outlives_them(
+    platform: str, found: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(sys, "platform", platform)
+    environ = {"TORCHELASTIC_RUN_ID": "x", "TORCHELASTIC_MAX_RESTARTS": "3", "LOCAL_WORLD_SIZE": "2", "WORLD_SIZE": "2"}
+    assert (restarting_agent_pid(environ) is not None) == found
