@@ -234,11 +234,11 @@ class Metrics:
         self.prefix_queries.inc(max(0, stats.prefix_queries - last.prefix_queries))
         self.prefix_hits.inc(max(0, stats.prefix_hits - last.prefix_hits))
         self.preemptions.inc(max(0, stats.preemptions - last.preemptions))
-        steps = max(0, stats.steps - last.steps)
-        self.steps.inc(steps)
-        self.all_step_seconds.inc(steps * stats.step_seconds)
+        self.steps.inc(max(0, stats.steps - last.steps))
+        seconds = len(stats.batch_tokens) * stats.step_seconds  # since the last report, whichever frontend read that
+        self.all_step_seconds.inc(seconds)
         if stats.idle_share is not None:
-            self.idle_seconds.labels(self._model_name).inc(stats.idle_share * steps * stats.step_seconds)
+            self.idle_seconds.labels(self._model_name).inc(stats.idle_share * seconds)
         for tokens in stats.batch_tokens:
             self.step_tokens.observe(tokens)
         self._on_drafted(stats.drafted, last.drafted)

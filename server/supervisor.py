@@ -9,7 +9,7 @@ from pathlib import Path
 
 from torch.distributed.elastic.multiprocessing.errors import ProcessFailure
 
-from cli import USER_ERROR
+from cli import USER_ERROR, note
 from engine.protocol import Fatal
 from launch import Ranks, start_ranks
 from processes import run_folder
@@ -87,7 +87,11 @@ class Supervisor:
                 break
             if not self._restarts.take(f"the frontend was killed by {signal.Signals(-code).name}", "it"):
                 break
-            self._frontend.start(attach=True)
+            try:
+                self._frontend.start(attach=True)
+            except OSError as e:
+                note(f"error: the frontend cannot be started again ({e.strerror})")
+                break
             if self._signalled:  # meanwhile
                 self._frontend.forward()
         self._code = self._code or code

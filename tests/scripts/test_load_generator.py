@@ -340,7 +340,7 @@ def test_the_idle_share_between_two_looks_at_the_metrics(seed: int) -> None:
             before, total, idle = read_page(metrics.render()), 0.0, 0.0
         steps += count
         total, idle = total + count * mean, idle + count * mean * share
-        metrics.on_stats(Stats(steps=steps, step_seconds=mean, idle_share=share))
+        metrics.on_stats(Stats(steps=steps, step_seconds=mean, batch_tokens=[1] * count, idle_share=share))
     assert idle_share(before, read_page(metrics.render())) == pytest.approx(idle / total, abs=1e-4)
     assert idle_share(before, before) is None
 

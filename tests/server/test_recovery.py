@@ -372,6 +372,16 @@ def test_late_statistics_of_ended_ranks_do_not_count(make_site: Callable[..., Si
         late.wait()
 
 
+def test_a_new_frontend_counts_the_seconds_of_its_own_reports() -> None:
+    """The first one comes from ranks that have computed many steps, but has the mean time of the last ones alone."""
+    metrics = Metrics("m")
+    metrics.on_stats(Stats(steps=100_000, step_seconds=0.5, batch_tokens=[1, 1], idle_share=0.25))
+    metrics.on_stats(Stats(steps=100_001, step_seconds=0.1, batch_tokens=[1], idle_share=0.0))
+    text = metrics.render().decode()
+    for name, value in {"engine_step_seconds": 1.1, "gpu_idle_seconds": 0.25, "engine_steps": 100_001.0}.items():
+        assert f'rung:{name}_total{{model_name="m"}} {value}' in text
+
+
 def test_a_request_that_ends_the_ranks_is_refused(make_site: Callable[..., Site]) -> None:
     site = make_site()
     site.engine.hold = True

@@ -1,5 +1,7 @@
 """How the launcher ends and restarts the frontend, with one that stands for it. The real server: test_chaos.py."""
 
+import errno
+import os
 import signal
 import threading
 from collections.abc import Callable
@@ -10,6 +12,7 @@ from typing import Any, cast
 import pytest
 
 from server import supervisor
+from server.process import FAILED
 from server.supervisor import Supervisor
 from tests.support.server_thread import wait_for
 
@@ -39,11 +42,30 @@ class Frontend:
             self.ended.set()
 
 
-def test_a_signal_while_the_frontend_starts_again_is_not_lost(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+@pytest.fixture
+def keeper(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Supervisor:
     monkeypatch.setattr(supervisor, "Frontend", Frontend)
-    keeper = Supervisor(cast(Any, SimpleNamespace(max_restarts=5)), tmp_path)
-    frontend, sent = cast(Any, keeper)._frontend, list[int]()
+    return Supervisor(cast(Any, SimpleNamespace(max_restarts=5)), tmp_path)
+
+
+def test_a_signal_while_the_frontend_starts_again_is_not_lost(keeper: Supervisor) -> None:
+    frontend = cast(Any, keeper)._frontend
     frontend.before_start = lambda: keeper.pass_on(signal.SIGTERM)
-    keeper.begin(cast(Any, SimpleNamespace(signal=sent.append)))
+    keeper.begin(cast(Any, SimpleNamespace(signal=lambda number: None)))
     wait_for(frontend.ended.is_set)
     assert keeper.end(0) == 0
+
+
+def test_ranks_end_if_the_frontend_cannot_be_started_again(
+    keeper: Supervisor, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
+) -> None:
+    """As if there were no memory left."""
+
+    def fail() -> None:
+        raise OSError(errno.ENOMEM, os.strerror(errno.ENOMEM))
+
+    monkeypatch.setattr(supervisor, "GRACE_SECONDS", 0.01)
+    cast(Any, keeper)._frontend.before_start, sent = fail, list[int]()
+    keeper.begin(cast(Any, SimpleNamespace(signal=sent.append)))
+    wait_for(lambda: signal.SIGTERM in sent)
+    assert keeper.end(0) == FAILED and "Cannot allocate memory" in capfd.readouterr().err
