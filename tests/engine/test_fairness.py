@@ -6,7 +6,7 @@ from collections import Counter
 from itertools import count
 
 import pytest
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from engine.block_manager import BlockManager
@@ -159,6 +159,7 @@ def test_an_exchange_of_places_is_not_undone() -> None:
 
 
 @given(st.data(), st.integers(0, 60))
+@settings(deadline=None)
 def test_fair_shares(data: st.DataObject, total: int) -> None:
     wanted = data.draw(st.dictionaries(st.sampled_from("abcdef"), st.integers(1, 40), min_size=1))
     weights = {name: data.draw(st.integers(1, 9)) for name in wanted}
