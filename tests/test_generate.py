@@ -374,22 +374,26 @@ def texts(model: Transformer, tokenizer: Tokenizer, prompts: list[list[int]], pa
     return [answer.text for answer in LLM(model, tokenizer).generate(prompts, each)]
 
 
+def is_about_someone(text: str) -> bool:
+    first_named = re.search(r"\b(?:named|called) (\w+)", text)
+    return first_named is not None and len(text.split()) > 40 and len(re.findall(rf"\b{first_named[1]}\b", text)) >= 2
+
+
 @pytest.mark.parametrize("place", range(2))
-def test_embedded_models_write_a_story_about_someone(place: int, in_turn: Callable[..., str], seed: int) -> None:
+def test_embedded_models_write_stories_about_someone(place: int, in_turn: Callable[..., str], seed: int) -> None:
+    """Most of 8: one may end early, or forget its hero."""
     name = in_turn(CHECKPOINTS[3 * place : 3 * place + 3], place)
     model, tokenizer = load(name)
-    (text,) = texts(model, tokenizer, [tokenizer.encode("Once upon a time")], [SamplingParams(temperature=0.7, seed=seed)])
-    assert len(text.split()) > 40
-    first_named = re.search(r"\b(?:named|called) (\w+)", text)
-    assert first_named, text
-    assert len(re.findall(rf"\b{first_named[1]}\b", text)) >= 2
+    params = [SamplingParams(temperature=0.7, seed=seed + i) for i in range(8)]
+    found = texts(model, tokenizer, [tokenizer.encode("Once upon a time")] * 8, params)
+    assert sum(map(is_about_someone, found)) > 4, found
 
 
 @pytest.mark.parametrize("name", CHECKPOINTS)
 def test_embedded_models_add(name: str, seed: int) -> None:
     model, tokenizer = load(name)
-    asked = list(documents(seed, 20, split="heldout", kind="arithmetic"))
+    asked = list(documents(seed, 40, split="heldout", kind="arithmetic"))
     prompts = [tokenizer.encode_chat(document.prompt_messages) for document in asked]
     answers = texts(model, tokenizer, prompts, [SamplingParams(temperature=0)] * len(asked))
     right = sum(answer == document.answer for answer, document in zip(answers, asked, strict=True))
-    assert right > 10
+    assert right > 20
