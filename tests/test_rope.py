@@ -29,7 +29,7 @@ from tp import World
 from training.export import save_checkpoint
 
 CPU = torch.device("cpu")
-TOLERANCE = 2e-5  # of fp32 logits of size about 1
+TOLERANCE = 1e-4  # of fp32 logits of size about 1; a vector that is nearly zero before a norm magnifies rounding
 ORIGINAL, HEAD_DIM = 32, 8
 SHORT, LONG = [1.0, 1.1, 1.3, 2.0], [1.5, 2.5, 4.0, 7.0]
 SCALINGS: dict[str, dict[str, Any]] = {

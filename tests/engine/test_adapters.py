@@ -62,7 +62,8 @@ def check_answers(engine: Engine, models: dict[str, Transformer], submits: list[
         vectors, tokens = embeddings(engine, order, preempt=True)
         for name, model in models.items():
             own = [s for s in order if s.adapter == name]
-            check({s.request_id: vectors[s.request_id] for s in own if s.params.pooling}, model, own, 2 * rounding)
+            # the norm magnifies the rounding of a vector that is nearly zero
+            check({s.request_id: vectors[s.request_id] for s in own if s.params.pooling}, model, own, 10 * rounding)
             for submit in own:
                 if submit.params.pooling is None:
                     assert_same(model, submit, tokens[submit.request_id], rounding)

@@ -470,6 +470,9 @@ def test_the_price_of_a_long_prompt_is_never_that_of_a_short_one() -> None:
 # --- answers with drafts -----------------------------------------------------------------------------------------------------
 
 
+WHOLE = Submit("whole", [5], SamplingParams(max_tokens=24))  # of its prediction, tokens are accepted in every run
+
+
 def mistaken(tokens: list[int], vocab_size: int) -> list[int]:
     """The tokens with some changed, left out or added."""
     found = list[int]()
@@ -488,11 +491,10 @@ def mistaken(tokens: list[int], vocab_size: int) -> list[int]:
 
 
 def predicting(submits: list[Submit], answers: dict[str, Answer], vocab_size: int = 101) -> list[Submit]:
-    """The requests with predictions of their answers, some of which are partly wrong, and one wholly."""
-    replace = msgspec.structs.replace
-    return [
-        replace(s, params=replace(s.params, prediction=mistaken(answers[s.request_id].tokens, vocab_size))) for s in submits
-    ]
+    """The requests with predictions of their answers, which are wrong in places. Only that of WHOLE is right."""
+    replace, tokens = msgspec.structs.replace, {name: answer.tokens for name, answer in answers.items()}
+    guesses = {name: own if name == WHOLE.request_id else mistaken(own, vocab_size) for name, own in tokens.items()}
+    return [replace(s, params=replace(s.params, prediction=guesses[s.request_id])) for s in submits]
 
 
 def bent_submits(count: int, **fixed: Any) -> list[Submit]:
@@ -564,7 +566,7 @@ def test_the_same_tokens_with_drafts(place: int, in_turn: Callable[..., str], se
     name = in_turn(("standard", "parallel", "hybrid:2", "desync-2x:4", "mistral"), place)
     model = random_model(config_of(name))
     draft = draft_for(model, in_turn(("text", "itself", "head", "parallel", "desync-4x:4"), place))
-    submits = bent_submits(6)
+    submits = [WHOLE, *bent_submits(6)]
     submits = predicting(submits, serve(engine_of(model), submits))
     total = predicted = 0
     settings = (
@@ -899,7 +901,7 @@ def test_ranks_agree_and_give_the_same_tokens(ranks: Ranks, tmp_path: Path, in_t
     name = in_turn(("standard", "parallel", "hybrid:2", "desync-2x:4"), n // 2)
     save_checkpoint(random_model(config_of(name)), tmp_path, torch.float32)
     model = load(ALONE, tmp_path)
-    submits = bent_submits(8 if n == 2 else 4)  # each step of more ranks than cores is slow
+    submits = [WHOLE, *bent_submits(7 if n == 2 else 3)]  # each step of more ranks than cores is slow
     submits = predicting(submits, serve(engine_of(model), submits))
     results = ranks.run(n, rank_speculates, tmp_path, in_turn(("text", "whole", "split", "head"), n // 2), submits, seed)
     assert all(other == results[0] for other in results), "the ranks disagree"

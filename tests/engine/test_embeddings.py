@@ -15,7 +15,18 @@ from attention import Causal
 from engine.core import Engine
 from engine.protocol import Abort, Pooling, Refused, SamplingParams, Submit
 from model import Transformer
-from tests.engine.test_engine import ALONE, CPU, KINDS, assert_same, config_of, engine_of, load, random_model, random_submits
+from tests.engine.test_engine import (
+    ALONE,
+    CPU,
+    KINDS,
+    TOLERANCE,
+    assert_same,
+    config_of,
+    engine_of,
+    load,
+    random_model,
+    random_submits,
+)
 from tests.engine.test_runner import as_on_a_gpu
 from tests.support.ranks import Ranks
 from tp import World
@@ -59,7 +70,7 @@ def expected(model: Transformer, submit: Submit) -> Tensor:
     return hidden.mean(0) if submit.params.pooling == "mean" else hidden[-1]
 
 
-def check(found: dict[str, Tensor], model: Transformer, submits: list[Submit], rounding: float = 2e-5) -> None:
+def check(found: dict[str, Tensor], model: Transformer, submits: list[Submit], rounding: float = TOLERANCE) -> None:
     pooled = [s for s in submits if s.params.pooling is not None]
     assert found.keys() == {s.request_id for s in pooled}
     for submit in pooled:
@@ -76,7 +87,7 @@ def test_they_are_those_of_transformers(tmp_path: Path, seed: int) -> None:
         with torch.inference_mode():
             hidden = theirs(torch.tensor([submit.prompt_ids])).last_hidden_state[0]
         pooled = hidden.mean(0) if submit.params.pooling == "mean" else hidden[-1]
-        torch.testing.assert_close(found[submit.request_id], pooled, atol=2e-5, rtol=1e-4)
+        torch.testing.assert_close(found[submit.request_id], pooled, atol=TOLERANCE, rtol=1e-4)
 
 
 @pytest.mark.parametrize("kind", range(len(KINDS)))

@@ -24,6 +24,7 @@ from tests.engine.test_engine import (
     ALONE,
     KINDS,
     PLAIN,
+    TOLERANCE,
     alone,
     assert_logprobs,
     assert_same,
@@ -121,9 +122,10 @@ def test_scores(seed: int, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(engine.llm, "SCORE_CHUNK", random.choice([1, 7, 512]))
     prompt = [random.randrange(101) for _ in range(30)]
     scores, logits = LLM(model, world=ALONE).score(prompt), plain_logits(model, prompt)
-    assert scores.argmax == logits.argmax(-1).tolist()
+    found = logits.gather(-1, torch.tensor(scores.argmax)[:, None])
+    assert (logits.max(-1, keepdim=True).values - found).max() < TOLERANCE  # another id may be as likely but for rounding
     assert scores.logprobs[0] is None
-    assert scores.logprobs[1:] == pytest.approx(score(model, prompt)[1:], abs=1e-5)
+    assert scores.logprobs[1:] == pytest.approx(score(model, prompt)[1:], abs=TOLERANCE)
 
 
 def test_streams_end_when_the_caller_stops(seed: int) -> None:

@@ -252,7 +252,7 @@ def test_a_step_begins_when_its_inputs_are_laid_out(largest: int, seed: int) -> 
 def test_plain_requests_get_the_same_ahead_with_others_beside(seed: int) -> None:
     """They end at stop tokens, after the next step has been launched, or are aborted."""
     model = random_model(config_of("hybrid:2"))
-    lasting = Submit("lasting", [3], SamplingParams(max_tokens=40, ignore_eos=True))
+    lasting = Submit("lasting", [3], SamplingParams(max_tokens=75, ignore_eos=True))  # longer than all others, in five places
     submits = [lasting, *random_submits(8, stop_token_ids=list(range(0, 101, 7)), max_tokens=20)]
     made = engine_of(model, max_num_seqs=6)
     made.look_ahead = True
@@ -308,11 +308,13 @@ def drawn_again(made: Engine) -> list[str]:
 
 
 def late_submits(kinds: list[str]) -> list[Submit]:
-    """Requests with late grammars that forbid many tokens."""
-    submits = []
+    """Requests with late grammars that forbid many tokens, and of the first one each token that is drawn without it."""
+    submits, stops = [], list(range(1, 1000, 40))
+    [forbidden] = tiny_tokenizer().encode("e", add_special_tokens=False)
     for i, kind in enumerate(kinds):
-        late = dict(grammar=LINES, late_grammar=True, stop_token_ids=list(range(1, 1000, 40)), max_tokens=20)
-        params = random_params(**PARAMETERS[kind] | late | dict(allowed_token_ids=None))
+        late = dict(grammar=LINES, late_grammar=True, stop_token_ids=stops, max_tokens=20, allowed_token_ids=None)
+        wrong = {} if i else dict(logit_bias=dict.fromkeys(stops, -1000.0) | {forbidden: 1000.0})
+        params = random_params(**PARAMETERS[kind] | late | wrong)
         submits.append(Submit(str(i), [3, *random.sample(range(3, 300), 5)], params))
     return submits
 

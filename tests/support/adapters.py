@@ -20,7 +20,8 @@ def base_tensors(base: Path) -> dict[str, Tensor]:
 def write_adapter(folder: Path, base: Path, parts: tuple[str, ...] | None = None, size: float = 1.0, **settings: Any) -> Path:
     """Write a random adapter of the checkpoint `base`, on random ones of its modules if none are named, whose products are about as
     large as the base's times `size`."""
-    parts = parts or tuple(random.sample(PARTS, random.randint(1, 7)))
+    # with three of them one is not of queries or keys, which alone change nothing where a token sees only itself
+    parts = parts or tuple(random.sample(PARTS, random.randint(3, 7)))
     rank, tensors = settings.get("r", random.randint(1, 9)), {}
     ranks = settings.get("rank_pattern", {})
     for name, weight in base_tensors(base).items():
