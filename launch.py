@@ -23,7 +23,7 @@ import socket
 import sys
 import threading
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from datetime import timedelta
 from typing import Any, Protocol
 
@@ -121,18 +121,18 @@ class SeveralHosts(OneHost):
         """Return when all hosts have added themselves to the store."""
         said = 0
         while (came := min(1 + store.add("others", 0), self._hosts)) < self._hosts:
-            names = ", ".join(store.get(f"host {i}").decode() for i in range(came))
             passed = time.monotonic() - start
             if passed > MEET_SECONDS:
                 raise UserError(
                     f"{came} of {self._hosts} hosts came to {self._host}:{self._port} within {MEET_SECONDS:g} s "
-                    f"({names}); start the same command on the others, and "
+                    f"({_names(store, range(came))}); start the same command on the others, and "
                     "check that they reach this address and that their --hosts and --meet are the same"
                 )
             if passed > NOTICE_SECONDS and came != said:
                 said = came
                 note(
-                    f"{came} of {self._hosts} hosts have come ({names}), waiting for the others at {self._host}:{self._port} …"
+                    f"{came} of {self._hosts} hosts have come ({_names(store, range(came))}), "
+                    f"waiting for the others at {self._host}:{self._port} …"
                 )
             time.sleep(MONITOR_SECONDS)
 
@@ -168,6 +168,11 @@ class SeveralHosts(OneHost):
                     said = True
                     note(f"1 of {self._hosts} hosts have come, waiting for the one with {self._host}:{self._port} …")
                 time.sleep(MONITOR_SECONDS)
+
+
+def _names(store: TCPStore, numbers: Iterable[int]) -> str:
+    """The names of hosts. One that left at once has none, and its name must not be waited for."""
+    return ", ".join(store.get(key).decode() if store.check([key := f"host {i}"]) else "one without a name" for i in numbers)
 
 
 class Keeper(Protocol):
