@@ -1,6 +1,8 @@
 """How the launcher ends and restarts the frontend, with one that stands for it. The real server: test_chaos.py."""
 
+import contextlib
 import errno
+import multiprocessing
 import os
 import signal
 import threading
@@ -69,3 +71,14 @@ def test_ranks_end_if_the_frontend_cannot_be_started_again(
     keeper.begin(cast(Any, SimpleNamespace(signal=sent.append)))
     wait_for(lambda: signal.SIGTERM in sent)
     assert keeper.end(0) == FAILED and "Cannot allocate memory" in capfd.readouterr().err
+
+
+def test_ranks_are_killed_although_the_frontend_has_not_started(keeper: Supervisor) -> None:
+    sent = list[int]()
+    cast(Any, keeper)._frontend.process = multiprocessing.Process()
+    cast(Any, keeper)._frontend.ended.set()
+    keeper.begin(cast(Any, SimpleNamespace(signal=sent.append)))
+    with contextlib.suppress(AttributeError):
+        keeper.pass_on(signal.SIGKILL)
+    assert signal.SIGKILL in sent
+    keeper.end(0)
