@@ -84,8 +84,8 @@ class Frontend:
             self.process.join(TICK)
             silence, beats = (silence + TICK, beats) if self._beats.value == beats else (0.0, self._beats.value)
             if silence > (limit if beats else max(limit, START_SECONDS)):
+                self.process.kill()  # before the note: while stderr is blocked, the process may go on
                 note(f"the frontend has not answered for {silence:g} s and is killed")
-                self.process.kill()
                 silence = 0.0
         return self.process.exitcode or 0
 

@@ -13,7 +13,7 @@ from typing import Any, cast
 
 import pytest
 
-from server import supervisor
+from server import process, supervisor
 from server.process import FAILED
 from server.supervisor import Supervisor
 from tests.support.server_thread import wait_for
@@ -82,3 +82,33 @@ def test_ranks_are_killed_although_the_frontend_has_not_started(keeper: Supervis
         keeper.pass_on(signal.SIGKILL)
     assert signal.SIGKILL in sent
     keeper.end(0)
+
+
+class Frozen:
+    """A process that never counts, until it is killed."""
+
+    exitcode: int | None = None
+
+    def __init__(self, events: list[str]) -> None:
+        self.events = events
+
+    def is_alive(self) -> bool:
+        return self.exitcode is None
+
+    def join(self, seconds: float) -> None:
+        pass
+
+    def kill(self) -> None:
+        self.events.append("killed")
+        self.exitcode = -signal.SIGKILL
+
+
+def test_a_frozen_frontend_is_killed_before_the_note(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The note waits while nobody reads stderr."""
+    events: list[str] = []
+    monkeypatch.setattr(process, "note", lambda text: events.append("note"))
+    frontend = SimpleNamespace(
+        _settings=SimpleNamespace(hang_seconds=1.0), _beats=SimpleNamespace(value=1), process=Frozen(events)
+    )
+    assert process.Frontend.wait(cast(Any, frontend)) == -signal.SIGKILL
+    assert events == ["killed", "note"]
