@@ -111,10 +111,11 @@ def call_form(template: str) -> CallForm | None:
     forms = product((0, SHORT_ID), (False, True), ("absent", "empty", "none"))
     for form in (CallForm(content, as_text, length) for length, as_text, content in forms):  # type: ignore[arg-type]
         if _writes_calls(template, form, ""):
-            # not if the template refuses the two messages, as one does that wants roles to alternate
+            # neither if the template refuses the further messages, as one does that wants roles to alternate
             parted = form._replace(apart=True)
             apart = not _writes_calls(template, form, "Text.") and _writes_calls(template, parted, "Text.", behind=LATER)
-            return form._replace(apart=apart, single=not _writes_calls(template, form, "", 2))
+            single = not _writes_calls(template, form, "", 2) and _writes_calls(template, form._replace(single=True), "", 2)
+            return form._replace(apart=apart, single=single)
     return None
 
 

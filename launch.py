@@ -23,7 +23,7 @@ import socket
 import sys
 import threading
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from datetime import timedelta
 from typing import Any, Protocol
 
@@ -45,6 +45,7 @@ STOP_SECONDS = 2  # time for the ranks beside a failed one to end, before they a
 NO_LIMIT = 1_000_000_000  # of restarts for the agent, because a keeper has its own
 CONNECT_SECONDS = 2.0
 MEET_SECONDS = float(os.environ.get("RUNG_MEET_SECONDS") or 120)  # time for all hosts to come
+PRESENT_SECONDS = 5.0  # time for all hosts to say that they are still there, once all have come
 NOTICE_SECONDS = 5.0  # after which a host says that it waits for others
 EXIT_SECONDS = 5.0  # time for the launchers of other hosts to end after this one's ranks
 MOST_RANKS = 1024  # more on one host are taken for a typing error
@@ -104,10 +105,11 @@ class SeveralHosts(OneHost):
         store = own or self._connect(start)
         number = 0 if own else store.add("others", 1)
         if number >= self._hosts:
-            raise UserError(f"{self._hosts} hosts have met at {self._host}:{self._port} already; end what runs there first")
+            raise UserError(f"{self._hosts} hosts have come to {self._host}:{self._port} already; end what runs there first")
         try:
             store.set(f"host {number}", socket.gethostname())
             self._wait(store, start)
+            self._check_presence(store, number)
         except RuntimeError:  # the store's host has left
             raise UserError(
                 f"the host with {self._host}:{self._port} left while others came; see what its terminal says, and start all again"
@@ -121,18 +123,30 @@ class SeveralHosts(OneHost):
         """Return when all hosts have added themselves to the store."""
         said = 0
         while (came := min(1 + store.add("others", 0), self._hosts)) < self._hosts:
-            names = ", ".join(store.get(f"host {i}").decode() for i in range(came))
             passed = time.monotonic() - start
             if passed > MEET_SECONDS:
                 raise UserError(
                     f"{came} of {self._hosts} hosts came to {self._host}:{self._port} within {MEET_SECONDS:g} s "
-                    f"({names}); start the same command on the others, and "
+                    f"({_names(store, range(came))}); start the same command on the others, and "
                     "check that they reach this address and that their --hosts and --meet are the same"
                 )
             if passed > NOTICE_SECONDS and came != said:
                 said = came
                 note(
-                    f"{came} of {self._hosts} hosts have come ({names}), waiting for the others at {self._host}:{self._port} …"
+                    f"{came} of {self._hosts} hosts have come ({_names(store, range(came))}), "
+                    f"waiting for the others at {self._host}:{self._port} …"
+                )
+            time.sleep(MONITOR_SECONDS)
+
+    def _check_presence(self, store: TCPStore, number: int) -> None:
+        """Return when all hosts have seen that all have come. One that left before counts among those that came."""
+        store.set(f"present {number}", "")
+        end = time.monotonic() + PRESENT_SECONDS
+        while missing := [i for i in range(self._hosts) if not store.check([f"present {i}"])]:
+            if time.monotonic() > end:
+                raise UserError(
+                    f"{len(missing)} of {self._hosts} hosts left while others came ({_names(store, missing)}); "
+                    "start the same command again on all"
                 )
             time.sleep(MONITOR_SECONDS)
 
@@ -168,6 +182,11 @@ class SeveralHosts(OneHost):
                     said = True
                     note(f"1 of {self._hosts} hosts have come, waiting for the one with {self._host}:{self._port} …")
                 time.sleep(MONITOR_SECONDS)
+
+
+def _names(store: TCPStore, numbers: Iterable[int]) -> str:
+    """The names of hosts. One that left at once has none, and its name must not be waited for."""
+    return ", ".join(store.get(key).decode() if store.check([key := f"host {i}"]) else "one without a name" for i in numbers)
 
 
 class Keeper(Protocol):

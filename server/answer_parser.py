@@ -38,8 +38,8 @@ class Tools:
     forced_name: str = ""  # the only tool that it may call, if there is only one
 
     def new_id(self) -> str:
-        random = uuid.uuid4().hex
-        return random[: self.syntax.id_length] or f"call_{random[:24]}"
+        random, length = uuid.uuid4().hex, self.syntax.id_length
+        return random[:length] if length else f"call_{random[:24]}"
 
     @property
     def openers(self) -> tuple[str, ...]:

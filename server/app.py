@@ -221,9 +221,8 @@ def _add_models(app: FastAPI, service: Service) -> None:
         root = adapter or service.settings.model
         if service.settings.random_weights and not adapter:
             rate = service.settings.accept_rate
-            root += " (random weights: the text is noise" + (
-                ")" if rate is None else f"; a rate of {rate:g} stands in for agreement)"
-            )
+            what = "the text is noise" if rate is None else f"the text is noise; a rate of {rate:g} stands in for agreement"
+            root += f" (random weights: {what})"
         return {
             "id": name,
             "object": "model",

@@ -48,7 +48,7 @@ class FrontendServer(uvicorn.Server):
         self.resumer = Resumer(service)
         self.exit_code = 0
         self._ending: asyncio.Task[None] | None = None
-        self._signals = 0
+        self._signals, self._last_signal = 0, float("-inf")
         self._second_signal = asyncio.Event()  # set at a second signal, which ends the wait for requests
 
     async def serve(self, sockets: Any = None) -> None:
@@ -70,7 +70,14 @@ class FrontendServer(uvicorn.Server):
             await self.client.close()
 
     def handle_exit(self, sig: int, frame: FrameType | None) -> None:
-        """The first signal starts the drain, the second one ends it, and the third one ends the process."""
+        """The first signal starts the drain, the second one ends it, and the third one ends the process.
+
+        Signals within a second count as one: a terminal, systemd or torchrun may signal several processes for the same cause, of
+        which each forwards its signal.
+        """
+        if time.monotonic() - self._last_signal <= 1:
+            return
+        self._last_signal = time.monotonic()
         self._signals += 1
         if self._signals == 1:
             self.service.draining = True

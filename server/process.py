@@ -64,7 +64,6 @@ class Frontend:
 
     def __init__(self, settings: Settings, folder: Path) -> None:
         self._settings, self.folder, self.addresses = settings, folder, addresses(folder)
-        self._last_signal = 0.0
         self.start(attach=False)
 
     def start(self, attach: bool) -> None:
@@ -84,8 +83,8 @@ class Frontend:
             self.process.join(TICK)
             silence, beats = (silence + TICK, beats) if self._beats.value == beats else (0.0, self._beats.value)
             if silence > (limit if beats else max(limit, START_SECONDS)):
+                self.process.kill()  # before the note: while stderr is blocked, the process may go on
                 note(f"the frontend has not answered for {silence:g} s and is killed")
-                self.process.kill()
                 silence = 0.0
         return self.process.exitcode or 0
 
@@ -93,12 +92,8 @@ class Frontend:
         return self.process.is_alive()
 
     def forward(self) -> None:
-        """Send SIGTERM. Calls within one second count once.
-
-        A terminal and torchrun may both send a signal for the same Ctrl-C.
-        """
-        if time.monotonic() - self._last_signal > 1 and self.process.is_alive():
-            self._last_signal = time.monotonic()
+        """Send SIGTERM."""
+        if self.process.is_alive():
             assert self.process.pid is not None
             os.kill(self.process.pid, signal.SIGTERM)
 

@@ -433,6 +433,8 @@ def load_settings(argv: Sequence[str] | None = None, environ: Mapping[str, str] 
         raise UserError("no model; pass --model DIR (or set RUNG_MODEL), for example --model models/tiny-hybrid")
     settings = Settings(**merged)
     check_adapters(settings)
+    if settings.ngram_prompts and not settings.speculate:
+        raise UserError("--ngram-prompts needs drafts; add --speculate ngram, or leave it out")
     return _with_key_file(settings)
 
 

@@ -57,8 +57,8 @@ class Supervisor:
         self._signalled = True
         if number == signal.SIGKILL:
             self._code = SIGNALLED + signal.SIGKILL
-            self._frontend.process.kill()
             self._ranks.signal(number)
+            self._frontend.process.kill()  # fails if it is just about to start
         else:
             self._frontend.forward()
 

@@ -7,14 +7,17 @@ import os
 import signal
 import socket
 import threading
+import time
 from collections.abc import Callable
 from pathlib import Path
-from typing import Any
+from types import SimpleNamespace
+from typing import Any, cast
 
 import httpx
 import pytest
 
 from engine.protocol import Fatal
+from server import frontend
 from server.frontend import run_frontend
 from server.settings import Settings
 from tests.support.server_thread import STORY, TOKENIZER, Site, raw_request, wait_for
@@ -142,6 +145,17 @@ def frontend_process(folder: Path, settings: Settings) -> None:
     run_frontend(settings, f"ipc://{folder}/to", f"ipc://{folder}/from")
 
 
+def test_signals_within_a_second_count_as_one(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """As when systemd and each process that gets its signal send the frontend one."""
+    server, called, now = Site(tmp_path).server, list[Any](), [100.0]
+    server._loop = cast(Any, SimpleNamespace(call_soon_threadsafe=called.append))
+    monkeypatch.setattr(frontend, "time", SimpleNamespace(monotonic=lambda: now[0]))
+    for now[0], calls in ((100.0, 1), (100.0, 1), (100.9, 1), (101.5, 2), (102.0, 2)):
+        server.handle_exit(signal.SIGTERM, None)
+        assert len(called) == calls
+    assert server.exit_code == 128 + signal.SIGTERM
+
+
 @pytest.mark.parametrize(("signals", "stream", "code"), [(1, False, 0), (2, True, 128 + signal.SIGTERM)])
 def test_signals_end_the_process(tmp_path: Path, signals: int, stream: bool, code: int) -> None:
     """The first signal lets requests complete. A second one ends them at once, each with an error that its client can read."""
@@ -169,6 +183,7 @@ def test_signals_end_the_process(tmp_path: Path, signals: int, stream: bool, cod
         os.kill(process.pid, signal.SIGTERM)
         wait_for(lambda: site.health() == "draining")
         if signals == 2:
+            time.sleep(1.1)  # signals within a second count as one
             os.kill(process.pid, signal.SIGTERM)
         else:
             site.engine.hold = False

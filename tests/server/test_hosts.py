@@ -8,11 +8,13 @@ import threading
 import time
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
+from datetime import timedelta
 from typing import Any
 
 import httpx
 import pytest
 import torch
+from torch.distributed import TCPStore  # type: ignore[attr-defined]
 
 import hosts
 from comm import Local
@@ -245,6 +247,48 @@ def test_a_wrong_interface_or_address_is_named(monkeypatch: pytest.MonkeyPatch, 
 def test_a_wrong_meeting_place_is_refused(meet: str) -> None:
     with pytest.raises(UserError, match=r"--meet is '.*'; give the address"):
         SeveralHosts(2, meet)
+
+
+class Another(SeveralHosts):
+    """A host that has another address than the one that is met."""
+
+    def _serve(self) -> None:
+        return None
+
+
+def leave_at_once(port: int, name: str | None) -> None:
+    """Be a host that is killed while it waits. name: None if it does not get as far as telling it."""
+    store = TCPStore("127.0.0.1", port, is_master=False, timeout=timedelta(seconds=SECONDS))
+    number = store.add("others", 1)
+    if name:
+        store.set(f"host {number}", name)
+
+
+def test_a_host_that_left_while_others_came_is_missed(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A new start of it counts as another host, so that the number of hosts is reached without all of them."""
+    monkeypatch.setattr("launch.PRESENT_SECONDS", 1.0)
+    port = free_port()
+    first, again = (kind(3, f"127.0.0.1:{port}") for kind in (SeveralHosts, Another))
+    with ThreadPoolExecutor(2) as pool:
+        meeting = pool.submit(first.meet)
+        leave_at_once(port, "oslo")
+        coming = pool.submit(again.meet)
+        with pytest.raises(UserError, match=r"1 of 3 hosts left while others came \(oslo\)"):
+            meeting.result(SECONDS)
+        with pytest.raises(UserError):
+            coming.result(SECONDS)
+
+
+@pytest.mark.parametrize(("hosts_wanted", "words"), [(3, "2 of 3 hosts came"), (2, "1 of 2 hosts left")])
+def test_the_name_of_a_host_that_left_is_not_waited_for(hosts_wanted: int, words: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("launch.MEET_SECONDS", 1.0)
+    monkeypatch.setattr("launch.PRESENT_SECONDS", 1.0)
+    port = free_port()
+    with ThreadPoolExecutor(1) as pool:
+        meeting = pool.submit(SeveralHosts(hosts_wanted, f"127.0.0.1:{port}").meet)
+        leave_at_once(port, None)
+        with pytest.raises(UserError, match=f"{words}.*one without a name"):
+            meeting.result(SECONDS)
 
 
 def test_a_loopback_address_of_one_host_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:

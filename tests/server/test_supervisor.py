@@ -1,6 +1,8 @@
 """How the launcher ends and restarts the frontend, with one that stands for it. The real server: test_chaos.py."""
 
+import contextlib
 import errno
+import multiprocessing
 import os
 import signal
 import threading
@@ -11,7 +13,7 @@ from typing import Any, cast
 
 import pytest
 
-from server import supervisor
+from server import process, supervisor
 from server.process import FAILED
 from server.supervisor import Supervisor
 from tests.support.server_thread import wait_for
@@ -69,3 +71,44 @@ def test_ranks_end_if_the_frontend_cannot_be_started_again(
     keeper.begin(cast(Any, SimpleNamespace(signal=sent.append)))
     wait_for(lambda: signal.SIGTERM in sent)
     assert keeper.end(0) == FAILED and "Cannot allocate memory" in capfd.readouterr().err
+
+
+def test_ranks_are_killed_although_the_frontend_has_not_started(keeper: Supervisor) -> None:
+    sent = list[int]()
+    cast(Any, keeper)._frontend.process = multiprocessing.Process()
+    cast(Any, keeper)._frontend.ended.set()
+    keeper.begin(cast(Any, SimpleNamespace(signal=sent.append)))
+    with contextlib.suppress(AttributeError):
+        keeper.pass_on(signal.SIGKILL)
+    assert signal.SIGKILL in sent
+    keeper.end(0)
+
+
+class Frozen:
+    """A process that never counts, until it is killed."""
+
+    exitcode: int | None = None
+
+    def __init__(self, events: list[str]) -> None:
+        self.events = events
+
+    def is_alive(self) -> bool:
+        return self.exitcode is None
+
+    def join(self, seconds: float) -> None:
+        pass
+
+    def kill(self) -> None:
+        self.events.append("killed")
+        self.exitcode = -signal.SIGKILL
+
+
+def test_a_frozen_frontend_is_killed_before_the_note(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The note waits while nobody reads stderr."""
+    events: list[str] = []
+    monkeypatch.setattr(process, "note", lambda text: events.append("note"))
+    frontend = SimpleNamespace(
+        _settings=SimpleNamespace(hang_seconds=1.0), _beats=SimpleNamespace(value=1), process=Frozen(events)
+    )
+    assert process.Frontend.wait(cast(Any, frontend)) == -signal.SIGKILL
+    assert events == ["killed", "note"]

@@ -202,6 +202,8 @@ def test_the_next_prompt_has_calls_and_results(loop: tuple[Site, Family], ask: A
 
 ALTERNATING = """{% for m in messages if m.role != 'tool' and not m.tool_calls %}{% if (m.role == 'user') != (loop.index % 2 == 1) %}
 {{ raise_exception('roles must alternate') }}{% endif %}{% endfor %}"""
+TURNWISE = """{% for m in messages if m.tool_calls %}{% if loop.length > 1 %}
+{{ raise_exception('calls in one turn') }}{% endif %}{% endfor %}"""
 CALL = "{% for m in messages %}{% for c in m.tool_calls or [] %}CALL{% endfor %}{% endfor %}"
 
 
@@ -218,6 +220,7 @@ CALL = "{% for m in messages %}{% for c in m.tool_calls or [] %}CALL{% endfor %}
         (CALL.replace("CALL", "{{ c.function.arguments | tojson if not m.content }}"), CallForm(apart=True)),
         (CALL.replace("CALL", "{{ c.function | tojson if m.tool_calls | length == 1 }}"), CallForm(single=True)),
         (ALTERNATING + CALL.replace("CALL", "{{ c.function.arguments | tojson if not m.content }}"), CallForm()),
+        (TURNWISE + CALL.replace("CALL", "{{ c.function | tojson if loop.first }}"), CallForm()),
         ("{{ messages[0].content }}", None),
         ("{{ raise_exception('no') }}", None),
     ],
