@@ -30,6 +30,14 @@ def new_id(prefix: str) -> str:
     return f"{prefix}_{uuid.uuid4().hex}"
 
 
+def is_json(text: str) -> bool:
+    try:
+        json.loads(text)
+    except (ValueError, RecursionError):
+        return False
+    return True
+
+
 def references(body: ResponsesBody) -> list[str]:
     return [one.id for one in body.input if isinstance(one, ItemReference)] if isinstance(body.input, list) else []
 
@@ -51,9 +59,10 @@ def input_items(body: ResponsesBody, found: Mapping[str, bytes]) -> tuple[list[d
             case GivenMessage():
                 items.append(_message(item))
             case GivenCall():
-                items.append(
-                    {"id": item.id or new_id("fc"), "status": "completed", **item.model_dump(exclude={"id"}, exclude_none=True)}
-                )
+                if cut := item.status is None and not is_json(item.arguments or "{}"):
+                    unreadable.append(f"input.{position}.arguments")
+                head = {"id": item.id or new_id("fc"), "status": "incomplete" if cut else "completed"}
+                items.append(head | item.model_dump(exclude={"id"}, exclude_none=True))
             case GivenCallOutput():
                 output = {"id": item.id or new_id("fco"), "type": item.type, "status": "completed", "call_id": item.call_id}
                 items.append(output | {"output": _text(item.output)})
