@@ -47,8 +47,8 @@ def convert(body: ResponsesBody, history: Sequence[bytes], found: Mapping[str, b
 
     Raises a 400 that names the field of the Responses body.
     """
-    items, unreadable = input_items(body, found)
     earlier = [item for part in history for item in json.loads(part)]
+    items, unreadable = input_items(body, earlier, found)
     chat = to_chat(body, messages_of(body.instructions, earlier, items))
     chat._ignored = [*body.ignored, *shown_names([*body.left_out, *unreadable])]
     return Converted(chat, to_json(items), repeated(body))

@@ -278,6 +278,21 @@ def test_a_conversation_goes_on_behind_a_call_that_is_cut_off(make_site: Callabl
         assert kept[1].status == "incomplete"  # type: ignore[union-attr]
 
 
+def test_items_that_share_an_id_are_listed_once_each(site: Site) -> None:
+    """By all pages, in one turn and by a reference in the next. The first keeps the id."""
+    says(site, "Rain.")
+    ids = ["a", "b", "a", None, "", "a", "b"]
+    first = respond(site, input=[{"id": name, "role": "user", "content": str(i)} for i, name in enumerate(ids)])
+    reference = {"type": "item_reference", "id": first["output"][0]["id"]}
+    last = respond(site, input=[reference, reference], previous_response_id=first["id"])
+    for order in ("asc", "desc"):
+        pages = site.openai.responses.input_items.list(last["id"], limit=2, order=order)
+        items: list[Any] = list(itertools.islice(pages, 20))[:: 1 if order == "asc" else -1]
+        assert [one.content[0].text for one in items] == [*"0123456", *["Rain."] * 3]
+        assert len({one.id for one in items}) == len(items)
+        assert [items[0].id, items[1].id, items[7].id] == ["a", "b", reference["id"]]
+
+
 def test_what_is_left_of_answers_that_are_cut_off() -> None:
     """Reasoning alone is an answer without text, and a call with whole arguments is one, whatever its status is."""
     hi, call = {"role": "user", "content": "Hi"}, {"type": "function_call", "status": "incomplete", "name": "weather"}
