@@ -1,8 +1,8 @@
 """Find reasoning, text and tool calls in an answer, as it is written.
 
 An answer is reasoning, then text and calls in any order. A call is one only if it names a known tool, and once its arguments
-begin. Whatever only looks like one is text. Spaces next to a call, and line breaks next to the end of the reasoning, separate
-them and are dropped.
+begin. Whatever only looks like one is text, but not the beginning of a further call where the answer is cut off. Spaces next to a
+call, and line breaks next to the end of the reasoning, separate them and are dropped.
 """
 
 import json
@@ -174,15 +174,18 @@ class AnswerParser:
             yield from reader.run(LETTERS, hold)
         yield from reader.run(SPACES, hold)
         marked = opener not in ("", FENCE)
+        before = 0 if marked else self._calls
         if opener == "[TOOL_CALLS]" and (yield from reader.peek()) not in ("[", "{"):
             found = yield from self._named_call(tools)
         else:
             found = yield from self._listed_calls(tools, marked or tools.forced)
         if found:
             yield from reader.run(SPACES)
-            closed = opener in CLOSES and (yield from reader.literal(CLOSES[opener]))
-            # a closing marker that is cut off is no text either
-            yield from reader.run(ANYTHING if reader.cut and not closed else SPACES)
+            yield from reader.literal(CLOSES.get(opener, ""))
+            yield from reader.run(SPACES)
+        if reader.cut and self._calls > before:  # what is cut off behind a call is no text: a further call, or a closing marker
+            self._held.clear()
+            yield from reader.run(ANYTHING)
         self._release()
 
     def _listed_calls(self, tools: Tools, certain: bool) -> Truth:

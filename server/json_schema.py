@@ -537,7 +537,9 @@ def _disjoint(sets: list[set[str] | None]) -> bool:
 
 def _types(schema: dict[str, Any]) -> set[str] | None:
     given = schema.get("type")
-    types = {given} if isinstance(given, str) else set(given) if isinstance(given, list) else None
+    if isinstance(given, str):
+        given = [given]
+    types = {one for one in given if isinstance(one, str)} if isinstance(given, list) else None
     return types | {"integer"} if types and "number" in types else types
 
 

@@ -137,10 +137,10 @@ def from_errors(errors: Sequence[Any], body: Any) -> ApiError:
     errors = errors[:MOST_ERRORS]
     first = errors[0]
     param = _param(first, body)
-    if param:  # for a union, assume that the client meant the branch with the deepest error
+    if param:  # for a union, assume that the client meant the branch that is only too long, or that with the deepest error
         field = param.split(".")[0]
-        paths = [path for e in errors if (path := _param(e, body)) and path.split(".")[0] == field]
-        param = max(paths, key=lambda path: path.count("."))
+        paths = [(e["type"], path) for e in errors if (path := _param(e, body)) and path.split(".")[0] == field]
+        _, param = max(paths, key=lambda one: (one[0] == "too_long", one[1].count(".")))
     same = [e for e in errors if _param(e, body) == param]
     message = " or ".join(dict.fromkeys(str(e["msg"]) for e in same))
     if not param and not isinstance(body, dict):

@@ -131,9 +131,10 @@ def refuse_unsupported(body: dict[str, Any]) -> None:
     """Raises an error that names the first content block or tool that is known, but not served here."""
     for path, role, block in _blocks(body.get("messages")):
         kind = block.get("type")
-        if isinstance(kind, str) and role in BLOCKS and kind not in BLOCKS[role]:
-            allowed = " and ".join(BLOCKS[role])
-            why = f"a message of role {role} has {allowed} blocks" if kind in sum(BLOCKS.values(), ()) else TEXT_ONLY
+        allowed = BLOCKS.get(role) if isinstance(role, str) else None
+        if isinstance(kind, str) and allowed and kind not in allowed:
+            has = f"a message of role {role} has {' and '.join(allowed)} blocks"
+            why = has if kind in sum(BLOCKS.values(), ()) else TEXT_ONLY
             raise field_error(path, f"has the type {kind[:40]!r}; {why}")
         parts = block.get("content")
         for i, part in enumerate(parts if isinstance(parts, list) else []):

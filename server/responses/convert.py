@@ -10,7 +10,7 @@ from pydantic import ValidationError
 
 from server.http import to_json
 from server.problems import ApiError, bad, from_errors
-from server.responses.items import input_items
+from server.responses.items import input_items, is_json
 from server.responses.schemas import (
     AllowedFunctions,
     FlatSchemaFormat,
@@ -47,8 +47,8 @@ def convert(body: ResponsesBody, history: Sequence[bytes], found: Mapping[str, b
 
     Raises a 400 that names the field of the Responses body.
     """
-    items, unreadable = input_items(body, found)
     earlier = [item for part in history for item in json.loads(part)]
+    items, unreadable = input_items(body, earlier, found)
     chat = to_chat(body, messages_of(body.instructions, earlier, items))
     chat._ignored = [*body.ignored, *shown_names([*body.left_out, *unreadable])]
     return Converted(chat, to_json(items), repeated(body))
@@ -99,6 +99,8 @@ class _Messages:
         self.messages: list[dict[str, Any]] = [{"role": "system", "content": instructions}] if instructions else []
         self._reasoning: list[str] = []
         self._names: dict[str, str] = {}  # call id: name of the function
+        self._cut_off: set[str] = set()  # ids of calls that the model does not see
+        self._left_out = False  # such a call came last
 
     def add(self, item: dict[str, Any], path: str | None) -> None:
         """path: of the item in the body; None for an earlier one."""
@@ -107,7 +109,7 @@ class _Messages:
                 self._add_message(item["role"], item["content"][0]["text"] if item["content"] else "")
             case "reasoning":
                 self._reasoning += [part["text"] for part in item["content"]]
-            case "function_call" if item["status"] == "completed":
+            case "function_call":
                 self._add_call(item, path)
             case "function_call_output":
                 self._add_output(item, path)
@@ -122,13 +124,18 @@ class _Messages:
             else:
                 self._append({"role": "system", "content": text})
         else:
+            if last.get("role") == "user" and (self._reasoning or self._left_out):  # roles alternate in many templates
+                self._assistant(answers=True)["content"] = ""
             self._append({"role": role, "content": text})
 
     def _add_call(self, item: dict[str, Any], path: str | None) -> None:
-        try:
-            json.loads(item["arguments"] or "{}")
-        except (ValueError, RecursionError):
-            raise bad(f"{path or 'previous_response_id'}.arguments", "is not JSON") from None
+        completed = item["status"] == "completed"
+        if not is_json(item["arguments"] or "{}" * completed):
+            if completed:
+                raise bad(f"{path or 'previous_response_id'}.arguments", "is not JSON")
+            self._cut_off.add(item["call_id"])
+            self._left_out = True
+            return
         name = self._names[item["call_id"]] = joined_name(item.get("namespace"), item["name"])
         call = {"id": item["call_id"], "type": "function", "function": {"name": name, "arguments": item["arguments"]}}
         self._assistant(answers=False).setdefault("tool_calls", []).append(call)
@@ -136,6 +143,8 @@ class _Messages:
     def _add_output(self, item: dict[str, Any], path: str | None) -> None:
         call_id = item["call_id"]
         if call_id not in self._names:
+            if call_id in self._cut_off:
+                return
             raise bad(f"{path or 'previous_response_id'}.call_id", f"no function_call before has the call_id {call_id[:64]!r}")
         self._append({"role": "tool", "tool_call_id": call_id, "name": self._names[call_id], "content": item["output"]})
 
@@ -151,7 +160,7 @@ class _Messages:
         return last
 
     def _append(self, message: dict[str, Any]) -> None:
-        self._reasoning = []
+        self._reasoning, self._left_out = [], False
         self.messages.append(message)
 
 

@@ -24,25 +24,36 @@ from server.responses.schemas import (
 )
 
 SEALED = b"rung:"  # begins the `encrypted_content` that this server writes
+PREFIXES = {"message": "msg", "function_call": "fc", "function_call_output": "fco", "reasoning": "rs"}  # of ids
 
 
 def new_id(prefix: str) -> str:
     return f"{prefix}_{uuid.uuid4().hex}"
 
 
+def is_json(text: str) -> bool:
+    try:
+        json.loads(text)
+    except (ValueError, RecursionError):
+        return False
+    return True
+
+
 def references(body: ResponsesBody) -> list[str]:
     return [one.id for one in body.input if isinstance(one, ItemReference)] if isinstance(body.input, list) else []
 
 
-def input_items(body: ResponsesBody, found: Mapping[str, bytes]) -> tuple[list[dict[str, Any]], list[str]]:
+def input_items(
+    body: ResponsesBody, earlier: Sequence[dict[str, Any]], found: Mapping[str, bytes]
+) -> tuple[list[dict[str, Any]], list[str]]:
     """The items of `input` as they are kept, and the paths of what could not be read.
 
-    found: JSON of the stored items that `input` refers to, by their ids. Raises a 400 for one that is not there.
+    earlier: the items before. found: JSON of the stored items that `input` refers to, by their ids. Raises a 400 for one that is
+    not there.
     """
-    if isinstance(body.input, str):
-        return [_message(GivenMessage(role="user", content=body.input))], []
+    given = [GivenMessage(role="user", content=body.input)] if isinstance(body.input, str) else body.input or []
     items, unreadable = list[dict[str, Any]](), list[str]()
-    for position, item in enumerate(body.input or []):
+    for position, item in enumerate(given):
         match item:
             case ItemReference(id=id):
                 if id not in found:
@@ -51,24 +62,34 @@ def input_items(body: ResponsesBody, found: Mapping[str, bytes]) -> tuple[list[d
             case GivenMessage():
                 items.append(_message(item))
             case GivenCall():
-                items.append(
-                    {"id": item.id or new_id("fc"), "status": "completed", **item.model_dump(exclude={"id"}, exclude_none=True)}
-                )
+                if cut := item.status is None and not is_json(item.arguments or "{}"):
+                    unreadable.append(f"input.{position}.arguments")
+                head = {"id": item.id, "status": "incomplete" if cut else "completed"}
+                items.append(head | item.model_dump(exclude_none=True))
             case GivenCallOutput():
-                output = {"id": item.id or new_id("fco"), "type": item.type, "status": "completed", "call_id": item.call_id}
+                output = {"id": item.id, "type": item.type, "status": "completed", "call_id": item.call_id}
                 items.append(output | {"output": _text(item.output)})
             case GivenReasoning():
                 text = _reasoning_text(item)
                 if text is None and item.encrypted_content:
                     unreadable.append(f"input.{position}.encrypted_content")
                 content = [{"type": "reasoning_text", "text": text}] if text else []
-                head = {"id": item.id or new_id("rs"), "type": item.type, "status": "completed"}
+                head = {"id": item.id, "type": item.type, "status": "completed"}
                 items.append({**head, "summary": [], "content": content})
+    _give_ids(items, {item["id"] for item in earlier})
     return items, unreadable
 
 
+def _give_ids(items: Sequence[dict[str, Any]], taken: set[str]) -> None:
+    """Each item without an id gets one, and so does one whose id another item has: `page` finds an item by its id."""
+    for item in items:
+        if not item["id"] or item["id"] in taken:
+            item["id"] = new_id(PREFIXES[item["type"]])
+        taken.add(item["id"])
+
+
 def _message(item: GivenMessage) -> dict[str, Any]:
-    kept = {"id": item.id or new_id("msg"), "type": "message", "status": "completed", "role": item.role}
+    kept = {"id": item.id, "type": "message", "status": "completed", "role": item.role}
     text = _text(item.content)
     if item.role == "assistant":
         return kept | {"content": [{"type": "output_text", "text": text, "annotations": [], "logprobs": []}]}

@@ -11,7 +11,7 @@ import msgspec
 from server.answers import JsonLists
 from server.parts import Arguments, Call, Part, Text
 from server.parts import Reasoning as Thought
-from server.responses.items import new_id, seal
+from server.responses.items import is_json, new_id, seal
 from server.responses.schemas import Offered
 
 Event = tuple[str, dict[str, Any]]  # its type, and its fields but the type and the number
@@ -89,6 +89,7 @@ class Output:
 
     def _end_item(self, status: Status) -> Iterator[Event]:
         if self._open is not None:
+            status = self._open.last_status(status)
             yield from self._open.end(status)
             self.items.append(self._open.item(status))
             self._open = None
@@ -111,6 +112,10 @@ class _Open:
 
     def item(self, status: str) -> dict[str, Any]:
         raise NotImplementedError
+
+    def last_status(self, status: Status) -> Status:
+        """The item's status if it ends as `status` says."""
+        return status
 
     def begin(self) -> Iterator[Event]:
         yield "response.output_item.added", {"output_index": self.index, "item": self.item("in_progress")}
@@ -196,6 +201,9 @@ class _FunctionCall(_Open):
     def __init__(self, index: int, call_id: str, name: dict[str, str]) -> None:
         super().__init__(index)
         self._head = {"call_id": call_id, **name}
+
+    def last_status(self, status: Status) -> Status:
+        return status if is_json(self.text) else "incomplete"  # a stop text or EOS may cut a call off
 
     def item(self, status: str) -> dict[str, Any]:
         return {"id": self.id, "type": "function_call", "status": status, **self._head, "arguments": self.text}

@@ -92,6 +92,9 @@ class GivenMessage(GivenItem):
 
 class GivenCall(GivenItem):
     type: Literal["function_call"]
+    status: Literal["in_progress", "completed", "incomplete"] | None = Field(
+        None, description="The model does not see a call whose arguments are cut off. It is an error if it is `completed`."
+    )
     call_id: Id
     name: Annotated[str, Field(max_length=256)]
     arguments: str

@@ -14,6 +14,7 @@ import pytest
 from server import replies
 from server.embeddings import SLICE
 from server.pooling_file import checkpoint_pooling
+from server.schemas import MAX_PROMPTS
 from tests.support.server_thread import CONTEXT, TOKENIZER, WIDTH, Site, embedding, raw_request, wait_for
 
 PATH = "/v1/embeddings"
@@ -66,6 +67,10 @@ def test_errors(site: Site) -> None:
         ({"input": "a", "messages": []}, "messages"),
     ):
         assert str(site.refused(PATH, body)["param"]).startswith(param)
+    for given in (["a"] * (MAX_PROMPTS + 1), [[1]] * (MAX_PROMPTS + 1)):
+        for path, field in ((PATH, "input"), ("/v1/completions", "prompt")):
+            error = site.refused(path, {field: given})
+            assert error["param"] == field and f"at most {MAX_PROMPTS} items" in error["message"]
     error = site.refused(PATH, {"input": ["a", "word " * CONTEXT]})
     assert error["code"] == "context_length_exceeded" and f"maximum context length is {CONTEXT} tokens" in error["message"]
     assert site.refused(PATH, {"input": "a", "model": "other"}, 404)["code"] == "model_not_found"

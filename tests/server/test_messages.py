@@ -362,6 +362,14 @@ def test_wrong_bodies_are_refused(site: Site, body: dict[str, Any], wanted: str)
     assert wanted in error if wanted == "tool_result" else error.startswith(wanted), error
 
 
+@pytest.mark.parametrize("path", [PATH, PATH + "/count_tokens"])
+@pytest.mark.parametrize("role", [["user"], {"user": 1}, "tool", 1, None])
+def test_a_wrong_role_is_named(site: Site, path: str, role: Any) -> None:
+    message = {"role": role, "content": [{"type": "text", "text": "Hi"}]}
+    error = refused(site.http.post(path, json=BODY | {"messages": [HI, message]}), 400, "invalid_request_error")
+    assert error.startswith("messages.1.role: "), error
+
+
 def refused(response: httpx.Response, status: int, kind: str) -> str:
     """The message of an error response in Anthropic's layout."""
     assert response.status_code == status, response.text

@@ -243,6 +243,71 @@ def test_conversations_go_on(site: Site) -> None:
         client.responses.retrieve(first.id)
 
 
+ALTERNATING = """{% for m in messages %}{% if (m.role == "user") != (loop.index % 2 == 1) %}
+{{ raise_exception("roles must alternate") }}{% endif %}<{{ m.role }}>{{ m.content }}{% endfor %}"""
+
+
+@pytest.mark.parametrize("how", ["stop", "EOS", "max_output_tokens"])
+def test_a_conversation_goes_on_behind_a_call_that_is_cut_off(make_site: Callable[..., Site], tmp_path: Path, how: str) -> None:
+    """The model sees neither the call nor its result, in whatever way the client sends them, and roles alternate."""
+    (tmp_path / "template").write_text(ALTERNATING)
+    site = make_site(chat_template=str(tmp_path / "template"), tool_parser="hermes")
+    call = f"<tool_call>{FORCED}</tool_call>"
+    cut = call[: call.index("onn")]
+    says(site, call if how == "stop" else cut)
+    limit = len(TOKENIZER.encode(cut, add_special_tokens=False))
+    ways: dict[str, dict[str, Any]] = {"stop": {"stop": ["onn"]}, "EOS": {}, "max_output_tokens": {"max_output_tokens": limit}}
+    asked = ways[how]
+    first, streamed = respond(site, tools=[TOOL], **asked), stream(site, tools=[TOOL], **asked)[-1]["response"]
+    for reply in (first, streamed):
+        assert reply["status"] == ("incomplete" if how == "max_output_tokens" else "completed")
+        assert [(one["status"], one["arguments"]) for one in reply["output"]] == [("incomplete", '{"city": "B')]
+    (item,) = first["output"]
+    says(site, "Rain.")
+    result = {"type": "function_call_output", "call_id": item["call_id"], "output": "no JSON"}
+    hi, on = ({"role": "user", "content": text} for text in ("Hi", "Go on"))
+    for given, prompt in (([on], "<user>Hi<assistant><user>Go on"), ([result], "<user>Hi")):
+        bare = {name: value for name, value in item.items() if name != "status"}  # as some clients send it
+        for call_item in (item, bare, {"type": "item_reference", "id": item["id"]}):
+            respond(site, input=[hi, call_item, *given])
+            assert TOKENIZER.decode(site.last().prompt_ids) == prompt
+        second = respond(site, input=given, previous_response_id=first["id"])
+        assert TOKENIZER.decode(site.last().prompt_ids) == prompt
+        kept = site.openai.responses.input_items.list(second["id"], order="asc").data
+        assert [one.type for one in kept] == ["message", "function_call", given[0].get("type", "message")]
+        assert kept[1].status == "incomplete"  # type: ignore[union-attr]
+
+
+def test_items_that_share_an_id_are_listed_once_each(site: Site) -> None:
+    """By all pages, in one turn and by a reference in the next. The first keeps the id."""
+    says(site, "Rain.")
+    ids = ["a", "b", "a", None, "", "a", "b"]
+    first = respond(site, input=[{"id": name, "role": "user", "content": str(i)} for i, name in enumerate(ids)])
+    reference = {"type": "item_reference", "id": first["output"][0]["id"]}
+    last = respond(site, input=[reference, reference], previous_response_id=first["id"])
+    for order in ("asc", "desc"):
+        pages = site.openai.responses.input_items.list(last["id"], limit=2, order=order)
+        items: list[Any] = list(itertools.islice(pages, 20))[:: 1 if order == "asc" else -1]
+        assert [one.content[0].text for one in items] == [*"0123456", *["Rain."] * 3]
+        assert len({one.id for one in items}) == len(items)
+        assert [items[0].id, items[1].id, items[7].id] == ["a", "b", reference["id"]]
+
+
+def test_what_is_left_of_answers_that_are_cut_off() -> None:
+    """Reasoning alone is an answer without text, and a call with whole arguments is one, whatever its status is."""
+    hi, call = {"role": "user", "content": "Hi"}, {"type": "function_call", "status": "incomplete", "name": "weather"}
+    calls = [call | {"call_id": name, "arguments": text} for name, text in (("a", "{}"), ("b", ""), ("c", '{"x": [}'))]
+    calls.append({"type": "function_call", "name": "weather", "call_id": "d", "arguments": "{"})
+    outputs = [{"type": "function_call_output", "call_id": name, "output": name} for name in "abcd"]
+    given = [hi, {"type": "reasoning", "content": [{"type": "reasoning_text", "text": "hm"}]}, hi, *calls, *outputs]
+    chat = convert(ResponsesBody.model_validate({"input": given}), [], {}).chat
+    messages = chat.messages
+    assert chat.ignored == ["input.6.arguments"]
+    assert [message.role for message in messages] == ["user", "assistant", "user", "assistant", "tool"]
+    assert messages[1].model_dump(exclude_none=True) == {"role": "assistant", "reasoning_content": "hm", "content": ""}
+    assert [one.id for one in messages[3].tool_calls or []] == ["a"] and messages[4].content == "a"
+
+
 def _chat_call(call: Any) -> dict[str, Any]:
     return {"id": call.call_id, "type": "function", "function": {"name": call.name, "arguments": call.arguments}}
 
@@ -364,7 +429,7 @@ def test_a_cancelled_response_has_its_text(site: Site) -> None:
         ({"input": [{"type": "item_reference", "id": "msg_1"}]}, "input.0.id", "no stored item"),
         ({"input": [{"type": "function_call_output", "call_id": "c", "output": ""}]}, "input.0.call_id", "no function_call"),
         (
-            {"input": [{"type": "function_call", "call_id": "c", "name": "f", "arguments": "{"}]},
+            {"input": [{"type": "function_call", "status": "completed", "call_id": "c", "name": "f", "arguments": "{"}]},
             "input.0.arguments",
             "not JSON",
         ),

@@ -287,6 +287,12 @@ def test_wrong_schemas_are_refused_strict_or_not(schema: dict[str, Any]) -> None
         assert "\n" not in str(error.value) and str(error.value)
 
 
+@pytest.mark.parametrize("wrong", [[], {}])
+def test_a_type_that_is_no_text_is_named(wrong: Any) -> None:
+    with pytest.raises(SchemaError, match="type must be a string"):
+        compile_schema({"oneOf": [{"type": [wrong]}, {"type": "string"}]}, strict=False)
+
+
 def test_harmless_keywords_are_not_named() -> None:
     schema = {
         "title": "T",
