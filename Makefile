@@ -131,7 +131,7 @@ bench-cpu: setup-dev #+ Measure: decode speed compared with transformers.generat
 plan-serving-check: setup-dev #+ Measure: the planner for serving compared with measured servers, engines and steps, into out/plan-serving.md (tracked: ARGS=--write)
 	@$(PY) -m scripts.report.plan_serving $(ARGS)
 
-speculation: setup-dev #+ Measure: accepted tokens of drafts and tokens/s with and without speculation by task on the embedded models, into out/speculation.md (tracked: ARGS=--write; 15 min)
+speculation: setup-dev #+ Measure: accepted tokens of drafts and tokens/s with and without speculation by task on the embedded models, into out/speculation.md (tracked: ARGS=--write; over an hour; --requests 12 --repeats 3: 17 min)
 	@$(PY) -m scripts.bench.serving.speculation $(ARGS)
 
 comm-table: setup #+ Measure: how fast all-reduces are on RANKS ranks by message size and algorithm, and what --comm auto chooses
