@@ -23,7 +23,7 @@ from server.schemas import Constraint, StructuralTagFormat
 
 LARK = re.compile(r"^\s*(%llguidance\b|\??start\b[^:\n]*:(?!:=))", re.MULTILINE)  # otherwise GBNF, whose rules are `name ::= …`
 GAP = r"/\n{1,4}/?"  # between reasoning and what follows it
-INDENT = r"[ \n]{0,2}"  # before reasoning that a constrained answer may have; without a bound it could fill the answer
+SPACES = r"[ \n]{0,2}"  # with a bound, because a small model could otherwise fill the answer with them
 
 FENCE = "```[a-z_]*"
 # most tools whose arguments may come before the name, and most optional properties of all of them: the grammar follows those of all
@@ -49,8 +49,7 @@ class Demand(NamedTuple):
 
 
 class Spelling(NamedTuple):
-    """How a call may be spelled, as regular expressions. Spaces have a bound: a small model could otherwise fill the answer with
-    them. `around`: spaces around an object. `head`: an object up to the name's value. `late`: up to arguments before the name;
+    """How a call may be spelled, as regular expressions. `around`: spaces around an object. `head`: an object up to the name's value. `late`: up to arguments before the name;
     empty: they are behind it. `name`: from there to the name. `to_arguments`: from a name to the arguments. `tail`: what follows.
     """
 
@@ -64,7 +63,7 @@ class Spelling(NamedTuple):
 
 def free_spelling() -> Spelling:
     """All that models write, for calls that they begin themselves."""
-    space = r"[ \n]{0,2}"
+    space = SPACES
     pair = f'("id"{space}:{space}"[A-Za-z0-9_-]{{1,64}}"|"type"{space}:{space}"function"){space}'
     pairs, more = f"({pair},{space}){{0,2}}", f"(,{space}{pair}){{0,2}}"
     name, key = f'"name"{space}:{space}"', f'"(arguments|parameters)"{space}:{space}'
@@ -415,7 +414,7 @@ class _Rules:
             return answer
         if self.reasoning.begins_inside:
             return f"{self._until(self.reasoning.end)} {GAP} {answer}"
-        return f"({self._opened(INDENT)} {GAP})? {answer}"
+        return f"({self._opened(SPACES)} {GAP})? {answer}"
 
     def _opened(self, indent: str) -> str:
         """Reasoning with its beginning and its end. indent: the regular expression of the spaces before it."""

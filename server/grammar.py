@@ -27,8 +27,9 @@ async def for_request(
 ) -> Compiled:
     """The grammar of what the request demands of its answer; UNCONSTRAINED if it demands nothing.
 
-    `syntax`: how the model writes calls; None: they are constrained only where one is forced. `reasoning`: what surrounds the model's reasoning, which stays free; None: it does not
-    reason. Raises a 400 that names the field for a schema that is wrong, or strict and not enforceable.
+    `syntax`: how the model writes calls; None: they are constrained only where one is forced. `reasoning`: what surrounds the
+    model's reasoning, which stays free; None: it does not reason. Raises a 400 that names the field for a schema that is wrong, or
+    strict and not enforceable.
     """
     demand = demand_of(body, syntax, reasoning)
     if demand is None or (not body.insists and not service.tokenizer.eos_ids):

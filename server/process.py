@@ -120,10 +120,10 @@ class Restarts:
         if len(self._times) >= self._limit:
             if self._limit:
                 many = f"this is the end number {self._limit + 1} in {WINDOW / 60:g} minutes (--max-restarts {self._limit})"
-                print(f"error: {what}; {many}", file=sys.stderr, flush=True)
+                note(f"error: {what}; {many}")
             return False
         self._times.append(now)
-        print(f"{what}; starting {which} again", file=sys.stderr, flush=True)
+        note(f"{what}; starting {which} again")
         return True
 
 

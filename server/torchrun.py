@@ -165,7 +165,8 @@ def hold(folder: Path) -> int:
 
 
 def main() -> None:
-    """The frontend process. Arguments: its folder, the agent's process id, `longest_start_before` of `Recovery`, and the server's command line."""
+    """The frontend process. Arguments: its folder, the agent's process id, `longest_start_before` of `Recovery`, and the server's
+    command line."""
     folder, agent, longest = Path(sys.argv[1]), int(sys.argv[2]), sys.argv[3]
     name_process("rung-frontend")
     hold(folder)
