@@ -224,7 +224,9 @@ class Ranks(LocalElasticAgent):
         return result
 
     def _stop_workers(self, worker_group: WorkerGroup, *rest: Any) -> None:
-        self._shutdown(timeout=STOP_SECONDS if self._keeper else self._shutdown_timeout)
+        if self._keeper and self._pcontext:  # the agent itself would wait for 30 s
+            self._pcontext.close(signal.SIGTERM, STOP_SECONDS)
+        super()._stop_workers(worker_group, *rest)
 
 
 def start_ranks(
