@@ -158,7 +158,7 @@ def test_leftovers_are_noticed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) 
     """A child of a killed process, a file, a port and GPU memory: each is reported, and nothing is if all are gone."""
     memory = [100]
     monkeypatch.setattr(leftovers, "SHARED", tmp_path)
-    monkeypatch.setattr(leftovers, "gpu_memory", lambda: list(memory))
+    monkeypatch.setattr(leftovers, "gpu_memory", lambda _root: list(memory))
     (tmp_path / "rung-old").touch()
     child = "import os, time; p = os.fork(); p and open('started', 'w').write(f'{p}'); time.sleep(60)"
     parent = f"import subprocess, sys; subprocess.run([sys.executable, '-c', {child!r}])"
@@ -187,3 +187,19 @@ def test_leftovers_are_noticed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) 
     before = leftovers.ports({os.getpid()})
     with socket.create_server(("127.0.0.1", 0)):
         assert leftovers.ports({os.getpid()}) == before + 1
+
+
+def test_gpu_memory_of_other_programs_is_not_counted(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    script = tmp_path / "nvidia-smi"
+    script.write_text(
+        f"""#!/bin/sh
+case "$1" in
+--query-gpu=*) printf 'GPU-a, 900\nGPU-b, 70\n' ;;
+*) printf 'GPU-a, {os.getpid()}, 300\nGPU-a, 1, 500\n' ;;
+esac
+"""
+    )
+    script.chmod(0o755)
+    monkeypatch.setenv("PATH", f"{tmp_path}:{os.environ['PATH']}")
+    assert leftovers.gpu_memory(os.getpid()) == [400, 70]
+    assert leftovers.gpu_memory() == [100, 70]

@@ -21,6 +21,7 @@ import os
 import random
 import re
 import resource
+import shutil
 import signal
 import tempfile
 import time
@@ -415,10 +416,11 @@ def main() -> None:
     for number in (signal.SIGTERM, signal.SIGINT):  # the latter is ignored in the background of a script
         signal.signal(number, signal.default_int_handler)
     flags = ["--model", args.model, "--max-restarts", str(100 * args.kills), "--hang-seconds", "5", *args.flags]
-    with tempfile.TemporaryDirectory() as folder, ExitStack() as servers:
+    folder = Path(tempfile.mkdtemp(prefix="rung-chaos-"))  # kept if something goes wrong: errors name the logs in it
+    with ExitStack() as servers:
         if args.journal:
-            flags += ["--journal", str(Path(folder) / "journal")]
-        logs = (Path(folder) / f"server-{i}.log" for i in itertools.count())
+            flags += ["--journal", str(folder / "journal")]
+        logs = (folder / f"server-{i}.log" for i in itertools.count())
 
         def start() -> tuple[Server, Path]:
             log = next(logs)
@@ -440,7 +442,8 @@ def main() -> None:
             print(tables(report))
             write_text(out.with_suffix(".md"), tables(report) + "\n", out)
     if storm.wrong:
-        raise UserError(f"seed {seed}: {len(storm.wrong)} wrong answers, such as {storm.wrong[0]}")
+        raise UserError(f"seed {seed}: {len(storm.wrong)} wrong answers, such as {storm.wrong[0]}; the server's logs: {folder}")
+    shutil.rmtree(folder)
 
 
 if __name__ == "__main__":

@@ -35,7 +35,7 @@ class Watch:
 
     def look(self) -> None:
         """Call again and again while there are no ranks."""
-        now = gpu_memory()
+        now = gpu_memory(self.root)
         self.least = list(map(min, self.least, now)) if self.least else now
 
     def left(self) -> list[str]:
@@ -92,9 +92,19 @@ def _open_by(pid: int) -> list[str]:
     return found
 
 
-def gpu_memory() -> list[int]:
-    """MiB in use by GPU; empty without a GPU."""
+def gpu_memory(root: int | None = None) -> list[int]:
+    """MiB in use by GPU, apart from what living processes outside the tree of `root` use; empty without a GPU."""
     if shutil.which("nvidia-smi") is None:
         return []
-    command = ["nvidia-smi", "--query-gpu=memory.used", "--format=csv,noheader,nounits"]
-    return [int(line) for line in subprocess.run(command, capture_output=True, text=True, check=True).stdout.split()]
+    tree = set(process_tree(root)) if root else set[int]()
+    others = [
+        (gpu, int(used)) for gpu, pid, used in _nvidia_smi("compute-apps=gpu_uuid,pid,used_memory") if int(pid) not in tree
+    ]
+    whole = [(gpu, int(used)) for gpu, used in _nvidia_smi("gpu=uuid,memory.used")]
+    return [used - sum(other for at, other in others if at == gpu) for gpu, used in whole]
+
+
+def _nvidia_smi(query: str) -> list[list[str]]:
+    command = ["nvidia-smi", f"--query-{query}", "--format=csv,noheader,nounits"]
+    lines = subprocess.run(command, capture_output=True, text=True, check=True).stdout.splitlines()
+    return [line.split(", ") for line in lines]
