@@ -48,13 +48,13 @@ FLOAT32 = Tile(64, 32, 32, 2, split=8)
 # The most rows: tiles of layers whose in_features are one part, several parts, and of SwiGLU. Up to 64 rows, memory is the bound:
 # programs load 128 columns at once, and an SM has 150 to 205 KB underway, of one program or two. Four programs share a tile of
 # several parts: eight fill the SMs no better and take twice the room for their nodes. More rows use the largest tile whose sums
-# stay in registers.
+# and nodes stay in registers.
 TILES: dict[float, tuple[Tile, Tile, Tile]] = {
     16: (Tile(16, 64, 128, 5), Tile(16, 64, 128, 5, split=4), Tile(16, 64, 128, 5)),
     32: (Tile(32, 64, 128, 4), Tile(32, 64, 128, 4, split=4), Tile(32, 64, 128, 5)),
     64: (Tile(64, 64, 128, 3), Tile(64, 64, 128, 6, split=4), Tile(64, 64, 128, 4)),
     256: (Tile(128, 64, 128, 4), Tile(128, 128, 64, 3, 8, split=8), Tile(128, 64, 64, 3)),
-    math.inf: (Tile(256, 128, 64, 4, 8), Tile(128, 128, 64, 4, 8), Tile(128, 128, 64, 4, 8)),
+    math.inf: (Tile(256, 128, 64, 4, 8), Tile(128, 128, 128, 3, 8), Tile(128, 128, 64, 4, 8)),
 }
 
 

@@ -6,7 +6,7 @@ TILE keys from its first position on (FlashAttention, Dao et al., arXiv:2205.141
 segment that a query does not see changes nothing. The kernels multiply tiles of the same shape, with the same instructions, and
 merge by one function without fused multiply-adds that a compiler chose, so their results are the same to the bit:
 
-    spans    a program has 64 rows, tokens times the G query heads of a key-value head, and merges all segments as it goes
+    spans    a program has 64 or 128 rows, tokens times the G query heads of a key-value head, and merges all segments as it goes
     pieces   few sequences of one query: programs share a sequence, and store the result of each segment
     merge    merges the pieces
 
@@ -27,6 +27,7 @@ from kernels.paged_attention import NO_WINDOW, blocks_of, find_tile, head_offset
 SEGMENT = 256
 TILE = 64
 ROWS = 64  # of a program of spans
+MANY_ROWS = 256  # of a step; with more, most are prompts, and programs have twice as many rows, which share the keys they load
 PROGRAMS = (
     3  # on an SM, when few sequences are shared by programs; two share one of many, as one that merges needs more registers
 )
@@ -55,7 +56,7 @@ def prefill(
     if not out.numel():
         return out
     shape = shape_of(q, keys, values, scales)
-    launch = _launch(q, shape["G"], ROWS)
+    launch = _launch(q, shape["G"], ROWS if rows <= MANY_ROWS else 2 * ROWS)
     tokens = launch["BLOCK_M"] // shape["G"]
     tiles = rows // tokens + spans + 1  # each span, and the padding, may end with a partial tile
     _spans[(shape["K"], tiles)](
@@ -111,7 +112,8 @@ def decode_with(
 
 def _launch(q: Tensor, group: int, rows: int, codes: bool = False) -> dict[str, Any]:
     """Launch options of a program of so many rows, or more if a token has more."""
-    rows, wide = max(triton.next_power_of_2(group), rows), q.dtype == torch.float32 or q.shape[2] > 128
+    wide = q.dtype == torch.float32 or q.shape[2] > 128
+    rows = max(triton.next_power_of_2(group), min(rows, ROWS) if wide else rows)
     return {
         "BLOCK_M": rows,
         "BLOCK_D": max(triton.next_power_of_2(q.shape[2]), 16),
