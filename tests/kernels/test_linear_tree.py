@@ -113,6 +113,26 @@ def test_bits_on_a_gpu_do_not_depend_on_rows_or_tiles(
 
 
 @GPU
+@pytest.mark.parametrize(("n", "k", "parts"), [(8192, 1024, 8), (4104, 3584, 8), (6150, 2048, 2), (5000, 1024, 4)])
+def test_many_rows_on_a_gpu_have_the_bits_of_few(n: int, k: int, parts: int, in_turn: Callable[..., Any], seed: int) -> None:
+    """The kernel for many rows against that for few, and against PyTorch's additions of the parts."""
+    from kernels.linear_tree import MANY_ROWS, linear
+    from kernels.linear_tree_hopper import preferred
+
+    dtype, rows = in_turn([torch.bfloat16, torch.float16], n), random.randint(800, 1500)
+    _, weight, _ = operands(1, n, k, dtype, "cuda", biased=False)
+    x = operands(n, rows, k, dtype, "cuda", biased=False)[1]  # with rows that TMA can load
+    assert preferred(x, weight, None, parts) or torch.cuda.get_device_capability()[0] != 9
+    with torch.no_grad():
+        many = linear(x, weight, None, parts)
+        assert torch.equal(many, torch.cat([linear(few, weight, None, parts) for few in x.split(MANY_ROWS)]))
+        leaves = [linear(a, b.contiguous(), None) for a, b in zip(x.chunk(parts, 1), weight.chunk(parts, 1), strict=True)]
+        while len(leaves) > 1:
+            leaves = [a + b for a, b in zip(leaves[::2], leaves[1::2], strict=True)]
+        assert torch.equal(many, leaves[0])
+
+
+@GPU
 def test_a_captured_layer_on_a_gpu_repeats_its_bits(seed: int) -> None:
     from kernels.linear_tree import linear
 
