@@ -58,6 +58,8 @@ TILES: dict[float, tuple[Tile, Tile, Tile]] = {
     256: (Tile(128, 64, 128, 4), Tile(128, 128, 64, 3, 8, split=8), Tile(128, 64, 64, 3)),
     math.inf: (Tile(256, 128, 64, 4, 8), Tile(128, 128, 128, 3, 8), Tile(128, 128, 64, 4, 8)),
 }
+HALF = Tile(128, 128, 64, 4, 8)  # of the largest, where the last of those would leave many SMs without a tile
+HALF_RATE = 0.82  # the speed of its multiplications over that of the largest
 
 
 def linear(x: Tensor, weight: Tensor, bias: Tensor | None = None, parts: int = 1, swiglu: bool = False) -> Tensor:
@@ -92,8 +94,15 @@ def config(rows: int, n: int, dtype: torch.dtype, parts: int, swiglu: bool) -> T
         return gated
     if parts > 1:
         return row
+    if most == math.inf and _waves(rows, n, HALF) / 2 / HALF_RATE < _waves(rows, n, column):
+        return HALF
     alone = rows <= 64 and n <= SMS * column.block_n  # a program has an SM for itself
     return replace(column, stages=2 * column.stages) if alone else column
+
+
+def _waves(rows: int, n: int, tile: Tile) -> int:
+    """The most tiles that an SM computes."""
+    return triton.cdiv(triton.cdiv(rows, tile.block_m) * triton.cdiv(n, tile.block_n), SMS)
 
 
 def linear_with(x: Tensor, weight: Tensor, bias: Tensor | None, parts: int, swiglu: bool, tile: Tile) -> Tensor:
