@@ -12,6 +12,7 @@ import msgspec
 import torch
 import torch.distributed as dist
 
+import determinism
 from eagle import EagleHead
 from engine.adapters import Adapter, Adapters
 from engine.block_manager import BlockManager
@@ -263,8 +264,8 @@ class Engine:
         if grammar is not None and grammar not in self.compiling:
             if len(self.compiling) < MAX_COMPILING:
                 self.compiling[grammar] = self.grammars.start(grammar), []
-            elif optional:
-                grammar = None
+            elif optional and not determinism.enabled() and not any(submit.generated for submit in submits):
+                grammar = None  # but not behind tokens that it may have constrained, nor if load must not change an answer
             else:
                 why = f"{len(self.compiling)} other grammars are waiting to be compiled; try again later"
                 return Refused(submits[0].request_id, why, "grammars_busy")

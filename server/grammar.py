@@ -35,10 +35,12 @@ async def for_request(
     if demand is None or (not body.insists and not service.tokenizer.eos_ids):
         return UNCONSTRAINED
     demand = demand._replace(special=_special(service.tokenizer, demand))
+    # with --deterministic, neither load nor the time that a job takes may decide whether the answer is constrained
+    waits = body.insists or service.settings.deterministic
     try:
-        return await _compiled(service, compile_demand, demand, WAIT_SECONDS if body.insists else BRIEF_SECONDS)
+        return await _compiled(service, compile_demand, demand, WAIT_SECONDS if waits else BRIEF_SECONDS)
     except ApiError as e:
-        if not body.insists and e.code in ("overloaded", "too_complex"):
+        if not waits and e.code in ("overloaded", "too_complex"):
             return UNCONSTRAINED
         raise
     except SchemaError as e:

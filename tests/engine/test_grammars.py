@@ -11,11 +11,12 @@ import pytest
 import torch
 
 import checkpoint
+import determinism
 from comm import Local
 from engine import grammars as grammars_module
 from engine.core import Engine, EngineLimits
 from engine.grammars import CACHED, CACHED_TEXT, MAX_COMPILING, MAX_TEXT, Grammars
-from engine.protocol import Abort, Refused, SamplingParams, Submit
+from engine.protocol import Abort, Refused, SamplingParams, Submit, joined
 from errors import UserError
 from presets import model_config
 from tests import MODELS
@@ -183,11 +184,31 @@ def test_an_optional_grammar_that_fails_leaves_the_answer_free(engine: Engine) -
 
 
 def test_an_optional_grammar_waits_for_no_room(engine: Engine) -> None:
-    for i in range(MAX_COMPILING):
-        assert engine.submit(submit(f"b{i}", grammar_of({"const": f"only {i}"}))) is None
+    fill(engine)
     assert engine.submit(optional("one more", WORD)) is None
     assert len(engine.compiling) == MAX_COMPILING
     assert len(run(engine)["one more"]) == 40
+
+
+def test_load_does_not_decide_about_an_optional_grammar(engine: Engine, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Where answers must not depend on it, and behind tokens that other ranks may have constrained."""
+    fill(engine)
+    begun = optional("begun", WORD)
+    several = [begun, Submit("begun 2", begun.prompt_ids, begun.params, [8])]
+    for one in (Submit("begun", begun.prompt_ids, begun.params, [8]), joined(several)):
+        refused = engine.submit(one)
+        assert isinstance(refused, Refused) and (refused.request_id, refused.code) == ("begun", "grammars_busy")
+    monkeypatch.setattr(determinism, "_enabled", True)
+    refused = engine.submit(optional("new", WORD))
+    assert isinstance(refused, Refused) and refused.code == "grammars_busy"
+    assert engine.submit(optional("wrong", "x" * (MAX_TEXT + 1))) is None, "this does not depend on load"
+    assert engine.submit(optional("known", grammar_of({"const": "only 0"}))) is None
+
+
+def fill(engine: Engine) -> None:
+    """Let requests wait for as many grammars as may be compiled."""
+    for i in range(MAX_COMPILING):
+        assert engine.submit(submit(f"b{i}", grammar_of({"const": f"only {i}"}))) is None
 
 
 @pytest.mark.parametrize(

@@ -18,6 +18,7 @@ from typing import Any
 import jsonschema
 import pytest
 
+from server import grammar as grammar_module
 from server.answer_parser import AnswerParser, Tools
 from server.call_syntax import HERMES, JSON, LLAMA, SYNTAXES, CallSyntax, Marks, ReasoningSyntax
 from server.constraints import Demand, compile_demand
@@ -25,7 +26,9 @@ from server.generation import make_params
 from server.grammar import demand_of
 from server.json_schema import CallableTool, SchemaError
 from server.parts import Arguments, Call, PartList, Reasoning, Text
+from server.problems import ApiError
 from server.schemas import ChatBody, Constraint
+from server.workers import Workers
 from tests.server.test_parsers import CASES
 from tests.support.constrained import VOCAB, accepts, grammars, write
 from tests.support.server_thread import CHAT, TOKENIZER, TOOL, Site, wait_for
@@ -571,6 +574,33 @@ def test_a_busy_worker_leaves_free_what_need_not_be_constrained(
         gate.touch()
         waiting.result()
     assert blocker.done() and site.last().params.grammar, "it waits"
+
+
+@pytest.mark.parametrize("deterministic", [False, True])
+def test_no_clock_decides_what_is_constrained_with_deterministic(
+    deterministic: bool, make_site: Callable[..., Site], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A job that no worker takes in time, or that takes too long, is an error. A schema that cannot be enforced never is one."""
+    site, run, found = make_site(tool_parser="hermes", deterministic=deterministic), Workers.run, list[Any]()
+
+    async def fail(self: Workers, function: Any, *arguments: Any, wait_seconds: float = 0.0, **options: Any) -> Any:
+        if function is not compile_demand:
+            return await run(self, function, *arguments, **options)
+        found.append(wait_seconds)
+        raise error
+
+    monkeypatch.setattr(Workers, "run", fail)
+    for error in (ApiError(503, "all are busy", None, "overloaded"), ApiError(400, "too long", None, "too_complex")):
+        if deterministic:
+            found.append(site.refused("/v1/chat/completions", {**CHAT, "tools": [TOOL]}, error.status_code)["code"])
+            assert found == [grammar_module.WAIT_SECONDS, error.code]
+        else:
+            site.chat(tools=[TOOL], max_tokens=1)
+            assert found == [grammar_module.BRIEF_SECONDS] and site.last().params.grammar is None
+        found.clear()
+    error = SchemaError("it has no meaning")  # type: ignore[assignment]
+    site.chat(tools=[TOOL], max_tokens=1)
+    assert found and site.last().params.grammar is None
 
 
 def test_calls_are_not_constrained_by_a_guess(site: Site) -> None:
