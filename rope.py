@@ -9,6 +9,7 @@ import math
 import torch
 from torch import Tensor
 
+import determinism
 from config import ModelConfig
 from rope_scaling import DynamicScaling, LinearScaling, Llama3Scaling, LongRopeScaling, YarnScaling
 
@@ -19,18 +20,26 @@ def rope_frequencies(config: ModelConfig) -> Tensor:
     exponents = torch.arange(0, dim, 2, dtype=torch.int64).float() / dim
     match scaling:
         case None:
-            return 1.0 / base**exponents
+            return 1.0 / powers(base, exponents)
         case Llama3Scaling():
-            return llama3(1.0 / base**exponents, scaling)
+            return llama3(1.0 / powers(base, exponents), scaling)
         case LinearScaling():
-            return 1.0 / base**exponents / scaling.factor
+            return 1.0 / powers(base, exponents) / scaling.factor
         case DynamicScaling():
-            return 1.0 / dynamic_base(base, dim, scaling, config.max_seq_len) ** exponents
+            return 1.0 / powers(dynamic_base(base, dim, scaling, config.max_seq_len), exponents)
         case YarnScaling():
-            return yarn(base, dim, base**exponents, scaling)
+            return yarn(base, dim, powers(base, exponents), scaling)
         case LongRopeScaling():
             beyond = config.max_seq_len > scaling.original_max_position_embeddings
-            return 1.0 / (torch.tensor(scaling.long_factor if beyond else scaling.short_factor) * base**exponents)
+            return 1.0 / (torch.tensor(scaling.long_factor if beyond else scaling.short_factor) * powers(base, exponents))
+
+
+def powers(base: float, exponents: Tensor) -> Tensor:
+    """base to the power of each of (D / 2,) fp32 exponents. PyTorch's vector code and its scalar code differ in last bits, so with
+    --deterministic the C library computes in fp64."""
+    if determinism.enabled():
+        return exponents.double().apply_(lambda exponent: base**exponent).float()
+    return base**exponents
 
 
 def llama3(frequencies: Tensor, scaling: Llama3Scaling) -> Tensor:

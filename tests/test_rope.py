@@ -4,6 +4,7 @@ ranks, the CPU's and the GPU's runner."""
 from collections.abc import Callable
 from contextlib import nullcontext
 from dataclasses import replace
+from decimal import Decimal, localcontext
 from pathlib import Path
 from typing import Any
 
@@ -13,6 +14,7 @@ import transformers
 from torch import Tensor
 
 import checkpoint
+import determinism
 from attention import Causal
 from config import limit_context
 from engine.core import Engine, EngineLimits
@@ -192,3 +194,15 @@ def test_the_context_decides_about_frequencies_and_not_a_sequence(name: str) -> 
     assert torch.equal(rope_frequencies(limit_context(config, 3)), short)
     assert not torch.allclose(short, long)
     assert torch.equal(rope_frequencies(config), rope_frequencies(limit_context(config, 10**6)))
+
+
+@pytest.mark.parametrize(("head_dim", "theta"), [(128, 1e6), (96, 1e4)])
+def test_deterministic_frequencies_come_from_exact_powers(head_dim: int, theta: float, monkeypatch: pytest.MonkeyPatch) -> None:
+    """PyTorch's vector code rounds one power of each of these otherwise than its scalar code."""
+    monkeypatch.setattr(determinism, "_enabled", True)
+    exponents = torch.arange(0, head_dim, 2).float() / head_dim
+    with localcontext() as context:
+        context.prec = 50
+        exact = torch.tensor([float(Decimal(theta) ** Decimal(one)) for one in exponents.tolist()], dtype=torch.float64)
+    config = replace(config_from_hf(hf_config("linear", "llama").to_dict()), head_dim=head_dim, rope_theta=theta)
+    assert torch.equal(rope_frequencies(replace(config, rope_scaling=None)), 1.0 / exact.float())
