@@ -41,6 +41,11 @@ class BlockManager:
             parent = self.identities[block]
         return found
 
+    def forget(self) -> None:
+        """Let `match` find none of the blocks that are cached now."""
+        self.known.clear()
+        self.keys = [None] * self.n_blocks
+
     def can_take(self, cached: Sequence[int], fresh: int) -> bool:
         """Whether there is room for `acquire(cached)` and then `fresh` calls of `allocate`."""
         return fresh + self.unowned(cached) <= len(self.free)

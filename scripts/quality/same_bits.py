@@ -4,10 +4,11 @@
     python -m scripts.quality.same_bits --items 24 --models models/tiny-hybrid     # CPU ranks
     python -m scripts.quality.same_bits --items 24 --fast         # without --deterministic, to see that differences are found
 
-Random prompts, of which some begin alike, are answered alone, in batches of several sizes in other orders, and in small chunks with too
-little memory, so that prompts are found in the prefix cache and sequences are preempted. A quarter of the answers each is greedy,
-sampled, sampled with top_p and with a penalty. The training executor then computes the forward pass of the prompts with their
-answers. A prompt's vector, its answer's tokens and their log-probabilities, is compared with that of a single request on one rank.
+Random prompts are answered alone, in batches of several sizes in other orders, and in small chunks with too little memory, where four
+that begin alike are found in the prefix cache and sequences are preempted. An eighth of the prompts have 300 to 900 tokens, which is
+several segments of attention. A quarter of the answers each is greedy, sampled, sampled with top_p and with a penalty. The training
+executor then computes the forward pass of the prompts with their answers. A prompt's vector, its answer's tokens and their
+log-probabilities, is compared with that of a single request on one rank.
 
 Each launch's result is kept in out/same-bits, and --seconds bounds the whole: run it again to go on. Writes same-bits.json and .md
 into out (with --write into docs/results). The exit code is 1 if a vector differs.
@@ -38,6 +39,7 @@ from engine import LLM, SamplingParams
 from engine.core import EngineLimits
 from engine.paged_cache import PagedCache
 from errors import UserError
+from kernels.optional_triton import triton
 from kernels.sampling import log_softmax
 from model import Transformer
 from options import DTYPE_NAMES, whole_number
@@ -52,9 +54,14 @@ from training.export import save_checkpoint
 from training.losses import head_logits
 from training.sharding import Mesh, Sharding
 
-LENGTH = 128  # tokens of a prompt and its answer, at most
+SHORT = 128  # tokens of most prompts and their answers, at most
+LENGTH = 1024  # of all
+LONG = 300, 900  # tokens of a long prompt, at least and at most
+ALIKE = 4  # prompts that begin alike
+TAIL = 40  # tokens in which prompts that begin alike differ, at most
 TOGETHER = 128  # sequences of a batch, at most
-CHUNKED = EngineLimits(max_model_len=LENGTH, max_num_seqs=32, max_batch_tokens=64)  # and memory for few of the sequences
+CHUNKED = EngineLimits(max_model_len=LENGTH, max_num_seqs=32, max_batch_tokens=64)  # and memory for one sequence of LENGTH
+SCARCE = 3  # if they are shorter, for so many of a call's longest
 ROWS = 16  # prompts of a batch of training
 MARGIN = 30.0  # seconds below which no launch is started
 CODE = ("*.py", "comm/*.py", "engine/*.py", "kernels/*.py", "quantized/*.py", "training/*.py", "scripts/quality/same_bits.py")
@@ -73,7 +80,7 @@ SETTINGS = (
     Setting("alone", 1),
     Setting("alone, without log-probabilities", 1, logprobs=False),
     *(Setting(f"in batches of {n}", n) for n in (2, 8, 32, TOGETHER)),
-    Setting("in chunks, preempted", TOGETHER, chunked=True),
+    Setting("in chunks, preempted", 16, chunked=True),
 )
 REFERENCE = SETTINGS[0].name
 
@@ -97,8 +104,9 @@ def prompts_of(vocab: int, args: argparse.Namespace) -> tuple[list[list[int]], l
     """Prompts, four of which begin alike, and their parameters; the same in each process."""
     draw, prompts = random.Random(0), list[list[int]]()
     while len(prompts) < args.items:
-        common = [draw.randrange(vocab) for _ in range(draw.randrange(LENGTH - 40 - args.tokens))]
-        prompts += [common + [draw.randrange(vocab) for _ in range(draw.randint(1, 40))] for _ in range(4)]
+        least, most = (LONG[0] - 1, LONG[1] - TAIL) if len(prompts) % (8 * ALIKE) == 0 else (0, SHORT - TAIL - args.tokens)
+        common = [draw.randrange(vocab) for _ in range(draw.randint(least, most))]
+        prompts += [common + [draw.randrange(vocab) for _ in range(draw.randint(1, TAIL))] for _ in range(ALIKE)]
     kinds: list[dict[str, float]] = [{"temperature": 0}, {}, {"top_p": 0.9}, {"presence_penalty": 1.0}]
     params = [SamplingParams(max_tokens=args.tokens, seed=i, ignore_eos=True, **kinds[i % 4]) for i in range(args.items)]  # type: ignore[arg-type]
     return prompts[: args.items], params
@@ -115,19 +123,21 @@ def work(args: argparse.Namespace) -> None:
     size = PagedCache.bytes_per_block(
         model.attention_slots, CHUNKED.block_size, model.n_kv_heads, model.config.head_dim, DTYPES[args.dtype]
     )
-    blocks = CHUNKED.max_num_seqs * LENGTH // CHUNKED.block_size
-    roomy = EngineLimits(max_model_len=LENGTH, max_num_seqs=TOGETHER, kv_memory=size * blocks * 16)
+    blocks = LENGTH // CHUNKED.block_size
+    roomy = EngineLimits(max_model_len=LENGTH, max_num_seqs=TOGETHER, kv_memory=size * blocks * TOGETHER // 2)
     engines = {False: LLM(model, None, world, limits=roomy)}
-    engines[True] = LLM(model, None, world, limits=replace(CHUNKED, kv_memory=size * blocks // 12))
+    engines[True] = LLM(model, None, world, limits=replace(CHUNKED, kv_memory=size * blocks))
     found: dict[str, list[Vector]] = {}
     for setting in SETTINGS:
         answers = answers_of(engines[setting.chunked], prompts, params, setting)
         found[setting.name] = [vector(*answer) for answer in answers]
         if setting.name == REFERENCE:
             texts = [(prompt, tokens) for prompt, (tokens, _) in zip(prompts, answers, strict=True)]
-    stats = [engine.engine.stats() for engine in engines.values() if engine.engine is not None]
-    counts = {name: sum(getattr(one, name) for one in stats) for name in ("prefix_hits", "preemptions", "steps")}
-    del engines
+    scarce = engines[True].engine
+    assert scarce is not None
+    stats = scarce.stats()
+    counts = {name: getattr(stats, name) for name in ("prefix_hits", "preemptions", "steps")}
+    del engines, scarce
     found["in training"] = trained(args, world, model, texts)
     if world.rank == 0:
         args.work.write_text(json.dumps({"vectors": found, "counts": counts}))
@@ -140,12 +150,27 @@ def load(args: argparse.Namespace, world: World) -> Transformer:
 def answers_of(
     llm: LLM, prompts: list[list[int]], params: list[SamplingParams], setting: Setting
 ) -> list[tuple[list[int], list[float] | None]]:
-    """Each prompt's tokens and log-probabilities. The order of the prompts is another one in each setting."""
+    """Each prompt's tokens and log-probabilities. The order of the prompts is another one in each setting.
+
+    In chunks, each call has memory for a few of its longest sequences, and finds what it can in the prefix cache. In other settings
+    each call computes whole prompts: with a prefix from another setting, it would compare little.
+    """
     order = list(range(len(prompts)))
     random.Random(setting.name).shuffle(order)
+    if setting.chunked:  # together those that begin alike, and those of about equal lengths
+        order.sort(key=lambda i: (-len(prompts[i // ALIKE * ALIKE]), i // ALIKE))
+    held = list[int]()
     found: list[Any] = [None] * len(prompts)
     for first in range(0, len(order), setting.batch):
         own = order[first : first + setting.batch]
+        if llm.engine is not None:
+            blocks = llm.engine.scheduler.blocks
+            if setting.chunked:
+                blocks.release(held)
+                room = SCARCE * blocks.blocks_for(max(len(prompts[i]) + params[i].max_tokens for i in own))
+                held = [blocks.allocate() for _ in range(len(blocks.free) - room)]
+            else:
+                blocks.forget()
         each = [msgspec.structs.replace(params[i], logprobs=0 if setting.logprobs else None) for i in own]
         for i, answer in zip(own, llm.generate([prompts[i] for i in own], each), strict=True):
             logprobs = [position.chosen.logprob for position in answer.logprobs] if setting.logprobs else None
@@ -210,7 +235,8 @@ def launched(name: str, folder: str | None, ranks: int, args: argparse.Namespace
         "dtype": args.dtype,
         "fast": args.fast,
     }
-    key = settings | {"device": args.device, "machine": machine(), "code": digest(CODE)}
+    versions = {"machine": machine(), "triton": getattr(triton, "__version__", None), "code": digest(CODE)}
+    key = settings | {"device": args.device, **versions}
     path = check_folder(OUT / "same-bits") / f"{_digest(key)}.json"
     left = deadline - time.monotonic()
     if not path.exists():
@@ -240,6 +266,9 @@ def measure(args: argparse.Namespace) -> list[dict[str, Any]]:
                 found = [launched(name, folder, ranks, args, deadline) for ranks in (1, args.tp)]
         if None in found:
             raise UserError(f"{args.seconds} s were not enough; run it again to go on, or give more --seconds")
+        for one in found:
+            if one is not None and not (one["counts"]["prefix_hits"] and one["counts"]["preemptions"]):
+                raise UserError(f"{name}: in chunks no prefix was found or no sequence preempted; give more --items")
         rows += compared(name, (1, args.tp), found)  # type: ignore[arg-type]
     return rows
 
@@ -273,7 +302,7 @@ def table(rows: list[dict[str, Any]], args: argparse.Namespace, where: dict[str,
     ]
     caption = (
         f"Answers of {args.tokens} tokens in {args.dtype}{', without --deterministic' if args.fast else ''}. Prompt tokens found in the "
-        f"prefix cache, and preemptions: {'; '.join(counts)}. Made on {describe(where, args.device)}."
+        f"prefix cache, and preemptions, in chunks: {'; '.join(counts)}. Made on {describe(where, args.device)}."
     )
     return "\n".join([*table_lines(head, lines), "", caption, ""])
 
@@ -289,7 +318,7 @@ def main() -> None:
     )
     parser.add_argument("--tp", type=whole_number(2, 8), default=2, metavar="N", help="ranks compared with one (default: 2)")
     parser.add_argument("--items", type=whole_number(1), default=1000, metavar="N", help="prompts (default: 1000)")
-    parser.add_argument("--tokens", type=whole_number(1, LENGTH - 60), default=6, metavar="N", help="of an answer (default: 6)")
+    parser.add_argument("--tokens", type=whole_number(1, SHORT - 60), default=6, metavar="N", help="of an answer (default: 6)")
     parser.add_argument("--dtype", choices=DTYPE_NAMES, default="bfloat16", help="default: bfloat16")
     parser.add_argument("--device", choices=("cpu", "cuda"), default="cpu", help="default: cpu")
     parser.add_argument("--seconds", type=whole_number(1), default=600, metavar="S", help="for all launches (default: 600)")

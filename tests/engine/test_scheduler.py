@@ -378,6 +378,24 @@ def test_prompt_logprobs_compute_the_whole_prompt() -> None:
 # --- the block manager alone ------------------------------------------------------------------------------------------------
 
 
+def test_forgotten_blocks_are_not_found() -> None:
+    """Nor their successors, but equal blocks that are computed later."""
+    manager = BlockManager(8, 2)
+    tokens = [1, 2, 3, 4, 5]
+    first = [manager.allocate() for _ in range(2)]
+    manager.publish(first, tokens, 0, 1)
+    manager.forget()
+    manager.publish(first, tokens, 1, 2)
+    assert manager.match(tokens) == []
+    second = [manager.allocate() for _ in range(2)]
+    manager.publish(second, tokens, 0, 2)
+    assert manager.match(tokens) == second
+    manager.release(first)
+    manager.release(second)
+    manager.check([])
+    assert sorted(manager.allocate() for _ in range(8)) == [*range(8)] and not manager.known
+
+
 def test_eviction_takes_the_longest_unused_and_of_one_text_its_end_first() -> None:
     manager = BlockManager(6, 2)
     tables = {}

@@ -13,15 +13,19 @@ import torch
 
 import determinism
 from comm import Local, TreeCommunicator
+from errors import UserError
 from scripts.quality import same_bits
 from tests.engine.test_engine import config_of, random_model
 from tests.support.ranks import Ranks
 from tp import World
 from training.export import save_checkpoint
 
+LENGTH = 320  # little more than a segment of attention, so that the test is fast
+SETTINGS = [one for one in same_bits.SETTINGS if one.batch not in (2, 8, 32)]
+
 
 def arguments(**more: Any) -> argparse.Namespace:
-    values = {"items": 6, "tokens": 3, "dtype": "bfloat16", "device": "cpu", "fast": False, "tp": 2, "seconds": 600}
+    values = {"items": 16, "tokens": 6, "dtype": "bfloat16", "device": "cpu", "fast": False, "tp": 2, "seconds": 600}
     return argparse.Namespace(**values | more)
 
 
@@ -33,6 +37,9 @@ def worked(world: World, model: Path, path: Path) -> None:
     try:
         with pytest.MonkeyPatch.context() as patch:
             patch.setattr(same_bits, "init_world", init)
+            patch.setattr(same_bits, "LENGTH", LENGTH)
+            patch.setattr(same_bits, "SETTINGS", SETTINGS)
+            patch.setattr(same_bits, "LONG", (260, 300))
             same_bits.work(arguments(model=str(model), work=path))
     finally:
         determinism.enable(False)
@@ -40,16 +47,16 @@ def worked(world: World, model: Path, path: Path) -> None:
 
 def test_ranks_have_the_same_vectors_in_every_setting(ranks: Ranks, tmp_path: Path, seed: int) -> None:
     found = []
-    config = replace(config_of("hybrid-list"), max_seq_len=same_bits.LENGTH)
+    config = replace(config_of("hybrid-list"), max_seq_len=LENGTH)
     save_checkpoint(random_model(config), tmp_path / "model", torch.bfloat16)
     for n in (1, 2):
         ranks.run(n, worked, tmp_path / "model", tmp_path / f"{n}.json")
         found.append(json.loads((tmp_path / f"{n}.json").read_text()))
     rows = same_bits.compared("tiny-hybrid", (1, 2), found)
-    assert len(rows) == 2 * (len(same_bits.SETTINGS) + 1)
-    assert [(row["prompts"], row["differ"]) for row in rows] == [(6, [])] * len(rows)
-    assert all(row["prefix_hits"] > 0 for row in rows)
-    assert len({whole for _, whole in found[0]["vectors"]["in training"]}) == 6, "each prompt has a vector of its own"
+    assert len(rows) == 2 * (len(SETTINGS) + 1)
+    assert [(row["prompts"], row["differ"]) for row in rows] == [(16, [])] * len(rows)
+    assert all(row["prefix_hits"] > 0 and row["preemptions"] > 0 for row in rows)
+    assert len({whole for _, whole in found[0]["vectors"]["in training"]}) == 16, "each prompt has a vector of its own"
 
 
 def test_other_tokens_and_other_log_probabilities_differ() -> None:
@@ -79,3 +86,27 @@ def test_a_launch_is_kept_and_there_is_a_limit(monkeypatch: pytest.MonkeyPatch, 
     assert call(1, 100) == call(1, 100) == {"vectors": {}, "counts": {}}
     assert len(launches) == 1 and launches[0] <= 100
     assert call(2, 1) is None and len(launches) == 1
+
+
+@pytest.mark.parametrize("missing", ["prefix_hits", "preemptions"])
+def test_chunks_that_compare_nothing_are_an_error(missing: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    counts = {"prefix_hits": 1, "preemptions": 1, "steps": 1}
+    found = [{"vectors": {"alone": []}, "counts": counts}, {"vectors": {"alone": []}, "counts": dict(counts)}]
+    monkeypatch.setattr(same_bits, "launched", lambda name, folder, ranks, *rest: found[ranks - 1])
+    assert len(same_bits.measure(arguments(models=["m"]))) == 2
+    found[1]["counts"][missing] = 0
+    with pytest.raises(UserError, match="more --items"):
+        same_bits.measure(arguments(models=["m"]))
+
+
+def test_a_launch_with_another_triton_is_not_kept(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    def launch(command: list[str], **_: Any) -> SimpleNamespace:
+        Path(command[command.index("--work") + 1]).write_text("{}")
+        return SimpleNamespace(returncode=0)
+
+    monkeypatch.setattr(same_bits, "OUT", tmp_path)
+    monkeypatch.setattr(same_bits.subprocess, "run", launch)
+    for version in ("3.6.0", "3.7.0"):
+        monkeypatch.setattr(same_bits, "triton", SimpleNamespace(__version__=version))
+        same_bits.launched("m", "m", 1, arguments(), time.monotonic() + 100)
+    assert len([*(tmp_path / "same-bits").glob("*.json")]) == 2
