@@ -7,12 +7,14 @@
     python -m scripts.quality.divergence --items 8 --tokens 32 --batch 8 --dry-run
 
 Each prompt is the beginning of a held-out story. An answer has --tokens tokens, whatever they are. Two answers part at the first token
-that differs. Writes divergence.json, .md and .png, or divergence-gpu, into out (with --write into docs/results).
+that differs. Writes divergence.json, .md and .png, or divergence-gpu, into out (with --write into docs/results). The exit code is
+1 if an answer with --deterministic differs.
 """
 
 import argparse
 import json
 import subprocess
+import sys
 import tempfile
 from pathlib import Path
 from statistics import median
@@ -141,6 +143,10 @@ def main() -> None:
         plot(rows, args.tokens, folder / f"{name}.png")
         made(folder / f"{name}.png", raw)
         print(f"wrote {name}.json, {name}.md and {name}.png in {folder.relative_to(ROOT)}")
+    differ = sum(place is not None for row in rows if MODES[row["mode"]] for place in row["parted"])
+    if differ:
+        print(f"{differ} answers differ with --deterministic", file=sys.stderr)
+        sys.exit(1)
 
 
 if __name__ == "__main__":

@@ -50,3 +50,20 @@ def test_table_and_plot(monkeypatch: pytest.MonkeyPatch, tmp_path: Path, capsys:
     rows = json.loads((tmp_path / "divergence.json").read_text())["rows"]
     assert [row["parted"] for row in rows] == [[None, 2], [None, 2], [None, None], [None, None]]
     assert (tmp_path / "divergence.png").stat().st_size > 1000
+
+
+def test_an_answer_of_the_deterministic_mode_that_differs_fails(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    differs = [("deterministic", 64)]
+
+    def answers(args: object, ranks: int, mode: str, sizes: list[int]) -> list[list[list[int]]]:
+        return [[[7, size if (mode, size) in differs else 8]] for size in sizes]
+
+    monkeypatch.setattr(divergence, "answers", answers)
+    monkeypatch.setattr("sys.argv", ["divergence", "--tokens", "2", "--items", "1", "--dry-run"])
+    with pytest.raises(SystemExit) as ended:
+        divergence.main()
+    assert ended.value.code == 1 and capsys.readouterr().err == "1 answers differ with --deterministic\n"
+    differs[:] = [("fast", 64)]
+    divergence.main()
