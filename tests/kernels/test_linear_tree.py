@@ -81,6 +81,29 @@ def test_parts_that_are_not_equal_are_refused(interpreters: Ranks) -> None:
     assert "100 in_features cannot be summed in 8 equal parts" in interpreters.call(refusal, 8, 100)
 
 
+@pytest.mark.parametrize(
+    ("rows", "n", "k", "parts", "dtype", "taken"),
+    [
+        (1024, 4096, 4096, 8, torch.bfloat16, True),  # 128 tiles
+        (320, 4096, 4096, 8, torch.bfloat16, False),  # 48
+        (1024, 4096, 4096, 8, torch.float32, False),
+        (1024, 4096, 4224, 8, torch.float16, False),  # parts of 528, which are no multiple of 64
+        (1024, 4097, 4096, 8, torch.float16, False),  # words of two features would cross rows
+    ],
+)
+def test_when_specialized_warps_are_taken(
+    rows: int, n: int, k: int, parts: int, dtype: torch.dtype, taken: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    from kernels.linear_tree_hopper import preferred
+
+    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda _: (9, 0))
+    x, weight = torch.empty(rows, k, dtype=dtype), torch.empty(n, k, dtype=dtype)
+    assert preferred(x, weight, None, parts) is taken
+    assert not preferred(x, weight, torch.empty(n, dtype=dtype), parts)
+    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda _: (8, 0))
+    assert not preferred(x, weight, None, parts)
+
+
 # --- GPU ----------------------------------------------------------------------------------------------------------------------
 
 
