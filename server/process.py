@@ -163,7 +163,8 @@ def describe_end(code: int) -> int:
     if code == USER_ERROR:
         return code  # it has said what is wrong
     if code:
-        note(f"error: the HTTP frontend ended with exit code {code}")
+        how = f"was killed by {signal.Signals(-code).name}" if code < 0 else f"ended with exit code {code}"
+        note(f"error: the HTTP frontend {how}")
         return FAILED
     return 0
 

@@ -82,8 +82,8 @@ class Supervisor:
             code = self._frontend.wait()
             if code >= 0 or self._ranks_ended.is_set() or self._code is not None:
                 break
-            if self._signalled:  # it had not yet begun to handle signals
-                code = 0
+            if self._signalled:
+                code = 0 if code == -signal.SIGTERM else code  # 0: it had not yet begun to handle signals
                 break
             if not self._restarts.take(f"the frontend was killed by {signal.Signals(-code).name}", "it"):
                 break

@@ -84,6 +84,21 @@ def test_ranks_are_killed_although_the_frontend_has_not_started(keeper: Supervis
     keeper.end(0)
 
 
+@pytest.mark.parametrize(("number", "code"), [(signal.SIGTERM, 0), (signal.SIGKILL, FAILED), (signal.SIGSEGV, FAILED)])
+def test_a_frontend_that_dies_in_a_drain_is_a_failure(
+    number: signal.Signals, code: int, keeper: Supervisor, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
+) -> None:
+    """Unless SIGTERM ends it, before it handles signals. Else requests are lost, which the message and the exit code say."""
+    monkeypatch.setattr(supervisor, "GRACE_SECONDS", 0.01)
+    frontend, sent = cast(Any, keeper)._frontend, list[int]()
+    frontend.wait = lambda: -number
+    keeper.pass_on(signal.SIGTERM)
+    keeper.begin(cast(Any, SimpleNamespace(signal=sent.append)))
+    wait_for(lambda: signal.SIGTERM in sent)
+    assert keeper.end(0) == code
+    assert (f"error: the HTTP frontend was killed by {number.name}" in capfd.readouterr().err) == (code == FAILED)
+
+
 class Frozen:
     """A process that never counts, until it is killed."""
 
