@@ -1,28 +1,97 @@
-"""How many sequences and unread answers may be in the server, in all and of one client. Who exceeds that gets a 429."""
+"""How many sequences and unread answers may be in the server, in all and of one client. Who exceeds that gets a 429.
 
+A refused request is told when to come again, and promised a place for that time: each another one, else all would come for the same.
+"""
+
+import heapq
 import math
 import time
-from collections import Counter, deque
-from collections.abc import Callable, Iterator
+from collections import Counter, defaultdict, deque
+from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
+from dataclasses import dataclass, field
 
 from server.problems import ApiError, bad
 
 WINDOW = 30.0  # seconds over which ends are counted
 MOST_ENDS = 4096
 LONGEST_RETRY = 120  # seconds
+GRACE = 2.0  # seconds for which a promised place waits
+FORECAST_SECONDS = 1.0  # for which a forecast is used: it reads all sequences
 UNREAD_BYTES = 1 << 30  # of vectors that are computed, or wait for their clients to read them
 UNREAD_SHARE = 4  # one client may have a quarter of them
 
 
-class Admission:
-    """`capacity`: sequences in all. `per_client`: of one client. clock: as time.monotonic."""
+@dataclass(frozen=True)
+class Progress:
+    """Of a sequence in the engine. seconds: in which all tokens but the first one came. left: the most that may still come."""
 
-    def __init__(self, capacity: int, per_client: int, clock: Callable[[], float] = time.monotonic) -> None:
-        self.capacity, self.per_client, self._clock = capacity, per_client, clock
+    client: str
+    tokens: int
+    seconds: float
+    left: int
+
+
+def forecast(sequences: Iterable[Progress]) -> list[tuple[float, str]]:
+    """In how many seconds each sequence ends at the latest, the first one first, and whose it is. Empty if no token tells the speed.
+
+    Those that wait are taken to begin in their order, each at the end of another one."""
+    begun, waiting = list[tuple[float, str]](), list[Progress]()
+    tokens, seconds = 0, 0.0
+    for one in sequences:
+        if not one.tokens:
+            waiting.append(one)
+            continue
+        begun.append((one.left, one.client))
+        tokens, seconds = tokens + one.tokens - 1, seconds + one.seconds
+    if not tokens:
+        return []
+    heapq.heapify(begun)
+    ends = [heapq.heapreplace(begun, (begun[0][0] + one.left, one.client)) for one in waiting]
+    return [(left * seconds / tokens, client) for left, client in ends + sorted(begun)]
+
+
+@dataclass
+class Promises:
+    """The places that refused requests will get, at most `limit`: who comes again too early gets more than one."""
+
+    limit: int
+    _made: list[tuple[float, str, int]] = field(default_factory=list)  # when a request may come, its client and sequences
+
+    def make(self, due: float, client: str, sequences: int) -> None:
+        if self.count() + sequences <= self.limit:
+            self._made.append((due, client, sequences))
+
+    def take(self, now: float, client: str) -> bool:
+        """Whether a promise to this client is due, which then is kept. Those that nobody took are forgotten."""
+        self._made = [one for one in self._made if one[0] + GRACE >= now]
+        due = min((one for one in self._made if one[1] == client and one[0] <= now), default=None)
+        if due:
+            self._made.remove(due)
+        return due is not None
+
+    def count(self) -> int:
+        return sum(sequences for _, _, sequences in self._made)
+
+
+class Admission:
+    """`capacity`: sequences in all. `per_client`: of one client. clock: as time.monotonic. progress: returns the sequences in the
+    engine."""
+
+    def __init__(
+        self,
+        capacity: int,
+        per_client: int,
+        clock: Callable[[], float] = time.monotonic,
+        progress: Callable[[], Iterable[Progress]] = tuple,
+    ) -> None:
+        self.capacity, self.per_client, self._clock, self._progress = capacity, per_client, clock, progress
         self._held = Counter[str]()  # places by client
+        self._promised = Promises(capacity)
+        self._promised_of = defaultdict[str, Promises](lambda: Promises(per_client))  # of clients that hold places
         self._ends: deque[tuple[float, str]] = deque(maxlen=MOST_ENDS)  # when places became free, and whose
         self._since = 0.0  # when the server began to be busy
+        self._forecast: tuple[float, list[tuple[float, str]]] = (-math.inf, [])  # until when it is used
 
     @contextmanager
     def hold(self, client: str, sequences: int, active: int) -> Iterator[Callable[[], None]]:
@@ -35,12 +104,12 @@ class Admission:
                 f"the request asks for {sequences} answers, but the server's queue holds {most}; send fewer prompts at once"
             )
             raise bad(None, message, "too_many_choices")
-        if (missing := active + sequences - self.capacity) > 0:
-            raise self._refusal(f"the queue is full ({active} of {self.capacity})", self.retry_after(missing))
-        held = self._held[client]
-        if (missing := held + sequences - self.per_client) > 0:
+        self._check(
+            f"the queue has {active} sequences, and holds {self.capacity}", active, sequences, self._promised, client, None
+        )
+        if held := self._held[client]:
             message = f"the queue has {held} sequences of this client, and holds {self.per_client}"
-            raise self._refusal(message, self.retry_after(missing, client))
+            self._check(message, held, sequences, self._promised_of[client], client, client)
         if not self._held:
             self._since = self._clock()
         self._held[client] += sequences
@@ -57,24 +126,50 @@ class Admission:
             while left:
                 leave()
 
-    def retry_after(self, missing: int, client: str | None = None) -> int:
-        """Seconds until so many places will be free, at the rate at which they lately became free; of one client, if given."""
+    def _check(self, message: str, held: int, sequences: int, promises: Promises, client: str, whose: str | None) -> None:
+        """Raises a 429 unless there is room beside `held` sequences, of one client if given. A request without a promise leaves places
+        to those that have one: up to three quarters of all, so that the engine goes on if they do not come."""
+        now, missing = self._clock(), held + sequences - promises.limit
+        promised = 0 if promises.take(now, client) else promises.count()
+        if missing + min(promised, promises.limit * 3 // 4) > 0:
+            if missing <= 0:
+                message += ", and the free places are promised to requests that came before"
+            seconds = self.retry_after(max(1, missing + promised), whose)
+            promises.make(now + seconds, client, sequences)
+            headers = {"retry-after": str(seconds)}
+            raise ApiError(429, f"{message}; try again in {seconds} s", None, "queue_full", headers)
+
+    def retry_after(self, place: int, client: str | None = None) -> int:
+        """Seconds until so many places will have become free, of one client if given: the longest that so many lately took. If none
+        lately became free, as the answers' speed and largest lengths say."""
         now = self._clock()
         begin = max(self._since, now - WINDOW)
         if len(self._ends) == MOST_ENDS:  # older ones are not known
             begin = max(begin, self._ends[0][0])
-        ends = sum(at >= begin and client in (None, name) for at, name in self._ends)
-        return min(LONGEST_RETRY, max(1, math.ceil(missing * (now - begin) / max(ends, 1))))
+        times = [begin, *(at for at, name in self._ends if at >= begin and client in (None, name)), now]
+        coming = [at - now for at, name in self._coming(now) if client in (None, name)] if len(times) == 2 else []
+        if coming:
+            seconds = coming[min(place, len(coming)) - 1]
+        elif place < len(times):
+            seconds = max(after - at for at, after in zip(times, times[place:], strict=False))
+        else:
+            seconds = place * (now - begin) / max(len(times) - 2, 1)
+        return min(LONGEST_RETRY, max(1, math.ceil(seconds)))
+
+    def _coming(self, now: float) -> list[tuple[float, str]]:
+        """When sequences will end, and whose they are."""
+        until, ends = self._forecast
+        if now >= until:
+            ends = [(now + seconds, client) for seconds, client in forecast(self._progress())]
+            self._forecast = now + FORECAST_SECONDS, ends
+        return ends
 
     def _leave(self, client: str) -> None:
         self._held[client] -= 1
         if not self._held[client]:
             del self._held[client]
+            self._promised_of.pop(client, None)
         self._ends.append((self._clock(), client))
-
-    @staticmethod
-    def _refusal(message: str, seconds: int) -> ApiError:
-        return ApiError(429, f"{message}; try again in {seconds} s", None, "queue_full", {"retry-after": str(seconds)})
 
 
 class Unread:

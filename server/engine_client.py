@@ -32,6 +32,7 @@ from engine.protocol import (
     joined,
 )
 from server.adapters import ServedAdapters
+from server.admission import Progress
 from server.logs import log
 from server.metrics import Metrics, SequenceTimes
 from server.problems import ApiError, internal_error
@@ -72,6 +73,13 @@ class OutputQueue:
         if len(self._arrived) > SLICE:
             await asyncio.sleep(0)  # let other requests run between the slices of a backlog
         return [self._arrived.popleft() for _ in range(min(len(self._arrived), SLICE))]
+
+    def progress(self) -> Iterator[Progress]:
+        """Of the unfinished sequences."""
+        for index, times in self._times.items():
+            submit, seconds = self._submits[index], times.last - (times.first or times.last)
+            left = submit.params.max_tokens - len(self._generated[index])
+            yield Progress(submit.turn.client, times.tokens, seconds, left)
 
     def stop(self, index: int) -> None:
         """End the sequence at `index`, as when a stop string was found. No effect if it has ended already."""
@@ -202,6 +210,11 @@ class EngineClient:
     def active_tokens(self) -> int:
         """The tokens of these sequences' prompts, and of their answers so far."""
         return sum(queue.tokens for queue in set(self._active.values()))
+
+    def progress(self) -> Iterator[Progress]:
+        """Of these sequences, in the order of arrival."""
+        for queue in dict.fromkeys(self._active.values()):
+            yield from queue.progress()
 
     @contextmanager
     def generate(self, submits: Sequence[Submit]) -> Iterator[OutputQueue]:

@@ -46,7 +46,7 @@ class Service:
         self.chat_template = settings.chat_template
         self.metrics = client.metrics
         capacity = settings.max_num_seqs + settings.max_queue  # sequences
-        self.admission = Admission(capacity, settings.max_num_seqs + settings.client_queue)
+        self.admission = Admission(capacity, settings.max_num_seqs + settings.client_queue, progress=client.progress)
         self.unread = Unread()
         self.workers = Workers(settings.model, settings.workers, settings.worker_seconds, capacity, WORKER_MODULES)
         self.grammars: OrderedDict[bytes, Compiled] = OrderedDict()  # see grammar.py
