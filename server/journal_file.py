@@ -13,13 +13,13 @@ from collections.abc import Iterator
 from contextlib import closing, contextmanager, suppress
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
 from cli import note
 from errors import UserError
 
 MAGIC, APPLICATION, VERSION = b"SQLite format 3\0", 0x52756E67, 1  # in the file's header
-HEADER = 100  # bytes
+HEADER, IDENTITY = 100, 72  # bytes; MAGIC and APPLICATION are in the first 72
 LOCK_SECONDS = 5.0  # a server that ends may hold the file for a moment
 MOST_ATTEMPTS = 10  # of servers to finish a request
 MOST_MISSING = 500  # rows in a row that are looked for in a damaged file
@@ -27,6 +27,7 @@ MOST_SHARE = 0.25  # of the file that a request or result may take
 MOST_OWNED = 0.5  # of the file that one owner's unfinished requests may take
 PAGE = 4096  # bytes
 LOG_BYTES = 16 << 20  # of the write-ahead log, after it was written to the file
+LOG_HEADER, FRAME_HEADER = 32, 24  # bytes of the log, and of each frame in front of its page
 TABLE = "requests"
 FIELDS = "number, time, owner, answer_id, request_id, status, data, attempts, digest"
 SCHEMA = f"""
@@ -272,20 +273,28 @@ def open_journal(path: Path, bounds: Bounds) -> tuple[JournalFile, str]:
             raise UserError(f"--journal {path} is no regular file; give another file")
         if path.exists() and not os.access(path, os.W_OK):  # SQLite would say that it cannot lock it
             raise sqlite3.OperationalError(NOT_WRITABLE)
-        message = "" if _size(path) else _start(path)
+        message = ""
+        if not _size(path) and not _size(_beside(path, "-wal")):
+            _make(path)
+            _replace(path)
+        elif _is_cut(path):
+            message = _mend(path)
         _check_header(path)
         _hide(path)
         try:
-            return JournalFile(_whole(path), bounds), message
+            db = _whole(path)
         except sqlite3.Error as e:
             if _code(e) in USELESS:
                 raise
-        message = _mend(path)
-        return JournalFile(_whole(path), bounds), message
+            message = _mend(path)
+            return JournalFile(_whole(path), bounds), message
+        return JournalFile(db, bounds), message or _keep_log(path, db)
 
 
 def check_journal(path: str | None, bounds: Bounds) -> None:
     """Raises UserError if a server could not use this file. Mends a damaged one, and says so."""
+    if path == "":
+        raise UserError("--journal has an empty name; give a file")
     if path is not None:
         file, message = open_journal(Path(path), bounds)
         file.close()
@@ -311,7 +320,7 @@ def _hide(path: Path) -> None:
 def _check_header(path: Path) -> None:
     with path.open("rb") as file:
         header = file.read(HEADER)
-    if not header.startswith(MAGIC) or header[68:72] != APPLICATION.to_bytes(4):
+    if not header.startswith(MAGIC) or header[68:IDENTITY] != APPLICATION.to_bytes(4):
         raise UserError(f"--journal {path} is no journal, or its beginning was overwritten; move it away, or give another file")
     if (version := int.from_bytes(header[60:64])) != VERSION:
         what = f"is of version {version}, and this server writes version {VERSION}"
@@ -349,50 +358,111 @@ def _whole(path: Path) -> sqlite3.Connection:
 def _make(path: Path, damaged: Path | None = None) -> int:
     """Make a new file beside `path`, with what can be read of a damaged one. Returns how many rows that are."""
     new = _beside(path, ".new")
-    new.unlink(missing_ok=True)
-    os.close(os.open(new, os.O_CREAT | os.O_EXCL | os.O_WRONLY, 0o600))  # it has prompts and answers
-    with _connected(new, "journal_mode = MEMORY") as db, closing(db):
-        db.executescript(f"BEGIN; {SCHEMA} COMMIT")
-        if damaged is None:
-            return 0
-        file = JournalFile(db, Bounds())
-        # with a writable schema, SQLite also opens files that are too short
-        with _connected(damaged, "writable_schema = ON") as old, closing(old), file.transaction():
-            return file.salvage(old)
+    with _unless_done(new):
+        _write(new, b"")
+        with _connected(new, "journal_mode = MEMORY") as db, closing(db):
+            db.executescript(f"BEGIN; {SCHEMA} COMMIT")
+            if damaged is None:
+                return 0
+            file = JournalFile(db, Bounds())
+            # with a writable schema, SQLite also opens files that are too short
+            with _connected(damaged, "writable_schema = ON") as old, closing(old), file.transaction():
+                return file.salvage(old)
 
 
-def _start(path: Path) -> str:
-    """Make a new file where none is, or an empty one. Returns what to tell the user."""
-    message = ""
+@contextmanager
+def _unless_done(path: Path) -> Iterator[None]:
+    """Removes a file that cannot be completed, as on a full disk."""
+    try:
+        yield
+    except BaseException:
+        path.unlink(missing_ok=True)
+        raise
+
+
+def _write(path: Path, data: bytes) -> None:
+    """Make a file that only its owner may read: it has prompts and answers."""
+    path.unlink(missing_ok=True)
+    with _unless_done(path), os.fdopen(os.open(path, os.O_CREAT | os.O_EXCL | os.O_WRONLY, 0o600), "wb") as file:
+        file.write(data)
+
+
+def _is_cut(path: Path) -> bool:
+    """Whether nothing is left of a file but its log, and perhaps a part of its header."""
+    if _size(path) >= IDENTITY or not _size(_beside(path, "-wal")):
+        return False
+    return not path.exists() or MAGIC.startswith(path.read_bytes()[: len(MAGIC)])
+
+
+def _headed(path: Path) -> Path:
+    """A file that has the first page of a new one, and the log of one that was cut."""
     _make(path)
-    if _size(_beside(path, "-wal")):
-        path.touch(0o600)
-        message = f"--journal {path} is empty, but its log {path.name}-wal is not: a new file is used, and they are now "
-        message += f"{(aside := _set_aside(path))} and {aside.name}-wal"
-    _replace(path)
-    return message
+    new, part = _beside(path, ".new"), _beside(path, ".part")
+    page = bytearray(new.read_bytes()[:PAGE])
+    page[18:20] = 2, 2  # the file has a log
+    _write(part, bytes(page))
+    _write(_beside(part, "-wal"), _beside(path, "-wal").read_bytes())
+    return part
 
 
 def _mend(path: Path) -> str:
     """Replace a damaged file by a new one with what can be read of it. Returns what to tell the user."""
-    try:
-        count = _make(path, path)
-    except sqlite3.Error as e:
-        if _code(e) in USELESS:
-            raise
-        count = _make(path)  # nothing can be read
-    aside = _set_aside(path)
+    aside = _free_name(path)
+    log, kept = _beside(path, "-wal"), _beside(aside, "-wal")
+    with _unless_done(kept):
+        if log.exists():  # SQLite removes it
+            _write(kept, log.read_bytes())
+        try:
+            count = _make(path, _headed(path) if _is_cut(path) else path)
+        except sqlite3.Error as e:
+            if _code(e) in USELESS:
+                raise
+            count = _make(path)  # nothing can be read
+        finally:
+            for suffix in ("", "-wal"):
+                _beside(path, f".part{suffix}").unlink(missing_ok=True)
+        path.touch(0o600)
+        os.link(path, aside)
     _replace(path)
     return f"--journal {path} is damaged: {count} requests and results could be read and are used; the damaged file is {aside}"
 
 
-def _set_aside(path: Path) -> Path:
-    """Give a damaged file and its log another name. `path` is still there, too, until it is replaced."""
-    aside = next(name for i in range(1, 10_000) if not (name := _beside(path, f".damaged-{i}")).exists())
-    os.link(path, aside)
-    with suppress(FileNotFoundError):
-        os.replace(_beside(path, "-wal"), _beside(aside, "-wal"))
-    return aside
+def _keep_log(path: Path, db: sqlite3.Connection) -> str:
+    """Copy the log if SQLite does not use all of it. Returns what to tell the user, if anything."""
+    log = _beside(path, "-wal")
+    data = log.read_bytes() if log.exists() else b""
+    try:
+        _, frames, _ = db.execute("PRAGMA wal_checkpoint").fetchone()
+    except sqlite3.Error:  # as on a full disk: a later start will see it
+        return ""
+    if not _has_more(data, frames):
+        return ""
+    aside = _free_name(path)
+    _write(aside, data)
+    return f"--journal {path}: a part of its log {log.name} is damaged or incomplete, and is not used; a copy of it is {aside}"
+
+
+def _has_more(log: bytes, frames: int) -> bool:
+    """Whether a log has more than these frames. Behind them may be older ones, which are in the file already: their salts differ."""
+    if len(log) < LOG_HEADER:
+        return len(log) > 0
+    order: Literal["big", "little"] = "big" if log[3] & 1 else "little"
+    words = [int.from_bytes(log[i : i + 4], order if i < LOG_HEADER - 8 else "big") for i in range(0, LOG_HEADER, 4)]
+    first = second = 0
+    for i in range(0, 6, 2):
+        first = (first + words[i] + second) & 0xFFFFFFFF
+        second = (second + words[i + 1] + first) & 0xFFFFFFFF
+    if [first, second] != words[6:]:
+        return len(log) > LOG_HEADER
+    size = FRAME_HEADER + PAGE
+    behind = range(LOG_HEADER + frames * size, len(log), size)
+    return any(log[16:24].startswith(log[at + 8 : at + 16]) for at in behind)
+
+
+def _free_name(path: Path) -> Path:
+    """A name for something damaged."""
+    names = (_beside(path, f".damaged-{i}") for i in range(1, 10_000))
+    return next(name for name in names if not name.exists() and not _beside(name, "-wal").exists())
 
 
 def _replace(path: Path) -> None:

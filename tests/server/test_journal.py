@@ -171,6 +171,8 @@ def test_files_that_cannot_be_used(tmp_path: Path, monkeypatch: pytest.MonkeyPat
     refused(path, "is no journal")
     refused(tmp_path / "no" / "folder", "No such file")
     refused(tmp_path, "is no regular file")
+    with pytest.raises(UserError, match="--journal has an empty name; give a file"):
+        check_journal("", Bounds())
     os.mkfifo(tmp_path / "fifo")
     refused(tmp_path / "fifo", "is no regular file")
 
@@ -231,6 +233,7 @@ def test_a_full_disk_at_the_start(tmp_path: Path, monkeypatch: pytest.MonkeyPatc
     connected = journal_file._connected
     monkeypatch.setattr(journal_file, "_connected", lambda path, *s: connected(path, *s, "max_page_count = 2"))
     refused(tmp_path / "journal", "the disk is full; free some space")
+    assert os.listdir(tmp_path) == []
     monkeypatch.undo()
     open_journal(tmp_path / "journal", Bounds())[0].close()
 
@@ -292,12 +295,83 @@ def test_what_is_there_stays(tmp_path: Path) -> None:
     path.chmod(0o644)
     open_journal(path, Bounds())[0].close()
     assert path.stat().st_mode & 0o777 == 0o600
-    (tmp_path / "journal-wal").write_bytes(log)
-    path.write_bytes(b"")
+    path.unlink()
+    (tmp_path / "journal-wal").write_bytes(log[:100])
     file, message = open_journal(path, Bounds())
     file.close()
     assert str(aside := tmp_path / "journal.damaged-1") in message and not aside.stat().st_size
-    assert (tmp_path / "journal.damaged-1-wal").read_bytes() == log
+    assert (tmp_path / "journal.damaged-1-wal").read_bytes() == log[:100]
+
+
+@pytest.fixture
+def killed(tmp_path: Path) -> tuple[bytes, bytes, dict[int, Row]]:
+    """A file and its log as a killed server leaves them, and the rows, one a transaction. Behind the frames of the log are older
+    ones."""
+    path, rows = tmp_path / "killed", dict[int, Row]()
+    file, _ = open_journal(path, Bounds())
+    for number in range(1, 31):
+        rows[number] = some_row(number)
+        with file.transaction():
+            file.add(rows[number])
+    file._db.execute("PRAGMA wal_checkpoint")
+    for number in range(1, 6):
+        with file.transaction():
+            file.forget(number)
+            del rows[number]
+    copies = path.read_bytes(), path.with_name("killed-wal").read_bytes()
+    file.close()
+    return *copies, rows
+
+
+def opened_with_log(folder: Path, data: bytes, log: bytes) -> tuple[dict[int, Row], str]:
+    folder.mkdir()
+    (folder / "journal").write_bytes(data)
+    (folder / "journal-wal").write_bytes(log)
+    file, message = open_journal(folder / "journal", Bounds())
+    found = read_all(file)
+    file.close()
+    assert "\n" not in message and not (folder / "journal.part").exists()
+    return found, message
+
+
+def test_a_log_without_its_file(tmp_path: Path) -> None:
+    """Whatever is left of the file's header, all requests in the log are used, and both are kept."""
+    path, rows = tmp_path / "journal", {n: some_row(n) for n in range(1, 31)}
+    file, _ = open_journal(path, Bounds())
+    for row in rows.values():
+        with file.transaction():
+            file.add(row)
+    data, log = path.read_bytes(), (tmp_path / "journal-wal").read_bytes()
+    file.close()
+    for size in (0, 1, 15, 16, 50, 71, 72, HEADER, 4096):
+        folder = tmp_path / str(size)
+        found, message = opened_with_log(folder, data[:size], log)
+        assert found == rows
+        if size < 72:
+            assert f"30 requests and results could be read and are used; the damaged file is {folder}" in message
+            assert (folder / "journal.damaged-1").read_bytes() == data[:size]
+            assert (folder / "journal.damaged-1-wal").read_bytes() == log
+
+
+def test_a_log_that_is_damaged_is_said_and_kept(killed: tuple[bytes, bytes, dict[int, Row]], tmp_path: Path) -> None:
+    """One changed byte of its header or of a frame that counts, or a cut that leaves no whole transaction."""
+    data, log, rows = killed
+    assert opened_with_log(tmp_path / "whole", data, log) == (rows, "")
+    frames = [log[at + 8 : at + 16] == log[16:24] for at in range(32, len(log), 4120)]
+    last = max(i for i, new in enumerate(frames) if new)
+    assert last < len(frames) - 1
+    flips = [*range(32), *(32 + random.randrange(last + 1) * 4120 + at for at in (*range(24), 24, 2000, 4119))]
+    for i, at in enumerate(flips):
+        harmed = log[:at] + bytes([log[at] ^ random.randint(1, 255)]) + log[at + 1 :]
+        folder = tmp_path / f"flip-{i}"
+        _, message = opened_with_log(folder, data, harmed)
+        if (at - 32) // 4120 == last and 8 <= (at - 32) % 4120 < 16:
+            continue  # the last frame's salt: nothing tells it from an older one
+        kept = [one for one in folder.iterdir() if one.name.startswith("journal.damaged") and one.read_bytes() == harmed]
+        assert len(kept) == 1 and str(folder / "journal.damaged-1") in message, (at, message)
+    for i, cut in enumerate(random.randrange(33, 32 + last * 4120) for _ in range(20)):
+        _, message = opened_with_log(tmp_path / f"cut-{i}", data, log[:cut])
+        assert "journal.damaged-1" in message or (cut - 32) % 4120 == 0
 
 
 def refused(path: Path, words: str) -> None:
