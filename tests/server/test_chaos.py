@@ -8,15 +8,20 @@ import signal
 import socket
 import subprocess
 import sys
+import tempfile
 import threading
 import time
 from collections.abc import Callable
+from functools import partial
 from pathlib import Path
+from types import SimpleNamespace
+from typing import Any, cast
 
 import pytest
 
-from scripts.bench.serving import leftovers
-from scripts.bench.serving.chaos import Storm
+from scripts.bench.serving import chaos, leftovers
+from scripts.bench.serving.chaos import Answer, Storm
+from scripts.lib.servers import Server
 from tests import MODELS
 from tests.support.server_process import ServerProcess, runs, wait_until
 
@@ -155,14 +160,20 @@ def test_a_server_that_cannot_go_on_ends(when: str) -> None:
 
 
 def test_leftovers_are_noticed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """A child of a killed process, a file, a port and GPU memory: each is reported, and nothing is if all are gone."""
+    """A child of a killed process, a file, a folder, a port and GPU memory: each is reported, and nothing is if all are gone."""
     memory = [100]
     monkeypatch.setattr(leftovers, "SHARED", tmp_path)
+    monkeypatch.setattr(tempfile, "tempdir", str(tmp_path / "temporary"))
     monkeypatch.setattr(leftovers, "gpu_memory", lambda _root: list(memory))
     (tmp_path / "rung-old").touch()
-    child = "import os, time; p = os.fork(); p and open('started', 'w').write(f'{p}'); time.sleep(60)"
+    (folder := tmp_path / "temporary" / "rung-run-12345678").mkdir(parents=True)
+    (tmp_path / "temporary" / "rung-run-87654321").mkdir()  # another server's
+    lock = "import fcntl, os, time; fcntl.flock(os.open('temporary/rung-run-12345678', 0), fcntl.LOCK_EX)"
+    fork = "p = os.fork(); os.closerange(3, 9) if not p else open('started', 'w').write(f'{p}'); time.sleep(60)"
+    child = f"{lock}; {fork}"
     parent = f"import subprocess, sys; subprocess.run([sys.executable, '-c', {child!r}])"
-    with subprocess.Popen([sys.executable, "-c", f"{parent}; input()"], cwd=tmp_path, stdin=subprocess.PIPE) as root:
+    command = [sys.executable, "-c", f"{parent}; input()"]
+    with subprocess.Popen(command, cwd=tmp_path, stdin=subprocess.PIPE) as root:
         wait_until(lambda: (tmp_path / "started").exists() and (tmp_path / "started").read_text(), 60, "a child of a child")
         watch = leftovers.Watch(root.pid, idle=[100])
         watch.begin()
@@ -178,8 +189,10 @@ def test_leftovers_are_noticed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) 
         os.kill(orphan, signal.SIGKILL)
         assert [line.split(" (")[0] for line in found[:1]] == [f"process {orphan}"]
         assert found[1].endswith(f": {tmp_path / 'nccl-left'}")
-        assert "1100 MiB" in found[2] and len(found) == 3
+        assert found[2] == f"folders of nobody: {folder}"
+        assert "1100 MiB" in found[3] and len(found) == 4
         (tmp_path / "nccl-left").unlink()
+        folder.rmdir()
         memory[0] -= 1000
         watch.look()
         wait_until(lambda: watch.left() == [], 60, "nothing left")
@@ -187,6 +200,97 @@ def test_leftovers_are_noticed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) 
     before = leftovers.ports({os.getpid()})
     with socket.create_server(("127.0.0.1", 0)):
         assert leftovers.ports({os.getpid()}) == before + 1
+
+
+class Dice(random.Random):
+    """Always as high, in random() and between the bounds of uniform()."""
+
+    def __init__(self, value: float) -> None:
+        super().__init__()
+        self.value = value
+
+    def random(self) -> float:
+        return self.value
+
+    def uniform(self, a: float, b: float) -> float:
+        return a + 0.02 * self.value * (b - a)
+
+
+class Trial(Storm):
+    """A storm without a server. `events`: what it does. Each look brings two tokens, 0.1 and 9 s after the ranks have recovered."""
+
+    def __init__(self, folder: Path, value: float, **settings: Any) -> None:
+        (folder / "log").touch()
+        super().__init__("", os.getpid(), folder / "log", Dice(value), **settings)
+        self.events, self.recovered_at = list[str](), time.time()
+        self._watch = cast(Any, SimpleNamespace(begin=partial(self.note, "begin"), look=self.look, left=self.left, root=0))
+
+    def note(self, what: str) -> None:
+        self.events.append(what)
+
+    def look(self) -> None:
+        self.note("look")
+        self._tokens += [self.recovered_at + 0.1, self.recovered_at + 9]
+
+    def left(self) -> list[str]:
+        self.note("left")
+        return [f"something of {self._watch.root}"]
+
+    def _signal(self, only_kill: bool = False) -> tuple[str, signal.Signals]:
+        self.note("signal")
+        return "rung-rank-0", signal.SIGKILL
+
+    def _recovered(self, start: int) -> dict[str, float]:
+        return {"requests sent again": self.recovered_at}
+
+
+def test_the_first_token_counts_whenever_it_is_noticed(tmp_path: Path) -> None:
+    storm = Trial(tmp_path, 0.9)
+    asyncio.run(storm._kill())
+    assert storm.waits["ranks: first token"] == [pytest.approx(0.1, abs=1e-3)]
+
+
+def test_memory_is_looked_at_before_a_second_kill(tmp_path: Path) -> None:
+    storm = Trial(tmp_path, 0.1)
+    asyncio.run(storm._kill())
+    assert storm.events[:3] == ["begin", "signal", "look"] and storm.events.count("signal") == 2
+    assert storm.events[-1] == "left"
+
+
+def test_the_end_of_everything_leaves_nothing(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """It is looked at while the next server starts, whose first process then counts."""
+    looked = threading.Event()
+    monkeypatch.setattr(chaos, "process_tree", lambda root: [root])
+    monkeypatch.setattr(chaos, "kill", lambda pids: storm.note(f"kill {len(pids)}"))
+
+    def restart() -> tuple[Server, Path]:
+        assert looked.wait(60)
+        return Server("http://next", 7), tmp_path / "log"
+
+    storm = Trial(tmp_path, 0.5, restart=restart)
+    look = storm._watch.look
+    monkeypatch.setattr(storm._watch, "look", lambda: (look(), looked.set()))
+    asyncio.run(storm._kill_all())
+    assert storm.events[:3] == ["begin", "kill 1", "look"] and storm.events[-1] == "left"
+    assert storm.wrong == ["SIGKILL to everything: something of 7"] and storm.root == 7
+
+
+@pytest.mark.parametrize(
+    ("seconds_before", "begun", "full", "promised"),
+    [
+        (4.9, False, False, False),
+        (5.1, False, False, True),
+        (0.1, True, False, True),
+        (9, True, True, False),
+        (-1, False, False, False),
+    ],
+)
+def test_what_the_journal_must_have(seconds_before: float, begun: bool, full: bool, promised: bool, tmp_path: Path) -> None:
+    """A request that was sent so long before the signal, unless the disk was full."""
+    storm = Trial(tmp_path, 0.5)
+    storm._frontend_signalled_at = 1000.0
+    storm._disk_full_until = 1000.0 if full else 0.0
+    assert storm._is_promised(1000.0 - seconds_before, Answer(begun=begun)) == promised
 
 
 def test_gpu_memory_of_other_programs_is_not_counted(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -8,8 +8,9 @@ streamed and whole. A random rank or the frontend gets SIGKILL or SIGSTOP, while
 have the text, ids, log-probabilities and usage that the same request got before the first kill. Only while the frontend is
 gone, connections may break. With --journal all processes are killed together, too, and the server is started again with the same
 journal; now and then its disk is full. An answer whose connection broke must then be among the results, unless the client had got
-nothing of it. After each kill nothing of the dead may be left: processes, ports, files in /dev/shm, GPU memory. Prints how long a
-client waited for its next token after a kill, and for what, also after a failure and after Ctrl-C.
+nothing of it and had sent the request less than 5 s before the signal: the server may not have written it yet. After each kill
+nothing of the dead may be left: processes, ports, files in /dev/shm, folders in the temporary one, GPU memory. Prints how long
+clients waited for the first token after a kill, and for what, also after a failure and after Ctrl-C.
 """
 
 import argparse
@@ -57,6 +58,9 @@ FRONTEND, FRONTEND_NAME = 0.2, "rung-frontend"  # share that the frontend gets
 AT_START = 0.2  # share that comes while the ranks start
 ALL, FULL = 0.3, 0.2  # with --journal, share of kills of everything, and of full disks
 FULL_SECONDS = 2.0
+WRITTEN_SECONDS = (
+    5.0  # after which a request is in the journal: a frontend that runs takes it at once, and writes it within 0.3 s
+)
 FULL_BYTES = 4096  # of a file that may be written then
 PHASES = {  # what ends each phase of a recovery: a part of a line of the log
     "noticed": "the ranks have ended",
@@ -173,11 +177,12 @@ class Storm:
         self._watch = Watch(root, list(idle))
         self._disk_full_until = 0.0  # time.time() of the end of the last full disk
         self._frontend_back_at = 0.0  # time.time() when a killed frontend was last replaced; inf while there is none
+        self._frontend_signalled_at = 0.0  # time.time() when the frontend last got a signal
         self.outcomes: Counter[str] = Counter()
         self.victims: Counter[str] = Counter()
         self.wrong: list[str] = []  # answers, and what dead processes have left
         self.waits: dict[str, list[float]] = {}  # seconds by phase
-        self.last_token = 0.0  # time.time()
+        self._tokens: list[float] = []  # time.time() of each since the last kill
         self._work = requests(rng)
         self._answers: list[int] = []  # of each client
         self._deaths = 0  # since all clients had an answer
@@ -214,7 +219,7 @@ class Storm:
             except httpx.HTTPError as e:
                 self.outcomes["connection broken"] += 1
                 if self.restart:
-                    await self._fetch(client, at, name, answer.begun and start > self._disk_full_until)
+                    await self._fetch(client, at, name, self._is_promised(start, answer))
                     continue
                 if start > self._frontend_back_at:
                     self.wrong.append(f"{self._work[at]}: {e!r}")
@@ -229,6 +234,11 @@ class Storm:
             self.outcomes["different" if difference else "the same"] += 1
             if difference:
                 self.wrong.append(f"{self._work[at]}: {difference}")
+
+    def _is_promised(self, start: float, answer: Answer) -> bool:
+        """Whether the journal must have a request that was sent at `start` and whose connection broke."""
+        written = answer.begun or start < self._frontend_signalled_at - WRITTEN_SECONDS
+        return written and start > self._disk_full_until
 
     async def _fetch(self, client: httpx.AsyncClient, at: int, name: str, promised: bool) -> None:
         """Get the result of a request whose connection broke. promised: whether there must be one."""
@@ -266,7 +276,7 @@ class Storm:
                     ended = True
                 elif line.startswith("data: "):
                     answer.take(json.loads(line[6:]))
-                    self.last_token = time.time()
+                    self._tokens.append(time.time())
         if not ended:
             raise httpx.RemoteProtocolError("a stream without [DONE]")
         return answer
@@ -285,11 +295,24 @@ class Storm:
         assert self.restart is not None
         await asyncio.sleep(self.rng.uniform(0, 1.5))
         self.victims["everything SIGKILL"] += 1
+        self._watch.begin()
+        self._frontend_signalled_at = time.time()
         kill(process_tree(self.root))
-        server, self.log = await asyncio.to_thread(self.restart)
+        starting = asyncio.create_task(asyncio.to_thread(self.restart))
+        while not starting.done():
+            await self._look()
+        server, self.log = await starting
         self.url, self.root, self._deaths = server.url, server.pid, 0
         self._watch.root = server.pid
         await self._all_answered()
+        await self._find_left("SIGKILL to everything")
+
+    async def _look(self) -> None:
+        await asyncio.to_thread(self._watch.look)
+        await asyncio.sleep(0.01)
+
+    async def _find_left(self, what: str) -> None:
+        self.wrong += [f"{what}: {one}" for one in await asyncio.to_thread(self._watch.left)]
 
     async def _fill_disk(self) -> None:
         """For a while the frontend can write only the beginnings of files."""
@@ -309,32 +332,38 @@ class Storm:
         self._deaths += 1 + twice
         await asyncio.sleep(self.rng.uniform(0, 1.5))
         start = self.log.stat().st_size
+        self._tokens.clear()
         self._watch.begin()
         name, number = self._signal()
         self.victims[f"{name} {number.name}"] += 1
         killed = time.time()
         what = f"{number.name} to {name}"
         if twice:
-            await asyncio.sleep(self.rng.uniform(0, 3))
+            again_at = time.monotonic() + self.rng.uniform(0, 3)
+            while time.monotonic() < again_at:  # if the frontend dies next, the ranks go on
+                await self._look()
             start = self.log.stat().st_size
             name, again = self._signal(only_kill=True)  # it takes a minute until stopped ranks that start are killed
             self.victims[f"{name} {again.name} while they start"] += 1
             killed = 0.0  # two times would be mixed
             what += f", then {again.name} to {name}"
         end = time.monotonic() + RECOVERY_SECONDS
-        while not (recovered := self._recovered(start)) or self.last_token < max(recovered.values()):
+        while not (recovered := self._recovered(start)) or not (first := self._first_token(max(recovered.values()))):
             if time.monotonic() > end:
                 raise UserError(f"the server did not recover from {what}; its log: {self.log}")
-            await asyncio.to_thread(self._watch.look)
-            await asyncio.sleep(0.01)
+            await self._look()
         self._frontend_back_at = min(self._frontend_back_at, time.time())
         if killed and number is signal.SIGKILL:
-            times = [killed, *recovered.values(), self.last_token]
+            times = [killed, *recovered.values(), first]
             kind = "frontend" if name == FRONTEND_NAME else "ranks"
             for phase, a, b in zip([*recovered, "first token"], times, times[1:], strict=False):
                 self.waits.setdefault(f"{kind}: {phase}", []).append(b - a)
-            self.waits.setdefault(f"{kind}: all", []).append(self.last_token - killed)
-        self.wrong += [f"{what}: {one}" for one in await asyncio.to_thread(self._watch.left)]
+            self.waits.setdefault(f"{kind}: all", []).append(first - killed)
+        await self._find_left(what)
+
+    def _first_token(self, since: float) -> float:
+        """When the first token since a time came; 0 if none did."""
+        return next((at for at in self._tokens if at >= since), 0.0)
 
     async def _all_answered(self) -> None:
         """Wait until each client has another answer. Three kills in a row before a request's next token look like its fault."""
@@ -357,7 +386,7 @@ class Storm:
                 name = self.rng.choice(names)
                 number = signal.SIGSTOP if not only_kill and self.rng.random() < STOPPED else signal.SIGKILL
                 if name == FRONTEND_NAME:
-                    self._frontend_back_at = math.inf
+                    self._frontend_back_at, self._frontend_signalled_at = math.inf, time.time()
                 try:
                     os.kill(by_name[name], number)
                 except ProcessLookupError:

@@ -1,14 +1,16 @@
-"""What processes that were killed must not leave behind: other processes, listening ports, files in /dev/shm and GPU memory."""
+"""What processes that were killed must not leave behind: other processes, listening ports, files in /dev/shm, folders in the
+temporary one, and GPU memory."""
 
 import os
 import shutil
 import subprocess
+import tempfile
 import time
 from contextlib import suppress
 from dataclasses import dataclass, field
 from pathlib import Path
 
-from processes import RANK_NAME
+from processes import PREFIX, RANK_NAME
 from scripts.lib.process_tree import process_tree
 
 SHARED = Path("/dev/shm")
@@ -20,8 +22,8 @@ SPARE = 256  # MiB of a GPU by which two looks at it may differ
 
 @dataclass
 class Watch:
-    """Compares a server's processes, after some were killed, with what there was before. root: its first process. idle: see
-    `gpu_memory`, before the server started."""
+    """Compares a server's processes, after some were killed, with what there was before. root: its first process, or that of the
+    next server if all were killed. idle: see `gpu_memory`, before the server started."""
 
     root: int
     idle: list[int] = field(default_factory=list)
@@ -31,7 +33,7 @@ class Watch:
         """Call before a kill."""
         self.least = []
         self._processes, self._files = set(process_tree(self.root)), files()
-        self._ports = ports(self._processes)
+        self._ports, self._folders = ports(self._processes), folders(self._processes)
 
     def look(self) -> None:
         """Call again and again while there are no ranks."""
@@ -48,6 +50,8 @@ class Watch:
             time.sleep(SECOND_LOOK)
         if new := new & files():
             found.append(f"files of nobody in {SHARED}: {', '.join(sorted(new))}")
+        if old := [path for path in sorted(self._folders - folders(now)) if Path(path).exists()]:
+            found.append(f"folders of nobody: {', '.join(old)}")
         ranks_ended = not any(name_of(pid).startswith(RANK_NAME) for pid in self._processes & now)
         for gpu, (before, least) in enumerate(zip(self.idle, self.least, strict=False)):
             if ranks_ended and least > before + SPARE:
@@ -81,6 +85,18 @@ def files() -> set[str]:
         found -= set(_open_by(int(pid)))
         with suppress(OSError):
             found -= {line.split(maxsplit=5)[-1] for line in Path(f"/proc/{pid}/maps").read_text().splitlines()}
+    return found
+
+
+def folders(pids: set[int]) -> set[str]:
+    """The folders in the temporary one that these processes hold a lock on, as `processes.run_folder` does."""
+    locks = [line.split() for line in Path("/proc/locks").read_text().splitlines() if "->" not in line]
+    held = {int(fields[5].rpartition(":")[2]) for fields in locks if int(fields[4]) in pids}
+    found = set[str]()
+    for path in Path(tempfile.gettempdir()).glob(f"{PREFIX}*"):
+        with suppress(OSError):  # it was just removed
+            if path.stat().st_ino in held:
+                found.add(str(path))
     return found
 
 
