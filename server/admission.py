@@ -1,6 +1,7 @@
 """How many sequences and unread answers may be in the server, in all and of one client. Who exceeds that gets a 429.
 
-A refused request is told when to come again, and promised a place for that time: each another one, else all would come for the same.
+A refused request is told when to come again: each when another place becomes free, else all would come for the same. No place is kept
+for it, because it may not come.
 """
 
 import heapq
@@ -9,14 +10,13 @@ import time
 from collections import Counter, defaultdict, deque
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 
 from server.problems import ApiError, bad
 
 WINDOW = 30.0  # seconds over which ends are counted
 MOST_ENDS = 4096
 LONGEST_RETRY = 120  # seconds
-GRACE = 2.0  # seconds for which a promised place waits
 FORECAST_SECONDS = 1.0  # for which a forecast is used: it reads all sequences
 UNREAD_BYTES = 1 << 30  # of vectors that are computed, or wait for their clients to read them
 UNREAD_SHARE = 4  # one client may have a quarter of them
@@ -51,29 +51,6 @@ def forecast(sequences: Iterable[Progress]) -> list[tuple[float, str]]:
     return [(left * seconds / tokens, client) for left, client in ends + sorted(begun)]
 
 
-@dataclass
-class Promises:
-    """The places that refused requests will get, at most `limit`: who comes again too early gets more than one."""
-
-    limit: int
-    _made: list[tuple[float, str, int]] = field(default_factory=list)  # when a request may come, its client and sequences
-
-    def make(self, due: float, client: str, sequences: int) -> None:
-        if self.count() + sequences <= self.limit:
-            self._made.append((due, client, sequences))
-
-    def take(self, now: float, client: str) -> bool:
-        """Whether a promise to this client is due, which then is kept. Those that nobody took are forgotten."""
-        self._made = [one for one in self._made if one[0] + GRACE >= now]
-        due = min((one for one in self._made if one[1] == client and one[0] <= now), default=None)
-        if due:
-            self._made.remove(due)
-        return due is not None
-
-    def count(self) -> int:
-        return sum(sequences for _, _, sequences in self._made)
-
-
 class Admission:
     """`capacity`: sequences in all. `per_client`: of one client. clock: as time.monotonic. progress: returns the sequences in the
     engine."""
@@ -87,8 +64,8 @@ class Admission:
     ) -> None:
         self.capacity, self.per_client, self._clock, self._progress = capacity, per_client, clock, progress
         self._held = Counter[str]()  # places by client
-        self._promised = Promises(capacity)
-        self._promised_of = defaultdict[str, Promises](lambda: Promises(per_client))  # of clients that hold places
+        self._told: list[float] = []  # when refused requests were told to come, each for a place
+        self._told_of = defaultdict[str, list[float]](list)  # the same by client, of those that hold places
         self._ends: deque[tuple[float, str]] = deque(maxlen=MOST_ENDS)  # when places became free, and whose
         self._since = 0.0  # when the server began to be busy
         self._forecast: tuple[float, list[tuple[float, str]]] = (-math.inf, [])  # until when it is used
@@ -104,12 +81,12 @@ class Admission:
                 f"the request asks for {sequences} answers, but the server's queue holds {most}; send fewer prompts at once"
             )
             raise bad(None, message, "too_many_choices")
-        self._check(
-            f"the queue has {active} sequences, and holds {self.capacity}", active, sequences, self._promised, client, None
-        )
-        if held := self._held[client]:
+        if (missing := active + sequences - self.capacity) > 0:
+            raise self._refusal(f"the queue has {active} sequences, and holds {self.capacity}", missing, sequences, None)
+        held = self._held[client]
+        if (missing := held + sequences - self.per_client) > 0:
             message = f"the queue has {held} sequences of this client, and holds {self.per_client}"
-            self._check(message, held, sequences, self._promised_of[client], client, client)
+            raise self._refusal(message, missing, sequences, client)
         if not self._held:
             self._since = self._clock()
         self._held[client] += sequences
@@ -126,18 +103,13 @@ class Admission:
             while left:
                 leave()
 
-    def _check(self, message: str, held: int, sequences: int, promises: Promises, client: str, whose: str | None) -> None:
-        """Raises a 429 unless there is room beside `held` sequences, of one client if given. A request without a promise leaves places
-        to those that have one: up to three quarters of all, so that the engine goes on if they do not come."""
-        now, missing = self._clock(), held + sequences - promises.limit
-        promised = 0 if promises.take(now, client) else promises.count()
-        if missing + min(promised, promises.limit * 3 // 4) > 0:
-            if missing <= 0:
-                message += ", and the free places are promised to requests that came before"
-            seconds = self.retry_after(max(1, missing + promised), whose)
-            promises.make(now + seconds, client, sequences)
-            headers = {"retry-after": str(seconds)}
-            raise ApiError(429, f"{message}; try again in {seconds} s", None, "queue_full", headers)
+    def _refusal(self, message: str, missing: int, sequences: int, client: str | None) -> ApiError:
+        """The 429 of a request that lacks so many places for its sequences, of one client if given."""
+        now, told = self._clock(), self._told if client is None else self._told_of[client]
+        told[:] = [due for due in told if due > now]
+        seconds = self.retry_after(missing + len(told), client)
+        told += [now + seconds] * min(sequences, self.capacity - len(told))
+        return ApiError(429, f"{message}; try again in {seconds} s", None, "queue_full", {"retry-after": str(seconds)})
 
     def retry_after(self, place: int, client: str | None = None) -> int:
         """Seconds until so many places will have become free, of one client if given: the longest that so many lately took. If none
@@ -168,7 +140,7 @@ class Admission:
         self._held[client] -= 1
         if not self._held[client]:
             del self._held[client]
-            self._promised_of.pop(client, None)
+            self._told_of.pop(client, None)
         self._ends.append((self._clock(), client))
 
 

@@ -1,11 +1,9 @@
 """Who counts as a client, how many places it may have, when a refused one may come again, and the order that the engine is asked
 for."""
 
-import heapq
 import logging
 import random
 import threading
-from collections import Counter
 from collections.abc import Callable
 from contextlib import ExitStack
 
@@ -14,7 +12,7 @@ import openai
 import pytest
 
 from engine.protocol import Turn
-from server.admission import GRACE, LONGEST_RETRY, WINDOW, Admission, Progress, Promises
+from server.admission import LONGEST_RETRY, WINDOW, Admission, Progress
 from server.clients import digest, read_keys, sender
 from server.problems import ApiError
 from tests.support.server_thread import CHAT, Site, wait_for
@@ -81,7 +79,6 @@ def test_one_client_leaves_places_for_others(make_site: Callable[..., Site]) -> 
             refused = site.http.post("/v1/completions", json={"prompt": "x", "n": n})
             assert refused.status_code == status
         for n, status in ((3, 429), (2, 200)):
-            site.server.service.admission._promised = Promises(18)  # as if the promise of the first one were over
             other = threading.Thread(target=lambda: setattr(site.engine, "hold", False))
             if status == 200:
                 other.start()
@@ -144,57 +141,25 @@ def test_retry_after_before_any_end(seed: int) -> None:
         assert admission.retry_after(1) == 7, "no token tells the speed"
 
 
-@pytest.mark.parametrize("seconds", [(8, 8), (4, 12)])
-def test_who_comes_again_in_time_finds_a_place(seconds: tuple[float, float], seed: int) -> None:
-    """18 clients on 12 places, of which 4 are computed. Each sends its next request when the last one has ended, or when it was told.
-    If answers take equally long, all that were refused get in at their first attempt after that, and else most."""
-    now, active, computed, order = 0.0, 0, 0, 0
-    admission = Admission(12, 12, lambda: now)
-    events, queue, held = list[tuple[float, int, str]](), list[str](), dict[str, ExitStack]()
-    refused, attempts = Counter[str](), list[int]()
-
-    def later(wait: float, client: str) -> None:
-        nonlocal order
-        order += 1
-        heapq.heappush(events, (now + wait, order, client))
-
-    for i in range(18):
-        later(i / 100, str(i))
-    while now < 1000:
-        now, _, client = heapq.heappop(events)
-        if place := held.pop(client, None):
-            place.close()
-            active, computed = active - 1, computed - 1
-            later(0.002, client)
-        else:
-            place = ExitStack()
-            try:
-                place.enter_context(admission.hold(client, 1, active))
-            except ApiError as e:
-                refused[client] += 1
-                later(int(e.headers["retry-after"]) + random.uniform(0, 0.05), client)
-            else:
-                if now > 200:
-                    attempts.append(refused[client])
-                refused[client], held[client], active = 0, place, active + 1
-                queue.append(client)
-        while queue and computed < 4:
-            later(random.uniform(*seconds), queue.pop(0))
-            computed += 1
-    assert len(attempts) > 300
-    assert sum(n <= 1 for n in attempts) >= len(attempts) * (1 if seconds == (8, 8) else 0.7), Counter(attempts)
-
-
-def test_promised_places_wait_only_for_a_while() -> None:
-    """Who comes too early or not at all keeps a quarter of the places from nobody, and the others for a bounded time."""
-    now = 100.0
-    admission = Admission(8, 8, lambda: now)
-    with admission.hold("greedy", 8, 0):
-        told = [refusal(admission, "hasty", 1, 8) for _ in range(50)]
-        assert max(told) <= LONGEST_RETRY and admission._promised.count() == 8
-    with admission.hold("new", 2, 0):
-        pass
-    refusal(admission, "new", 3, 0)
-    now += LONGEST_RETRY + GRACE + 1
-    with admission.hold("new", 8, 0):
+def test_each_refused_request_is_told_the_time_of_another_place(seed: int) -> None:
+    """One client has all places, and one of them becomes free each second. Times that are over count no longer, and no refused
+    request keeps a place from others."""
+    now = 0.0
+    admission = Admission(10, 10, lambda: now)
+    places = [ExitStack() for _ in range(10)]
+    for place in places:
+        place.enter_context(admission.hold("a", 1, 0))
+    for place in places[:8]:
+        now += 1
+        place.close()
+    with admission.hold("b", 8, 2):
+        several = random.randint(2, 5)
+        told = [refusal(admission, "c", 1, 10) for _ in range(3)]
+        assert told == [1, 2, 3]
+        assert refusal(admission, "d", several, 10) == 3 + several
+        assert refusal(admission, "d", 1, 10) == 4 + several
+        now += 2.5
+        assert refusal(admission, "d", 1, 10) > 2 + several
+        assert all(refusal(admission, "d", 1, 10) <= LONGEST_RETRY for _ in range(50))
+    with admission.hold("new", 10, 0):
         pass
