@@ -36,7 +36,7 @@ from server.admission import Progress
 from server.logs import log
 from server.metrics import Metrics, SequenceTimes
 from server.problems import ApiError, internal_error
-from server.recovery import Recovery, Watchdog
+from server.recovery import GOT_ON, Recovery, Watchdog
 
 SLICE = 64  # most outputs that `next` returns at once: the backlog of a slow reader is converted to text only as it reads
 
@@ -58,7 +58,8 @@ class OutputQueue:
         }  # the unfinished ones
         self.sent = False  # whether the present ranks have it
         self.attempts = 0  # how often it was sent
-        self.stuck = 0  # how many ranks in a row had it when they ended, and sent no token of it
+        self.stuck = self.alone = self.progress = 0  # see `recovery.Request`
+        self._before = [0] * len(submits)  # tokens of each sequence when it was sent
 
     async def next(self) -> list[tuple[int, TokenOutput]]:
         """Wait for outputs and return the oldest, at most SLICE, each with its sequence's index in `submits`. None after `wake`.
@@ -74,8 +75,8 @@ class OutputQueue:
             await asyncio.sleep(0)  # let other requests run between the slices of a backlog
         return [self._arrived.popleft() for _ in range(min(len(self._arrived), SLICE))]
 
-    def progress(self) -> Iterator[Progress]:
-        """Of the unfinished sequences."""
+    def unfinished(self) -> Iterator[Progress]:
+        """The progress of the unfinished sequences."""
         for index, times in self._times.items():
             submit, seconds = self._submits[index], times.last - (times.first or times.last)
             left = submit.params.max_tokens - len(self._generated[index])
@@ -100,6 +101,8 @@ class OutputQueue:
         times, count = self._times[index], len(output.token_ids)
         times.on_tokens(now, count, output.queue_seconds, output.prefill_seconds)
         self._generated[index] += output.token_ids
+        since = GOT_ON if output.finish_reason else len(self._generated[index]) - self._before[index]
+        self.progress = max(self.progress, since)
         if output.finish_reason:
             self._end(index, output.finish_reason)
         self._arrived.append((index, output))
@@ -119,6 +122,7 @@ class OutputQueue:
         Their ids are new, so that what ended ranks have sent and what is still on its way counts for none of them.
         """
         self.attempts += 1
+        self.progress, self._before = 0, list(map(len, self._generated))
         for i in self._times if self.attempts > 1 else ():
             first = self._submits[i].request_id.partition("+")[0]
             again = dict(request_id=f"{first}+{self.attempts}", generated=self._generated[i])
@@ -214,7 +218,7 @@ class EngineClient:
     def progress(self) -> Iterator[Progress]:
         """Of these sequences, in the order of arrival."""
         for queue in dict.fromkeys(self._active.values()):
-            yield from queue.progress()
+            yield from queue.unfinished()
 
     @contextmanager
     def generate(self, submits: Sequence[Submit]) -> Iterator[OutputQueue]:
@@ -336,7 +340,7 @@ class EngineClient:
             self.adapters.on_ready(message)  # before requests that need them
             if first:
                 self.on_ready(message)
-            self.recovery.on_ready(message.pid, message.max_batch_tokens, message.longest_start)
+            self.recovery.on_ready(message.pid, message.max_batch_tokens, message.longest_start, message.max_num_seqs)
         else:
             self.die(message.message)
 

@@ -90,6 +90,7 @@ def describe(settings: Settings, engine: Engine, config: ModelConfig, world: Wor
         pid=os.getpid(),
         hidden_size=config.hidden_size,
         max_batch_tokens=engine.scheduler.max_batch_tokens,
+        max_num_seqs=engine.scheduler.max_num_seqs,
     )
 
 

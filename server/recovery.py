@@ -6,9 +6,13 @@ The frontend has the prompt, the parameters and the seed of each accepted reques
 function of these and of its position, so new ranks that get all of them go on where the others ended, and nobody can see it in
 the text.
 
-A request may itself be what ends the ranks. One that ranks had at two ends in a row without a token of it is suspect: the next
-ranks compute the suspects one at a time and nothing beside them. Once a token of it comes, a suspect is as good as any other, and
-waits until the others are tried, too. If the ranks end, they had only this one, and it is refused.
+A request may itself be what ends the ranks. One that they had at two ends in a row and hardly got on with is suspect. A token
+alone clears nobody: ranks that compute a prompt again send one, though the next step may end them. The next ranks compute the
+suspects one at a time and nothing beside them, until each has got on and waits for the others to be tried, too. If the ranks end
+meanwhile, they had only this one, and it is refused: at once if they sent no token of it, else when this happens again.
+
+Of many suspects most have only waited in the ranks' queue. If there are more than the ranks compute at once, the next ranks get so
+many of them at a time, beside what got on. At the next end there are few who hardly got on once more, and these are tried alone.
 
 If the ranks hang, they are killed, and whoever started them starts them again.
 """
@@ -25,7 +29,8 @@ from server.logs import log
 from server.metrics import Metrics
 from server.problems import ApiError
 
-SUSPECT, REFUSED = 2, 3  # ends of ranks in a row that had a request and sent no token of it
+SUSPECT, REFUSED = 2, 3  # ends in a row of ranks that had a request and hardly got on with it
+GOT_ON = 8  # tokens of one of its sequences since it was sent with which ranks get on with a request, or the end of a sequence
 TICK = 1.0  # seconds between looks at the ranks; they report at least as often
 HEARTBEAT = 5.0  # seconds between signs of life to the clients of streams, while there are no ranks
 BUSY_SECONDS = 0.5  # before a request is sent again that had to wait for a grammar
@@ -40,7 +45,9 @@ class Request(Protocol):
 
     sent: bool
     attempts: int
-    stuck: int
+    stuck: int  # ends in a row of ranks that had it and hardly got on with it
+    alone: int  # of these, the last ones in a row at which they had no other
+    progress: int  # how far the present ranks have got with it, in tokens, see GOT_ON
 
     def wake(self) -> None: ...
     def on_error(self, error: ApiError) -> None: ...
@@ -86,6 +93,10 @@ class Recovery:
         self._attaching = longest_start_before is not None  # whether the ranks may be as the frontend before this one left them
         self._send, self._recall, self._metrics, self._watchdog = send, recall, metrics, watchdog
         self._open: dict[Request, None] = {}  # accepted, with sequences that have not ended, in the order of their arrival
+        self._places = 1  # sequences that the ranks compute at once
+        self._tried_alone = SUSPECT  # `stuck` of the requests that the present ranks get one at a time, at least
+        self._sends = 0  # requests that they have got
+        self._lone: Request | None = None  # what they have had with no other since it was sent
         self.pid, self._descriptor = 0, -1  # of rank 0; -1: it is not watched
         self._since = time.monotonic()  # when the state began
         self._longest_start = longest_start_before or 0.0  # seconds
@@ -106,9 +117,11 @@ class Recovery:
             self._send_waiting()
 
     def went_on(self, request: Request) -> None:
-        """Note a token of a request that earlier ranks had when they ended."""
-        was_suspect, request.stuck = request.stuck >= SUSPECT, 0
-        if was_suspect and request.sent and self._suspect() is not None:
+        """Note the progress of a request that earlier ranks had when they ended."""
+        if request.progress < GOT_ON:
+            return
+        request.stuck = request.alone = 0
+        if request.sent and request not in self._allowed():
             request.sent = False
             self._recall(request)
         self._send_waiting()
@@ -121,14 +134,23 @@ class Recovery:
     def _send_waiting(self) -> None:
         if self.state != "serving":
             return
-        suspect = self._suspect()
-        for request in list(self._open) if suspect is None else [suspect]:
+        there = sum(request.sent for request in self._open)
+        for request in self._allowed():
             if not request.sent:
+                self._lone = None if there else request
+                there += 1
+                self._sends += 1
                 request.sent = True
                 self._send(request)
 
-    def _suspect(self) -> Request | None:
-        return next((r for r in self._open if r.stuck >= SUSPECT), None)
+    def _allowed(self) -> list[Request]:
+        """The requests that the ranks may have now: one suspect alone, or some suspects beside what was sent before, or all."""
+        suspects = [r for r in self._open if r.stuck >= SUSPECT]
+        if alone := [r for r in suspects if r.stuck >= self._tried_alone]:
+            return [max(reversed(alone), key=lambda r: r.stuck)]  # the newest: without it the ranks did not end
+        if suspects:
+            return suspects[: self._places] + [r for r in self._open if r.stuck < SUSPECT and r.attempts]
+        return list(self._open)
 
     # --- ranks ---------------------------------------------------------------------------------------------------------------
 
@@ -141,9 +163,10 @@ class Recovery:
         self._watch_process(pid, descriptor)
         log.debug("rank 0 has process id %d", pid)
 
-    def on_ready(self, pid: int, max_batch_tokens: int, longest_start: float = 0.0) -> None:
-        """The ranks can compute requests. longest_start: seconds of the longest of all starts so far."""
-        self._watchdog.max_batch_tokens = max_batch_tokens
+    def on_ready(self, pid: int, max_batch_tokens: int, longest_start: float = 0.0, places: int = 1) -> None:
+        """The ranks can compute requests. longest_start: seconds of the longest of all starts so far. places: sequences that they
+        compute at once."""
+        self._watchdog.max_batch_tokens, self._places = max_batch_tokens, places
         if self.state == "serving" and pid == self.pid:
             return  # the answer to Attach
         if (descriptor := self._descriptor_of(pid)) is None:
@@ -170,13 +193,31 @@ class Recovery:
         log.error("the ranks have ended; %d requests wait until they have started again", len(self._open))
         for request in [r for r in self._open if r.sent]:
             request.sent = False
-            request.stuck += 1
-            if request.stuck >= REFUSED:
-                name = request.ids[0].partition("-")[0]
-                message = f"request {name} is refused: the ranks ended {REFUSED} times while they computed it"
-                log.error("%s, the last time with no other beside it", message)
-                del self._open[request]
-                request.on_error(ApiError(500, message, None, "poisoned"))
+            self._recall(request)  # after a stop of this process, the next ranks may have got it already
+            if request.progress < GOT_ON:
+                request.stuck += 1
+                request.alone = request.alone + 1 if self._was_alone(request) else 0
+                if self._is_guilty(request):
+                    self._refuse(request)
+        self._sends, self._lone = 0, None
+        counts = sorted((r.stuck for r in self._open if r.stuck >= SUSPECT), reverse=True)
+        self._tried_alone = counts[self._places] + 1 if len(counts) > self._places else SUSPECT
+
+    def _was_alone(self, request: Request) -> bool:
+        """Whether the ranks had nothing else when they ended. If they had something before, a token of this request shows that they
+        have dropped it: they were told so first."""
+        return request is self._lone and (self._sends == 1 or request.progress > 0)
+
+    def _is_guilty(self, request: Request) -> bool:
+        """Whether it is a request that ends the ranks. Other causes seldom do so often, and just when they have this one alone."""
+        return request.stuck >= REFUSED and request.alone >= (2 if request.progress else 1)
+
+    def _refuse(self, request: Request) -> None:
+        name = request.ids[0].partition("-")[0]
+        message = f"request {name} is refused: the ranks ended {request.stuck} times while they had it"
+        log.error("%s, the last time with no other beside it", message)
+        del self._open[request]
+        request.on_error(ApiError(500, message, None, "poisoned"))
 
     def _enter(self, state: Literal["serving", "recovering"]) -> None:
         self.state, self._since, self._silence = state, time.monotonic(), 0.0

@@ -21,9 +21,10 @@ from server.engine_client import EngineClient
 from server.metrics import Metrics
 from server.problems import ApiError
 from server.process import STARTED, longest_start, note_start
-from server.recovery import REFUSED, SUSPECT, Recovery, Watchdog
+from server.recovery import GOT_ON, REFUSED, SUSPECT, Recovery, Watchdog
 from tests.support.server_thread import STORY, TOKENIZER, Site, ready, wait_for
 
+DECODES = -1  # in place of a token: all but the first one since a request was sent
 STORY_IDS = TOKENIZER.encode(STORY, add_special_tokens=False)
 
 
@@ -31,11 +32,12 @@ STORY_IDS = TOKENIZER.encode(STORY, add_special_tokens=False)
 
 
 class Request:
-    """A request of `needed` tokens. With `deadly` ranks end before they have computed that token."""
+    """A request of `needed` tokens. With `deadly` ranks end before they have computed that token, with DECODES before the second one
+    since it was sent."""
 
     def __init__(self, name: int, needed: int, deadly: int | None = None) -> None:
         self.name, self.needed, self.deadly, self.tokens = name, needed, deadly, 0
-        self.sent, self.attempts, self.stuck = False, 0, 0
+        self.sent, self.attempts, self.stuck, self.alone, self.progress = False, 0, 0, 0, 0
         self.error: ApiError | None = None
         self.ids = [f"{name}-0"]
 
@@ -45,11 +47,16 @@ class Request:
     def on_error(self, error: ApiError) -> None:
         self.error = error
 
+    def ends_the_ranks(self) -> bool:
+        return self.progress > 0 if self.deadly == DECODES else self.deadly == self.tokens
+
 
 class World:
-    """Requests and ranks that compute a token of each request in a step. Ranks may also end at any time by themselves."""
+    """Requests and ranks that compute a token of each of the first `places` requests in a step. Ranks may also end at any time by
+    themselves."""
 
-    def __init__(self) -> None:
+    def __init__(self, places: int = 1000) -> None:
+        self.places = places
         self.there: list[Request] = []
         self.machine = Recovery(self.send, self.recall, Metrics("m"), Watchdog())
         self.requests: list[Request] = []
@@ -57,6 +64,7 @@ class World:
 
     def send(self, request: Request) -> None:
         request.attempts += 1
+        request.progress = 0
         self.there.append(request)
 
     def recall(self, request: Request) -> None:
@@ -75,16 +83,18 @@ class World:
 
     def step(self, accident: bool) -> None:
         if self.machine.state != "serving":
-            self.machine.on_ready(0, 2048)
+            self.machine.on_ready(0, 2048, 0.0, self.places)
             return
         suspects = [r for r in self.there if r.stuck >= SUSPECT]
-        assert len(suspects) <= 1 and (not suspects or len(self.there) == 1), "a suspect has company"
-        if accident or any(r.deadly == r.tokens for r in self.there):
+        assert len(suspects) <= self.places, "more suspects than the ranks compute at once"
+        running = self.there[: self.places]
+        if accident or any(r.ends_the_ranks() for r in running):
             self.end()
             return
-        for request in list(self.there):
-            if request in self.there:  # else a token of an earlier one brought others
+        for request in running:
+            if request in self.there:  # else progress of an earlier one brought others
                 request.tokens += 1
+                request.progress += 1
                 if request.tokens == request.needed:
                     self.there.remove(request)
                 if request.stuck:
@@ -92,22 +102,28 @@ class World:
                 if request.tokens == request.needed:
                     self.machine.remove(request)
 
+    def run(self, accidents: float = 0.0) -> None:
+        """Until all requests have ended."""
+        steps = 0
+        while any(r.error is None and r.tokens < r.needed for r in self.requests):
+            self.step(random.random() < accidents)
+            steps += 1
+            assert steps < 50_000, "they do not come to an end"
 
+
+@pytest.mark.parametrize("places", [1000, 4, 1])
 @pytest.mark.parametrize("accidents", [0.0, 0.02])
-def test_only_what_ends_the_ranks_is_refused(accidents: float, seed: int) -> None:
-    """Some requests end the ranks whenever these come to some token. All others are answered, unless accidents look like it."""
-    world = World()
+def test_only_what_ends_the_ranks_is_refused(accidents: float, places: int, seed: int) -> None:
+    """Some requests end the ranks whenever these come to some token, or to the second one. All others are answered, unless accidents
+    look like it."""
+    world = World(places)
     for i in range(300):
-        needed = random.randint(1, 30)
-        deadly = random.randrange(needed) if i % 20 == 0 else None
+        needed = random.randint(20, 30)
+        deadly = random.choice([DECODES, random.randrange(needed)]) if i % 20 == 0 else None
         world.accept(Request(i, needed, deadly))
         for _ in range(random.randrange(4)):
             world.step(random.random() < accidents)
-    steps = 0
-    while any(r.error is None and r.tokens < r.needed for r in world.requests):
-        world.step(random.random() < accidents)
-        steps += 1
-        assert steps < 50_000, "they do not come to an end"
+    world.run(accidents)
     for request in world.requests:
         if request.deadly is not None:
             assert request.error is not None and request.error.status_code == 500
@@ -115,6 +131,43 @@ def test_only_what_ends_the_ranks_is_refused(accidents: float, seed: int) -> Non
         elif not accidents:
             assert request.error is None
         assert request.error is None or request in world.alone
+
+
+@pytest.mark.parametrize(("deadly", "ends"), [(0, 5), (DECODES, 6)])
+def test_two_requests_that_end_the_ranks_are_found_in_a_few_ends(deadly: int, ends: int) -> None:
+    """The limit of restarts ends the server soon. Others that were there are answered, although they got on no further."""
+    world, count = World(), 0
+    requests = [Request(i, 30, deadly if i in (2, 3) else None) for i in range(5)]
+    for request in requests:
+        world.accept(request)
+    original = world.machine.on_end
+
+    def on_end() -> None:
+        nonlocal count
+        count += world.machine.state == "serving"
+        original()
+
+    world.machine.on_end = on_end  # type: ignore[method-assign]
+    world.run()
+    assert [r.error is None for r in requests] == [True, True, False, False, True]
+    assert count == ends
+
+
+def test_of_many_that_wait_few_are_tried_alone() -> None:
+    """Two accidents while 300 requests wait for 4 places. The next ranks get at most 4 of them at a time, and have no fewer to
+    compute for it."""
+    world = World(places=4)
+    for i in range(300):
+        world.accept(Request(i, 24))
+    for _ in range(2):
+        while world.machine.state != "serving":
+            world.step(False)
+        world.step(True)
+    steps = 0
+    while any(r.tokens < r.needed for r in world.requests):
+        world.step(False)
+        steps += 1
+    assert steps <= 1 + 300 * 24 / 4 + 24
 
 
 def test_ranks_that_end_while_they_load_accuse_nobody() -> None:
@@ -131,6 +184,10 @@ def test_ranks_that_end_while_they_load_accuse_nobody() -> None:
         world.machine.on_starting(0)
         assert request.stuck == n
         world.machine.on_ready(0, 2048)
+    request.progress = GOT_ON - 1
+    world.machine.went_on(request)
+    assert request.stuck > 0
+    request.progress = GOT_ON
     world.machine.went_on(request)
     assert request.stuck == 0 and request.error is None
 
@@ -184,7 +241,7 @@ def test_an_answer_that_waits_for_its_reader_stops_nobody() -> None:
         for _ in range(SUSPECT):
             assert [m.request_id.partition("+")[0] for m in client.restart()] == ["other-0"]
         other = client.messages[-1].request_id
-        client._dispatch(Outputs([TokenOutput(other, [1])]))
+        client._dispatch(Outputs([TokenOutput(other, [1] * GOT_ON)]))
         client.messages.clear()
         with client.generate(sequences("new")):
             assert [m.request_id for m in client.messages] == ["new-0"]

@@ -5,7 +5,7 @@ drafts are the real ones. The model, grammars, sockets and the clock are not: ti
 slowly, stop, are aborted and refused; messages are late; ranks are lost, in the middle of a step or while they load, the frontend
 notices it late, and what they had sent may come later still. The frontend stops for a while, or is lost alone, and the next one
 attaches. The whole server is lost, too, and the next one finishes the requests of its journal, whose disk is slow and sometimes full. Some requests are
-themselves what ends the ranks. After each step all invariants are checked.
+themselves what ends the ranks, at one of their tokens or in each decode step. After each step all invariants are checked.
 """
 
 import contextlib
@@ -42,12 +42,14 @@ from server.engine_client import EngineClient, OutputQueue
 from server.journal import Kept
 from server.metrics import Metrics
 from server.problems import ApiError
-from server.recovery import REFUSED
+from server.recovery import GOT_ON, REFUSED
 from tests.simulation.fakes import ADAPTERS, VOCAB, FakeGrammar, alone, fake_engine
 from tests.simulation.journal import MemoryFile, SteppedJournal
 
 CLIENTS = ("a", "b", "c", "d")
 NEVER = 1 << 60
+DECODES = -1  # in place of a position: each decode step
+MOST_ENDS = 6  # in a row by a request that ends the ranks in each decode step, until it is refused
 READY = Ready("", "", "", 1, "cpu", "", 1, VOCAB, 1, 1)
 STEPS = 1500  # of a life, before its last requests end
 OFTEN = 10  # times as often ranks are lost that have just started: their first messages are still on the way
@@ -109,7 +111,7 @@ class World:
             weights={client: rng.choice([1, 1, 2, 5]) for client in CLIENTS[: rng.randint(1, len(CLIENTS))]},
             priorities=rng.choice([(0,), (0,), (0, 1), (-3, 0, 7)]),
             grammars=rng.choice([0.0, 0.0, 0.2]),
-            deadly=rng.choice([0.0, 0.0, 0.01]),
+            deadly=rng.choice([0.0, 0.0, 0.03]),
         )
 
 
@@ -181,17 +183,31 @@ class Deaths:
 
     def __init__(self) -> None:
         self._there: dict[str, set[str]] = {}  # the ids of the sequences that the present ranks have, by request
-        self._ends = Counter[str]()  # of ranks in a row that had the request, and sent no token of it
+        self._tokens = Counter[str]()  # that they have sent, by sequence
+        self._ends = Counter[str]()  # of ranks in a row that had the request, and hardly got on with it
+        self._alone = Counter[str]()  # of these, the last ones in a row that had nothing else
+        self._sends = list[str]()  # what the present ranks got
+        self._lone = ""  # what has had no other beside it
         self.guilty = set[str]()
 
     def on_sent(self, message: Any) -> None:
         if isinstance(message, Abort):
             self._remove(message.request_id)
         for submit in [message] if isinstance(message, Submit) else message.submits() if isinstance(message, SubmitAll) else ():
-            self._there.setdefault(name_of(submit.request_id), set()).add(submit.request_id)
+            name = name_of(submit.request_id)
+            if name not in self._there:
+                self._lone = "" if self._there else name
+                self._sends.append(name)
+            self._there.setdefault(name, set()).add(submit.request_id)
+            self._ends[name], self._alone[name] = max(0, self._ends[name]), max(0, self._alone[name])
+            self._tokens[name] = 0
 
     def on_output(self, output: TokenOutput) -> None:
-        self._ends[name_of(output.request_id)] = 0
+        name = name_of(output.request_id)
+        self._tokens[output.request_id] += len(output.token_ids)
+        self._tokens[name] += len(output.token_ids)
+        if output.finish_reason or self._tokens[output.request_id] >= GOT_ON:
+            self._ends[name], self._alone[name] = -1, -1  # also for the next end
         if output.finish_reason:
             self._remove(output.request_id)
 
@@ -205,10 +221,15 @@ class Deaths:
             self._there.pop(name_of(request_id), None)
 
     def on_end(self) -> None:
-        self._ends.update(self._there.keys())
-        if len(self._there) == 1:
-            self.guilty |= {name for name in self._there if self._ends[name] >= REFUSED}
-        self._there.clear()
+        for name in self._there:
+            self._ends[name] += 1
+            was_alone = name == self._lone and (len(self._sends) == 1 or self._tokens[name])
+            self._alone[name] = self._alone[name] + 1 if was_alone else 0
+            if self._ends[name] >= REFUSED and self._alone[name] >= (2 if self._tokens[name] else 1):
+                self.guilty.add(name)
+        for noted in (self._there, self._tokens, self._sends):
+            noted.clear()
+        self._lone = ""
 
 
 class Frontend(EngineClient):
@@ -235,11 +256,11 @@ class Frontend(EngineClient):
         self._life.to_engine.put(self._life.now, encode(message))
 
     def _deliver(self, outputs: List[TokenOutput]) -> None:
-        for output in outputs:
+        for output in outputs:  # one after the other: an earlier one may send the request of a later one again
             if output.request_id in self._active:
                 self._life.deaths.on_output(output)
                 self._life.on_output(msgspec.structs.replace(output, request_id=output.request_id.partition("+")[0]))
-        super()._deliver(outputs)
+            super()._deliver([output])
 
 
 class Life:
@@ -258,8 +279,9 @@ class Life:
         self.frontend = Frontend(self)
         self.sent: dict[str, Sent] = {}  # unfinished sequences
         self.refused: dict[str, str] = {}  # codes of the ranks' refusals, by request
-        self.deadly: dict[str, int] = {}  # requests that end the ranks, and at which of their places
-        self.doomed = False  # whether the ranks end in this step
+        self.deadly: dict[str, int] = {}  # requests that end the ranks, and at which of their places, or DECODES
+        self.kills = Counter[str]()  # how often those that do so in decode steps have, and nothing else has
+        self.doomed = set[str]()  # the deadly requests of this step
         self.readers: list[Reader] = []
         self.file = MemoryFile()
         self.journal = SteppedJournal(self.file)
@@ -373,7 +395,7 @@ class Life:
                 sent.scheduled, sent.deadline = False, max(sent.deadline, self._all_done())
 
     def _ready(self) -> Ready:
-        return msgspec.structs.replace(READY, pid=self.pid)
+        return msgspec.structs.replace(READY, pid=self.pid, max_num_seqs=self.world.limits.max_num_seqs)
 
     def _compute(self) -> None:
         events = self.to_engine.take(self.now)
@@ -406,6 +428,11 @@ class Life:
         """All ranks are lost. Of their messages on the way to the frontend, the first have left, of the last step perhaps one of two.
         They may come after those of the next ranks."""
         self.counts["restarts" if self.engines else "restarts while loading"] += 1
+        if not self.doomed:
+            self.kills.clear()  # one that accuses others, too
+        for name in self.doomed:
+            self.kills[name] += self.deadly[name] == DECODES
+            assert self.kills[name] <= MOST_ENDS, f"{name} ends the ranks again and again"
         late, left = Link(self.rng, self.world.delay + self.world.loading), self.from_engine.take(NEVER)
         for data in left[: self.rng.randint(0, len(left))]:
             late.put(self.now, data)
@@ -415,7 +442,7 @@ class Life:
 
     def _start_ranks(self) -> None:
         rng, delay = self.rng, self.world.delay
-        self.from_engine, self.doomed = Link(rng, delay), False
+        self.from_engine, self.doomed = Link(rng, delay), set()
         self.pid += 1
         self.noticed_at, self.starts_at = self.now + rng.randint(1, 3), self.now + rng.randint(1, 4)
         # what was sent to the ranks before comes while they load
@@ -471,6 +498,11 @@ class Life:
             return
         prompts = [self._prompt() for _ in range(rng.choice([1, 1, 1, 1, 2, 3]))]
         choices, params = rng.choice([1, 1, 1, 2]), self._params()
+        if rng.random() < world.deadly:
+            context = world.limits.max_model_len or 0
+            place = self.deadly[str(self.counts["requests"])] = rng.choice([rng.randrange(context), DECODES])
+            if place == DECODES:
+                params = msgspec.structs.replace(params, max_tokens=max(1, context // 2))
         client = rng.choice(list(world.weights))
         turn = Turn(client, world.weights[client], rng.choice(world.priorities))
         submits, adapter = [], rng.choice(["", *ADAPTERS])
@@ -479,8 +511,6 @@ class Life:
                 name = f"{self.counts['requests']}-{len(submits)}"
                 fields = {f: getattr(params, f) for f in params.__struct_fields__} | {"seed": params.seed + i}
                 submits.append(Submit(name, prompt, SamplingParams(**fields), turn=turn, adapter=adapter))
-        if rng.random() < world.deadly:
-            self.deadly[str(self.counts["requests"])] = rng.randrange(world.limits.max_model_len or 0)
         self.counts["requests"] += 1
         stops = {i: rng.randint(1, 20) for i in range(len(submits)) if rng.random() < 0.1}
         promise = self.journal.promise("owner", "answer", "request", encode(joined(submits)), rng.random() < 0.2)
@@ -580,6 +610,7 @@ class Life:
         if output.finish_reason:
             assert output.finish_reason == reason
             sent.finish_reason = reason
+            self.kills[name_of(output.request_id)] = 0
             del self.sent[output.request_id]
 
     def _on_refused(self, sent: Sent, message: Refused) -> None:
@@ -605,6 +636,8 @@ class Life:
             assert error.status_code == 500 and name in self.deaths.guilty, (
                 f"{name} is refused, but may not be what ends the ranks"
             )
+            assert name in self.deadly or self.world.restarts, f"{name} is refused, but nothing else ends the ranks"
+            self.counts["poisoned and innocent"] += name not in self.deadly
         else:
             assert error.code == self.refused.get(name), f"{name} is refused: {error.message}"
 
@@ -625,8 +658,10 @@ class Life:
                 assert sequence.params.prompt_logprobs is None or sequence.cached_tokens == 0
                 if rank == 0 and (sent := self.sent.get(sequence.request_id.partition("+")[0])):
                     sent.scheduled = True
-                if chunk.stop > self.deadly.get(name_of(sequence.request_id), NEVER):
-                    self.doomed = True  # no output of this step leaves
+                place = self.deadly.get(name := name_of(sequence.request_id), NEVER)
+                is_decode = chunk.start >= sequence.prompt_length and chunk.first_drawn == chunk.start + 1
+                if is_decode if place == DECODES else chunk.stop > place:
+                    self.doomed.add(name)  # no output of this step leaves
 
         return check
 

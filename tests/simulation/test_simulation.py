@@ -10,9 +10,10 @@ from engine.block_manager import BlockManager
 from engine.core import Engine
 from engine.scheduler import Scheduler, Sequence
 from engine.waiting import WaitingQueue
+from server import recovery
 from server.engine_client import OutputQueue
 from server.journal_file import JournalFile
-from server.recovery import Recovery
+from server.recovery import REFUSED, Recovery
 from tests.simulation.life import live
 
 FAILED = (3, 1001)  # seeds of lives that failed once
@@ -119,8 +120,13 @@ def go_on_without_a_frontend(original: Callable[..., Any]) -> Callable[..., Any]
 
 
 def refuse_the_innocent(original: Callable[..., Any]) -> Callable[..., Any]:
-    """All that were there at the ranks' last end are refused, not the one alone."""
-    return lambda self: None
+    """All that were there at the ranks' last ends are refused, not the one alone."""
+    return lambda self, request: request.stuck >= REFUSED
+
+
+def believe_a_token(original: int) -> int:
+    """A request with a token is as good as any other."""
+    return 1
 
 
 FAULTS: list[tuple[Any, str, Callable[..., Any]]] = [
@@ -134,7 +140,8 @@ FAULTS: list[tuple[Any, str, Callable[..., Any]]] = [
     (Engine, "step", repeat_a_token),
     (OutputQueue, "on_error", compute_after_an_error),
     (Recovery, "went_on", forget_who_waits),
-    (Recovery, "_suspect", refuse_the_innocent),
+    (Recovery, "_is_guilty", refuse_the_innocent),
+    (recovery, "GOT_ON", believe_a_token),
     (Recovery, "on_starting", believe_the_dead),
     (Engine, "abort_all", go_on_without_a_frontend),
     (JournalFile, "add", promise_without_writing),
