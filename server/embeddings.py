@@ -101,11 +101,11 @@ async def _embeddings(
     submits = [Submit(f"{unique}-{i}", prompt, params, turn=turn, adapter=adapter) for i, prompt in enumerate(prompts)]
     width = service.client.ready.hidden_size if service.client.ready else 0
     request.state.until_written.enter_context(service.unread.hold(turn.client, len(submits) * width * Vector("f").itemsize))
-    return await _computed(service, submits), tokens
+    return await _computed(service, submits, request.state.request_id), tokens
 
 
-async def _computed(service: Service, submits: Sequence[Submit]) -> list[Vector]:
-    """The vector of each prompt. Raises ApiError: 400, 429, 503."""
+async def _computed(service: Service, submits: Sequence[Submit], name: str) -> list[Vector]:
+    """The vector of each prompt. name: of the request, see `EngineClient.generate`. Raises ApiError: 400, 429, 503."""
     service.check_ready()
     client, admission = service.client, service.admission
     most = min(SLICE * service.settings.max_num_seqs, admission.capacity, admission.per_client)
@@ -114,16 +114,16 @@ async def _computed(service: Service, submits: Sequence[Submit]) -> list[Vector]
         with admission.hold(submits[0].turn.client, min(len(submits), most), client.active):
             async with asyncio.timeout(service.settings.request_timeout):
                 for first in range(0, len(submits), most):
-                    vectors += await _slice(service, submits[first : first + most])
+                    vectors += await _slice(service, submits[first : first + most], name)
     except TimeoutError as e:
         raise timed_out(service) from e
     return vectors
 
 
-async def _slice(service: Service, submits: Sequence[Submit]) -> list[Vector]:
+async def _slice(service: Service, submits: Sequence[Submit], name: str) -> list[Vector]:
     found = [Vector("f") for _ in submits]
     left = len(submits)
-    with service.client.generate(submits) as outputs:
+    with service.client.generate(submits, name) as outputs:
         while left:
             for index, output in await outputs.next():
                 found[index].frombytes(output.embedding or b"")

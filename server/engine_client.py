@@ -45,8 +45,8 @@ class OutputQueue:
     """The outputs of one HTTP request's sequences, and what other ranks need to go on with them. Made by
     `EngineClient.generate`."""
 
-    def __init__(self, client: "EngineClient", submits: Sequence[Submit]) -> None:
-        self._client = client
+    def __init__(self, client: "EngineClient", submits: Sequence[Submit], name: str) -> None:
+        self._client, self.name = client, name
         self._submits = list(submits)  # as they were sent last
         self._index = {submit.request_id: i for i, submit in enumerate(submits)}  # of the ids that the ranks know
         self._generated: list[list[int]] = [[] for _ in submits]
@@ -221,11 +221,12 @@ class EngineClient:
             yield from queue.unfinished()
 
     @contextmanager
-    def generate(self, submits: Sequence[Submit]) -> Iterator[OutputQueue]:
-        """Run one HTTP request's sequences. At the end of the `with` block, unfinished ones are aborted."""
+    def generate(self, submits: Sequence[Submit], name: str = "") -> Iterator[OutputQueue]:
+        """Run one HTTP request's sequences. At the end of the `with` block, unfinished ones are aborted. name: by which its client
+        knows it, for messages."""
         if self.fatal:
             raise broken()
-        queue = OutputQueue(self, submits)
+        queue = OutputQueue(self, submits, name)
         self._active |= {submit.request_id: queue for submit in submits}
         self.recovery.add(queue)
         reason = "abort"

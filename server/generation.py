@@ -156,7 +156,7 @@ class Usage:
 def run(service: Service, plan: Plan, usage: Usage, log_fields: dict[str, Any]) -> Iterator["Run"]:
     """Run a plan. At the end of the `with` block, unfinished sequences are aborted.
 
-    `log_fields` collects fields of the access log. Raises ApiError: 400, 429, 503.
+    `log_fields` collects fields of the access log, and has what the client calls the request. Raises ApiError: 400, 429, 503.
     """
     service.check_ready()
     check_prompts(plan.prompt_tokens, Limits(service.max_model_len), plan.params[0].prompt_logprobs)
@@ -164,7 +164,7 @@ def run(service: Service, plan: Plan, usage: Usage, log_fields: dict[str, Any]) 
     client = service.client
     with (
         service.admission.hold(plan.turn.client, plan.total, client.active) as leave,
-        client.generate(plan.submits()) as outputs,
+        client.generate(plan.submits(), log_fields.get("request_id", "")) as outputs,
     ):
         # One timer for the whole request: a timeout around each wait would need a timer for every token.
         error = timed_out(service)

@@ -42,7 +42,7 @@ class RequestScope:
         method = scope["method"]
         if method == "HEAD":  # answered as GET; uvicorn keeps the original scope and leaves the body out
             scope = {**scope, "method": "GET"}
-        log_fields: dict[str, Any] = {}
+        log_fields: dict[str, Any] = {"request_id": request_id}
         state = scope.setdefault("state", {})
         until_written = ExitStack()  # what is left when the response has been written
         state.update(request_id=request_id, log_fields=log_fields, until_written=until_written)
@@ -85,15 +85,13 @@ class RequestScope:
         finally:
             until_written.close()
             self.service.open_requests -= 1
-            self._record(scope, method, request_id, status, time.monotonic() - started, log_fields)
+            self._record(scope, method, status, time.monotonic() - started, log_fields)
 
-    def _record(
-        self, scope: Scope, method: str, request_id: str, status: int, seconds: float, log_fields: dict[str, Any]
-    ) -> None:
+    def _record(self, scope: Scope, method: str, status: int, seconds: float, log_fields: dict[str, Any]) -> None:
         path, client = scope["path"], scope.get("client")
         route = getattr(scope.get("route"), "path", "other")
         self.service.metrics.responses.labels(self.service.model_name, route, str(status)).inc()
-        fields = {"request_id": request_id, "client": client[0][:64] if client else "-", "method": method}
+        fields = {"request_id": log_fields["request_id"], "client": client[0][:64] if client else "-", "method": method}
         fields |= {"path": quote(path), "status": status, "seconds": round(seconds, 4), **log_fields}
         access_line(fields)
 

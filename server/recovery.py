@@ -43,6 +43,7 @@ SLACK = 10  # how many times as long as estimated a step may take
 class Request(Protocol):
     """What an `OutputQueue` has for this module."""
 
+    name: str  # by which its client knows it
     sent: bool
     attempts: int
     stuck: int  # ends in a row of ranks that had it and hardly got on with it
@@ -51,8 +52,6 @@ class Request(Protocol):
 
     def wake(self) -> None: ...
     def on_error(self, error: ApiError) -> None: ...
-    @property
-    def ids(self) -> list[str]: ...
 
 
 @dataclass
@@ -213,11 +212,10 @@ class Recovery:
         return request.stuck >= REFUSED and request.alone >= (2 if request.progress else 1)
 
     def _refuse(self, request: Request) -> None:
-        name = request.ids[0].partition("-")[0]
-        message = f"request {name} is refused: the ranks ended {request.stuck} times while they had it"
-        log.error("%s, the last time with no other beside it", message)
+        reason = f"refused: the ranks ended {request.stuck} times while they had it, the last time with no other beside it"
+        log.error("", extra={"fields": {"request_id": request.name, "message": reason}})
         del self._open[request]
-        request.on_error(ApiError(500, message, None, "poisoned"))
+        request.on_error(ApiError(500, f"request {request.name} is {reason}", None, "poisoned"))
 
     def _enter(self, state: Literal["serving", "recovering"]) -> None:
         self.state, self._since, self._silence = state, time.monotonic(), 0.0

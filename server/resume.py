@@ -129,7 +129,7 @@ class Resumer:
         try:
             request = await self._again(accepted)
             request.promise = promise
-            await request.answer({})
+            await request.answer({"request_id": request.id})
         except ApiError as e:
             if not is_for_later(e):
                 raise

@@ -36,10 +36,9 @@ class Request:
     since it was sent."""
 
     def __init__(self, name: int, needed: int, deadly: int | None = None) -> None:
-        self.name, self.needed, self.deadly, self.tokens = name, needed, deadly, 0
+        self.name, self.needed, self.deadly, self.tokens = str(name), needed, deadly, 0
         self.sent, self.attempts, self.stuck, self.alone, self.progress = False, 0, 0, 0, 0
         self.error: ApiError | None = None
-        self.ids = [f"{name}-0"]
 
     def wake(self) -> None:
         pass
@@ -338,14 +337,15 @@ def test_ranks_start_again_on_a_full_disk(tmp_path: Path, monkeypatch: pytest.Mo
 class Asked:
     """A request that a thread sends and reads."""
 
-    def __init__(self, site: Site, **body: Any) -> None:
-        self.text, self.begun = "", threading.Event()
+    def __init__(self, site: Site, headers: dict[str, str] | None = None, **body: Any) -> None:
+        self.text, self.begun, self._headers = "", threading.Event(), headers
         self.body = {"prompt": "Hi", "max_tokens": 100, "stream": True, **body}
         self._thread = threading.Thread(target=self._run, args=(site,), daemon=True)
         self._thread.start()
 
     def _run(self, site: Site) -> None:
-        with httpx.stream("POST", site.url + "/v1/completions", json=self.body, timeout=120) as reply:
+        url = site.url + "/v1/completions"
+        with httpx.stream("POST", url, json=self.body, headers=self._headers, timeout=120) as reply:
             self.status = reply.status_code
             for part in reply.iter_text():
                 self.text += part
@@ -439,17 +439,22 @@ def test_a_new_frontend_counts_the_seconds_of_its_own_reports() -> None:
         assert f'rung:{name}_total{{model_name="m"}} {value}' in text
 
 
-def test_a_request_that_ends_the_ranks_is_refused(make_site: Callable[..., Site]) -> None:
+def test_a_request_that_ends_the_ranks_is_refused(make_site: Callable[..., Site], caplog: pytest.LogCaptureFixture) -> None:
+    """The error and the log name it as its client does."""
     site = make_site()
     site.engine.hold = True
-    asked = Asked(site, stream=False)
+    asked = Asked(site, headers={"x-request-id": "mine"}, stream=False)
     for sent in range(1, REFUSED + 1):
         wait_for(lambda sent=sent: len(site.engine.submits) == sent)
         site.engine.send(Starting(0))
         site.engine.send(ready())
     error = json.loads(asked.join().text)["error"]
     assert (asked.status, error["code"]) == (500, "poisoned")
-    assert site.engine.submits[0].request_id.partition("-")[0] in error["message"]
+    assert error["message"].startswith("request mine is refused: ")
+    fields = [record.fields for record in caplog.records if hasattr(record, "fields")]
+    assert [f["message"] for f in fields if f["request_id"] == "mine" and "message" in f] == [
+        error["message"].removeprefix("request mine is ")
+    ]
     site.engine.hold = False
     assert site.complete()["choices"][0]["text"] == STORY
 
