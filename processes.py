@@ -124,6 +124,15 @@ def ranks_of(launcher: int) -> list[int]:
     return found
 
 
+def is_running(pid: int) -> bool:
+    """Whether this user has a process with this id; 0 is none."""
+    with contextlib.suppress(OSError):
+        if pid > 0:
+            os.kill(pid, 0)
+            return True
+    return False
+
+
 def start_ticks(pid: int) -> int:
     """When a process started, in the kernel's ticks since the boot. Linux only; raises OSError if it has ended."""
     return int(_stat(pid)[19])  # field 22

@@ -36,6 +36,7 @@ from server.admission import Progress
 from server.logs import log
 from server.metrics import Metrics, SequenceTimes
 from server.problems import ApiError, internal_error
+from server.process import Started
 from server.recovery import GOT_ON, Recovery, Watchdog
 
 SLICE = 64  # most outputs that `next` returns at once: the backlog of a slow reader is converted to text only as it reads
@@ -158,7 +159,7 @@ class OutputQueue:
 class EngineClient:
     """`to_engine`: address at which the engine binds its PULL socket. `from_engine`: where this side binds its own.
 
-    watchdog: says when the ranks hang. longest_start_before: see `Recovery`.
+    watchdog: says when the ranks hang. before: see `Recovery`.
     """
 
     def __init__(
@@ -167,18 +168,18 @@ class EngineClient:
         from_engine: str,
         metrics: Metrics,
         watchdog: Watchdog | None = None,
-        longest_start_before: float | None = None,
+        before: Started | None = None,
     ) -> None:
         self.metrics = metrics
         self.ready: Ready | None = None  # of the newest ranks that were ready
         self.fatal: str | None = None
         self.on_ready: Callable[[Ready], None] = lambda ready: None  # called once
         self.on_fatal: Callable[[str], None] = lambda message: None
-        self.recovery = Recovery(self._submit, self._recall, metrics, watchdog or Watchdog(), longest_start_before)
+        self.recovery = Recovery(self._submit, self._recall, metrics, watchdog or Watchdog(), before)
         self.adapters = ServedAdapters(self._send)
         self._active: dict[str, OutputQueue] = {}
         self._addresses = (to_engine, from_engine)
-        self.attach = longest_start_before is not None  # to ranks that may have served another frontend
+        self.attach = before is not None  # to ranks that may have served another frontend
         self._tasks: list[asyncio.Task[None]] = []
 
     def start(self) -> None:

@@ -27,7 +27,7 @@ from server.engine_client import EngineClient
 from server.logs import log
 from server.metrics import Metrics
 from server.problems import ApiError
-from server.process import TICK
+from server.process import TICK, Started
 from server.recovery import Watchdog
 from server.resume import Resumer
 from server.service import Service
@@ -186,11 +186,11 @@ def make_server(
     to_engine: str,
     from_engine: str,
     kill: Callable[[], None] = lambda: None,
-    longest_start_before: float | None = None,
+    before: Started | None = None,
 ) -> FrontendServer:
-    """kill: kills the ranks. longest_start_before: see `Recovery`."""
+    """kill: kills the ranks. before: see `Recovery`."""
     watchdog = Watchdog(kill, settings.hang_seconds)
-    client = EngineClient(to_engine, from_engine, Metrics(settings.model_names[0]), watchdog, longest_start_before)
+    client = EngineClient(to_engine, from_engine, Metrics(settings.model_names[0]), watchdog, before)
     app = create_app(settings, client, tokenizer)
     config = uvicorn.Config(
         app,
@@ -216,7 +216,7 @@ def run_frontend(
     to_engine: str,
     from_engine: str,
     kill: Callable[[], None] = lambda: None,
-    longest_start_before: float | None = None,
+    before: Started | None = None,
     beat: Callable[[], None] = lambda: None,
 ) -> NoReturn:
     """Serve until a signal or the end of the engine, then exit this process. See `make_server`. beat: called again and again as
@@ -226,7 +226,7 @@ def run_frontend(
     """
     logs.configure(settings.log_format, settings.log_level)
     try:
-        server = make_server(settings, tokenizer_of(settings.model), to_engine, from_engine, kill, longest_start_before)
+        server = make_server(settings, tokenizer_of(settings.model), to_engine, from_engine, kill, before)
     except UserError as e:
         print(f"error: {e}", file=sys.stderr, flush=True)
         os._exit(2)

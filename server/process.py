@@ -13,7 +13,7 @@ import time
 from collections import deque
 from functools import partial
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import zmq
 
@@ -24,7 +24,7 @@ from processes import kill_ranks, name_process, parent_pid, when_ended
 from server.settings import Settings
 
 FRONTEND = "RUNG_FRONTEND"  # environment variable of ranks: the folder with the sockets of a frontend that runs already
-STARTED = "started"  # file in this folder, once ranks have been ready: the seconds of their longest start
+STARTED = "started"  # file in this folder, once ranks have been ready: the fields of `Started`
 FAILED = 1  # exit code
 SIGNALLED = 128  # exit codes above it are 128 + the signal
 
@@ -34,6 +34,13 @@ HANG_SECONDS = 30.0  # for which the frontend's event loop may not run until the
 START_SECONDS = 120.0  # the same while the frontend starts
 TICK = 0.5  # seconds between looks at the frontend, which counts at least as often
 ORPHAN_SECONDS = 5.0  # time for the frontend to send errors to its clients after the engine has ended
+
+
+class Started(NamedTuple):
+    """What is known of a server's ranks that were ready."""
+
+    longest: float = 0.0  # seconds of their longest start so far; 0 if none has ended
+    pid: int = 0  # of the newest rank 0 among them
 
 
 def check_port(settings: Settings) -> None:
@@ -70,7 +77,7 @@ class Frontend:
         """Start the process, or a new one after it has ended. attach: whether the ranks may have requests of the one before."""
         context = multiprocessing.get_context("spawn")
         self._beats = context.Value("L", 0, lock=False)  # a process that is stopped may hold a lock
-        arguments = (self._settings, *self.addresses, longest_start(self.folder) if attach else None, self._beats)
+        arguments = (self._settings, *self.addresses, read_started(self.folder) if attach else None, self._beats)
         self.process = context.Process(target=frontend_main, args=arguments, name="rung-frontend")
         self.process.start()
 
@@ -132,20 +139,22 @@ def addresses(folder: Path) -> tuple[str, str]:
     return f"ipc://{folder}/to-engine", f"ipc://{folder}/from-engine"
 
 
-def longest_start(folder: Path) -> float:
-    """Seconds of the longest start of a server's ranks so far; 0 if none has ended."""
+def read_started(folder: Path) -> Started:
     path = folder / STARTED
-    return float(path.read_text()) if path.exists() else 0.0
+    if not path.exists():
+        return Started()
+    longest, pid = path.read_text().split()
+    return Started(float(longest), int(pid))
 
 
 def note_start(folder: Path, seconds: float) -> float:
-    """Note that the ranks are ready, so many seconds after they started. Returns those of the longest start so far.
+    """Note that the ranks with this rank 0 are ready, so many seconds after they started. Returns those of the longest start so far.
 
     If the folder cannot be written, the note of an earlier start stays. Raises UserError if there is none.
     """
-    longest, new = max(seconds, longest_start(folder)), folder / f"{STARTED}.new"
+    longest, new = max(seconds, read_started(folder).longest), folder / f"{STARTED}.new"
     try:
-        new.write_text(str(longest))
+        new.write_text(f"{longest} {os.getpid()}")
         new.replace(folder / STARTED)  # whole, whenever a frontend reads it
     except OSError as e:
         if not (folder / STARTED).exists():
@@ -169,7 +178,7 @@ def describe_end(code: int) -> int:
     return 0
 
 
-def frontend_main(settings: Settings, to_engine: str, from_engine: str, longest_start_before: float | None, beats: Any) -> None:
+def frontend_main(settings: Settings, to_engine: str, from_engine: str, before: Started | None, beats: Any) -> None:
     """Run the frontend process, in a session of its own, so that signals from the terminal do not reach it.
 
     It ends soon after the process that started it. beats: a counter that its event loop increases.
@@ -182,7 +191,7 @@ def frontend_main(settings: Settings, to_engine: str, from_engine: str, longest_
     def beat() -> None:
         beats.value += 1
 
-    sys.exit(run_frontend(settings, to_engine, from_engine, partial(kill_ranks, parent_pid()), longest_start_before, beat))
+    sys.exit(run_frontend(settings, to_engine, from_engine, partial(kill_ranks, parent_pid()), before, beat))
 
 
 def report_end(from_engine: str) -> None:

@@ -25,9 +25,11 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Literal, Protocol
 
+from processes import is_running
 from server.logs import log
 from server.metrics import Metrics
 from server.problems import ApiError
+from server.process import Started
 
 SUSPECT, REFUSED = 2, 3  # ends in a row of ranks that had a request and hardly got on with it
 GOT_ON = 8  # tokens of one of its sequences since it was sent with which ranks get on with a request, or the end of a sequence
@@ -81,15 +83,16 @@ class Recovery:
         recall: Callable[..., None],
         metrics: Metrics,
         watchdog: Watchdog,
-        longest_start_before: float | None = None,
+        before: Started | None = None,
     ) -> None:
         """send: sends a request's unfinished sequences to the ranks. recall: takes them back.
 
-        longest_start_before: None in a server's first frontend. In one that takes the place of another, the seconds of the ranks'
-        longest start so far; 0 if they were not ready yet, so that there are no requests to wait for them.
+        before: None in a server's first frontend. In one that takes the place of another, what is known of the ranks; `Started()` if
+        they were not ready yet, so that there are no requests to wait for them.
         """
-        self.state: Literal["loading", "serving", "recovering"] = "recovering" if longest_start_before else "loading"
-        self._attaching = longest_start_before is not None  # whether the ranks may be as the frontend before this one left them
+        self.state: Literal["loading", "serving", "recovering"] = "recovering" if before and before.longest else "loading"
+        self._attaching = before is not None  # whether the ranks may be as the frontend before this one left them
+        self._before = before or Started()
         self._send, self._recall, self._metrics, self._watchdog = send, recall, metrics, watchdog
         self._open: dict[Request, None] = {}  # accepted, with sequences that have not ended, in the order of their arrival
         self._places = 1  # sequences that the ranks compute at once
@@ -98,7 +101,7 @@ class Recovery:
         self._lone: Request | None = None  # what they have had with no other since it was sent
         self.pid, self._descriptor = 0, -1  # of rank 0; -1: it is not watched
         self._since = time.monotonic()  # when the state began
-        self._longest_start = longest_start_before or 0.0  # seconds
+        self._longest_start = self._before.longest  # seconds
         self._silence = 0.0  # seconds without a report, as far as this process has run meanwhile
         self._token_seconds: float | None = None  # of the newest ranks that computed a step; see `Watchdog.limit`
 
@@ -257,7 +260,9 @@ class Recovery:
             return float("inf")
         self._token_seconds = self._metrics.stats.token_seconds or self._token_seconds
         limit = self._watchdog.limit(self._token_seconds)
-        return limit if self.state == "serving" else max(limit, LEAST_START, 3 * self._longest_start)
+        if self.state == "serving" or (self._attaching and is_running(self._before.pid)):  # these are to answer Attach
+            return limit
+        return max(limit, LEAST_START, 3 * self._longest_start)
 
     async def watch(self) -> None:
         """Kill ranks that hang, and wake the streams now and then while there are none. Runs until it is cancelled."""

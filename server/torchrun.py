@@ -20,7 +20,7 @@ from pathlib import Path
 from cli import USER_ERROR, leave, note
 from errors import UserError
 from processes import LAUNCHER, PREFIX, kill_ranks, name_process, ranks_of, remove_abandoned, start_ticks
-from server.process import JOIN_SECONDS, Restarts, addresses, longest_start, report_end
+from server.process import JOIN_SECONDS, Restarts, Started, addresses, read_started, report_end
 from server.settings import load_settings
 
 PID = "frontend-pid"  # file in the folder
@@ -80,8 +80,8 @@ class TorchrunFrontend:
 
     def _start(self, attach: bool) -> None:
         program = "from server.torchrun import main; main()"
-        longest = str(longest_start(self.folder)) if attach else "none"
-        command = [sys.executable, "-c", program, str(self.folder), str(self._agent), longest, *sys.argv[1:]]
+        before = " ".join(map(str, read_started(self.folder))) if attach else ""
+        command = [sys.executable, "-c", program, str(self.folder), str(self._agent), before, *sys.argv[1:]]
         self._process = subprocess.Popen(command, start_new_session=True)
         try:
             (self.folder / PID).write_text(str(self._process.pid))
@@ -165,9 +165,9 @@ def hold(folder: Path) -> int:
 
 
 def main() -> None:
-    """The frontend process. Arguments: its folder, the agent's process id, `longest_start_before` of `Recovery`, and the server's
+    """The frontend process. Arguments: its folder, the agent's process id, `before` of `Recovery`, and the server's
     command line."""
-    folder, agent, longest = Path(sys.argv[1]), int(sys.argv[2]), sys.argv[3]
+    folder, agent, fields = Path(sys.argv[1]), int(sys.argv[2]), sys.argv[3].split()
     name_process("rung-frontend")
     hold(folder)
     poll = select.poll()
@@ -180,5 +180,5 @@ def main() -> None:
     threading.Thread(target=end_with_agent, daemon=True, name="agent").start()
     from server.frontend import run_frontend
 
-    longest_before = None if longest == "none" else float(longest)
-    run_frontend(load_settings(sys.argv[4:]), *addresses(folder), partial(kill_ranks, agent), longest_before)
+    before = Started(float(fields[0]), int(fields[1])) if fields else None
+    run_frontend(load_settings(sys.argv[4:]), *addresses(folder), partial(kill_ranks, agent), before)

@@ -20,7 +20,7 @@ from server import recovery
 from server.engine_client import EngineClient
 from server.metrics import Metrics
 from server.problems import ApiError
-from server.process import STARTED, longest_start, note_start
+from server.process import STARTED, note_start, read_started
 from server.recovery import GOT_ON, REFUSED, SUSPECT, Recovery, Watchdog
 from tests.support.server_thread import STORY, TOKENIZER, Site, ready, wait_for
 
@@ -296,7 +296,7 @@ def test_how_long_ranks_may_load(tmp_path: Path, monkeypatch: pytest.MonkeyPatch
     """The first start has no limit, and the longest one counts for all later ones, whichever frontend saw it."""
 
     def frontend(attach: bool = True) -> Recovery:
-        found = longest_start(tmp_path) if attach else None
+        found = read_started(tmp_path) if attach else None
         return Recovery(lambda _: None, lambda _: None, Metrics("m"), Watchdog(seconds=5.0), found)
 
     first, second = frontend(attach=False), frontend()
@@ -308,7 +308,15 @@ def test_how_long_ranks_may_load(tmp_path: Path, monkeypatch: pytest.MonkeyPatch
     assert second.limit() == 5.0
     assert "the ranks serve a new frontend" in warnings[0], "they may have been ready before it asked"
     third = frontend()
-    assert third.state == "recovering" and third.limit() == 900.0, "the ranks may just be starting"
+    assert third.state == "recovering" and third.limit() == 5.0, "ranks that were ready answer"
+    third.on_starting(0)
+    assert third.limit() == 900.0
+    with subprocess.Popen(["true"]) as ended:
+        pass
+    with monkeypatch.context() as patch:  # a rank 0 that has ended since: the next ranks may just be starting
+        patch.setattr(os, "getpid", lambda: ended.pid)
+        note_start(tmp_path, 20.0)
+    assert frontend().state == "recovering" and frontend().limit() == 900.0
     third.on_ready(0, 2048, note_start(tmp_path, 20.0))
     for machine in (second, third):
         machine.on_end()
@@ -325,7 +333,7 @@ def test_ranks_start_again_on_a_full_disk(tmp_path: Path, monkeypatch: pytest.Mo
 
     note_start(tmp_path, 20.0)
     monkeypatch.setattr(Path, "write_text", full)
-    assert note_start(tmp_path, 300.0) == 300.0 and longest_start(tmp_path) == 20.0
+    assert note_start(tmp_path, 300.0) == 300.0 and read_started(tmp_path).longest == 20.0
     (tmp_path / STARTED).unlink()
     with pytest.raises(UserError, match=r"No space left on device.*TMPDIR"):  # nobody would start such ranks again
         note_start(tmp_path, 20.0)

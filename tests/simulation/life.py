@@ -42,6 +42,7 @@ from server.engine_client import EngineClient, OutputQueue
 from server.journal import Kept
 from server.metrics import Metrics
 from server.problems import ApiError
+from server.process import Started
 from server.recovery import GOT_ON, REFUSED
 from tests.simulation.fakes import ADAPTERS, VOCAB, FakeGrammar, alone, fake_engine
 from tests.simulation.journal import MemoryFile, SteppedJournal
@@ -237,7 +238,7 @@ class Frontend(EngineClient):
     ranks already."""
 
     def __init__(self, life: "Life", attach: bool = False) -> None:
-        super().__init__("", "", Metrics("simulated"), longest_start_before=1.0 if attach else None)
+        super().__init__("", "", Metrics("simulated"), before=Started(1.0) if attach else None)
         self._life = life
         self.on_ready = life.on_first_ready
         self.recovery._descriptor_of = lambda pid: -1 if pid == life.pid else None  # type: ignore[method-assign]
