@@ -42,6 +42,7 @@ LOOPBACK = "127.0.0.1"
 SIGNALS = (signal.SIGTERM, signal.SIGINT, signal.SIGHUP)
 MONITOR_SECONDS = 0.1  # between the agent's checks of the ranks
 STOP_SECONDS = 2  # time for the ranks beside a failed one to end, before they are killed and all are started again
+AGENT_SECONDS = 30  # the agent's own time for them, once it has seen that one has failed
 NO_LIMIT = 1_000_000_000  # of restarts for the agent, because a keeper has its own
 CONNECT_SECONDS = 2.0
 MEET_SECONDS = float(os.environ.get("RUNG_MEET_SECONDS") or 120)  # time for all hosts to come
@@ -224,7 +225,7 @@ class Ranks(LocalElasticAgent):
         return result
 
     def _stop_workers(self, worker_group: WorkerGroup, *rest: Any) -> None:
-        if self._keeper and self._pcontext:  # the agent itself would wait for 30 s
+        if self._keeper and self._pcontext:  # the agent itself would wait for AGENT_SECONDS
             self._pcontext.close(signal.SIGTERM, STOP_SECONDS)
         super()._stop_workers(worker_group, *rest)
 
@@ -308,7 +309,17 @@ def exit_code(failures: Sequence[ProcessFailure], passed_on: int | None) -> int:
     """
     if not failures:
         return 0
-    # After a failure the agent ends the other ranks with SIGTERM. If a rank was killed, the agent may see others fail first.
+    # After a failure the agent ends the other ranks with SIGTERM, and those that it does not end with SIGKILL.
+    first = min(f.timestamp for f in failures)
+    stopped = [f for f in failures if f.exitcode == -signal.SIGKILL and f.timestamp - first >= AGENT_SECONDS - 1]
+    for failure in stopped:
+        print(
+            f"error: rank {failure.local_rank} did not end within {AGENT_SECONDS} s after another and was killed",
+            file=sys.stderr,
+            flush=True,
+        )
+    failures = [f for f in failures if f not in stopped]
+    # If a rank was killed by others, the agent may see the end of another rank first.
     cause = next((f for f in failures if f.exitcode < 0 and f.exitcode != -signal.SIGTERM), failures[0])
     if cause.exitcode > 0:
         return cause.exitcode

@@ -291,6 +291,14 @@ def test_exit_codes(exits: list[int], passed_on: int | None, code: int, said: st
     assert capsys.readouterr().err == said
 
 
+def test_a_rank_that_the_agent_had_to_kill_lacked_no_memory(capsys: pytest.CaptureFixture[str]) -> None:
+    """Rank 1 was stopped when the server ended, so that rank 0 alone obeyed SIGTERM."""
+    failures = [ProcessFailure(rank, 1, exitcode, "") for rank, exitcode in enumerate([-15, -9])]
+    failures[1].timestamp += launcher.AGENT_SECONDS
+    assert launcher.exit_code(failures, signal.SIGTERM) == 128 + signal.SIGTERM
+    assert capsys.readouterr().err == "error: rank 1 did not end within 30 s after another and was killed\n"
+
+
 def test_ranks_that_ignore_a_signal_are_killed_in_time(tmp_path: Path) -> None:
     script = tmp_path / "program.py"
     # one write a rank: two ranks' `print`s, which write a line and its end apart, may mix
