@@ -165,7 +165,7 @@ def note_start(folder: Path, seconds: float) -> float:
 
 
 def describe_end(code: int) -> int:
-    """The server's exit code for the frontend's. Says why if it is not 0."""
+    """The server's exit code for the frontend's, as `Process.exitcode` has it. Says why if it is not 0."""
     if code > SIGNALLED:
         note("ended at a second signal, before the running requests were answered")
         return code

@@ -99,6 +99,18 @@ def test_a_frontend_that_dies_in_a_drain_is_a_failure(
     assert (f"error: the HTTP frontend was killed by {number.name}" in capfd.readouterr().err) == (code == FAILED)
 
 
+@pytest.mark.parametrize(
+    ("code", "said"),
+    [
+        (-signal.SIGKILL, "error: the HTTP frontend was killed by SIGKILL\n"),
+        (3, "error: the HTTP frontend ended with exit code 3\n"),
+    ],
+)
+def test_the_end_of_a_frontend_is_explained(code: int, said: str, capsys: pytest.CaptureFixture[str]) -> None:
+    assert process.describe_end(code) == FAILED
+    assert capsys.readouterr().err == said
+
+
 class Frozen:
     """A process that never counts, until it is killed."""
 
