@@ -175,6 +175,7 @@ class EngineClient:
         self.fatal: str | None = None
         self.on_ready: Callable[[Ready], None] = lambda ready: None  # called once
         self.on_fatal: Callable[[str], None] = lambda message: None
+        self.later = ""  # the end of messages to accepted requests that the server does not finish
         self.recovery = Recovery(self._submit, self._recall, metrics, watchdog or Watchdog(), before)
         self.adapters = ServedAdapters(self._send)
         self._active: dict[str, OutputQueue] = {}
@@ -257,7 +258,7 @@ class EngineClient:
         if self.fatal is None:
             self.fatal = message
             log.error("the engine failed: %s", message)
-            self.fail_all(broken())
+            self.fail_all(broken(self.later))
             self.adapters.fail(broken().message)
             self.on_fatal(message)
 
@@ -347,5 +348,7 @@ class EngineClient:
             self.die(message.message)
 
 
-def broken() -> ApiError:
-    return ApiError(503, "the engine has failed and the server is shutting down; try again later", None, "engine_failed")
+def broken(later: str = "") -> ApiError:
+    """The ranks have ended for good. later: what becomes of the request."""
+    message = f"the engine has failed and the server is shutting down{later or '; try again later'}"
+    return ApiError(503, message, None, "engine_failed")

@@ -102,8 +102,7 @@ class FrontendServer(uvicorn.Server):
             reason = "a second signal came" if self._second_signal.is_set() else "the drain timeout is over"
             log.warning("%s; ending %d requests", reason, self.service.open_requests)
             self._second_signal.clear()
-            later = "; its next start finishes the request: GET /v1/results/ID" if self.service.journal else ""
-            self.client.fail_all(ApiError(503, f"the server is shutting down{later}", None, "draining"))
+            self.client.fail_all(ApiError(503, f"the server is shutting down{self.client.later}", None, "draining"))
             await self._wait_for_requests(FLUSH_SECONDS)
         self._leave()
 

@@ -51,6 +51,8 @@ class Service:
         self.workers = Workers(settings.model, settings.workers, settings.worker_seconds, capacity, WORKER_MODULES)
         self.grammars: OrderedDict[bytes, Compiled] = OrderedDict()  # see grammar.py
         self.journal = self._open_journal()
+        if self.journal:
+            client.later = "; its next start finishes the request: GET /v1/results/ID"
         self.draining = False
         self.open_requests = 0  # HTTP requests whose answer is not complete
         self.started, self.created = time.monotonic(), int(time.time())

@@ -25,7 +25,7 @@ import httpx
 import msgspec
 import pytest
 
-from engine.protocol import Turn
+from engine.protocol import Fatal, Turn
 from errors import UserError
 from scripts.lib.process_tree import process_tree
 from server import journal as journals
@@ -662,6 +662,22 @@ def test_errors_are_results(sites: Sites, monkeypatch: pytest.MonkeyPatch) -> No
     site = sites.start(model=str(MODELS / "tiny-ladder"))
     wait_for(lambda: site.http.get("/v1/results/cmpl-b").status_code == 503)
     assert site.http.get("/v1/results/cmpl-b").json()["error"]["code"] == "model_changed"
+
+
+def test_the_end_of_the_ranks_says_where_the_answer_will_be(sites: Sites) -> None:
+    site = sites.start()
+    site.engine.hold = True
+    answers: list[httpx.Response] = []
+
+    def ask() -> None:
+        answers.append(httpx.post(site.url + "/v1/completions", json={"prompt": "Hi"}, timeout=60))
+
+    asking = threading.Thread(target=ask)
+    asking.start()
+    wait_for(lambda: site.engine.submits)
+    site.engine.send(Fatal("rank 1 was lost"))
+    asking.join(60)
+    assert answers[0].status_code == 503 and "GET /v1/results/ID" in answers[0].json()["error"]["message"]
 
 
 def test_a_full_disk_does_not_stop_the_server(sites: Sites, caplog: pytest.LogCaptureFixture) -> None:
