@@ -279,7 +279,7 @@ def seconds_or_never(text: str) -> float:
 @dataclass(frozen=True, kw_only=True)
 class FaultOptions:
     max_restarts: int = option(
-        default=5,
+        default=8,
         type=whole_number(0),
         metavar="N",
         help="start ranks that died or hang again, and a frontend that died, at most N times in 10 minutes; accepted requests go on. "
