@@ -14,7 +14,9 @@ there are no free blocks, the most recently admitted sequence of the lowest prio
 blocks are released, it moves to the front of its client's waiting ones, and its keys and values are computed again later.
 
 Clients have equal shares, or shares by weight, of the places in the batch and of a step's tokens, as far as they ask for them. A
-client that waits with less than its share need not wait until others end: they yield places and tokens (`_make_room`).
+client that waits with less than its share need not wait until others end: they yield places and tokens (`_make_room`). A step for
+which others yielded places computes only the new ones, so that their first token does not wait for a whole batch, but not two such
+steps in a row.
 """
 
 from bisect import insort
@@ -181,6 +183,7 @@ class Scheduler:
         self.running: list[Sequence] = []  # by priority, and then in the order of admission
         self.by_id: dict[str, Sequence] = {}
         self.preemptions = self.prefix_queries = self.prefix_hits = 0
+        self._others_waited = False  # whether the last step computed only sequences for which others yielded
 
     def check(self, sequence: Sequence) -> None:
         """Raises UserError if the sequence can never run, however long it waits."""
@@ -226,21 +229,31 @@ class Scheduler:
         most = self.max_num_seqs + ending
         if in_flight and self._reserved(going) > len(self.blocks.free):
             return []
+        ahead: list[Sequence] = []
         if self.waiting:
-            if not self._make_room(most, in_flight):
+            if (preferred := self._make_room(most, in_flight)) is None:
                 return []
-            going = self._going()
+            ahead, going = [] if self._others_waited else preferred, self._going()
+        self._others_waited = bool(ahead)
         chunks: list[Chunk] = []
         budget, preemptions = self.max_batch_tokens, self.preemptions
-        for sequence, count in self._portions(going):
+        for sequence, count in self._portions(ahead or going):
             # one without blocks was preempted for another
             if count and sequence.blocks and self._grow(sequence, sequence.computed + count):
                 chunks.append(self._chunk(sequence, count))
                 budget -= count
-        while budget and len(self.running) < most and (first := self.waiting.first(self.running)) and self._admit(first):
+        while (
+            not ahead
+            and budget
+            and len(self.running) < most
+            and (first := self.waiting.first(self.running))
+            and self._admit(first)
+        ):
             chunks.append(self._chunk(first, min(first.wanted, budget)))
             budget -= chunks[-1].count
-        if drafts and budget and self.preemptions == preemptions:  # a preempted sequence needs the blocks more than drafts do
+        if (
+            drafts and budget and not ahead and self.preemptions == preemptions
+        ):  # a preempted sequence needs the blocks more than drafts do
             self._add_drafts(chunks, drafts, budget)
         if drafts and not self.whole_sequences:
             for sequence in drafts:  # a draft may be shorter than its room
@@ -274,21 +287,24 @@ class Scheduler:
             wanted[sequence.client] += sequence.wanted
         return wanted
 
-    def _make_room(self, most: int, in_flight: bool) -> bool:
+    def _make_room(self, most: int, in_flight: bool) -> list[Sequence] | None:
         """Admit waiting sequences of clients that have less than their share, before running ones of others take the tokens. If
-        there are no places or blocks, clients that have more than their share yield some. most: running sequences. False if
-        one would have to yield while a step is in flight."""
+        there are no places or blocks, clients that have more than their share yield some. most: running sequences. Returns the
+        sequences for which others yielded; None if one would have to yield while a step is in flight."""
+        found: list[Sequence] = []
         while (first := self.waiting.first(self.running)) and self._is_due(first):
             victims = self._victims(first, most)
             if victims is None:
                 break
             if victims and in_flight:
-                return False
+                return None
             for victim in victims:
                 self._preempt(victim)
             if not self._admit(first, self._reserved(self._going())):
                 break
-        return True
+            if victims:
+                found.append(first)
+        return found
 
     def _is_due(self, sequence: Sequence) -> bool:
         """Whether the client of a waiting sequence gets less than its share of this step's tokens."""

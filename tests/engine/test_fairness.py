@@ -73,6 +73,30 @@ def test_a_thousand_requests_of_one_client_do_not_delay_another(limit: str, seed
     assert len(server.scheduler.waiting) > 500 and running["greedy"] >= min(places, 4) - 2, "the others go on"
 
 
+def test_a_step_for_which_others_yielded_computes_only_the_new_request(seed: int) -> None:
+    """Its first token does not wait for a whole batch. The others go on at least in every second step, however many clients come."""
+    places, steps = random.randint(4, 20), list[set[str]]()
+    server = Server(20_000, places, 200)
+    for _ in range(3 * places):
+        server.send("greedy", 10, 1000)
+    server.step()
+    scheduler = server.scheduler
+    for i in range(places // 2 - 1):
+        server.send(f"polite {i}", random.randint(1, 50), 1000)
+        chunks = scheduler.schedule()
+        steps.append({chunk.sequence.client for chunk in chunks})
+        assert scheduler.preemptions > i
+        scheduler.launched(chunks)
+        for chunk in chunks:
+            scheduler.record(chunk.sequence, 0)
+    for i, clients in enumerate(steps):
+        if i % 2 == 0:
+            assert clients == {f"polite {i}"}
+        else:
+            assert clients == {"greedy", *(f"polite {j}" for j in range(i + 1))}
+    assert {chunk.sequence.client for chunk in scheduler.schedule()} >= {"greedy"}, "nobody yields, so all are computed"
+
+
 def test_clients_that_all_have_enough_to_do_get_places_and_tokens_by_weight() -> None:
     weights = {"a": 1, "b": 3, "c": 4}
     server = Server(1000, 16, 64)
