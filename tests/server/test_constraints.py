@@ -582,15 +582,17 @@ def test_no_clock_decides_what_is_constrained_with_deterministic(
 ) -> None:
     """A job that no worker takes in time, or that takes too long, is an error. A schema that cannot be enforced never is one."""
     site, run, found = make_site(tool_parser="hermes", deterministic=deterministic), Workers.run, list[Any]()
+    raised = list[Exception]()
 
     async def fail(self: Workers, function: Any, *arguments: Any, wait_seconds: float = 0.0, **options: Any) -> Any:
         if function is not compile_demand:
             return await run(self, function, *arguments, **options)
         found.append(wait_seconds)
-        raise error
+        raise raised[-1]
 
     monkeypatch.setattr(Workers, "run", fail)
     for error in (ApiError(503, "all are busy", None, "overloaded"), ApiError(400, "too long", None, "too_complex")):
+        raised.append(error)
         if deterministic:
             found.append(site.refused("/v1/chat/completions", {**CHAT, "tools": [TOOL]}, error.status_code)["code"])
             assert found == [grammar_module.WAIT_SECONDS, error.code]
@@ -598,7 +600,7 @@ def test_no_clock_decides_what_is_constrained_with_deterministic(
             site.chat(tools=[TOOL], max_tokens=1)
             assert found == [grammar_module.BRIEF_SECONDS] and site.last().params.grammar is None
         found.clear()
-    error = SchemaError("it has no meaning")  # type: ignore[assignment]
+    raised.append(SchemaError("it has no meaning"))
     site.chat(tools=[TOOL], max_tokens=1)
     assert found and site.last().params.grammar is None
 

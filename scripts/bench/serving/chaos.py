@@ -58,9 +58,7 @@ FRONTEND, FRONTEND_NAME = 0.2, "rung-frontend"  # share that the frontend gets
 AT_START = 0.2  # share that comes while the ranks start
 ALL, FULL = 0.3, 0.2  # with --journal, share of kills of everything, and of full disks
 FULL_SECONDS = 2.0
-WRITTEN_SECONDS = (
-    5.0  # after which a request is in the journal: a frontend that runs takes it at once, and writes it within 0.3 s
-)
+WRITTEN_SECONDS = 5.0  # after which a request is in the journal: a frontend that runs writes it within 0.3 s
 FULL_BYTES = 4096  # of a file that may be written then
 PHASES = {  # what ends each phase of a recovery: a part of a line of the log
     "noticed": "the ranks have ended",
