@@ -119,7 +119,7 @@ accuracy-seeds: setup-dev #+ Measure: train and evaluate every embedded variant 
 divergence: setup-dev #+ Measure: how many greedy answers differ between tp 1 and tp RANKS, and batch 1 and 64, with and without --deterministic, and where, into out (tracked: ARGS=--write; 20 min, 2 GB)
 	@$(PY) -m scripts.quality.divergence --model $(MODEL) --tp $(RANKS) $(ARGS)
 
-same-bits: setup-dev #+ Measure: how many of 1,000 prompts have other log-probabilities in batches, chunks, on RANKS ranks and in training than alone, with --deterministic, resumable, into out (tracked: ARGS=--write; 2 GPUs: ARGS="--device cuda"; 4 min; a CPU: ARGS="--items 100 --models models/tiny-hybrid")
+same-bits: setup-dev #+ Measure: how many of 1,000 prompts have other log-probabilities in batches, chunks, on RANKS ranks and in training than alone, with --deterministic, resumable, into out (tracked: ARGS=--write; 2 GPUs: ARGS="--device cuda"; a CPU: ARGS="--items 24 --models models/tiny-hybrid")
 	@$(PY) -m scripts.quality.same_bits --tp $(RANKS) $(ARGS)
 
 quantization: setup #+ Measure: error of real partial sums, bytes and perplexity by width, group and scheme, into out/quantization.json (tracked: ARGS=--write; 12 min, 2 GB)
