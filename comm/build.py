@@ -115,11 +115,18 @@ def by_size(
 
 def tree(name: str, device: torch.device, group: dist.ProcessGroup | None = None) -> Communicator:
     """What `--deterministic` uses for the communicator with this name. A sum of 2 ranks, added in fp32 and rounded once, is their
-    tree, so 2 GPUs with peer access use the kernels over symmetric memory, without those that also do something else."""
+    tree, so 2 GPUs with peer access use the kernels over symmetric memory, without those that also do something else; if none can be
+    opened, the process group."""
     over_nccl = name in ("nccl", "hierarchical") or dist.get_world_size(group) != 2 or memory_between(device, group) != "peer"
     if over_nccl:
         return TreeCommunicator(group)
-    return exact(name, device, group, "peer") if name in KINDS else by_size(device, 0.0, group)
+    if name in KINDS:
+        return exact(name, device, group, "peer")
+    try:
+        return by_size(device, 0.0, group)
+    except UserError as error:
+        _print(f"{name} uses {TreeCommunicator.name}: {error}", group)
+        return TreeCommunicator(group)
 
 
 def schemes_within(error_budget: float, group: dist.ProcessGroup | None = None) -> list[Scheme]:

@@ -6,7 +6,7 @@ the sum is rounded to the dtype. Then neighbours are added in fp32, and rounded,
 has the dtype of the model (Zhang et al., *Deterministic inference across tensor parallel sizes*, arXiv:2511.17826).
 
 Few rows: programs share a tile; each computes a subtree, and the last one to finish adds them. Many rows: one program computes
-all parts of a tile and holds the tree's open sums, at most one for each level. Every config gives the same bits: the columns are
+all parts of a tile and holds the tree's open sums, at most one for each level (on Hopper by `kernels/linear_tree_hopper.py`). Every config gives the same bits: the columns are
 added in order, 16 at a time, and on Hopper a step's sum depends neither on the tile, nor on the instruction (wgmma or mma), nor on
 which operand comes first. The GPU tests show it.
 
@@ -15,6 +15,7 @@ This module requires Triton. It also runs in Triton's interpreter.
 
 import math
 from dataclasses import dataclass, replace
+from importlib import import_module
 
 import torch
 import triton
@@ -29,6 +30,7 @@ from kernels.linear_config import MAX_TILES, SMS
 from kernels.tile_gemm_triton import grouped
 
 MAX_PARTS = 8
+MANY_ROWS = 256  # with more, layers of several parts are faster with `linear_tree_hopper`
 
 
 @dataclass(frozen=True)
@@ -56,6 +58,8 @@ TILES: dict[float, tuple[Tile, Tile, Tile]] = {
     256: (Tile(128, 64, 128, 4), Tile(128, 128, 64, 3, 8, split=8), Tile(128, 64, 64, 3)),
     math.inf: (Tile(256, 128, 64, 4, 8), Tile(128, 128, 128, 3, 8), Tile(128, 128, 64, 4, 8)),
 }
+HALF = Tile(128, 128, 64, 4, 8)  # of the largest, where the last of those would leave many SMs without a tile
+HALF_RATE = 0.82  # the speed of its multiplications over that of the largest
 
 
 def linear(x: Tensor, weight: Tensor, bias: Tensor | None = None, parts: int = 1, swiglu: bool = False) -> Tensor:
@@ -72,6 +76,11 @@ def linear(x: Tensor, weight: Tensor, bias: Tensor | None = None, parts: int = 1
     if swiglu and parts > 1:
         return activate(linear(x, weight, bias, parts))
     rows = x.numel() // x.shape[-1]
+    if parts > 1 and rows > MANY_ROWS and x.is_cuda:  # of one part, the larger tiles below are as fast
+        hopper, flat = import_module("kernels.linear_tree_hopper"), as_rows(x)
+        if hopper.preferred(flat, weight, bias, parts):
+            product: Tensor = hopper.linear(flat, weight, parts)
+            return product.view(*x.shape[:-1], len(weight))
     return linear_with(x, weight, bias, parts, swiglu, config(rows, len(weight), x.dtype, parts, swiglu))
 
 
@@ -85,8 +94,15 @@ def config(rows: int, n: int, dtype: torch.dtype, parts: int, swiglu: bool) -> T
         return gated
     if parts > 1:
         return row
+    if most == math.inf and _waves(rows, n, HALF) / 2 / HALF_RATE < _waves(rows, n, column):
+        return HALF
     alone = rows <= 64 and n <= SMS * column.block_n  # a program has an SM for itself
     return replace(column, stages=2 * column.stages) if alone else column
+
+
+def _waves(rows: int, n: int, tile: Tile) -> int:
+    """The most tiles that an SM computes."""
+    return triton.cdiv(triton.cdiv(rows, tile.block_m) * triton.cdiv(n, tile.block_n), SMS)
 
 
 def linear_with(x: Tensor, weight: Tensor, bias: Tensor | None, parts: int, swiglu: bool, tile: Tile) -> Tensor:

@@ -34,7 +34,7 @@ _BLOCK = gl.constexpr(BLOCK)
 
 
 @gluon.jit
-def _ring(x, weight, STAGES: gl.constexpr):
+def make_ring(x, weight, STAGES: gl.constexpr):
     """(a, b, full, free): buffers for STAGES steps of both operands, and the barriers of full and of free buffers."""
     a = gl.allocate_shared_memory(x.dtype, [STAGES, x.block_type.shape[0], x.block_type.shape[1]], x.layout)
     b = gl.allocate_shared_memory(weight.dtype, [STAGES, weight.block_type.shape[0], weight.block_type.shape[1]], weight.layout)
@@ -47,19 +47,19 @@ def _ring(x, weight, STAGES: gl.constexpr):
 
 
 @gluon.jit
-def _tile_count(tiles):
+def tile_count(tiles):
     """The number of tiles of this program, of `tiles` in all."""
     return gl.cdiv(tiles - gl.program_id(0), gl.num_programs(0))
 
 
 @gluon.jit
-def _tile(nth):
+def nth_tile(nth):
     """The number of this program's nth tile."""
     return gl.program_id(0) + nth * gl.num_programs(0)
 
 
 @gluon.jit
-def _load(x, weight, ring, row, column, step, steps):
+def load(x, weight, ring, row, column, step, steps):
     """Start the TMA loads of a tile's operands, when buffers are free. `step` counts the steps of all tiles; returns the next."""
     a, b, full, free = ring
     STAGES: gl.constexpr = a.type.shape[0]
@@ -75,18 +75,24 @@ def _load(x, weight, ring, row, column, step, steps):
 
 
 @gluon.jit
-def _multiply(ring, step, steps):
-    """(a tile's sums in fp32, next step). The wgmma of one step overlaps with the issue of the next."""
+def zero_sums(ring):
+    """fp32 sums of a tile. All tiles of a program use the same registers, because ptxas spills them otherwise."""
+    BLOCK_M: gl.constexpr = ring[0].type.shape[1]
+    BLOCK_N: gl.constexpr = ring[1].type.shape[1]
+    LAYOUT: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [gl.num_warps(), 1], [16, BLOCK_N, 16])
+    return gl.zeros((BLOCK_M, BLOCK_N), gl.float32, LAYOUT)
+
+
+@gluon.jit
+def multiply(ring, sums, step, steps):
+    """(the products' sums in fp32, next step); what `sums` were is not added. The wgmma of one step overlaps with the issue of the
+    next."""
     a, b, full, free = ring
     STAGES: gl.constexpr = a.type.shape[0]
-    BLOCK_M: gl.constexpr = a.type.shape[1]
-    BLOCK_N: gl.constexpr = b.type.shape[1]
-    LAYOUT: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [gl.num_warps(), 1], [16, BLOCK_N, 16])
-    sums = gl.zeros((BLOCK_M, BLOCK_N), gl.float32, LAYOUT)
     for k in range(steps):
         slot = step % STAGES
         mbarrier.wait(full.index(slot), step // STAGES & 1)
-        sums = warpgroup_mma(a.index(slot), b.index(slot).permute((1, 0)), sums, is_async=True)
+        sums = warpgroup_mma(a.index(slot), b.index(slot).permute((1, 0)), sums, use_acc=k > 0, is_async=True)
         sums = warpgroup_mma_wait(1, (sums,))
         mbarrier.arrive(free.index((step + STAGES - 1) % STAGES), pred=k > 0)  # the previous step has been multiplied
         step += 1
@@ -103,16 +109,17 @@ def _scatter_load(x, weight, ring, rank, rank_rows, tiles, columns, steps, N: gl
     BLOCK_M: gl.constexpr = x.block_type.shape[0]
     BLOCK_N: gl.constexpr = weight.block_type.shape[0]
     step = 0
-    for nth in range(_tile_count(tiles)):
-        row, _end, column_tile = tile_position(_tile(nth), (rank + 1) % N, 1, rank_rows, columns, N, BLOCK_M, GROUP, False)
-        step = _load(x, weight, ring, row, column_tile * BLOCK_N, step, steps)
+    for nth in range(tile_count(tiles)):
+        row, _end, column_tile = tile_position(nth_tile(nth), (rank + 1) % N, 1, rank_rows, columns, N, BLOCK_M, GROUP, False)
+        step = load(x, weight, ring, row, column_tile * BLOCK_N, step, steps)
 
 
 @gluon.jit
 def _scatter_multiply(ring, result, ready, taken, tiles, steps):
+    sums = zero_sums(ring)
     step = 0
-    for nth in range(_tile_count(tiles)):
-        sums, step = _multiply(ring, step, steps)
+    for nth in range(tile_count(tiles)):
+        sums, step = multiply(ring, sums, step, steps)
         mbarrier.wait(taken, (nth & 1) ^ 1)
         result.store(sums.to(result.dtype))
         fence_async_shared()
@@ -134,8 +141,8 @@ def _scatter_store(peers, flags, epoch, counters, result, ready, taken, rank, ra
     BLOCK_M: gl.constexpr = result.type.shape[0]
     BLOCK_N: gl.constexpr = result.type.shape[1]
     target = gl.load(epoch)
-    for nth in range(_tile_count(tiles)):
-        row, _end, column_tile = tile_position(_tile(nth), (rank + 1) % N, 1, rank_rows, columns, N, BLOCK_M, GROUP, False)
+    for nth in range(tile_count(tiles)):
+        row, _end, column_tile = tile_position(nth_tile(nth), (rank + 1) % N, 1, rank_rows, columns, N, BLOCK_M, GROUP, False)
         owner = row // rank_rows
         mbarrier.wait(ready, nth & 1)
         for i in gl.static_range(N):
@@ -173,7 +180,7 @@ def _gemm_reduce_scatter(
 ):  # fmt: skip
     BLOCK_M: gl.constexpr = x.block_type.shape[0]
     BLOCK_N: gl.constexpr = weight.block_type.shape[0]
-    ring = _ring(x, weight, STAGES)
+    ring = make_ring(x, weight, STAGES)
     result = gl.allocate_shared_memory(x.dtype, peer0.block_type.shape, peer0.layout)
     barriers = gl.allocate_shared_memory(gl.int64, [2, 1], mbarrier.MBarrierLayout())
     ready, taken = barriers.index(0), barriers.index(1)
@@ -221,12 +228,12 @@ def _gather_load(x, weight, ring, flags, epoch, fault, stride, rank, max_polls, 
     BLOCK_N: gl.constexpr = weight.block_type.shape[0]
     target = gl.load(epoch)
     step = 0
-    for nth in range(_tile_count(tiles)):
-        row, _end, column_tile = tile_position(_tile(nth), rank, N - 1, rank_rows, columns, N, BLOCK_M, GROUP, False)
+    for nth in range(tile_count(tiles)):
+        row, _end, column_tile = tile_position(nth_tile(nth), rank, N - 1, rank_rows, columns, N, BLOCK_M, GROUP, False)
         source = row // rank_rows
         if source != rank:
             _wait_flag(flags + source * stride + (row - source * rank_rows) // _BLOCK, target, max_polls, fault)
-        step = _load(x, weight, ring, row, column_tile * BLOCK_N, step, steps)
+        step = load(x, weight, ring, row, column_tile * BLOCK_N, step, steps)
 
 
 @gluon.jit
@@ -235,10 +242,11 @@ def _gather_multiply(ring, out, rank, rank_rows, tiles, columns, steps, C, N: gl
     BLOCK_N: gl.constexpr = ring[1].type.shape[1]
     ROW_THREADS: gl.constexpr = BLOCK_N // 8 if BLOCK_N < 256 else 32  # a warp stores 16 bytes a thread, row after row
     LAYOUT: gl.constexpr = gl.BlockedLayout([1, 8], [32 // ROW_THREADS, ROW_THREADS], [gl.num_warps(), 1], [1, 0])
+    sums = zero_sums(ring)
     step = 0
-    for nth in range(_tile_count(tiles)):
-        row, end, column_tile = tile_position(_tile(nth), rank, N - 1, rank_rows, columns, N, BLOCK_M, GROUP, False)
-        sums, step = _multiply(ring, step, steps)
+    for nth in range(tile_count(tiles)):
+        row, end, column_tile = tile_position(nth_tile(nth), rank, N - 1, rank_rows, columns, N, BLOCK_M, GROUP, False)
+        sums, step = multiply(ring, sums, step, steps)
         result = gl.convert_layout(sums.to(out.dtype.element_ty), LAYOUT)
         m = row + gl.arange(0, BLOCK_M, gl.SliceLayout(1, LAYOUT))[:, None]
         n = column_tile * BLOCK_N + gl.arange(0, BLOCK_N, gl.SliceLayout(0, LAYOUT))[None, :]
@@ -265,7 +273,7 @@ def _all_gather_gemm(
 ):
     BLOCK_M: gl.constexpr = x.block_type.shape[0]
     BLOCK_N: gl.constexpr = weight.block_type.shape[0]
-    ring = _ring(x, weight, STAGES)
+    ring = make_ring(x, weight, STAGES)
     tl.extra.cuda.gdc_wait()
     columns = gl.cdiv(C, BLOCK_N)
     tiles = N * gl.cdiv(rank_rows, BLOCK_M) * columns
@@ -311,7 +319,7 @@ def gemm_reduce_scatter(
     rank_rows, features = len(x) // len(destinations), len(weight)
     unused = (destinations[0],) * (MAX_SPECIALIZED - len(destinations))
     peers = [
-        _descriptor(_PeerTensor(address, x.dtype), (rank_rows, features), (tiling.block_m, tiling.block_n))
+        descriptor(_PeerTensor(address, x.dtype), (rank_rows, features), (tiling.block_m, tiling.block_n))
         for address in destinations + unused
     ]
     _gemm_reduce_scatter[grid(x, weight, len(destinations), tiling)](
@@ -337,12 +345,12 @@ def all_gather_gemm(
 
 def _operands(x: Tensor, weight: Tensor, tiling: GemmTiling) -> tuple[TensorDescriptor, TensorDescriptor]:
     return (
-        _descriptor(x, tuple(x.shape), (tiling.block_m, tiling.block_k)),
-        _descriptor(weight, tuple(weight.shape), (tiling.block_n, tiling.block_k)),
+        descriptor(x, tuple(x.shape), (tiling.block_m, tiling.block_k)),
+        descriptor(weight, tuple(weight.shape), (tiling.block_n, tiling.block_k)),
     )
 
 
-def _descriptor(base: Tensor | _PeerTensor, shape: tuple[int, ...], block: tuple[int, int]) -> TensorDescriptor:
+def descriptor(base: Tensor | _PeerTensor, shape: tuple[int, ...], block: tuple[int, int]) -> TensorDescriptor:
     element = {torch.bfloat16: gl.bfloat16, torch.float16: gl.float16}[base.dtype]
     layout = gl.NVMMASharedLayout.get_default_for(list(block), element)
     return TensorDescriptor(base, list(shape), [shape[1], 1], list(block), layout)

@@ -22,6 +22,7 @@ pytest.importorskip("triton", reason="Triton is not installed; pip install trito
 from comm.auto import MEASURED_SIZES, SIZES, TOLERANCE, fastest, microseconds, size_table
 from comm.interface import LEAST_COPIED
 from comm.table import Table, read, write
+from errors import UserError
 
 KEY = {"gpu": "test", "ranks": "8"}
 EXACT = ["nccl", "one-shot", "two-shot"]
@@ -311,6 +312,23 @@ def within(world: World, budget: float) -> list[str]:
 )
 def test_widths_within_an_error_budget(ranks: Ranks, budget: float, names: list[str]) -> None:
     assert ranks.run(2, within, budget) == [names] * 2
+
+
+def without_memory(world: World) -> str:
+    """The communicator of --deterministic on two GPUs with peer access that cannot map each other's memory."""
+    from comm import build
+
+    def fails(*_: Any) -> Any:
+        raise UserError("no memory can be mapped")
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(build, "memory_between", lambda *_: "peer")
+        patch.setattr(build, "by_size", fails)
+        return type(build.tree("auto", world.device)).__name__
+
+
+def test_deterministic_sums_use_the_process_group_without_memory(ranks: Ranks) -> None:
+    assert ranks.run(2, without_memory) == ["TreeCommunicator"] * 2
 
 
 def test_the_table_as_text(seed: int) -> None:

@@ -81,6 +81,29 @@ def test_parts_that_are_not_equal_are_refused(interpreters: Ranks) -> None:
     assert "100 in_features cannot be summed in 8 equal parts" in interpreters.call(refusal, 8, 100)
 
 
+@pytest.mark.parametrize(
+    ("rows", "n", "k", "parts", "dtype", "taken"),
+    [
+        (1024, 4096, 4096, 8, torch.bfloat16, True),  # 128 tiles
+        (320, 4096, 4096, 8, torch.bfloat16, False),  # 48
+        (1024, 4096, 4096, 8, torch.float32, False),
+        (1024, 4096, 4224, 8, torch.float16, False),  # parts of 528, which are no multiple of 64
+        (1024, 4097, 4096, 8, torch.float16, False),  # words of two features would cross rows
+    ],
+)
+def test_when_specialized_warps_are_taken(
+    rows: int, n: int, k: int, parts: int, dtype: torch.dtype, taken: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    from kernels.linear_tree_hopper import preferred
+
+    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda _: (9, 0))
+    x, weight = torch.empty(rows, k, dtype=dtype), torch.empty(n, k, dtype=dtype)
+    assert preferred(x, weight, None, parts) is taken
+    assert not preferred(x, weight, torch.empty(n, dtype=dtype), parts)
+    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda _: (8, 0))
+    assert not preferred(x, weight, None, parts)
+
+
 # --- GPU ----------------------------------------------------------------------------------------------------------------------
 
 
@@ -110,6 +133,26 @@ def test_bits_on_a_gpu_do_not_depend_on_rows_or_tiles(
             shards = zip(x.chunk(2, 1), weight.chunk(2, 1), strict=True)
             left, right = (linear(a, b.contiguous(), bias / 2, parts // 2) for a, b in shards)  # type: ignore[operator]
             assert torch.equal(left + right, whole)
+
+
+@GPU
+@pytest.mark.parametrize(("n", "k", "parts"), [(8192, 1024, 8), (4104, 3584, 8), (6150, 2048, 2), (5000, 1024, 4)])
+def test_many_rows_on_a_gpu_have_the_bits_of_few(n: int, k: int, parts: int, in_turn: Callable[..., Any], seed: int) -> None:
+    """The kernel for many rows against that for few, and against PyTorch's additions of the parts."""
+    from kernels.linear_tree import MANY_ROWS, linear
+    from kernels.linear_tree_hopper import preferred
+
+    dtype, rows = in_turn([torch.bfloat16, torch.float16], n), random.randint(800, 1500)
+    _, weight, _ = operands(1, n, k, dtype, "cuda", biased=False)
+    x = operands(n, rows, k, dtype, "cuda", biased=False)[1]  # with rows that TMA can load
+    assert preferred(x, weight, None, parts) or torch.cuda.get_device_capability()[0] != 9
+    with torch.no_grad():
+        many = linear(x, weight, None, parts)
+        assert torch.equal(many, torch.cat([linear(few, weight, None, parts) for few in x.split(MANY_ROWS)]))
+        leaves = [linear(a, b.contiguous(), None) for a, b in zip(x.chunk(parts, 1), weight.chunk(parts, 1), strict=True)]
+        while len(leaves) > 1:
+            leaves = [a + b for a, b in zip(leaves[::2], leaves[1::2], strict=True)]
+        assert torch.equal(many, leaves[0])
 
 
 @GPU
