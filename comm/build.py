@@ -115,8 +115,8 @@ def by_size(
 
 def tree(name: str, device: torch.device, group: dist.ProcessGroup | None = None) -> Communicator:
     """What `--deterministic` uses for the communicator with this name. A sum of 2 ranks, added in fp32 and rounded once, is their
-    tree, so 2 GPUs with peer access use the kernels over symmetric memory, without those that also do something else; if none can be
-    opened, the process group."""
+    tree, so 2 GPUs with peer access use the kernels over symmetric memory, but for those that also do something else in another order;
+    if none can be opened, the process group."""
     over_nccl = name in ("nccl", "hierarchical") or dist.get_world_size(group) != 2 or memory_between(device, group) != "peer"
     if over_nccl:
         return TreeCommunicator(group)

@@ -6,6 +6,7 @@ workspaces, because they may run at the same time.
 """
 
 import math
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any, Literal
 
@@ -50,7 +51,10 @@ FEW_SMS_TILING: dict[Kind, Tiling] = {
     "two-shot": Tiling(block=8192, warps=16, programs=12),
 }
 _ALL_REDUCE = {"one-shot": all_reduce.one_shot, "two-shot": all_reduce.two_shot}
-_ADD_NORM = {"one-shot": all_reduce.one_shot_add_norm, "two-shot": all_reduce.two_shot_add_norm}
+_ADD_NORM: dict[Kind, Callable[..., tuple[Tensor, Any]]] = {
+    "one-shot": all_reduce.one_shot_add_norm,
+    "two-shot": all_reduce.two_shot_add_norm,
+}
 _BYTES = {"one-shot": all_reduce.one_shot_bytes, "two-shot": all_reduce.two_shot_bytes}
 
 
@@ -77,8 +81,7 @@ class AllReduceKernel:
         return _ALL_REDUCE[self.kind](partial, self.workspace.exchange, self.tiling, self.pdl)
 
     def add_norm(self, partial: Tensor, x: Tensor, weight: Tensor, eps: float, codes: bool = False) -> tuple[Tensor, Any]:
-        """(x + sum, rms_norm(x + sum) * weight), in one kernel if there is one for these shapes, and but for --deterministic: that
-        kernel adds x before it rounds, and a row's squares in another order. codes: the norm as `RowCodes`."""
+        """(x + sum, rms_norm(x + sum) * weight), in one kernel if there is one for these shapes. codes: the norm as `RowCodes`."""
         if self._norm_fits(partial, x, weight, codes):
             return _ADD_NORM[self.kind](partial, x, weight, eps, self.workspace.exchange, pdl=self.pdl, codes=codes)
         return self.then_norm(partial, x, weight, eps, codes)
@@ -88,7 +91,10 @@ class AllReduceKernel:
         return (add_rms_norm_codes if codes else add_rms_norm)(x, self.all_reduce(partial), weight, eps)
 
     def _norm_fits(self, partial: Tensor, x: Tensor, weight: Tensor, codes: bool) -> bool:
-        if determinism.enabled() or not all_reduce.fits_norm(partial, x, weight, codes):
+        if not all_reduce.fits_norm(partial, x, weight, codes):
+            return False
+        # one-shot adds x before it rounds; and a row's squares are added in the order of `add_rms_norm` if both load 16 bytes at once
+        if determinism.enabled() and (self.kind == "one-shot" or x.shape[-1] % 16):
             return False
         ranks, rows = self.workspace.exchange.world_size, x.numel() // x.shape[-1]
         if self.kind == "one-shot":

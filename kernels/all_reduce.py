@@ -50,6 +50,7 @@ from kernels.device import (
     zero_words,
 )
 from kernels.dispatch import pdl_options
+from kernels.norm import row_warps
 from kernels.row_codes import RowCodes, empty_codes, largest_bits, scale_of, store_codes, store_scaled
 
 
@@ -94,7 +95,7 @@ class Tiling:
 ONE_SHOT = Tiling(block=512, warps=8)
 ONE_SHOT_NORM = Tiling(block=512, warps=8)
 TWO_SHOT = Tiling(block=4096, warps=8, programs=64)
-TWO_SHOT_NORM = Tiling(block=0, warps=16, programs=128)  # a program handles a whole row at a time
+TWO_SHOT_NORM_PROGRAMS = 128  # at most; each handles a whole row at a time
 
 
 def one_shot_bytes(world_size: int, capacity: int) -> int:
@@ -411,19 +412,18 @@ def two_shot_add_norm(
     weight: Tensor,
     eps: float,
     exchange: Exchange,
-    tiling: Tiling = TWO_SHOT_NORM,
     pdl: bool = True,
     codes: bool = False,
 ) -> tuple[Tensor, Any]:
-    """As `one_shot_add_norm`, for many rows. The sum is rounded before it is added to x, as by `two_shot` and a separate
-    addition."""
+    """As `one_shot_add_norm`, for many rows. Its bits are those of `two_shot` and `add_rms_norm`: the sum is rounded before it is
+    added to x, and as many warps add a row's squares."""
     total, normed, scales, result = _norm_results(partial, x, weight, codes)
     count, size = x.numel(), x.shape[-1]
     if count:
         slice_size = _slice_size(count, size, exchange)
-        _two_shot[(min(slice_size // size, tiling.programs),)](
+        _two_shot[(min(slice_size // size, TWO_SHOT_NORM_PROGRAMS),)](
             partial, x, weight, total, normed, scales, exchange.state, count, slice_size, exchange.rank, eps, TILE=size,
-            BLOCK=triton.next_power_of_2(size), num_warps=tiling.warps, **_two_shot_options(exchange, partial, slice_size, pdl),
+            BLOCK=triton.next_power_of_2(size), num_warps=row_warps(size), **_two_shot_options(exchange, partial, slice_size, pdl),
         )  # fmt: skip
     return total, result
 

@@ -103,6 +103,10 @@ def _rms_norm(
 def _options(size: int) -> dict[str, Any]:
     if size > MAX_SIZE:
         raise ValueError(f"RMSNorm of rows of {size} values; the kernel supports at most {MAX_SIZE}")
-    block = triton.next_power_of_2(size)
+    return {"C": size, "BLOCK": triton.next_power_of_2(size), "num_warps": row_warps(size)}
+
+
+def row_warps(size: int) -> int:
+    """Warps of a program that normalizes a row of `size` values; with others, the squares are added in another order."""
     # 16 values a thread, two 16-byte loads of bf16: enough loads in flight for one row, and two programs fit on an SM
-    return {"C": size, "BLOCK": block, "num_warps": min(max(block // 512, 1), 16)}
+    return min(max(triton.next_power_of_2(size) // 512, 1), 16)

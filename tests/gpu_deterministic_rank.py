@@ -31,8 +31,17 @@ from tp import World, init_world
 from training.batches import IGNORED, Batch
 
 COMMUNICATORS = ("nccl", "one-shot", "two-shot", "auto")
-BYTES = (2, 2002, 64 << 10, (64 << 10) + 16, 400_000, 10_000_000)  # of messages: of every kernel and collective
-ROW = 8  # values of a row that is normalized
+BYTES = (
+    2,
+    2002,
+    64 << 10,
+    (64 << 10) + 16,
+    400_000,
+    1 << 20,
+    10_000_000,
+    15 << 20,
+)  # of messages: of every kernel and collective
+ROWS = (8, 512, 640, 4096, 5120, 8192)  # values of a row that is normalized
 
 
 def wrong_sums(world: World, comm: Communicator, name: str) -> list[str]:
@@ -43,7 +52,8 @@ def wrong_sums(world: World, comm: Communicator, name: str) -> list[str]:
             values = max(1, size // dtype.itemsize)
             overlap, schedule = random.random() < 0.5, random.choice(SCHEDULES)
             comm.use(schedule)
-            shape = (values // ROW, ROW) if values % ROW == 0 else (values,)
+            row = random.choice([row for row in ROWS if values % row == 0] or [values])
+            shape = (values // row, row)
             own = torch.empty(shape, dtype=dtype, device=world.device)
             x, weight = (torch.randn(s).to(world.device, dtype) for s in (shape, shape[-1:]))
 
