@@ -8,6 +8,7 @@ NAME-comm.png, NAME-comm-no-p2p.png, NAME-grid.png (from sweep-grid*.jsonl) and 
 folder. The outputs go into out, or with --write into docs/results.
 
     sweep*.jsonl                        make sweep
+    profile*.jsonl                      make sweep with --profile
     widths*.jsonl                       make sweep with --quantize and --comms: variants by both widths
     load*.json, startup.json            make throughput, make startup
     comm.json, quantized*.json          make bench-comm, the latter with --parts "nccl|quantized"
@@ -32,7 +33,7 @@ from scripts.bench.comm.fused.tables import rows_of as overlap_rows
 from scripts.bench.serving.load import table as load_table
 from scripts.lib.machine import describe
 from scripts.lib.results import RESULTS, add_write_option, made, results_folder, write_text
-from scripts.report import paper_tables
+from scripts.report import paper_tables, step_profile
 from scripts.report.compare import compare, lengths_of
 from scripts.sweep.rows import ORDER, VLLM, Row, Setting, finished, read_rows
 
@@ -372,6 +373,7 @@ def read(path: Path) -> dict[str, Any] | None:
 
 TABLES: dict[str, Callable[[Path], str | None]] = {
     "decode": decode,
+    "profile": step_profile.table,
     "widths": widths,
     "paper": paper,
     "comm": comm,
@@ -470,6 +472,7 @@ def show(raw: Path, folder: Path) -> None:
 
 SOURCES = {  # glob patterns of the raw files that each table and figure is made from
     "decode": "sweep*.jsonl",
+    "profile": "profile*.jsonl",
     "widths": "widths*.jsonl",
     "paper": "sweep*.jsonl",
     "grid": "sweep-grid*.jsonl",

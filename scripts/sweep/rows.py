@@ -117,7 +117,8 @@ class Row:
     variant: str = ""  # the variant in words
     communicator: str = ""
     samples: list[dict[str, Any]] = field(default_factory=list)  # one per measured run, as `worker.one_run` returns it
-    split: dict[str, Any] | None = None  # ms of a decode step: compute, hidden, exposed, idle, and the `source`
+    # ms of a decode step: compute, hidden, exposed, idle, and the `source`; with a GPU also `gpu`, by phase as `trace.gpu_record`
+    split: dict[str, Any] | None = None
     error: str | None = None
 
     def values(self, name: str) -> list[float]:

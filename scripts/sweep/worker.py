@@ -12,7 +12,7 @@ import json
 import sys
 import tempfile
 from collections.abc import Iterable, Iterator
-from contextlib import suppress
+from contextlib import contextmanager, suppress
 from dataclasses import asdict, replace
 from itertools import groupby
 from pathlib import Path
@@ -36,7 +36,7 @@ from memory import SHORT, free_bytes, weight_bytes
 from presets import model_config
 from profiling import read_trace
 from scripts.sweep.rows import Setting, interconnect
-from scripts.trace import benchmark_params, by_phase, random_prompts, record, timeline
+from scripts.trace import benchmark_params, by_phase, gpu_record, gpu_times, random_prompts, record, timeline
 from tp import World, agree_on_error, init_world
 
 MARK = "@sweep "
@@ -149,8 +149,9 @@ def one_run(llm: LLM, comm: Communicator, s: Setting, world: World) -> dict[str,
         torch.cuda.reset_peak_memory_stats(world.device)
         before = torch.cuda.memory_allocated(world.device)
     timing, counters = Timing(), [(0.0, 0.0)]
-    for _ in llm.stream(prompts, benchmark_params(s.new_tokens), timing=timing):
-        counters.append((comm.waited or 0.0, getattr(comm, "link_seconds", 0.0)))
+    with without_collections():
+        for _ in llm.stream(prompts, benchmark_params(s.new_tokens), timing=timing):
+            counters.append((comm.waited or 0.0, getattr(comm, "link_seconds", 0.0)))
     speed = measure(model, timing, world)
     if cuda:  # count this model only: other models of the group may be in memory
         own = sum(p.numel() * p.element_size() for p in model.parameters())
@@ -165,15 +166,31 @@ def one_run(llm: LLM, comm: Communicator, s: Setting, world: World) -> dict[str,
     }
 
 
+@contextmanager
+def without_collections() -> Iterator[None]:
+    """Python's garbage collector goes through all imported objects, which takes 10 to 20 ms, in some runs during the prefill. Servers
+    freeze what they imported, so their steps have no such pauses."""
+    gc.collect()
+    gc.disable()
+    try:
+        yield
+    finally:
+        gc.enable()
+
+
 def profiled_split(llm: LLM, s: Setting, world: World) -> dict[str, Any] | None:
-    """The split of the mean decode step in rank 0's trace, in ms. None on other ranks, and without decode steps."""
+    """The split of the mean decode step in rank 0's trace, in ms, and on a GPU what its kernels do in the prefill and in a decode step.
+    None on other ranks, and without decode steps."""
     prompts = random_prompts(s.batch, s.prompt_length, llm.model.config.vocab_size, s.seed)
     with tempfile.TemporaryDirectory() as folder:
         path = Path(folder) / "trace.json"
         record(llm, prompts, min(s.new_tokens, PROFILED_TOKENS), path, world)
         if world.rank or s.new_tokens == 1:
             return None
-        return asdict(by_phase(timeline(read_trace(path)["traceEvents"]))["decode"]) | {"source": "profiler"}
+        events = read_trace(path)["traceEvents"]
+        line = timeline(events)
+        gpu = {phase: gpu_record(time) for phase, time in gpu_times(events, line).items()}
+        return asdict(by_phase(line)["decode"]) | {"source": "profiler"} | ({"gpu": gpu} if gpu else {})
 
 
 def link_split(samples: list[dict[str, Any]]) -> dict[str, Any] | None:

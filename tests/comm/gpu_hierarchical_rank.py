@@ -32,7 +32,7 @@ def report(case: str, found: Tensor, expected: Tensor, world: World) -> None:
     torch.cuda.synchronize()
     error = (found.double() - expected).abs().max() / expected.abs().max().clamp(min=1.0)
     dist.all_reduce(error, dist.ReduceOp.MAX)
-    first = found.clone()
+    first = found.clone(memory_format=torch.contiguous_format)  # a gathered tensor's is none that can be sent
     dist.broadcast(first, 0)
     same = torch.tensor(float(torch.equal(first, found)), device=world.device)
     dist.all_reduce(same, dist.ReduceOp.MIN)

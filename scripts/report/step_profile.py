@@ -1,0 +1,43 @@
+"""What takes a GPU's time in a step: a table of the profiled runs of sweeps (`make sweep ARGS="… --profile"`)."""
+
+from collections.abc import Iterator, Sequence
+from pathlib import Path
+from typing import Any
+
+from scripts.lib.machine import describe
+from scripts.lib.markdown import table_lines
+from scripts.sweep.rows import Row, finished, read_rows
+
+SHOWN = 4  # kernels of a phase
+NAME = 36  # characters of a kernel's name
+
+
+def table(folder: Path) -> str | None:
+    """A line for each profiled phase in the folder's profile*.jsonl: ms by kind, and the longest kernels. None without any."""
+    rows = [row for path in sorted(folder.glob("profile*.jsonl")) for row in finished(read_rows(path))]
+    rows = [row for row in rows if row.split and "gpu" in row.split]
+    if not rows:
+        return None
+    kinds = list(rows[0].split["gpu"]["decode"]["by_kind_us"])  # type: ignore[index]
+    head = ["model", "tp", "variant", "batch", "tokens", "phase", "step, ms", *kinds, "longest kernels, ms a step"]
+    caption = (
+        "ms of a profiled prefill and of the mean of some profiled decode steps of rank 0; while several kernels run, the time counts "
+        "for the one that began first. A profiler makes short steps longer, because the host launches later: read times where no profiler "
+        f"ran. Made on {describe(rows[0].machine, 'cuda')}."
+    )
+    return "\n".join([*table_lines(head, list(_lines(rows, kinds))), "", caption, ""])
+
+
+def _lines(rows: Sequence[Row], kinds: Sequence[str]) -> Iterator[list[str]]:
+    for row in rows:
+        s = row.setting
+        for phase, time in (row.split or {})["gpu"].items():
+            by_kind = (f"{time['by_kind_us'][kind] / 1e3:.3f}" for kind in kinds)
+            longest = "; ".join(map(_kernel, time["kernels"][:SHOWN]))
+            where = [s.model_and_widths, str(s.tp), s.variant, str(s.batch), f"{s.prompt_length} + {s.new_tokens}", phase]
+            yield [*where, f"{time['step_us'] / 1e3:.3f}", *by_kind, longest]
+
+
+def _kernel(kernel: dict[str, Any]) -> str:
+    name = kernel["name"].replace("|", " ").removeprefix("void ")[:NAME]
+    return f"`{name}` {kernel['own_us'] / 1e3:.3f} in {kernel['launches']:.0f}"
