@@ -26,7 +26,7 @@ from triton.tools.tensor_descriptor import TensorDescriptor
 from kernels.activation import swiglu as activate
 from kernels.dispatch import as_rows, pdl_options
 from kernels.linear import PREFETCH_BYTES, aligned, counters, prefetch
-from kernels.linear_config import MAX_TILES, SMS
+from kernels.linear_config import MAX_TILES, SHARED_BYTES, SMS
 from kernels.tile_gemm_triton import grouped
 
 MAX_PARTS = 8
@@ -46,16 +46,15 @@ class Tile:
     split: int = 1
 
 
-FLOAT32 = Tile(64, 32, 32, 2, split=8)
+FLOAT32 = Tile(64, 32, 32, 2)
 # The most rows: tiles of layers whose in_features are one part, several parts, and of SwiGLU. Up to 64 rows, memory is the bound:
-# programs load 128 columns at once, and an SM has 150 to 205 KB underway, of one program or two. Four programs share a tile of
-# several parts: eight fill the SMs no better and take twice the room for their nodes. More rows use the largest tile whose sums
-# and nodes stay in registers.
+# programs load 128 columns at once, and an SM has 100 to 205 KB underway, of one program or two. More rows use the largest tile
+# whose sums and nodes stay in registers.
 TILES: dict[float, tuple[Tile, Tile, Tile]] = {
-    16: (Tile(16, 64, 128, 5), Tile(16, 64, 128, 5, split=4), Tile(16, 64, 128, 5)),
-    32: (Tile(32, 64, 128, 4), Tile(32, 64, 128, 4, split=4), Tile(32, 64, 128, 5)),
-    64: (Tile(64, 64, 128, 3), Tile(64, 64, 128, 6, split=4), Tile(64, 64, 128, 4)),
-    256: (Tile(128, 64, 128, 4), Tile(128, 128, 64, 3, 8, split=8), Tile(128, 64, 64, 3)),
+    16: (Tile(16, 64, 128, 5), Tile(16, 64, 128, 5), Tile(16, 64, 128, 5)),
+    32: (Tile(32, 64, 128, 4), Tile(32, 64, 128, 4), Tile(32, 64, 128, 5)),
+    64: (Tile(64, 64, 128, 3), Tile(64, 64, 128, 6), Tile(64, 64, 128, 4, 8)),
+    256: (Tile(128, 64, 128, 4), Tile(128, 128, 64, 4, 8), Tile(128, 64, 64, 3)),
     math.inf: (Tile(256, 128, 64, 4, 8), Tile(128, 128, 128, 3, 8), Tile(128, 128, 64, 4, 8)),
 }
 HALF = Tile(128, 128, 64, 4, 8)  # of the largest, where the last of those would leave many SMs without a tile
@@ -87,22 +86,33 @@ def linear(x: Tensor, weight: Tensor, bias: Tensor | None = None, parts: int = 1
 def config(rows: int, n: int, dtype: torch.dtype, parts: int, swiglu: bool) -> Tile:
     """Launch parameters for this shape. The result is the same with all of them."""
     if dtype == torch.float32:
-        return FLOAT32
+        return _shared(FLOAT32, rows, n, parts, 4)
     most = next(most for most in TILES if rows <= most)
     column, row, gated = TILES[most]
     if swiglu:
         return gated
     if parts > 1:
-        return row
+        return _shared(row, rows, n, parts, 2)
     if most == math.inf and _waves(rows, n, HALF) / 2 / HALF_RATE < _waves(rows, n, column):
         return HALF
     alone = rows <= 64 and n <= SMS * column.block_n  # a program has an SM for itself
     return replace(column, stages=2 * column.stages) if alone else column
 
 
+def _tiles(rows: int, n: int, tile: Tile) -> int:
+    return triton.cdiv(rows, tile.block_m) * triton.cdiv(n, tile.block_n)
+
+
 def _waves(rows: int, n: int, tile: Tile) -> int:
     """The most tiles that an SM computes."""
-    return triton.cdiv(triton.cdiv(rows, tile.block_m) * triton.cdiv(n, tile.block_n), SMS)
+    return triton.cdiv(_tiles(rows, n, tile), SMS)
+
+
+def _shared(tile: Tile, rows: int, n: int, parts: int, itemsize: int) -> Tile:
+    """With as many programs for a tile as the SMs hold at once: programs that would wait for others gain nothing."""
+    at_once = SMS * (SHARED_BYTES // (tile.stages * (tile.block_m + tile.block_n) * tile.block_k * itemsize))
+    most = max(1, at_once // _tiles(rows, n, tile))
+    return replace(tile, split=min(parts, 1 << most.bit_length() - 1))
 
 
 def linear_with(x: Tensor, weight: Tensor, bias: Tensor | None, parts: int, swiglu: bool, tile: Tile) -> Tensor:
@@ -117,7 +127,7 @@ def linear_with(x: Tensor, weight: Tensor, bias: Tensor | None, parts: int, swig
     block_k = tile.block_k if parts == 1 else min(tile.block_k, part & -part)  # TMA must not load from the next part, too
     described = block_k >= 16 and aligned(x) and aligned(weight)
     block_k = block_k if described else min(tile.block_k, max(16, triton.next_power_of_2(part)))
-    tiles = triton.cdiv(rows, tile.block_m) * triton.cdiv(features, tile.block_n)
+    tiles = _tiles(rows, features, tile)
     split = min(tile.split, parts) if tiles <= MAX_TILES else 1
     swapped = tile.block_m <= 64  # fewer rows would waste the first operand of wgmma, which has 64
     w_blocks = TensorDescriptor.from_tensor(weight, [tile.block_n, block_k]) if described else None

@@ -28,11 +28,7 @@ SEGMENT = 256
 TILE = 64
 ROWS = 64  # of a program of spans
 MANY_ROWS = 256  # of a step; with more, most are prompts, and programs have twice as many rows, which share the keys they load
-PROGRAMS = (
-    3  # on an SM, when few sequences are shared by programs; two share one of many, as one that merges needs more registers
-)
-PIECES_BYTES = 64 << 20  # of many sequences' pieces, at most
-DECODE: dict[str, int] = {"maxnreg": 168}  # options of decode without codes, with which PROGRAMS fit an SM
+PROGRAMS = 3  # for an SM, at most, when programs share few sequences
 _SEGMENT = tl.constexpr(SEGMENT)
 _TILE = tl.constexpr(TILE)
 _SUMS = tl.constexpr(16)  # columns of sums: the fewest of a dot
@@ -91,8 +87,7 @@ def decode_with(
     shape = shape_of(q, keys, values, scales)
     pairs, longest = batch * shape["K"], min(max_length, (window or max_length) + SEGMENT)
     segments = triton.cdiv(longest, SEGMENT)
-    least = 2 if pairs * segments * shape["G"] * head_dim * 4 <= PIECES_BYTES else 1
-    splits = splits or min(max(PROGRAMS * sm_count(q.device) // pairs, least), segments)
+    splits = splits or min(max(PROGRAMS * sm_count(q.device) // pairs, 1), segments)
     held = pairs * segments if splits > 1 else 0
     pieces = torch.empty(held, shape["G"], head_dim, dtype=torch.float32, device=q.device)
     sums = torch.empty(held, 2, shape["G"], dtype=torch.float32, device=q.device)
@@ -119,7 +114,6 @@ def _launch(q: Tensor, group: int, rows: int, codes: bool = False) -> dict[str, 
         "BLOCK_D": max(triton.next_power_of_2(q.shape[2]), 16),
         "num_warps": 8 if wide or codes or rows > 64 else 4,  # fewer would spill registers
         "num_stages": 2 if wide else 3,
-        **(DECODE if rows <= 16 and not wide and not codes else {}),
         "enable_fp_fusion": False,
         **pdl_options(q.device),
     }

@@ -48,8 +48,8 @@ def rope_store(
         return queries
     half, all_heads = triton.next_power_of_2(head_dim // 2), n_heads + 2 * n_kv_heads
     # Few tokens: small programs, to use all SMs. Many: larger programs, so that their launch overhead is small. The order of a norm's
-    # sum depends on the size, so --deterministic has one.
-    small = tokens <= 64 or determinism.enabled()
+    # sum depends on the size, so with norms --deterministic has one.
+    small = tokens <= 64 or (q_norm is not None and determinism.enabled())
     block_h = min(4 if small else 16, triton.next_power_of_2(all_heads))
     _rope_store[(tokens, triton.cdiv(all_heads, block_h))](
         rows, positions, frequencies, cache_rows, keys, values, *((None, None) if scales is None else scales), q_norm, k_norm, queries,
