@@ -10,7 +10,7 @@ ERROR = {"float32": 1e-6, "float16": 4e-3, "bfloat16": 3e-2}  # of a sum of four
 
 
 @pytest.mark.skipif(most_ranks() < 4, reason="needs 4 GPUs, or 1 with RUNG_SHARE_GPUS=1")
-@pytest.mark.parametrize(("comm", "built"), [("hierarchical", "HierarchicalCommunicator"), ("auto", "NcclCommunicator")])
+@pytest.mark.parametrize(("comm", "built"), [("hierarchical", "HierarchicalCommunicator"), ("auto", "BySize")])
 def test_on_gpus_sums_are_those_of_fp64_also_in_graphs_and_beside_other_collectives(comm: str, built: str, seed: int) -> None:
     printed = torchrun(4, "-m", "tests.comm.gpu_hierarchical_rank", comm, str(seed), timeout=280)
     *cases, last = [json.loads(line) for line in printed.splitlines() if line.startswith("{")]
