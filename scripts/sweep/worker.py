@@ -149,7 +149,7 @@ def one_run(llm: LLM, comm: Communicator, s: Setting, world: World) -> dict[str,
         torch.cuda.reset_peak_memory_stats(world.device)
         before = torch.cuda.memory_allocated(world.device)
     timing, counters = Timing(), [(0.0, 0.0)]
-    with without_collections():
+    with at_once(world):
         for _ in llm.stream(prompts, benchmark_params(s.new_tokens), timing=timing):
             counters.append((comm.waited or 0.0, getattr(comm, "link_seconds", 0.0)))
     speed = measure(model, timing, world)
@@ -167,11 +167,13 @@ def one_run(llm: LLM, comm: Communicator, s: Setting, world: World) -> dict[str,
 
 
 @contextmanager
-def without_collections() -> Iterator[None]:
-    """Python's garbage collector goes through all imported objects, which takes 10 to 20 ms, in some runs during the prefill. Servers
-    freeze what they imported, so their steps have no such pauses."""
+def at_once(world: World) -> Iterator[None]:
+    """Let all ranks begin at once, and no rank collect garbage meanwhile: a late rank delays the others in the first all-reduce, and
+    Python's collector goes through all imported objects. Servers freeze what they imported."""
     gc.collect()
     gc.disable()
+    if world.world_size > 1:
+        dist.barrier(group=world.control)
     try:
         yield
     finally:
