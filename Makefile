@@ -137,6 +137,9 @@ plan-serving-check: setup-dev #+ Measure: the planner for serving compared with 
 speculation: setup-dev #+ Measure: accepted tokens of drafts and tokens/s with and without speculation by task on the embedded models, into out/speculation.md (tracked: ARGS=--write; over an hour; --requests 12 --repeats 3: 17 min)
 	@$(PY) -m scripts.bench.serving.speculation $(ARGS)
 
+draft-times: setup #+ Measure: µs of a step by its rows, and of a chain of drafted tokens by an EAGLE-3 head, with random weights on RANKS ranks, a JSON line for each model (GPUs with 32 GB for weights): make draft-times RANKS=1 ARGS="--models llama-3-8b"
+	@$(ON_RANKS) $(RANKS) -m scripts.bench.serving.draft_times $(ARGS)
+
 comm-table: setup #+ Measure: how fast all-reduces are on RANKS ranks by message size and algorithm, and what --comm auto chooses
 	@$(ON_RANKS) $(RANKS) -m scripts.bench.comm.auto_table $(ARGS)
 

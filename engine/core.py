@@ -469,9 +469,11 @@ class Engine:
             taken = 0
             while taken <= accepted and sequence.finish_reason is None and self._append(sequence, drawn[taken]):
                 taken += 1
-            accepted = min(accepted, taken)  # fewer if it has ended
+            accepted = min(accepted, taken)  # fewer if it has ended, or a token is drawn again
             if draft:
-                self.speculation.learn(chunk, accepted)
+                # a step draws a token without a draft, too: if a drafted one ends the answer, there is no other
+                saved = accepted if sequence.finish_reason is None else taken - 1
+                self.speculation.learn(chunk, accepted, saved)
             if taken and sequence.finish_reason != "error":
                 output = self._output(sequence, drawn[:taken], entries[:taken])
                 yield msgspec.structs.replace(output, drafted=len(draft), accepted=accepted)

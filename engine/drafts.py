@@ -276,8 +276,8 @@ class Budget:
     """For which requests a model drafts. It must first see the prompt, whose time the drafts may not bring back.
 
     It does where drafts have brought other requests that time, on average, or where the budget allows to find that out. A request's
-    drafts pay from the budget what they cost, and into it what they bring. SHARE of the time of all steps goes there, too, up to
-    the most that a request lacked. So requests that begin lose no more than SHARE of the time, a grant, and what drafts have
+    drafts pay from the budget what they cost, and into it the steps that they save. SHARE of the time of all steps goes there, too,
+    up to the most that a request lacked. So requests that begin lose no more than SHARE of the time, a grant, and what drafts have
     brought. The budget does not stop requests that have begun; there the `Record` of each says when drafts do not pay."""
 
     def __init__(self) -> None:
@@ -380,8 +380,9 @@ class Speculation:
         if is_last:
             self.chains.observe(step)
 
-    def learn(self, chunk: Chunk, accepted: int) -> None:
-        """Note that `accepted` tokens of the chunk's draft were right."""
+    def learn(self, chunk: Chunk, accepted: int, saved: int) -> None:
+        """Note that `accepted` tokens of the chunk's draft were right, and how many steps it has saved: as many, but one fewer if the
+        last of them ended the answer."""
         source, promise = self._planned[chunk.sequence]
         drafted, total = len(chunk.draft), self.total[source]
         self.total[source] = Drafted(total.drafts + 1, total.tokens + drafted, total.accepted + accepted)
@@ -389,7 +390,7 @@ class Speculation:
         cost = drafted * promise.price + promise.fixed
         of_all.learn(accepted, drafted, weight=WEIGHT_OF_ALL)
         if source not in TEXTS:
-            self._budget.add((accepted - cost) * self._token, chunk.sequence)
+            self._budget.add((saved - cost) * self._token, chunk.sequence)
         elif chunk.sequence in self._following:
             self._budget.add(-self._following[chunk.sequence] * self._token, chunk.sequence)
         if chunk.sequence.drafter is not None:  # it has not ended

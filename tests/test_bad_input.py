@@ -2,6 +2,7 @@
 
 import contextlib
 import json
+import math
 import os
 import re
 import shutil
@@ -200,6 +201,10 @@ def missing_map(folder: Path) -> None:
     edit_tensors(lambda tensors: tensors.update({"lm_head.weight": tensors["lm_head.weight"][:512].contiguous()}))(folder)
 
 
+def not_finite(folder: Path) -> None:
+    edit_tensors(lambda tensors: tensors["fc.weight"].fill_(math.nan))(folder)
+
+
 BAD_HEADS: list[tuple[Callable[[Path], None], list[str]]] = [
     (other_vocabulary, ["2048", "1024"]),
     (other_width, ["width 64", "192"]),
@@ -219,11 +224,11 @@ def test_a_bad_draft_head(here: Here, tmp_path: Path, spoil: Callable[[Path], No
     check_refused(here("--model", str(MODELS / "tiny-standard"), *ONCE, "--speculate", str(folder)), str(folder), *words)
 
 
-@pytest.mark.parametrize(("spoil", "words"), BAD_HEADS)
+@pytest.mark.parametrize(("spoil", "words"), [*BAD_HEADS, (not_finite, ["fc.weight", "not finite"])])
 def test_the_server_says_in_one_line_that_a_draft_head_is_bad(
     tmp_path: Path, spoil: Callable[[Path], None], words: list[str]
 ) -> None:
-    """Before it reads the model's weights."""
+    """Before it reads the model's weights, unless the head's values are bad."""
     folder = head_copy(tmp_path, spoil)
     with ServerProcess("--model", MODELS / "tiny-standard", "--speculate", folder, ranks=2) as server:
         assert server.process.wait(120) == 2

@@ -297,6 +297,21 @@ def test_bad_tensors_of_a_head(spoil: Callable[[dict[str, Tensor]], Any], named:
         check_head(tmp_path, base)
 
 
+@pytest.mark.parametrize("value", [math.nan, math.inf, -math.inf, 1e5])
+@pytest.mark.parametrize("name", ["fc.weight", "norm.weight", "midlayer.self_attn.k_proj.weight", "lm_head.weight"])
+def test_a_head_with_values_that_are_not_finite(name: str, value: float, tmp_path: Path, seed: int) -> None:
+    """In the data type in which it computes: 1e5 is above the largest value of float16."""
+    base, path = base_of(), tmp_path / "model.safetensors"
+    write_head(tmp_path, base)
+    tensors = load_file(path)
+    tensors[name].view(-1)[random.randrange(tensors[name].numel())] = value
+    save_file(tensors, path)
+    if math.isfinite(value):
+        read_head(tmp_path, base, alone(), torch.float32)
+    with pytest.raises(UserError, match=rf"^draft head {tmp_path}: {name} has values that are not finite in torch.float16$"):
+        read_head(tmp_path, base, alone(), torch.float16)
+
+
 BAD_CONFIGS: list[tuple[dict[str, Any], str]] = [
     ({"architectures": ["LlamaForCausalLM", "Other"]}, "LlamaForCausalLMEagle3"),
     ({"architectures": ["EagleLlamaForCausalLM"]}, "LlamaForCausalLMEagle3"),

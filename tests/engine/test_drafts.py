@@ -277,7 +277,7 @@ def test_drafts_that_are_sometimes_right_lose_little_and_return(
             if by_model:
                 speculation.observe(InFlightStep([chunk], [chunk], None, bool(drafted)), True)  # type: ignore[arg-type]
             if drafted:
-                speculation.learn(chunk, right)
+                speculation.learn(chunk, right, right)
             for _ in range(1 + right):
                 sequence.tokens.append(-sequence.length if by_model else sequence.length % 3 + 1)
             sequence.computed = sequence.length - 1
@@ -385,7 +385,7 @@ def test_drafts_of_a_model_lose_a_bounded_time(seed: int) -> None:
                 if drafted:
                     right = drafted if pays else 0
                     lost -= right * step
-                    speculation.learn(chunk, right)
+                    speculation.learn(chunk, right, right)
                 sequence.computed = len(sequence.tokens)
             lost += costs.prompt(len(tokens)) if begun else 0.0
             served.append(begun)
@@ -407,7 +407,7 @@ def serve_with(speculation: Speculation, prompt: int, steps: int = 300) -> bool:
         chunk = Chunk(sequence, len(tokens) - 1, 1 + drafted, True, True, [7] * drafted)
         speculation.observe(InFlightStep([chunk], [chunk], None, bool(drafted)), True)  # type: ignore[arg-type]
         if drafted:
-            speculation.learn(chunk, drafted)
+            speculation.learn(chunk, drafted, drafted)
         begun, sequence.computed = begun or bool(drafted), len(tokens)
     sequence.finish_reason = "stop"
     return begun
@@ -810,6 +810,65 @@ def replace_params(submit: Submit, params: SamplingParams) -> Submit:
     return msgspec.structs.replace(submit, params=params)
 
 
+def steps_saved(engine: Engine, submit: Submit) -> tuple[list[int], int, int]:
+    """The answer's tokens, the steps that it took, and those that its drafts have saved, as `learn` is told."""
+    learn, total = engine.speculation.learn, 0
+
+    def counting(chunk: Chunk, accepted: int, saved: int) -> None:
+        nonlocal total
+        total += saved
+        learn(chunk, accepted, saved)
+
+    with patch.object(engine.speculation, "learn", counting):
+        answer = serve(engine, [submit])[submit.request_id]
+    return answer.tokens, engine.meter.steps, total
+
+
+ENDS: dict[str, dict[str, Any]] = {
+    "most tokens": dict(),
+    "stop token": dict(),
+    "grammar": dict(grammar=JSON, max_tokens=40),
+    "late grammar": dict(grammar=JSON, max_tokens=40, late_grammar=True),
+}
+
+
+@pytest.mark.parametrize("end", ENDS)
+def test_a_draft_saves_the_steps_that_an_answer_takes_without_it(end: str, seed: int) -> None:
+    """Wherever in a draft the answer ends, and if a token is drawn again."""
+    model, tokenizer, compared, most = cheap(), tiny_tokenizer(), 0, 0
+    for length in range(2, 14):
+        params = SamplingParams(**dict(max_tokens=length, temperature=0.8, seed=random.getrandbits(60)) | ENDS[end])
+        submit = Submit("a", random.sample(range(3, 300), 6), params)
+        tokens, steps, _ = steps_saved(engine_of(model, tokenizer=tokenizer), submit)
+        more = dict(prediction=[*tokens, *random.sample(range(3, 300), 9)])
+        if end == "stop token":
+            more |= dict(max_tokens=60, stop_token_ids=tokens[-1:])
+            steps = tokens.index(tokens[-1]) + 1
+            tokens = tokens[:steps]
+        engine = engine_of(model, tokenizer=tokenizer, draft_tokens=random.choice([1, 3, 7]))
+        found, fewer, saved = steps_saved(engine, replace_params(submit, msgspec.structs.replace(params, **more)))
+        if found == tokens:  # else there was a near-tie
+            assert fewer + saved == steps
+            compared, most = compared + 1, max(most, saved)
+    assert compared > 6 and most > 1
+
+
+def test_a_right_guess_of_the_end_of_short_answers_pays_for_no_prompt(seed: int) -> None:
+    """The model always guesses the second of two tokens, which ends the answer. That saves no step."""
+    model, plain = random_model(config_of("standard")), SamplingParams(max_tokens=2, temperature=0)
+    engine, link = engine_of(model, draft=model, draft_tokens=1), 0.5
+    engine.speculation.costs = Costs({1: 1.0, 2: 1.0}, {1: link, 2: link}, {1: 0.01, 2: 0.02})
+    for i in range(60):
+        prompt = random.sample(range(101), 6)
+        first, second = serve(engine_of(model), [Submit("a", prompt, plain)])["a"].tokens
+        if first != second:
+            serve(engine, [Submit(str(i), prompt, msgspec.structs.replace(plain, max_tokens=9, stop_token_ids=[second]))])
+    total = engine.speculation.total["model"]
+    assert total.accepted == total.tokens == total.drafts > 5
+    cost = link + drafts.LEAST_PRICE + drafts.LEAST_GAIN + engine.speculation.costs.prompt(7)
+    assert total.drafts * cost <= drafts.GRANT + cost + drafts.SHARE * engine.meter.steps
+
+
 def test_sampled_tokens_follow_the_distribution(seed: int) -> None:
     """The second token after each first one. The draft is the likeliest token, which is right as often as the model draws it."""
     model = random_model(replace(config_of("standard"), vocab_size=12))
@@ -840,10 +899,10 @@ def test_a_rate_stands_in_for_agreement(rate: float, seed: int) -> None:
     right, wrong = 0, 0
     learn = engine.speculation.learn
 
-    def counting(chunk: Chunk, accepted: int) -> None:
+    def counting(chunk: Chunk, accepted: int, saved: int) -> None:
         nonlocal right, wrong
         right, wrong = right + accepted, wrong + (accepted < len(chunk.draft) and chunk.sequence.finish_reason is None)
-        learn(chunk, accepted)
+        learn(chunk, accepted, saved)
 
     with patch.object(engine.speculation, "learn", counting), patch.object(drafts.Record, "learn"):
         answers = serve(engine, submits, 8)

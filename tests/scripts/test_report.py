@@ -460,6 +460,6 @@ def test_tables_name_every_variant_once() -> None:
 
 def test_the_makefile_names_the_scripts() -> None:
     makefile = (ROOT / "Makefile").read_text()
-    for target in ("sweep", "latency", "throughput", "plot", "report", "trace", "paper-tables"):
+    for target in ("sweep", "latency", "throughput", "draft-times", "plot", "report", "trace", "paper-tables"):
         recipe = re.search(rf"^{target}: .* #[#+] .*\n\t(.*)$", makefile, re.MULTILINE)
         assert recipe and importlib.util.find_spec(re.findall(r"-m (scripts[.\w]+)", recipe[1])[0])
