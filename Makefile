@@ -167,6 +167,9 @@ bench-read: setup #+ Measure: how fast one GPU reads its memory, the ceiling of 
 bench-linear: setup #+ Measure: linear layers of few rows on RANKS GPUs compared with cuBLAS, into out/linear.json.RANK, the source of kernels/linear_configs
 	@$(ON_RANKS) $(RANKS) -m scripts.bench.kernels.linear --out out/linear.json $(ARGS)
 
+bench-linear-quantized: setup #+ Measure: linear layers of few rows in 8 and 4 bits on one GPU compared with 16 bits, µs and TB/s, into out/linear-quantized.json (10 min; one model: ARGS="--models llama-3-8b")
+	@$(PY) -m scripts.bench.kernels.linear_quantized --out out/linear-quantized.json $(ARGS)
+
 sanitize: setup-dev #+ Test: compute-sanitizer's memcheck, of CUDA's toolkit, over the GPU tests of the kernels and all all-reduce algorithms on one rank, resumable, into out/sanitizer/sanitizer.txt
 	@$(PY) -m scripts.sanitize $(ARGS)
 
