@@ -116,7 +116,7 @@ vllm-reads: setup #+ Measure: what vLLM makes of the checkpoints that scripts.qu
 accuracy-seeds: setup-dev #+ Measure: train and evaluate every embedded variant with three seeds, resumable; mean, errors and a paired test (on a GPU, ARGS="--processes 6 -- --compile")
 	@$(PY) -m scripts.quality.seeds $(ARGS)
 
-divergence: setup-dev #+ Measure: how many greedy answers differ between tp 1 and tp RANKS, and batch 1 and 64, with and without --deterministic, and where, into out (tracked: ARGS=--write; 20 min, 2 GB)
+divergence: setup-dev #+ Measure: how many greedy answers differ between tp 1 and tp RANKS, batch 1 and 64, and with and without drafts, with and without --deterministic, and where, into out (tracked: ARGS=--write; half an hour, 2 GB; drafts only: ARGS="--compare drafts")
 	@$(PY) -m scripts.quality.divergence --model $(MODEL) --tp $(RANKS) $(ARGS)
 
 same-bits: setup-dev #+ Measure: how many of 1,000 prompts have other log-probabilities in batches, chunks, on RANKS ranks and in training than alone, with --deterministic, resumable, into out (tracked: ARGS=--write; 2 GPUs: ARGS="--device cuda"; a CPU: ARGS="--items 24 --models models/tiny-hybrid")
@@ -169,6 +169,9 @@ bench-read: setup #+ Measure: how fast one GPU reads its memory, the ceiling of 
 
 bench-linear: setup #+ Measure: linear layers of few rows on RANKS GPUs compared with cuBLAS, into out/linear.json.RANK, the source of kernels/linear_configs
 	@$(ON_RANKS) $(RANKS) -m scripts.bench.kernels.linear --out out/linear.json $(ARGS)
+
+bench-linear-quantized: setup #+ Measure: linear layers of few rows in 8 and 4 bits on one GPU compared with 16 bits, µs and TB/s, into out/linear-quantized.json (10 min; one model: ARGS="--models llama-3-8b")
+	@$(PY) -m scripts.bench.kernels.linear_quantized --out out/linear-quantized.json $(ARGS)
 
 sanitize: setup-dev #+ Test: compute-sanitizer's memcheck, of CUDA's toolkit, over the GPU tests of the kernels and all all-reduce algorithms on one rank, resumable, into out/sanitizer/sanitizer.txt
 	@$(PY) -m scripts.sanitize $(ARGS)

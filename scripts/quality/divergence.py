@@ -1,14 +1,16 @@
-"""How many greedy answers differ between 1 rank and several, and between single requests and a batch, with and without
---deterministic?
+"""How many greedy answers differ between 1 rank and several, between single requests and a batch, and with and without drafts,
+with and without --deterministic?
 
     python -m scripts.quality.divergence                                          # models/tiny-hybrid in bfloat16, tp 2, batches of 64
     python -m scripts.quality.divergence --model DIR --tp 4 --items 200 --tokens 512
     python -m scripts.quality.divergence --device cuda --tp 2                     # on GPUs
+    python -m scripts.quality.divergence --device cuda --compare drafts           # on one GPU
     python -m scripts.quality.divergence --items 8 --tokens 32 --batch 8 --dry-run
 
+Drafts are those of `--speculate ngram` and, if the model has a head of its own, of this head; single requests on 1 rank get them.
 Each prompt is the beginning of a held-out story. An answer has --tokens tokens, whatever they are. Two answers part at the first token
-that differs. Writes divergence.json, .md and .png, or divergence-gpu, into out (with --write into docs/results). The exit code is
-1 if an answer with --deterministic differs.
+that differs. Writes divergence.json, .md and .png, or divergence-gpu, into out (with --write into docs/results); with only some
+comparisons divergence-drafts.json and so on. The exit code is 1 if an answer with --deterministic differs.
 """
 
 import argparse
@@ -18,10 +20,12 @@ import sys
 import tempfile
 from pathlib import Path
 from statistics import median
-from typing import Any
+from typing import Any, NamedTuple
 
 from cli import Parser, run
 from engine import LLM, SamplingParams
+from engine.draft_models import AUTO, EMBEDDED, TEXT
+from engine.llm import Completion
 from errors import UserError
 from figures import BLUE, GREEN, ORANGE, VERMILION
 from options import DTYPE_NAMES, whole_number
@@ -36,33 +40,53 @@ from tp import init_world
 
 PROMPT_TOKENS = 24
 MODES = {"fast": False, "deterministic": True}
+COMPARED = ("ranks", "batch", "drafts")
+COLOURS = {"fast": (VERMILION, ORANGE), "deterministic": (BLUE, GREEN)}  # of the comparisons of a panel
+STYLES = ("-", "--")
+WITHOUT = "no drafts and "  # begins the names of comparisons with drafts
+
+
+class Answers(NamedTuple):
+    """tokens: the ids of each answer. drafted: how many of them all were drafted before they were drawn."""
+
+    tokens: list[list[int]]
+    drafted: int = 0
 
 
 def work(args: argparse.Namespace) -> None:
-    """What one rank does: answer all prompts in batches of each size. Rank 0 writes the token ids, by batch size."""
+    """What one rank does: answer all prompts in batches of each size. Rank 0 writes the `Answers`, by batch size."""
     world = init_world(args.device, deterministic=args.deterministic)
-    llm = LLM(args.model, world=world, dtype=args.dtype)
+    llm = LLM(args.model, world=world, dtype=args.dtype, speculate=args.speculate)
     tokenizer = load_tokenizer(Path(args.model))
     stories = documents(SEED, args.items, split="heldout", kind="story")
     prompts = [tokenizer.encode(render(story), add_special_tokens=False)[:PROMPT_TOKENS] for story in stories]
-    params, found = SamplingParams(max_tokens=args.tokens, temperature=0, ignore_eos=True), {}
-    for size in args.sizes:
-        batches = [llm.generate(prompts[first : first + size], params) for first in range(0, len(prompts), size)]
-        found[size] = [answer.token_ids for batch in batches for answer in batch]
+    params = SamplingParams(max_tokens=args.tokens, temperature=0, ignore_eos=True)
+    found = {size: answer(llm, prompts, params, size) for size in args.sizes}
     if world.rank == 0:
         args.answers.write_text(json.dumps(found))
 
 
-def answers(args: argparse.Namespace, ranks: int, mode: str, sizes: list[int]) -> list[list[list[int]]]:
-    """The answers on so many ranks, for each batch size."""
+def answer(llm: LLM, prompts: list[list[int]], params: SamplingParams, size: int) -> Answers:
+    """The answers in batches of `size`."""
+    given, drafted = [Completion(prompt) for prompt in prompts], 0
+    for first in range(0, len(prompts), size):
+        batch = slice(first, first + size)
+        for deltas in llm.stream(prompts[batch], params, answers=given[batch]):
+            drafted += sum(delta.drafted for delta in deltas)
+    return Answers([one.token_ids for one in given], drafted)
+
+
+def answers(args: argparse.Namespace, ranks: int, mode: str, sizes: list[int], speculate: str | None = None) -> list[Answers]:
+    """The answers on so many ranks, for each batch size. speculate: as of `generate.py`."""
     with tempfile.NamedTemporaryFile(suffix=".json") as file:
         command = [*on_ranks(ranks), "-m", "scripts.quality.divergence", "--answers", file.name, "--model", args.model]
         command += ["--items", str(args.items), "--tokens", str(args.tokens), "--dtype", args.dtype, "--device", args.device]
         command += ["--sizes", *map(str, sizes), *(["--deterministic"] if MODES[mode] else [])]
+        command += ["--speculate", speculate] if speculate else []
         if subprocess.run(command, cwd=ROOT).returncode:
             raise UserError(f"the answers on {ranks} ranks failed; see above")
         found = json.loads(Path(file.name).read_text())
-    return [found[str(size)] for size in sizes]
+    return [Answers(*found[str(size)]) for size in sizes]
 
 
 def parted(a: list[int], b: list[int]) -> int | None:
@@ -70,44 +94,82 @@ def parted(a: list[int], b: list[int]) -> int | None:
     return next((i for i, (x, y) in enumerate(zip(a, b, strict=True)) if x != y), None)
 
 
+def drafts(model: str) -> dict[str, str]:
+    """The values of --speculate that are compared with none, by their names in tables."""
+    return {TEXT: TEXT} | ({"own head": AUTO} if (Path(model) / EMBEDDED).is_dir() else {})
+
+
+def compared(args: argparse.Namespace, mode: str) -> tuple[Answers, dict[str, Answers]]:
+    """The answers to single requests on one rank, and those compared with them, by the name of the comparison."""
+    batch = [args.batch] if "batch" in args.compare else []
+    alone, *together = answers(args, 1, mode, [1, *batch])
+    found: dict[str, Answers] = {}
+    if "ranks" in args.compare:
+        (found[f"tp 1 and tp {args.tp}"],) = answers(args, args.tp, mode, [1])
+    found |= {f"batch 1 and {args.batch}": those for those in together}
+    if "drafts" in args.compare:
+        for name, speculate in drafts(args.model).items():
+            (found[f"{WITHOUT}{name}"],) = answers(args, 1, mode, [1], speculate)
+    return alone, found
+
+
 def measure(args: argparse.Namespace) -> list[dict[str, Any]]:
-    """A row for each mode and comparison. `parted`: for each answer, see there."""
+    """A row for each mode and comparison. `parted`: for each answer, see there. `drafted`: of all tokens, if there are drafts."""
     rows = []
     for mode in MODES:
-        alone, together = answers(args, 1, mode, [1, args.batch])
-        (split,) = answers(args, args.tp, mode, [1])
-        for what, others in ((f"tp 1 and tp {args.tp}", split), (f"batch 1 and {args.batch}", together)):
-            places = [parted(a, b) for a, b in zip(alone, others, strict=True)]
-            rows.append({"mode": mode, "compared": what, "parted": places})
+        alone, found = compared(args, mode)
+        for what, others in found.items():
+            places = [parted(a, b) for a, b in zip(alone.tokens, others.tokens, strict=True)]
+            row = {"mode": mode, "compared": what, "parted": places}
+            rows.append(row | ({"drafted": others.drafted} if what.startswith(WITHOUT) else {}))
     return rows
 
 
 def table(rows: list[dict[str, Any]], args: argparse.Namespace, where: dict[str, Any]) -> str:
-    lines = []
+    lines, with_drafts = [], any("drafted" in row for row in rows)
     for row in rows:
         places = [place for place in row["parted"] if place is not None]
         middle = f"{median(places):g}" if places else ""
         cells = [f"{len(places)} of {len(row['parted'])}", str(min(places, default="")), middle]
-        lines.append([row["compared"], row["mode"], *cells])
+        share = f"{row['drafted'] / (args.tokens * len(row['parted'])):.0%}" if "drafted" in row else ""
+        lines.append([row["compared"], row["mode"], *cells, *([share] if with_drafts else [])])
     caption = f"Greedy answers of {args.tokens} tokens, `{Path(args.model).name}` in {args.dtype}. Made on {describe(where, args.device)}."
     head = ["compared", "mode", "answers that differ", "first token that differs: earliest", "median"]
+    head += ["tokens from drafts"] if with_drafts else []
     return "\n".join([*table_lines(head, lines), "", caption, ""])
 
 
 def plot(rows: list[dict[str, Any]], tokens: int, path: Path) -> None:
-    """The share of answers that are still the same, by tokens."""
+    """The share of answers that are still the same, by tokens. Comparisons with drafts have a panel of their own."""
     import matplotlib.pyplot as plt
 
-    figure, axes = plt.subplots(figsize=(6, 3.2), layout="constrained")
-    for row, colour in zip(rows, (VERMILION, ORANGE, BLUE, GREEN), strict=True):
-        places, count = [place for place in row["parted"] if place is not None], len(row["parted"])
-        same = [100 * (1 - sum(place < n for place in places) / count) for n in range(tokens + 1)]
-        style: dict[str, Any] = {"linestyle": "--" if row["compared"].startswith("batch") else "-", "linewidth": 2}
-        axes.plot(range(tokens + 1), same, color=colour, label=f"{row['compared']}, {row['mode']}", **style)
-    axes.set(xlabel="tokens of the answer", ylabel="answers still the same, %", xlim=(0, tokens), ylim=(0, 103))
-    axes.legend(frameon=False, loc="lower left")
+    panels = [[row for row in rows if row["compared"].startswith(WITHOUT) == own] for own in (False, True)]
+    panels = [panel for panel in panels if panel]
+    figure, all_axes = plt.subplots(len(panels), figsize=(6, 3.2 * len(panels)), layout="constrained", squeeze=False)
+    for axes, panel in zip(all_axes.flat, panels, strict=True):
+        draw(axes, panel, tokens)
     figure.savefig(path, dpi=150)
     plt.close(figure)
+
+
+def draw(axes: Any, rows: list[dict[str, Any]], tokens: int) -> None:
+    """One panel."""
+    names = list(dict.fromkeys(row["compared"] for row in rows))
+    for row in rows:
+        places, count = [place for place in row["parted"] if place is not None], len(row["parted"])
+        same = [100 * (1 - sum(place < n for place in places) / count) for n in range(tokens + 1)]
+        i = names.index(row["compared"])
+        look = {"color": COLOURS[row["mode"]][i], "linestyle": STYLES[i], "linewidth": 2}
+        axes.plot(range(tokens + 1), same, label=f"{row['compared']}, {row['mode']}", **look)
+    axes.set(xlabel="tokens of the answer", ylabel="answers still the same, %", xlim=(0, tokens), ylim=(0, 103))
+    axes.legend(frameon=False, loc="lower left")
+
+
+def file_name(args: argparse.Namespace) -> str:
+    """Of the results. Those of some comparisons do not replace those of all."""
+    some = [what for what in COMPARED if what in args.compare]
+    parts = ["divergence", *(some if len(some) < len(COMPARED) else []), *(["gpu"] if args.device == "cuda" else [])]
+    return "-".join(parts)
 
 
 def main() -> None:
@@ -119,6 +181,9 @@ def main() -> None:
     parser.add_argument("--batch", type=whole_number(2), default=64, metavar="N", help="sequences of a batch (default: 64)")
     parser.add_argument("--items", type=whole_number(1), default=64, metavar="N", help="prompts (default: 64)")
     parser.add_argument("--tokens", type=whole_number(1), default=128, metavar="N", help="of an answer (default: 128)")
+    parser.add_argument(
+        "--compare", nargs="+", choices=COMPARED, default=[*COMPARED], help="with single requests on one rank (default: all)"
+    )
     parser.add_argument("--device", choices=("cpu", "cuda"), default="cpu", help="default: cpu")
     parser.add_argument("--dtype", choices=DTYPE_NAMES, default="bfloat16", help="default: bfloat16")
     parser.add_argument("--dry-run", action="store_true", help="print the table and write nothing")
@@ -127,6 +192,7 @@ def main() -> None:
         ("--answers", {"type": Path}),
         ("--sizes", {"type": int, "nargs": "+"}),
         ("--deterministic", {"action": "store_true"}),
+        ("--speculate", {}),
     ):
         parser.add_argument(name, help=argparse.SUPPRESS, **kind)  # of the ranks
     args = parser.parse_args()
@@ -135,7 +201,7 @@ def main() -> None:
         return
     folder = None if args.dry_run else results_folder(args)
     rows, where = measure(args), machine()
-    text, name = table(rows, args, where), "divergence" if args.device == "cpu" else "divergence-gpu"
+    text, name = table(rows, args, where), file_name(args)
     print(text)
     if folder:
         raw = write_json(name, {"machine": where, "device": args.device, "tokens": args.tokens, "rows": rows}, folder)

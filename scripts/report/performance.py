@@ -13,7 +13,8 @@ folder. The outputs go into out, or with --write into docs/results.
     load*.json, startup.json            make throughput, make startup
     comm.json, quantized*.json          make bench-comm, the latter with --parts "nccl|quantized"
     gemm-overlap.json, push.json        make bench-fused, make bench-push
-    linear*.json                        make bench-linear
+    linear.json, linear-N.json          make bench-linear
+    linear-quantized*.json              make bench-linear-quantized
     kernels.json, decode.json           make bench-kernels
 """
 
@@ -33,7 +34,7 @@ from scripts.bench.comm.fused.tables import rows_of as overlap_rows
 from scripts.bench.serving.load import table as load_table
 from scripts.lib.machine import describe
 from scripts.lib.results import RESULTS, add_write_option, made, results_folder, write_text
-from scripts.report import paper_tables, step_profile
+from scripts.report import linear_quantized, paper_tables, step_profile
 from scripts.report.compare import compare, lengths_of
 from scripts.sweep.rows import ORDER, VLLM, Row, Setting, finished, read_rows
 
@@ -53,6 +54,7 @@ QUANTIZED = {
     **{f"µs quantized {width}": width for width in WIDTHS},
     **{f"µs portable quantized {width}": f"{width}, over NCCL" for width in WIDTHS},
 }
+LINEAR = ("linear.json", "linear-[0-9]*.json")  # not linear-quantized.json
 PUSHED = {"o": "wo", "down": "w_down", "o and down": "both in turn"}  # layer names in push.json: names in the table
 
 NOT_A_CASE = {"kernel", "us", "peer_us", "gb_per_second", "tflop_per_second", "error", "peer_error", "right", "config"}
@@ -250,7 +252,7 @@ def plot_comm(files: list[Any], where: str, out: Path) -> None:
 
 def linear(folder: Path) -> str | None:
     """A table that compares our best kernel with cuBLAS, for the shapes of Llama-70B, and of 8B on one GPU."""
-    files = [read(path) for path in sorted(folder.glob("linear*.json"))]
+    files = [read(path) for pattern in LINEAR for path in sorted(folder.glob(pattern))]
     cases: dict[tuple[str, int, int, int], dict[bool, float]] = {}
     for entry in (entry for file in files if file for entry in file["times"]):
         shape = entry["shape"].removeprefix("llama-")
@@ -378,6 +380,7 @@ TABLES: dict[str, Callable[[Path], str | None]] = {
     "paper": paper,
     "comm": comm,
     "linear": linear,
+    "linear-quantized": linear_quantized.table,
     "kernels": kernels,
     "attention": attention,
     "long-attention": long_attention,
@@ -478,7 +481,8 @@ SOURCES = {  # glob patterns of the raw files that each table and figure is made
     "grid": "sweep-grid*.jsonl",
     "comm": "comm.json quantized.json",
     "comm-no-p2p": "quantized-no-p2p.json",
-    "linear": "linear*.json",
+    "linear": " ".join(LINEAR),
+    "linear-quantized": linear_quantized.FILES,
     "kernels": "kernels.json",
     "attention": "decode.json",
     "long-attention": "kernels.json",
