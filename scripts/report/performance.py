@@ -8,7 +8,7 @@ NAME-comm.png, NAME-comm-no-p2p.png, NAME-grid.png (from sweep-grid*.jsonl) and 
 folder. The outputs go into out, or with --write into docs/results.
 
     sweep*.jsonl                        make sweep
-    profile*.jsonl                      make sweep with --profile
+    profile*.jsonl                      make sweep with --profile; sweep*.jsonl may have it, too
     widths*.jsonl                       make sweep with --quantize and --comms: variants by both widths
     load*.json, startup.json            make throughput, make startup
     comm.json, quantized*.json          make bench-comm, the latter with --parts "nccl|quantized"
@@ -475,7 +475,7 @@ def show(raw: Path, folder: Path) -> None:
 
 SOURCES = {  # glob patterns of the raw files that each table and figure is made from
     "decode": "sweep*.jsonl",
-    "profile": "profile*.jsonl",
+    "profile": step_profile.FILES,
     "widths": "widths*.jsonl",
     "paper": "sweep*.jsonl",
     "grid": "sweep-grid*.jsonl",

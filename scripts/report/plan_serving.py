@@ -28,7 +28,11 @@ from server.plan.load import serve, simulate
 from server.plan.steps import READ, Steps, Tables, gpu, setup_of
 
 LOADS = (
-    *("h100-1/load.json", "h100-2/load-llama-3-70b-16-standard.json", "h100-2/load-llama-3-70b-16-ladder.json"),
+    *(
+        "h100-1/load-llama-3-8b-standard.json",
+        "h100-2/load-llama-3-70b-16-standard.json",
+        "h100-2/load-llama-3-70b-16-ladder.json",
+    ),
     *("h200-1/load-llama-3-8b-standard.json", "h200-1/load-llama-3-8b-standard-8192.json"),
     *("gpu-2/load-standard.json", "gpu-2/load-ladder.json", "gpu-4/load-standard.json", "gpu-4/load-ladder.json"),
 )

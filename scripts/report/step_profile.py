@@ -8,13 +8,15 @@ from scripts.lib.machine import describe
 from scripts.lib.markdown import table_lines
 from scripts.sweep.rows import Row, finished, read_rows
 
+FILES = "sweep*.jsonl profile*.jsonl"
 SHOWN = 4  # kernels of a phase
 NAME = 36  # characters of a kernel's name
 
 
 def table(folder: Path) -> str | None:
-    """A line for each profiled phase in the folder's profile*.jsonl: ms by kind, and the longest kernels. None without any."""
-    rows = [row for path in sorted(folder.glob("profile*.jsonl")) for row in finished(read_rows(path))]
+    """A line for each profiled phase in the folder's FILES: ms by kind, and the longest kernels. None without any."""
+    paths = [path for pattern in FILES.split() for path in sorted(folder.glob(pattern))]
+    rows = [row for path in paths for row in finished(read_rows(path))]
     rows = [row for row in rows if row.split and "gpu" in row.split]
     if not rows:
         return None
