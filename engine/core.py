@@ -335,6 +335,9 @@ class Engine:
                 del self.compiling[text]
                 self.grammars.finished(compilation)
             return
+        sequence = self.scheduler.by_id.get(message.request_id)
+        if sequence is not None and message.used is not None:
+            self.speculation.discard(sequence, sequence.generated - message.used)
         self.scheduler.abort(message.request_id)
         self._rest()
 

@@ -302,6 +302,11 @@ class Budget:
         if sequence in self._by_request:
             self._by_request[sequence] += seconds
 
+    def take_back(self, seconds: float, sequence: Sequence) -> None:
+        """Drafts have brought so much less to the sequence than they seemed to."""
+        if sequence in self._by_request:
+            self.add(-seconds, sequence)
+
     def settle(self) -> None:
         """Note what drafts have brought to requests that have ended."""
         for sequence in [s for s in self._by_request if s.finish_reason is not None]:
@@ -395,6 +400,10 @@ class Speculation:
             self._budget.add(-self._following[chunk.sequence] * self._token, chunk.sequence)
         if chunk.sequence.drafter is not None:  # it has not ended
             chunk.sequence.drafter.learn(source, accepted, drafted, cost)
+
+    def discard(self, sequence: Sequence, count: int) -> None:
+        """Note that the last `count` tokens of a sequence lie behind a stop string, so that it was no use to have them earlier."""
+        self._budget.take_back(count * self._token, sequence)
 
     def stand_in(self, chunk: Chunk, drawn: List[int], ids: int) -> list[int]:
         """What counts as drawn for a chunk's draft if agreement has a rate: the drafted token, or one of the `ids` that differs. The

@@ -163,9 +163,12 @@ def joined(submits: Sequence[Submit]) -> SubmitAll:
 
 
 class Abort(msgspec.Struct, frozen=True, tag=True):
-    """Remove a request. The engine frees its blocks before the next step and sends nothing more about it."""
+    """Remove a request. The engine frees its blocks before the next step and sends nothing more about it.
+
+    used: how many tokens the answer has, if the frontend has found a stop string in it. None: as many as were sent."""
 
     request_id: str
+    used: int | None = None
 
 
 class LoadAdapter(msgspec.Struct, frozen=True, tag=True):

@@ -83,10 +83,10 @@ class OutputQueue:
             left = submit.params.max_tokens - len(self._generated[index])
             yield Progress(submit.turn.client, times.tokens, seconds, left)
 
-    def stop(self, index: int) -> None:
-        """End the sequence at `index`, as when a stop string was found. No effect if it has ended already."""
+    def stop(self, index: int, used: int) -> None:
+        """End the sequence at `index`, as when a stop string was found after `used` tokens. No effect if it has ended already."""
         if index in self._times:
-            self._abort(index, "stop")
+            self._abort(index, "stop", used)
 
     def close(self, reason: str) -> None:
         """Abort the unfinished sequences. `reason`: for the metrics."""
@@ -146,8 +146,8 @@ class OutputQueue:
         if self._waiter is not None and not self._waiter.done():
             self._waiter.set_result(None)
 
-    def _abort(self, index: int, reason: str) -> None:
-        self._client.abort(self._submits[index].request_id)  # before what waited for its end is sent
+    def _abort(self, index: int, reason: str, used: int | None = None) -> None:
+        self._client.abort(self._submits[index].request_id, used)  # before what waited for its end is sent
         self._end(index, reason)
 
     def _end(self, index: int, reason: str) -> None:
@@ -240,9 +240,9 @@ class EngineClient:
         finally:
             queue.close(reason)
 
-    def abort(self, request_id: str) -> None:
+    def abort(self, request_id: str, used: int | None = None) -> None:
         if self._active.pop(request_id, None) and not self.fatal:
-            self._send(Abort(request_id))
+            self._send(Abort(request_id, used))
 
     def shutdown(self) -> None:
         self._send(Shutdown())

@@ -23,7 +23,7 @@ from engine.core import Engine
 from engine.draft_heads import HeadChains
 from engine.drafts import END, MOST_INDEXED, Costs, Drafter, Record, Speculation, count_equal
 from engine.prompt_index import GAP, GRAM, PromptIndex
-from engine.protocol import SamplingParams, Submit, joined
+from engine.protocol import Abort, SamplingParams, Submit, joined
 from engine.runner import InFlightStep
 from engine.scheduler import Chunk, Sequence
 from engine.suffix_automaton import SuffixAutomaton
@@ -866,6 +866,22 @@ def test_a_right_guess_of_the_end_of_short_answers_pays_for_no_prompt(seed: int)
     total = engine.speculation.total["model"]
     assert total.accepted == total.tokens == total.drafts > 5
     cost = link + drafts.LEAST_PRICE + drafts.LEAST_GAIN + engine.speculation.costs.prompt(7)
+    assert total.drafts * cost <= drafts.GRANT + cost + drafts.SHARE * engine.meter.steps
+
+
+def test_tokens_behind_a_stop_string_pay_for_no_prompt(seed: int) -> None:
+    """The model guesses all tokens. A stop string ends each answer after its second one, which a step draws without a draft, too."""
+    engine, link = engine_of(model := random_model(config_of("standard")), draft=model, draft_tokens=3), 0.1
+    engine.speculation.costs = Costs({1: 1.0, 2: 1.0}, {1: link, 2: link}, {1: 0.01, 2: 0.02})
+    for i in range(60):
+        assert engine.submit(Submit(str(i), random.sample(range(101), 6), SamplingParams(max_tokens=60, temperature=0))) is None
+        sent = 0
+        while sent < 2:
+            sent += sum(len(output.token_ids) for output in engine.step())
+        engine.abort(Abort(str(i), used=2))
+    total = engine.speculation.total["model"]
+    assert total.drafts > 5 and total.tokens == 3 * total.drafts
+    cost = 3 * (link + drafts.LEAST_PRICE) + drafts.LEAST_GAIN + engine.speculation.costs.prompt(7)
     assert total.drafts * cost <= drafts.GRANT + cost + drafts.SHARE * engine.meter.steps
 
 

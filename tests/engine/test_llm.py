@@ -6,6 +6,7 @@ import weakref
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
+from unittest.mock import patch
 
 import msgspec
 import pytest
@@ -17,7 +18,7 @@ import engine.runner
 from engine import LLM, SamplingParams
 from engine.core import EngineLimits
 from engine.llm import Completion, Timing
-from engine.protocol import Submit
+from engine.protocol import Abort, Submit
 from errors import UserError
 from tests import MODELS
 from tests.engine.test_engine import (
@@ -84,6 +85,10 @@ def test_texts_and_stops(seed: int) -> None:
         assert stopped.text == before + word * include
         assert (stopped.finish_reason, stopped.stop_reason) == ("stop", word)
         assert stopped.token_ids == free.token_ids[: len(stopped.token_ids)]
+    assert llm.engine is not None
+    with patch.object(llm.engine, "abort", wraps=llm.engine.abort) as abort:
+        assert llm.generate(["Once upon a time"], msgspec.structs.replace(greedy, stop=[word]))[0].finish_reason == "stop"
+    assert abort.call_args.args == (Abort("0", used=len(stopped.token_ids)),)
     end = free.token_ids[9]
     first = free.token_ids.index(end) + 1
     stopped = llm.generate([ids], msgspec.structs.replace(greedy, stop_token_ids=[end]))[0]

@@ -47,10 +47,12 @@ def test_multi_byte_text_is_never_cut(site: Site) -> None:
 def test_stop_string_across_tokens_aborts_the_engine(site: Site) -> None:
     site.engine.delay = 0.002
     before = len(site.engine.aborts)
-    choice = site.complete(stop=["nothing", "It was k"])["choices"][0]
+    answer = site.complete(stop=["nothing", "It was k"])
+    choice = answer["choices"][0]
     assert choice["text"] == STORY[: STORY.index("It was k")]
     assert (choice["finish_reason"], choice["stop_reason"]) == ("stop", "It was k")
     wait_for(lambda: len(site.engine.aborts) == before + 1)
+    assert site.engine.aborts[-1].used == answer["usage"]["completion_tokens"]
     assert site.complete(stop="It was k", include_stop_str_in_output=True)["choices"][0]["text"].endswith("It was k")
     unstopped = site.complete(stop="Once", min_tokens=8)["choices"][0]
     assert unstopped["text"] == STORY and site.last().params.min_tokens == 8

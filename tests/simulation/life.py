@@ -574,7 +574,7 @@ class Life:
             read += output.token_ids
             assert read == sent.expected[0][: len(read)]
             if index in reader.stops and len(read) >= reader.stops[index]:
-                reader.queue.stop(index)
+                reader.queue.stop(index, reader.stops[index])
                 self.sent.pop(sent.submit.request_id, None)
                 sent.finish_reason = sent.finish_reason or "stopped"
         if all(s.finish_reason for s in reader.sequences) and not reader.queue._arrived:

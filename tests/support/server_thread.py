@@ -69,7 +69,7 @@ class FakeEngine(threading.Thread):
         self.delay = 0.0  # seconds before each message
         self.hold = False
         self.submits: list[Submit] = []
-        self.aborts: list[str] = []
+        self.aborts: list[Abort] = []
         self.shutdowns = 0
         self.marked = threading.Event()
         self._own: queue.SimpleQueue[FromEngine] = queue.SimpleQueue()
@@ -120,7 +120,7 @@ class FakeEngine(threading.Thread):
         elif isinstance(message, Abort) and message.request_id == MARK:
             self.marked.set()
         elif isinstance(message, Abort):
-            self.aborts.append(message.request_id)
+            self.aborts.append(message)
             work.pop(message.request_id, None)
         elif isinstance(message, Shutdown):
             self.shutdowns += 1
