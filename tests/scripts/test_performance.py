@@ -17,7 +17,7 @@ from tests import ROOT
 RESULTS = ROOT / "docs" / "results"
 
 
-@pytest.mark.parametrize("folder", ["gpu-2", "gpu-4", "h100-1"])
+@pytest.mark.parametrize("folder", ["gpu-2", "gpu-4", "h100-1", "h200-2"])
 @pytest.mark.parametrize("name", performance.TABLES)
 def test_the_committed_tables_are_those_of_the_raw_files(name: str, folder: str) -> None:
     text, path = performance.TABLES[name](RESULTS / folder), RESULTS / f"{folder}-{name}.md"
@@ -52,6 +52,31 @@ def test_widths_are_compared_with_standard_in_the_same_line(tmp_path: Path, seed
             ms = times[link, weights, comm, variant]
             ratios = ["" if variant == "standard" else f" ({base / own:.2f}x)" for base, own in zip(standard, ms, strict=True)]
             assert cell == f"{ms[0]:.2f}{ratios[0]} / {ms[1]:.2f}{ratios[1]}"
+
+
+def test_profiled_runs_are_shown_by_phase_and_kind(tmp_path: Path, seed: int) -> None:
+    us = {phase: [random.uniform(1e3, 1e5) for _ in range(3)] for phase in ("prefill", "decode")}
+    gpu = {
+        phase: {
+            "step_us": sum(times),
+            "by_kind_us": dict(zip(("attention", "GEMM", "idle"), times, strict=True)),
+            "kernels": [{"name": "void a|b(int)", "kind": "GEMM", "launches": 64.0, "span_us": 1.0, "own_us": times[1]}],
+        }
+        for phase, times in us.items()
+    }
+    settings = [Setting("llama-3-8b", "standard", 1, batch, 1024, 48, None, "default", "cuda", "bfloat16") for batch in (1, 4)]
+    splits = [{"compute": 1.0, "source": "profiler", "gpu": gpu}, None]  # the second one was not profiled
+    where = {"gpus": "1 x X", "torch": "2.11", "cores": 8, "cpu": "Y"}
+    sample = {"decode_ms_per_token": 1.0, "prefill_ms": 1.0, "step_ms": []}
+    rows = [Row(s, where, {}, "standard", "local", [sample], split) for s, split in zip(settings, splits, strict=True)]
+    (tmp_path / "profile-8b.jsonl").write_text("".join(map(row_line, rows)))
+    text = performance.TABLES["profile"](tmp_path)
+    assert text is not None
+    _, _, *lines = [line.strip("| ").split(" | ") for line in text.splitlines() if line.startswith("|")]
+    assert [line[3:6] for line in lines] == [["1", "1024 + 48", "prefill"], ["1", "1024 + 48", "decode"]]
+    for line, times in zip(lines, us.values(), strict=True):
+        assert line[6:10] == [f"{value / 1e3:.3f}" for value in (sum(times), *times)]
+        assert line[10] == f"`a b(int)` {times[1] / 1e3:.3f} in 64"
 
 
 def test_the_grid_has_a_point_for_every_measurement(tmp_path: Path) -> None:
