@@ -9,6 +9,7 @@ from collections.abc import Mapping
 from dataclasses import fields, replace
 from pathlib import Path
 from types import FrameType
+from typing import NamedTuple
 
 import msgspec
 
@@ -45,6 +46,16 @@ from tp import World, agree_on_error, init_world, stream_shards
 
 SEND_SECONDS = 0.1  # time for a last message to the frontend to leave
 AGENT_SECONDS = 30  # torchrun's default for the time that its ranks have to end
+
+
+class Job(NamedTuple):
+    """What a rank serves."""
+
+    settings: Settings
+    config: ModelConfig
+    tokenizer: Tokenizer
+    draft: Draft | None
+    lora: LoraLimits | None
 
 
 def prepare(settings: Settings, world_size: int) -> tuple[ModelConfig, Tokenizer, Draft | None]:
@@ -108,9 +119,8 @@ def shared_facts(settings: Settings) -> dict[str, str]:
     return {f"--{name.replace('_', '-')}": str(value) for name, value in (flags | folders).items() if name not in here}
 
 
-def build_engine(
-    settings: Settings, config: ModelConfig, tokenizer: Tokenizer, draft: Draft | None, lora: LoraLimits | None, world: World
-) -> tuple[Engine, str]:
+def build_engine(job: Job, world: World) -> tuple[Engine, str]:
+    settings, config, tokenizer, draft, lora = job
     dtype = dtype_name(settings.dtype, world.device.type)
     more = lora.bytes(config, world.world_size, DTYPES[dtype]) if lora else 0
     model = load_model(settings.model, config, world, DTYPES[dtype], more=more)
@@ -197,42 +207,41 @@ def warn_of_torchrun(settings: Settings, environ: Mapping[str, str]) -> None:
         )
 
 
-def main() -> None:
-    error = settings = None
-    folder = os.environ.get(FRONTEND)  # of a launcher's frontend
-    launched, agent = folder is not None, restarting_agent_pid(os.environ)
-    try:
-        settings = load_settings(sys.argv[1:])
-        if rank() == 0:
-            configure_logs(settings)
-            if agent is not None and not is_first_start(os.environ):
-                leave_after_wrong_input(agent)
-            elif not launched:  # else it was said, and a frontend has the port and the journal
-                warn_of_torchrun(settings, os.environ)
-                check_port(settings)
-                check_journal(settings.journal, settings.journal_bounds)
-        if settings.tp is not None:
-            check_ranks(settings.tp, "--tp")
-        config, tokenizer, draft = prepare(settings, int(os.environ.get("WORLD_SIZE", 1)))
-        lora = lora_limits(settings, config)
-    except UserError as e:
-        error = e
+def check(settings: Settings, launched: bool, agent: int | None) -> Job:
+    """Raises UserError for what is wrong without the other ranks. launched: a launcher has started the frontend. agent: see
+    `restarting_agent_pid`."""
+    if rank() == 0:
+        configure_logs(settings)
+        if agent is not None and not is_first_start(os.environ):
+            leave_after_wrong_input(agent)
+        elif not launched:  # else it was said, and a frontend has the port and the journal
+            warn_of_torchrun(settings, os.environ)
+            check_port(settings)
+            check_journal(settings.journal, settings.journal_bounds)
+    if settings.tp is not None:
+        check_ranks(settings.tp, "--tp")
+    config, tokenizer, draft = prepare(settings, int(os.environ.get("WORLD_SIZE", 1)))
+    return Job(settings, config, tokenizer, draft, lora_limits(settings, config))
+
+
+def join(settings: Settings | None, error: UserError | None) -> World:
+    """The world of this rank, which all ranks join, also with an error. settings: None if they cannot be read."""
     if settings is None:
-        world = init_world(error=error)
-    else:
-        world = init_world(
-            settings.device,
-            settings.comm,
-            settings.simulate_link,
-            settings.comm_error_budget,
-            settings.overlap,
-            settings.deterministic,
-            shared_facts(settings),
-            error,
-        )
-    agree_on_error(world, error)
-    assert settings is not None
-    reached("process group")
+        return init_world(error=error)
+    return init_world(
+        settings.device,
+        settings.comm,
+        settings.simulate_link,
+        settings.comm_error_budget,
+        settings.overlap,
+        settings.deterministic,
+        shared_facts(settings),
+        error,
+    )
+
+
+def warn_of_benchmarks(settings: Settings) -> None:
+    """Say what makes answers or speeds meaningless."""
     if settings.random_weights:
         note(
             f"warning: {settings.model} is a shape without weights: they are random and its text is noise, for benchmarks only"
@@ -242,40 +251,66 @@ def main() -> None:
             f"warning: --accept-rate: a drafted token counts as right with probability {settings.accept_rate:g}, whatever the model "
             "draws; speeds with it say nothing of real drafts' agreement"
         )
+
+
+def start_frontend(settings: Settings, agent: int | None, stack: contextlib.ExitStack) -> Frontend | TorchrunFrontend:
+    """The frontend of a server without our launcher. Its folder is removed with the stack, unless an agent may need it again."""
+    if agent:
+        return TorchrunFrontend(agent, settings.max_restarts)
+    # nobody would start ranks again that hang
+    return Frontend(replace(settings, hang_seconds=0.0), stack.enter_context(run_folder()))
+
+
+def run_engine(
+    job: Job, world: World, frontend: Frontend | TorchrunFrontend | None, folder: str | None, agent: int | None
+) -> int:
+    """Load the model and serve until the end. Returns the exit code of the frontend that this rank has started, 0 without. folder:
+    of the frontend, on rank 0."""
+    link = FrontendLink(*addresses(Path(folder))) if folder and world.rank == 0 else None
+    code = 0
+    try:
+        if link:
+            link.send(Starting(os.getpid()))
+        engine, dtype = build_engine(job, world)
+        ready = describe(job.settings, engine, job.config, world, dtype)
+        if link and folder:
+            ready = msgspec.structs.replace(ready, longest_start=note_start(Path(folder), process_age()))
+        serve(engine, world, link, ready, frontend.is_alive if frontend else lambda: True)
+    except BaseException as e:
+        await_cause(e)
+        if agent:
+            raise  # the frontend waits for the next ranks
+        if link and frontend:  # nobody else tells it
+            link.send(Fatal(f"{type(e).__name__}: {e}".splitlines()[0]))
+        raise
+    finally:
+        if link:
+            link.close()
+        if frontend and not (agent and sys.exc_info()[0]):
+            code = frontend.close()
+    return code
+
+
+def main() -> None:
+    error = settings = job = None
+    folder = os.environ.get(FRONTEND)  # of a launcher's frontend
+    launched, agent = folder is not None, restarting_agent_pid(os.environ)
+    try:
+        settings = load_settings(sys.argv[1:])
+        job = check(settings, launched, agent)
+    except UserError as e:
+        error = e
+    world = join(settings, error)
+    agree_on_error(world, error)
+    assert job is not None
+    reached("process group")
+    warn_of_benchmarks(job.settings)
     with contextlib.ExitStack() as stack:
-        frontend: Frontend | TorchrunFrontend | None = None
-        if not launched and world.rank == 0:
-            if agent:
-                frontend = TorchrunFrontend(agent, settings.max_restarts)
-            else:
-                # nobody would start ranks again that hang
-                frontend = Frontend(replace(settings, hang_seconds=0.0), stack.enter_context(run_folder()))
-            folder = str(frontend.folder)
+        frontend = None if launched or world.rank else start_frontend(job.settings, agent, stack)
         handle_signals(frontend, launched, agent)
         if others := watch():
             tell_hosts(others, frontend)
-        link = FrontendLink(*addresses(Path(folder))) if folder and world.rank == 0 else None
-        code = 0
-        try:
-            if link:
-                link.send(Starting(os.getpid()))
-            engine, dtype = build_engine(settings, config, tokenizer, draft, lora, world)
-            ready = describe(settings, engine, config, world, dtype)
-            if link and folder:
-                ready = msgspec.structs.replace(ready, longest_start=note_start(Path(folder), process_age()))
-            serve(engine, world, link, ready, frontend.is_alive if frontend else lambda: True)
-        except BaseException as e:
-            await_cause(e)
-            if agent:
-                raise  # the frontend waits for the next ranks
-            if link and frontend:  # nobody else tells it
-                link.send(Fatal(f"{type(e).__name__}: {e}".splitlines()[0]))
-            raise
-        finally:
-            if link:
-                link.close()
-            if frontend and not (agent and sys.exc_info()[0]):
-                code = frontend.close()
+        code = run_engine(job, world, frontend, str(frontend.folder) if frontend else folder, agent)
     if code := describe_end(code):
         leave(code)
 
