@@ -40,7 +40,8 @@ FIRST_RIGHT = 2.0  # accepted tokens of a draft, before there is one
 WEIGHT = 0.25  # of the newest draft in a request's averages, and of the newest request in those of requests
 WEIGHT_OF_ALL = 0.02  # of the newest draft in the averages of all requests
 SHARE = 0.01  # of a request's tokens, and of the time of all steps, that may be lost to find out whether drafts pay
-GRANT = 8  # steps of one row: what the drafts of a source may lose besides, before they have brought anything
+GRANT = 8  # steps of one row: what a model's drafts may lose besides, before they have brought anything
+TEXT_GRANT = 2  # the same for drafts from text, whose prompts cost little
 INDEXING = 2e-6  # seconds for a token of a text
 PROMPTS = "prompts"  # of other requests
 NGRAM, PREDICTION = "ngram", "prediction"
@@ -396,8 +397,9 @@ class Speculation:
         if not self.ceiling:
             return
         seconds = self._known_costs.seconds(sum([c.count for c in step.chunks]))
-        for budget in self._budgets.values():
-            budget.add(SHARE * seconds)
+        texts = len([source for source in self._budgets if source in TEXTS])
+        for source, budget in self._budgets.items():
+            budget.add(SHARE * seconds / (texts if source in TEXTS else 1))  # all texts together have one
             budget.settle()
         if self.chains is not None and is_last:
             self.chains.observe(step)
@@ -458,7 +460,7 @@ class Speculation:
 
     def _first_records(self, sequence: Sequence) -> dict[str, Record]:
         """With which texts begin to draft for a sequence: by trials alone if the budget of a source refuses it."""
-        indexed, grant = {NGRAM: len(sequence.tokens)}, GRANT * self._known_costs.seconds(1)
+        indexed, grant = {NGRAM: len(sequence.tokens)}, TEXT_GRANT * self._known_costs.seconds(1)
         if sequence.params.prediction:
             indexed[PREDICTION] = len(sequence.params.prediction)
         if self._others is not None:
