@@ -41,8 +41,11 @@ WEIGHT = 0.25  # of the newest draft in a request's averages, and of the newest 
 WEIGHT_OF_ALL = 0.02  # of the newest draft in the averages of all requests
 SHARE = 0.01  # of a request's tokens, and of the time of all steps, that may be lost to find out whether drafts pay
 GRANT = 8  # steps of one row: what a model's drafts may lose besides, before they have brought anything
+TEXT_GRANT = 2  # the same for drafts from text, whose prompts cost little
+INDEXING = 2e-6  # seconds for a token of a text
 PROMPTS = "prompts"  # of other requests
-TEXTS = "ngram", "prediction", PROMPTS  # sources of drafts from text
+NGRAM, PREDICTION = "ngram", "prediction"
+TEXTS = NGRAM, PREDICTION, PROMPTS  # sources of drafts from text
 
 
 class Costs:
@@ -132,7 +135,8 @@ NOTHING = Promise(0, 0.0)
 
 @dataclass
 class Record:
-    """What became of the last drafts from one source: averages of the tokens that were right, and of whether one was not."""
+    """What became of the last drafts from one source: averages of the tokens that saved a step, and of whether one did not, because
+    it was wrong or ended the answer."""
 
     right: float = FIRST_RIGHT
     wrong: float = 1.0
@@ -140,7 +144,7 @@ class Record:
 
     @property
     def rate(self) -> float:
-        """The chance of a token whose predecessors are right."""
+        """The chance that a token saves a step if its predecessors do."""
         return self.right / (self.right + self.wrong)
 
     def promise(self, price: float, most: int) -> Promise:
@@ -151,7 +155,7 @@ class Record:
         return self.cut(count, price)
 
     def cut(self, count: int, price: float) -> Promise:
-        """What `count` tokens promise. A token is right if all before it are, and it is, too."""
+        """What `count` tokens promise. A token saves a step if all before it do, and it does, too."""
         return Promise(count, sum([self.rate**i - price for i in range(1, count + 1)]), price)
 
     def trial(self, price: float, fixed: float, generated: int) -> Promise:
@@ -161,11 +165,14 @@ class Record:
             return Promise(1, 0.0, price, fixed)
         return NOTHING
 
-    def learn(self, accepted: int, drafted: int, cost: float = 0.0, weight: float = WEIGHT) -> None:
-        """Note that `accepted` tokens of a draft were right, which has cost the time of so many."""
-        self.right += weight * (accepted - self.right)
-        self.wrong += weight * ((accepted < drafted) - self.wrong)
-        self.lost = max(0.0, self.lost + cost - accepted)
+    def learn(self, saved: int, drafted: int, cost: float = 0.0, weight: float = WEIGHT) -> None:
+        """Note that `saved` tokens of a draft saved a step each, which has cost the time of so many."""
+        self.right += weight * (saved - self.right)
+        self.wrong += weight * ((saved < drafted) - self.wrong)
+        self.lost = max(0.0, self.lost + cost - saved)
+
+
+NO_HOPE = Record(right=0.0)  # makes trials alone
 
 
 class Drafter:
@@ -176,12 +183,10 @@ class Drafter:
         self,
         sequence: Sequence,
         ceiling: int,
-        texts: Record | None = None,
+        records: Mapping[str, Record] | None = None,
         others: PromptIndex | None = None,
-        prompts: Record | None = None,
     ) -> None:
-        """texts: what became of the drafts of other requests, from their own text. others: the prompts of all requests, of which
-        `prompts` says the same."""
+        """records: of each source that may draft, what it begins with. others: the prompts of all requests."""
         self.sequence = sequence
         masked = sequence.params.grammar is not None and not sequence.params.late_grammar
         self.ceiling = min(ceiling, MOST_WITH_GRAMMAR) if masked else ceiling
@@ -189,9 +194,11 @@ class Drafter:
         tail = sequence.tokens[: sequence.prompt_length][-TAIL:]
         self._head = [*tail, *prediction, END] if prediction else []  # comes before the sequence's tokens
         self._text = SuffixAutomaton()
-        self.texts, self.prompts, self._others = replace(texts or Record()), replace(prompts or Record()), others
+        begun = dict.fromkeys(TEXTS, Record()) if records is None else records
+        self.records, self._others = {source: replace(record) for source, record in begun.items()}, others
         self.chains: Record | None = None  # what became of a model's drafts; None before it was decided whether it makes some
         self._least_match = LEAST_MATCH[1]
+        self.last: str | None = None  # source of the last draft
 
     def follow(self, most: int) -> int:
         """Index at most `most` of the tokens that are not indexed yet. Returns how many."""
@@ -215,10 +222,16 @@ class Drafter:
         return len(self._head) + len(self.sequence.tokens) - self.indexed
 
     @property
+    def may_pay(self) -> bool:
+        """Whether there can be a draft or a trial, at the least price. If not, nothing needs to be indexed yet."""
+        least = LEAST_PRICE - SHARE * self.sequence.generated
+        return any(record.rate >= least for record in self.records.values())
+
+    @property
     def source(self) -> str:
         if not self._finds_own:
             return PROMPTS
-        return "prediction" if self._text.match[1] < len(self._head) else "ngram"
+        return PREDICTION if self._text.match[1] < len(self._head) else NGRAM
 
     @property
     def _finds_own(self) -> bool:
@@ -228,9 +241,9 @@ class Drafter:
     @property
     def _record(self) -> Record | None:
         """Of the source in which the next token will probably find a draft."""
-        if self._finds_own:
-            return self.texts
-        return self.prompts if self._others is not None and self._others.finds(self.sequence.tokens) else None
+        if self._finds_own or (self._others is not None and self._others.finds(self.sequence.tokens)):
+            return self.records[self.source]
+        return None
 
     def promise(self, price: float) -> Promise:
         """What pays at this price, if the next token finds a draft at all."""
@@ -249,11 +262,12 @@ class Drafter:
 
     def learn(self, source: str, accepted: int, drafted: int, cost: float = 0.0) -> None:
         """How many tokens of the last draft were right, how many it had, and what it has cost, in tokens."""
-        record = self.prompts if source == PROMPTS else self.texts if source in TEXTS else self.chains
+        record = self.records[source] if source in TEXTS else self.chains
         assert record is not None
-        if record is self.texts:
+        if source in (NGRAM, PREDICTION):
             self._least_match = LEAST_MATCH[0 if accepted else 1]
         record.learn(accepted, drafted, cost)
+        self.last = source
 
 
 class Chains(Protocol):
@@ -273,12 +287,14 @@ class Chains(Protocol):
 
 
 class Budget:
-    """For which requests a model drafts. It must first see the prompt, whose time the drafts may not bring back.
+    """For which requests a source drafts. It must first see the prompt, whose time the drafts may not bring back, and the drafts of
+    short answers may save nothing.
 
     It does where drafts have brought other requests that time, on average, or where the budget allows to find that out. A request's
     drafts pay from the budget what they cost, and into it the steps that they save. SHARE of the time of all steps goes there, too,
-    up to the most that a request lacked. So requests that begin lose no more than SHARE of the time, a grant, and what drafts have
-    brought. The budget does not stop requests that have begun; there the `Record` of each says when drafts do not pay."""
+    up to the most that a request lacked beyond the grant. So requests that begin lose no more than SHARE of the time, a grant, and
+    what drafts have brought. The budget does not stop requests that have begun; there the `Record` of each says when drafts do not
+    pay."""
 
     def __init__(self) -> None:
         self.brought = 0.0  # seconds that drafts bring to a request, on average; without its prompt
@@ -333,7 +349,7 @@ class Speculation:
         self.costs: Costs | None = None
         sources = [source for source in TEXTS if source != PROMPTS or others is not None]
         self.total = {source: Drafted() for source in (*sources, *([chains.name] if chains else []))}
-        self._texts, self._prompts, self._chained, self._budget = Record(), Record(), Record(), Budget()  # of all requests
+        self._records, self._budgets = {s: Record() for s in self.total}, {s: Budget() for s in self.total}  # of all requests
         self._planned: dict[Sequence, tuple[str, Promise]] = {}  # the sources of drafts and what they promise
         self._token = 0.0  # seconds of one without drafts, when they were planned
         self._following: dict[Sequence, float] = {}  # the price of following then
@@ -378,11 +394,14 @@ class Speculation:
 
     def observe(self, step: "InFlightStep", is_last: bool) -> None:
         """Note a step that was collected. is_last: no other is launched behind it."""
-        if self.chains is None:
+        if not self.ceiling:
             return
-        self._budget.add(SHARE * self._known_costs.seconds(sum([c.count for c in step.chunks])))
-        self._budget.settle()
-        if is_last:
+        seconds = self._known_costs.seconds(sum([c.count for c in step.chunks]))
+        texts = len([source for source in self._budgets if source in TEXTS])
+        for source, budget in self._budgets.items():
+            budget.add(SHARE * seconds / (texts if source in TEXTS else 1))  # all texts together have one
+            budget.settle()
+        if self.chains is not None and is_last:
             self.chains.observe(step)
 
     def learn(self, chunk: Chunk, accepted: int, saved: int) -> None:
@@ -391,19 +410,18 @@ class Speculation:
         source, promise = self._planned[chunk.sequence]
         drafted, total = len(chunk.draft), self.total[source]
         self.total[source] = Drafted(total.drafts + 1, total.tokens + drafted, total.accepted + accepted)
-        of_all = self._prompts if source == PROMPTS else self._texts if source in TEXTS else self._chained
         cost = drafted * promise.price + promise.fixed
-        of_all.learn(accepted, drafted, weight=WEIGHT_OF_ALL)
-        if source not in TEXTS:
-            self._budget.add((saved - cost) * self._token, chunk.sequence)
-        elif chunk.sequence in self._following:
-            self._budget.add(-self._following[chunk.sequence] * self._token, chunk.sequence)
+        self._records[source].learn(saved, drafted, weight=WEIGHT_OF_ALL)
+        self._budgets[source].add((saved - cost) * self._token, chunk.sequence)
+        if self.chains is not None and source in TEXTS and chunk.sequence in self._following:
+            self._budgets[self.chains.name].add(-self._following[chunk.sequence] * self._token, chunk.sequence)
         if chunk.sequence.drafter is not None:  # it has not ended
             chunk.sequence.drafter.learn(source, accepted, drafted, cost)
 
     def discard(self, sequence: Sequence, count: int) -> None:
         """Note that the last `count` tokens of a sequence lie behind a stop string, so that it was no use to have them earlier."""
-        self._budget.take_back(count * self._token, sequence)
+        if sequence.drafter is not None and (source := sequence.drafter.last) is not None:
+            self._budgets[source].take_back(count * self._token, sequence)
 
     def stand_in(self, chunk: Chunk, drawn: List[int], ids: int) -> list[int]:
         """What counts as drawn for a chunk's draft if agreement has a rate: the drafted token, or one of the `ids` that differs. The
@@ -425,7 +443,7 @@ class Speculation:
         running = [s for s in running if s.params.pooling is None]
         for sequence in running:
             if sequence.drafter is None:
-                sequence.drafter = Drafter(sequence, self.ceiling, self._texts, self._others, self._prompts)
+                sequence.drafter = Drafter(sequence, self.ceiling, self._first_records(sequence), self._others)
                 if self._others is not None and not sequence.repeats:
                     self._others.add(sequence.tokens[: sequence.prompt_length])
             if self.chains is not None and sequence.drafter.chains is None:
@@ -433,21 +451,36 @@ class Speculation:
         if self.accept_rate is not None:
             return running
         left = min(INDEXED_A_STEP, MOST_INDEXED_TOGETHER - sum([s.drafter.indexed for s in running]))
-        for drafter in sorted([s.drafter for s in running], key=lambda drafter: drafter.missing):  # long texts make none wait
+        drafters = [s.drafter for s in running if s.drafter.may_pay]
+        for drafter in sorted(drafters, key=lambda drafter: drafter.missing):  # long texts make none wait
             left -= drafter.follow(max(left, 0))
         if self._others is not None:
             self._others.follow(INDEXED_A_STEP)
         return running
 
+    def _first_records(self, sequence: Sequence) -> dict[str, Record]:
+        """With which texts begin to draft for a sequence: by trials alone if the budget of a source refuses it."""
+        indexed, grant = {NGRAM: len(sequence.tokens)}, TEXT_GRANT * self._known_costs.seconds(1)
+        if sequence.params.prediction:
+            indexed[PREDICTION] = len(sequence.params.prediction)
+        if self._others is not None:
+            indexed[PROMPTS] = 0  # the index of all prompts grows anyway
+        found = {}
+        for source, count in indexed.items():
+            granted = self._budgets[source].take(sequence, INDEXING * min(count, MOST_INDEXED), grant)
+            found[source] = max(self._records[source], Record(), key=lambda record: record.rate) if granted else NO_HOPE
+        return found
+
     def _begin(self, chains: Chains, sequence: Sequence, rows: int) -> None:
         """Decide whether the chains draft for a sequence, as soon as that may pay in a step of so many rows."""
         costs = self._known_costs
         prompt = costs.prompt(len(sequence.tokens) - sequence.cached_tokens)
-        record = replace(self._chained) if self._budget.brought >= prompt else Record()  # else it has to find out
+        budget = self._budgets[chains.name]
+        record = replace(self._records[chains.name]) if budget.brought >= prompt else Record()  # else it has to find out
         if max(record.rate, Record().rate) < self._price_of_chains(rows):
             return
         sequence.drafter.chains = record
-        if not self._budget.take(sequence, prompt, GRANT * costs.seconds(1)):
+        if not budget.take(sequence, prompt, GRANT * costs.seconds(1)):
             chains.give_up(sequence)
 
     def _prices_of_following(self, running: List[Sequence]) -> dict[Sequence, float]:

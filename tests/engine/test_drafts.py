@@ -237,12 +237,12 @@ def test_trials_cost_a_small_share_of_the_tokens(seed: int) -> None:
             assert trial == drafts.Promise(1, 0.0, price, fixed)
             drafter.learn("ngram", 0, 1, price + fixed)
             lost += price + fixed
-        assert lost - drafter.texts.rate <= drafts.SHARE * tokens
+        assert lost - drafter.records["ngram"].rate <= drafts.SHARE * tokens
         drafter.sequence.tokens.append(1)
         drafter.follow(1)
     assert lost + price + fixed >= drafts.SHARE * 9_999
     drafter.learn("ngram", 1, 1, 0.5)
-    assert drafter.texts.lost == pytest.approx(lost - 0.5), "a token brings back what it is worth, and no more"
+    assert drafter.records["ngram"].lost == pytest.approx(lost - 0.5), "a token brings back what it is worth, and no more"
     for _ in range(100):
         drafter.learn("ngram", 1, 1, price)
     assert drafter.promise(price).count >= 1
@@ -286,6 +286,70 @@ def test_drafts_that_are_sometimes_right_lose_little_and_return(
     assert seconds(3000, chance) <= (1 + drafts.SHARE) * 3000 + 20
     seconds(600, 1.0)
     assert seconds(1000, 1.0) < 900
+
+
+LAST = -2  # ends an answer
+Rows = list[tuple[int, int]]  # tokens of each draft and how many of them were right
+
+
+def answer_by_text(
+    speculation: Speculation, prompt: list[int], answer: list[int], prediction: list[int] | None = None, used: int | None = None
+) -> tuple[float, Rows]:
+    """The seconds of all steps, and the drafts. used: tokens of the answer before a stop string, which is found as soon as it is
+    there."""
+    params = SamplingParams(max_tokens=1000, prediction=prediction or [])
+    sequence, costs, drafted = Sequence("a", list(prompt), len(prompt), params), speculation.measure(), Rows()
+    chunk, seconds = Chunk(sequence, 0, len(prompt), True, True), costs.seconds(len(prompt))
+    while sequence.finish_reason is None:
+        done = sequence.generated
+        draft = speculation.drafts(speculation.plan([sequence])).get(sequence, [])
+        if done:
+            chunk = Chunk(sequence, sequence.length - 1, 1 + len(draft), True, True, draft)
+            seconds += costs.seconds(1 + len(draft)) + (costs.ahead if draft else 0.0)
+        right = count_equal(draft, answer[done:])
+        sequence.tokens += answer[done : done + right + 1]
+        sequence.computed = sequence.length - 1
+        drafter = sequence.drafter
+        if done + right >= len(answer) - 1:
+            sequence.finish_reason, sequence.drafter = "stop", None
+        if draft:
+            drafted.append((len(draft), right))
+            speculation.learn(chunk, right, sequence.generated - done - 1)
+        if used is not None and sequence.generated >= used:
+            sequence.drafter = drafter
+            speculation.discard(sequence, sequence.generated - used)
+            sequence.finish_reason, sequence.drafter = "stop", None
+        speculation.observe(InFlightStep([chunk], [chunk], None, bool(draft)), True)  # type: ignore[arg-type]
+    return seconds, drafted
+
+
+@pytest.mark.parametrize(("row", "ahead"), [(0.1, 0.0), (0.3, 0.1), (0.1, 0.4)])
+@pytest.mark.parametrize("behind_a_stop", [False, True])
+def test_text_stops_to_draft_where_it_saves_nothing(row: float, ahead: float, behind_a_stop: bool) -> None:
+    """Of answers of two tokens, a draft can save no step, though it is always right. The loss is bounded, also after long answers
+    where drafts paid, and these get drafts again."""
+    costs = Costs({1: 1.0, 8: 1 + 7 * row}, ahead=ahead)
+    speculation = Speculation(7, lambda: costs)
+    long, short = [*range(40), LAST], [5, *range(6, 20), LAST] if behind_a_stop else [5, LAST]
+    prompt, used = list(range(100, 140)), 2 if behind_a_stop else None
+    for _ in range(3):
+        for _ in range(40):  # a share of their time pays for what the last drafts have lost
+            seconds, _ = answer_by_text(speculation, prompt, long, long)
+        assert seconds - costs.seconds(40) < 0.7 * len(long), "drafts pay"
+        answers = [answer_by_text(speculation, prompt, short, short, used) for _ in range(1000)]
+        time, most = sum(seconds for seconds, _ in answers), costs.seconds(8) - 1 + ahead
+        assert time - 1000 * (costs.seconds(40) + 1) <= drafts.TEXT_GRANT + most + drafts.SHARE * time
+        assert all(right == count for _, rows in answers for count, right in rows)
+    assert speculation.total["ngram"].drafts == 0
+
+
+def test_text_drafts_long_copies_at_the_ceiling() -> None:
+    """The ends of answers do not discourage it."""
+    speculation = Speculation(7, lambda: Costs({1: 1.0, 8: 2.4}))
+    prompt = [1, 2, 3, *range(10, 70), LAST, 1, 2, 3]
+    for request in range(300):
+        _, drafted = answer_by_text(speculation, prompt, [*range(10, 70), LAST])
+        assert request < 3 or ({count for count, _ in drafted} == {7} and len(drafted) <= 9)
 
 
 def test_a_row_costs_what_it_adds_to_a_step() -> None:
