@@ -73,6 +73,10 @@ class Options(BaseModel):
         default=600.0, description="seconds for a whole answer, or for the first event of a stream, with all tries"
     )
     max_body_mb: int = Field(default=16, description="largest body of a request, in MiB")
+    idle_timeout: float = Field(default=30.0, description="seconds that a request's body may stop arriving")
+    max_bodies_mb: int = Field(
+        default=512, description="MiB of bodies that a gateway holds, a quarter of them for one client; further ones get a 503"
+    )
 
 
 class Replica:
@@ -203,7 +207,8 @@ def build(options: Options) -> Any:
         graceful_shutdown_wait_loop_s=0.2,
         graceful_shutdown_timeout_s=ending + END_SECONDS,
     )
-    return gateway.bind(replicas.bind(options), options.request_timeout, options.max_body_mb)
+    bounds = options.request_timeout, options.max_body_mb, options.idle_timeout, options.max_bodies_mb
+    return gateway.bind(replicas.bind(options), *bounds)
 
 
 def parse() -> tuple[argparse.Namespace, Options]:
