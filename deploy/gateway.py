@@ -24,6 +24,7 @@ MOST_LOSSES = 5  # replicas that may end with a request before it counts as the 
 ELSEWHERE = {"loading", "draining", "engine_failed"}  # codes of a 503 that another replica may not have
 UNKNOWN = {"response_not_found", "previous_response_not_found", "result_not_found"}  # codes of a 404: another may know it
 HOP = {"connection", "keep-alive", "transfer-encoding", "upgrade", "te", "trailer", "host", "content-length"}
+HEALTH_PATHS = {"/health", "/health_generate", "/ping"}
 CLOSE = {"connection": "close"}  # the rest of the body is not read
 CLIENT_GONE = 499  # nginx's status; it is sent to nobody
 
@@ -83,6 +84,8 @@ class Gateway:
     async def _within_time(self, path: str, call: Call) -> Response:
         try:
             async with asyncio.timeout(self._timeout):
+                if path in HEALTH_PATHS:
+                    return await self._health(path, call)
                 return await (self._metrics(call) if path == "/metrics" else self._answer(path, call))
         except TimeoutError:
             return failure(path, 503, "no replica answered in time", "timeout")
@@ -126,13 +129,25 @@ class Gateway:
             stream.cancel()
             raise
 
+    async def _of_all(self, path: str, call: Call) -> list[tuple[str, int, str]]:
+        """The name, status and text of each replica's answer to a GET. Does not wait in a queue."""
+        answers = await self._replicas.broadcast("get", path, call.headers).results_async(return_exceptions=True)
+        return [answer for answer in answers if not isinstance(answer, Exception)]  # those have just ended
+
+    async def _health(self, path: str, call: Call) -> Response:
+        """That of a replica that is ready, or else of one that is not."""
+        try:
+            answers = await self._of_all(path, call)
+        except DeploymentUnavailableError:
+            answers = []
+        loading = "", 503, json.dumps({"status": "loading"})  # no replica has started yet
+        name, status, text = min(answers, key=lambda answer: answer[1], default=loading)
+        return Response(text, status, {"x-rung-replica": name} if name else None, "application/json")
+
     async def _metrics(self, call: Call) -> Response:
         """All replicas' metrics, with the label `replica`. Samples of one name stand together, as the format wants them."""
         families: dict[str, dict[str, None]] = {}
-        for answer in await self._replicas.broadcast("metrics", call.headers).results_async(return_exceptions=True):
-            if isinstance(answer, Exception):  # it has just ended
-                continue
-            name, status, text = answer
+        for name, status, text in await self._of_all("/metrics", call):
             if status != 200:
                 return Response(text, status, media_type="application/json")
             family: dict[str, None] = {}

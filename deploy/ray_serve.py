@@ -44,6 +44,7 @@ LEASH = (
     f"import ctypes, os, sys; ctypes.CDLL(None).prctl({PR_SET_PDEATHSIG}, 9, 0, 0, 0); os.execv(sys.executable, sys.argv[1:])"
 )
 END_SECONDS = 15.0  # for a server's processes to end after its drain
+SHORT = aiohttp.ClientTimeout(total=10.0)  # for what a server answers without its ranks
 RAY_SETS = {"date", "server", "x-request-id"}  # headers of answers
 FIXED = "rung_fixed_size"  # a resource of the clusters that this program starts, which never get further nodes
 QUIET = {"log_level": "WARNING"}  # of Ray Serve: an access log for each replica and gateway would repeat the server's
@@ -149,8 +150,9 @@ class Replica:
         except aiohttp.ClientError as e:
             raise ServerLost(str(e)) from None
 
-    async def metrics(self, headers: list[tuple[str, str]]) -> tuple[str, int, str]:
-        async with self._http.get(f"{self._url}/metrics", headers=headers) as reply:
+    async def get(self, path: str, headers: list[tuple[str, str]]) -> tuple[str, int, str]:
+        """This replica's name, and the status and text of its server's answer. Raises TimeoutError."""
+        async with self._http.get(self._url + path, headers=headers, timeout=SHORT) as reply:
             return serve.get_replica_context().replica_id.unique_id, reply.status, await reply.text()
 
     async def __del__(self) -> None:

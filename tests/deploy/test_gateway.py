@@ -7,7 +7,7 @@ import json
 import random
 import sys
 from collections import Counter
-from collections.abc import AsyncIterator, Callable, Iterable
+from collections.abc import AsyncIterator, Callable, Iterable, Sequence
 from contextlib import ExitStack, nullcontext
 from types import ModuleType
 from typing import Any
@@ -27,6 +27,8 @@ if not importlib.util.find_spec("ray"):
         sys.modules[name] = ModuleType(name)
         for each in exceptions:
             setattr(sys.modules[name], each, type(each, (Exception,), {}))
+
+from ray.serve.exceptions import DeploymentUnavailableError
 
 from deploy.bodies import Bodies, Full
 from deploy.gateway import MOST_LOSSES, Gateway
@@ -52,10 +54,10 @@ class Stream:
 
 
 class Replicas:
-    """A handle whose calls are answered by `replicas`, one after the other."""
+    """A handle whose calls are answered by `replicas`, one after the other, and those to all of them by `each`."""
 
-    def __init__(self, *replicas: Replica) -> None:
-        self.left, self.streams = list(replicas), list[Stream]()
+    def __init__(self, *replicas: Replica, each: Sequence[object] = ()) -> None:
+        self.left, self.streams, self.each = list(replicas), list[Stream](), each
 
     def options(self, **_: object) -> Any:
         return self
@@ -68,11 +70,20 @@ class Replicas:
         self.streams.append(Stream(self.left.pop(0)()))
         return self.streams[-1]
 
+    def broadcast(self, *_: object) -> Any:
+        return self
+
+    async def results_async(self, return_exceptions: bool) -> Sequence[object]:
+        assert return_exceptions
+        if not self.each:
+            raise DeploymentUnavailableError("none")
+        return self.each
+
 
 def client(replicas: Replicas, timeout: float = 60.0) -> TestClient:
     gateway = Gateway(replicas, timeout, 1, idle_timeout=30.0, max_bodies_mb=4)
     app = Starlette()
-    app.add_route("/{path:path}", gateway.__call__, methods=["POST"])
+    app.add_route("/{path:path}", gateway.__call__, methods=["GET", "POST"])
     return TestClient(app)
 
 
@@ -129,6 +140,44 @@ class Upload:
         scope = {"type": "http", "method": "POST", "path": path, "query_string": b"", "headers": [], "client": (self.host, 1)}
         reply = await self.gateway(Request(scope, self.receive))
         return reply.status_code, json.loads(bytes(reply.body)).get("error")
+
+
+def state(status: str) -> tuple[str, int, str]:
+    """A replica's name, and what its server says of its health."""
+    return status, 200 if status == "ready" else 503, json.dumps({"status": status})
+
+
+@pytest.mark.parametrize("path", ["/health", "/ping", "/health_generate"])
+def test_health_is_that_of_the_best_replica(path: str) -> None:
+    for replicas, code, expected in (
+        ([state("draining"), state("ready"), RuntimeError("it has ended")], 200, "ready"),
+        ([state("recovering"), RuntimeError("it has ended")], 503, "recovering"),
+        ([RuntimeError("it has ended")], 503, "loading"),
+        ([], 503, "loading"),
+    ):
+        reply = client(Replicas(each=replicas)).get(path)
+        assert (reply.status_code, reply.json()) == (code, {"status": expected})
+
+
+def test_health_does_not_wait_for_completions() -> None:
+    """No completion is ever answered, and `Replicas` has no place in a queue for a health check."""
+
+    async def silent() -> AsyncIterator[Any]:
+        await asyncio.Event().wait()
+        yield
+
+    gateway = Gateway(Replicas(*[silent] * 500, each=[state("ready")]), 60.0, 1, idle_timeout=30.0, max_bodies_mb=4)
+
+    async def run() -> int:
+        flood = [asyncio.create_task(Upload(gateway, "127.0.0.2", [b"{}"], end=True).answer()) for _ in range(500)]
+        await asyncio.sleep(0.1)
+        status, _ = await asyncio.wait_for(Upload(gateway, "127.0.0.3", [], end=True).answer("/health"), 10)
+        for one in flood:
+            one.cancel()
+        await asyncio.wait(flood)
+        return status
+
+    assert asyncio.run(run()) == 200
 
 
 @pytest.mark.parametrize("trickle", [True, False])
