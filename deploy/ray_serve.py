@@ -65,8 +65,14 @@ class Options(BaseModel):
     target: float = Field(default=32.0, description="with --max-replicas, requests of each, running and waiting")
     upscale_delay: float = Field(default=10.0, description="seconds above the target before a replica is started")
     downscale_delay: float = Field(default=300.0, description="seconds below it before one is ended")
-    max_requests: int = Field(default=256, description="most requests of a replica; others wait in the gateways")
-    max_queue: int = Field(default=4096, description="most that wait in a gateway; further clients get a 429")
+    max_requests: int = Field(
+        default=100_000,
+        description="most requests of a replica, more than its server's --max-num-seqs and --max-queue together; others, of health "
+        "too, wait in the gateways in the order of their arrival, whoever sent them",
+    )
+    max_queue: int = Field(
+        default=4096, description="most that wait in a gateway, as while no replica runs; further clients get a 429"
+    )
     gateways: int = Field(default=1, description="processes that take requests, each with its own memory of prefixes")
     surge: int = Field(default=0, description="percent of the replicas that an update may start before it ends old ones")
     drain_timeout: float = Field(default=30.0, description="seconds for the requests of a replica that is to end")
