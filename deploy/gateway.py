@@ -2,7 +2,7 @@
 
 import asyncio
 import json
-from collections.abc import AsyncIterator, Iterable, Set
+from collections.abc import AsyncIterator, Iterable, Mapping, Set
 from dataclasses import dataclass, replace
 from typing import Any
 from urllib.parse import quote
@@ -12,12 +12,21 @@ from ray.serve.exceptions import BackPressureError, DeploymentUnavailableError, 
 from starlette.requests import Request
 from starlette.responses import JSONResponse, Response, StreamingResponse
 
+from deploy.bodies import Bodies, Full
 from deploy.routing import Call, prefix_keys
+from server.clients import sender
+from server.error_types import RETRY_SECONDS, error_type
+from server.messages import errors as messages
+from server.uploads import TooLarge, TooSlow, read_body
+from server.writing import ClientGone
 
 MOST_LOSSES = 5  # replicas that may end with a request before it counts as the reason
 ELSEWHERE = {"loading", "draining", "engine_failed"}  # codes of a 503 that another replica may not have
 UNKNOWN = {"response_not_found", "previous_response_not_found", "result_not_found"}  # codes of a 404: another may know it
 HOP = {"connection", "keep-alive", "transfer-encoding", "upgrade", "te", "trailer", "host", "content-length"}
+HEALTH_PATHS = {"/health", "/health_generate", "/ping"}
+CLOSE = {"connection": "close"}  # the rest of the body is not read
+CLIENT_GONE = 499  # nginx's status; it is sent to nobody
 
 
 class ServerLost(Exception):
@@ -46,20 +55,37 @@ class Reply:
 class Gateway:
     """Takes the HTTP requests of clients."""
 
-    def __init__(self, replicas: Any, request_timeout: float, max_body_mb: int) -> None:
-        self._replicas, self._timeout, self._max_mb = replicas, request_timeout, max_body_mb
+    def __init__(
+        self, replicas: Any, request_timeout: float, max_body_mb: int, idle_timeout: float, max_bodies_mb: int
+    ) -> None:
+        """request_timeout: see `ray_serve.Options`. idle_timeout: seconds that a body may stop arriving. max_bodies_mb: MiB of all
+        bodies at once."""
+        self._replicas, self._timeout, self._idle = replicas, request_timeout, idle_timeout
+        self._most = max_body_mb << 20
+        self.bodies = Bodies(max_bodies_mb << 20, self._most)
         self._forward = replicas.options(stream=True, method_name="forward")
 
     async def __call__(self, request: Request) -> Response:
-        path = request.url.path
-        body = bytearray()
-        async for piece in request.stream():
-            body += piece
-            if len(body) > self._max_mb << 20:
-                return failure(path, 413, f"the body is larger than {self._max_mb} MiB", "body_too_large")
+        path, client = request.url.path, sender({"state": {}, "client": request.client}).name
+        with self.bodies.hold(client) as take:
+            try:
+                length = request.headers.get("content-length", "")
+                body = await read_body(request.receive, length, self._most, self._idle, take)
+            except TooSlow as e:
+                return failure(path, 408, str(e), "timeout", CLOSE)
+            except TooLarge as e:
+                return failure(path, 413, str(e), "body_too_large", CLOSE)
+            except Full as e:
+                return failure(path, 503, str(e), "bodies_full", CLOSE)
+            except ClientGone:
+                return Response(status_code=CLIENT_GONE)
+            return await self._within_time(path, call_of(request, body))
+
+    async def _within_time(self, path: str, call: Call) -> Response:
         try:
             async with asyncio.timeout(self._timeout):
-                call = call_of(request, bytes(body))
+                if path in HEALTH_PATHS:
+                    return await self._health(path, call)
                 return await (self._metrics(call) if path == "/metrics" else self._answer(path, call))
         except TimeoutError:
             return failure(path, 503, "no replica answered in time", "timeout")
@@ -103,13 +129,25 @@ class Gateway:
             stream.cancel()
             raise
 
+    async def _of_all(self, path: str, call: Call) -> list[tuple[str, int, str]]:
+        """The name, status and text of each replica's answer to a GET. Does not wait in a queue."""
+        answers = await self._replicas.broadcast("get", path, call.headers).results_async(return_exceptions=True)
+        return [answer for answer in answers if not isinstance(answer, Exception)]  # those have just ended
+
+    async def _health(self, path: str, call: Call) -> Response:
+        """That of a replica that is ready, or else of one that is not."""
+        try:
+            answers = await self._of_all(path, call)
+        except DeploymentUnavailableError:
+            answers = []
+        loading = "", 503, json.dumps({"status": "loading"})  # no replica has started yet
+        name, status, text = min(answers, key=lambda answer: answer[1], default=loading)
+        return Response(text, status, {"x-rung-replica": name} if name else None, "application/json")
+
     async def _metrics(self, call: Call) -> Response:
         """All replicas' metrics, with the label `replica`. Samples of one name stand together, as the format wants them."""
         families: dict[str, dict[str, None]] = {}
-        for answer in await self._replicas.broadcast("metrics", call.headers).results_async(return_exceptions=True):
-            if isinstance(answer, Exception):  # it has just ended
-                continue
-            name, status, text = answer
+        for name, status, text in await self._of_all("/metrics", call):
             if status != 200:
                 return Response(text, status, media_type="application/json")
             family: dict[str, None] = {}
@@ -171,9 +209,12 @@ def call_of(request: Request, body: bytes) -> Call:
     return Call(request.method, target, list(headers.items()), body, prefix_keys(body))
 
 
-def failure(path: str, status: int, message: str, code: str) -> Response:
-    """An error in the layout of the path's API."""
-    kind = "rate_limit_error" if status == 429 else "server_error" if status >= 500 else "invalid_request_error"
-    if path.startswith("/v1/messages"):
-        return JSONResponse({"type": "error", "error": {"type": kind, "message": message}}, status)
-    return JSONResponse({"error": {"message": message, "type": kind, "param": None, "code": code}}, status)
+def failure(path: str, status: int, message: str, code: str, headers: Mapping[str, str] | None = None) -> Response:
+    """An error in the layout of the path's API, with the types and the Retry-After of the server's own errors."""
+    headers = dict(headers or {}) | ({"retry-after": RETRY_SECONDS[status]} if status in RETRY_SECONDS else {})
+    if messages.is_messages(path):
+        return JSONResponse(
+            {"type": "error", "error": {"type": messages.error_type(status), "message": message}}, status, headers
+        )
+    error = {"message": message, "type": error_type(status), "param": None, "code": code}
+    return JSONResponse({"error": error}, status, headers)

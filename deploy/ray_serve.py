@@ -44,6 +44,7 @@ LEASH = (
     f"import ctypes, os, sys; ctypes.CDLL(None).prctl({PR_SET_PDEATHSIG}, 9, 0, 0, 0); os.execv(sys.executable, sys.argv[1:])"
 )
 END_SECONDS = 15.0  # for a server's processes to end after its drain
+SHORT = aiohttp.ClientTimeout(total=10.0)  # for what a server answers without its ranks
 RAY_SETS = {"date", "server", "x-request-id"}  # headers of answers
 FIXED = "rung_fixed_size"  # a resource of the clusters that this program starts, which never get further nodes
 QUIET = {"log_level": "WARNING"}  # of Ray Serve: an access log for each replica and gateway would repeat the server's
@@ -64,8 +65,14 @@ class Options(BaseModel):
     target: float = Field(default=32.0, description="with --max-replicas, requests of each, running and waiting")
     upscale_delay: float = Field(default=10.0, description="seconds above the target before a replica is started")
     downscale_delay: float = Field(default=300.0, description="seconds below it before one is ended")
-    max_requests: int = Field(default=256, description="most requests of a replica; others wait in the gateways")
-    max_queue: int = Field(default=4096, description="most that wait in a gateway; further clients get a 429")
+    max_requests: int = Field(
+        default=100_000,
+        description="most requests of a replica, more than its server's --max-num-seqs and --max-queue together; others, of health "
+        "too, wait in the gateways in the order of their arrival, whoever sent them",
+    )
+    max_queue: int = Field(
+        default=4096, description="most that wait in a gateway, as while no replica runs; further clients get a 429"
+    )
     gateways: int = Field(default=1, description="processes that take requests, each with its own memory of prefixes")
     surge: int = Field(default=0, description="percent of the replicas that an update may start before it ends old ones")
     drain_timeout: float = Field(default=30.0, description="seconds for the requests of a replica that is to end")
@@ -73,6 +80,10 @@ class Options(BaseModel):
         default=600.0, description="seconds for a whole answer, or for the first event of a stream, with all tries"
     )
     max_body_mb: int = Field(default=16, description="largest body of a request, in MiB")
+    idle_timeout: float = Field(default=30.0, description="seconds that a request's body may stop arriving")
+    max_bodies_mb: int = Field(
+        default=512, description="MiB of bodies that a gateway holds, a quarter of them for one client; further ones get a 503"
+    )
 
 
 class Replica:
@@ -145,8 +156,9 @@ class Replica:
         except aiohttp.ClientError as e:
             raise ServerLost(str(e)) from None
 
-    async def metrics(self, headers: list[tuple[str, str]]) -> tuple[str, int, str]:
-        async with self._http.get(f"{self._url}/metrics", headers=headers) as reply:
+    async def get(self, path: str, headers: list[tuple[str, str]]) -> tuple[str, int, str]:
+        """This replica's name, and the status and text of its server's answer. Raises TimeoutError."""
+        async with self._http.get(self._url + path, headers=headers, timeout=SHORT) as reply:
             return serve.get_replica_context().replica_id.unique_id, reply.status, await reply.text()
 
     async def __del__(self) -> None:
@@ -203,7 +215,8 @@ def build(options: Options) -> Any:
         graceful_shutdown_wait_loop_s=0.2,
         graceful_shutdown_timeout_s=ending + END_SECONDS,
     )
-    return gateway.bind(replicas.bind(options), options.request_timeout, options.max_body_mb)
+    bounds = options.request_timeout, options.max_body_mb, options.idle_timeout, options.max_bodies_mb
+    return gateway.bind(replicas.bind(options), *bounds)
 
 
 def parse() -> tuple[argparse.Namespace, Options]:

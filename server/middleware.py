@@ -18,12 +18,12 @@ from server.logs import access_line, log
 from server.messages.errors import is_messages
 from server.problems import ApiError, internal_error
 from server.service import Service
+from server.uploads import TooLarge, TooSlow, read_body
 from server.writing import ClientGone
 
 OPEN_PATHS = frozenset({"/", "/health", "/health_generate", "/ping", "/version", "/docs", "/openapi.json", "/favicon.ico"})
 METRIC_PATHS = frozenset({"/metrics", "/stats", "/load", "/get_load"})
 REQUEST_ID = re.compile(r"[A-Za-z0-9._:-]{1,128}")
-SLOWEST_UPLOAD = 32 << 10  # bytes/s; a body that arrives more slowly is refused after the idle timeout
 CLIENT_GONE = 499  # nginx's status for the log; it is sent to nobody
 
 
@@ -147,9 +147,13 @@ class BodyLimit:
             await self.app(scope, receive, send)
             return
         try:
-            body = await self._read(Headers(scope=scope), receive)
-        except ApiError as e:
-            await e.response(scope)(scope, receive, send)
+            body = await read_body(receive, Headers(scope=scope).get("content-length", ""), self.limit, self.timeout)
+        except TooSlow as e:
+            await ApiError(400, str(e), None, "timeout").response(scope)(scope, receive, send)
+            return
+        except TooLarge as e:
+            close = {"connection": "close"}  # the rest of the body is not read
+            await ApiError(413, str(e), None, "body_too_large", close).response(scope)(scope, receive, send)
             return
         scope["state"]["body"] = body
         pending = [{"type": "http.request", "body": body, "more_body": False}]
@@ -158,37 +162,3 @@ class BodyLimit:
             return pending.pop() if pending else await receive()
 
         await self.app(scope, replay, send)
-
-    async def _read(self, headers: Headers, receive: Receive) -> bytes:
-        length = headers.get("content-length", "")
-        if length.isdigit() and int(length[:20]) > self.limit:
-            raise self._too_large()
-        loop = asyncio.get_running_loop()
-        began, parts, size, more = loop.time(), [], 0, True
-        while more:
-            # Without this limit on the whole upload, a client could keep its connection with a few bytes at a time.
-            left = began + self.timeout + size / SLOWEST_UPLOAD - loop.time()
-            try:
-                async with asyncio.timeout(min(left, self.timeout)):
-                    message = await receive()
-            except TimeoutError as e:
-                raise self._too_slow() from e
-            if message["type"] == "http.disconnect":
-                raise ClientGone
-            parts.append(message.get("body", b""))
-            size += len(parts[-1])
-            if size > self.limit:
-                raise self._too_large()
-            more = message.get("more_body", False)
-        return b"".join(parts)
-
-    def _too_slow(self) -> ApiError:
-        rate = f"less than {SLOWEST_UPLOAD >> 10} KiB/s after {self.timeout:g} s"
-        return ApiError(
-            400, f"the body stopped arriving for {self.timeout:g} s, or arrives too slowly: {rate}", None, "timeout"
-        )
-
-    def _too_large(self) -> ApiError:
-        message = f"the body is larger than {self.limit} bytes, this server's --max-body-mb"
-        close = {"connection": "close"}  # the rest of the body is not read
-        return ApiError(413, message, None, "body_too_large", close)

@@ -14,6 +14,7 @@ from starlette.responses import Response
 from starlette.types import Scope
 
 from errors import UserError
+from server.error_types import RETRY_SECONDS, error_type
 from server.http import JsonResponse
 from server.messages.errors import error_body, is_messages
 
@@ -21,19 +22,7 @@ if TYPE_CHECKING:  # worker processes raise these errors, too, and start faster 
     from fastapi import FastAPI
     from fastapi.exceptions import RequestValidationError
 
-TYPES = {
-    400: "invalid_request_error",
-    401: "authentication_error",
-    404: "not_found_error",
-    405: "invalid_request_error",
-    413: "invalid_request_error",
-    429: "rate_limit_error",
-    431: "invalid_request_error",
-    500: "server_error",
-    503: "service_unavailable_error",
-}
 MOST_ERRORS = 100  # most validation errors that are examined; the rest are of the same kind
-RETRY_SECONDS = {429: "1", 503: "2"}
 TOO_LONG = "context_length_exceeded"
 MAX_MESSAGE = 2000  # characters
 SHOWN = 20  # characters quoted of a body that is not JSON
@@ -57,7 +46,7 @@ class ApiError(HTTPException):
 
     @property
     def body(self) -> dict[str, Any]:
-        kind = TYPES.get(self.status_code, "server_error" if self.status_code >= 500 else "invalid_request_error")
+        kind = error_type(self.status_code)
         return {"error": {"message": self.message, "type": kind, "param": self.param, "code": self.code}}
 
     def response(self, scope: Scope) -> Response:

@@ -32,6 +32,10 @@ def is_messages(path: str) -> bool:
     return path == PATH or path.startswith(PATH + "/")
 
 
+def error_type(status: int) -> str:
+    return TYPES.get(status, "api_error" if status >= 500 else "invalid_request_error")
+
+
 def field_name(path: str) -> str:
     """The path in a Messages body of the field at `path` of the chat body that it becomes. Text after the path stays."""
     for pattern, name in NAMES:
@@ -42,8 +46,7 @@ def field_name(path: str) -> str:
 
 def error_body(error: "ApiError", request_id: str) -> dict[str, Any]:
     """The body of a response, and the data of an `error` event."""
-    status = error.status_code
-    kind = TYPES.get(status, "api_error" if status >= 500 else "invalid_request_error")
+    kind = error_type(error.status_code)
     named = error.param is not None and error.message.startswith(f"{error.param}:")
     message = field_name(error.message) if named else error.message
     if too_long := TOO_LONG.search(message):  # coding agents search for these words, and then shorten the conversation

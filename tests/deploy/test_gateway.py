@@ -2,14 +2,19 @@
 
 import asyncio
 import importlib.util
+import itertools
 import json
+import random
 import sys
-from collections.abc import AsyncIterator, Callable
+from collections import Counter
+from collections.abc import AsyncIterator, Callable, Iterable, Sequence
+from contextlib import ExitStack, nullcontext
 from types import ModuleType
 from typing import Any
 
 import pytest
 from starlette.applications import Starlette
+from starlette.requests import Request
 from starlette.testclient import TestClient
 
 if not importlib.util.find_spec("ray"):
@@ -23,6 +28,9 @@ if not importlib.util.find_spec("ray"):
         for each in exceptions:
             setattr(sys.modules[name], each, type(each, (Exception,), {}))
 
+from ray.serve.exceptions import DeploymentUnavailableError
+
+from deploy.bodies import Bodies, Full
 from deploy.gateway import MOST_LOSSES, Gateway
 
 JSON, EVENTS = {"content-type": "application/json"}, {"content-type": "text/event-stream"}
@@ -46,10 +54,10 @@ class Stream:
 
 
 class Replicas:
-    """A handle whose calls are answered by `replicas`, one after the other."""
+    """A handle whose calls are answered by `replicas`, one after the other, and those to all of them by `each`."""
 
-    def __init__(self, *replicas: Replica) -> None:
-        self.left, self.streams = list(replicas), list[Stream]()
+    def __init__(self, *replicas: Replica, each: Sequence[object] = ()) -> None:
+        self.left, self.streams, self.each = list(replicas), list[Stream](), each
 
     def options(self, **_: object) -> Any:
         return self
@@ -62,11 +70,20 @@ class Replicas:
         self.streams.append(Stream(self.left.pop(0)()))
         return self.streams[-1]
 
+    def broadcast(self, *_: object) -> Any:
+        return self
+
+    async def results_async(self, return_exceptions: bool) -> Sequence[object]:
+        assert return_exceptions
+        if not self.each:
+            raise DeploymentUnavailableError("none")
+        return self.each
+
 
 def client(replicas: Replicas, timeout: float = 60.0) -> TestClient:
-    gateway = Gateway(replicas, timeout, 1)
+    gateway = Gateway(replicas, timeout, 1, idle_timeout=30.0, max_bodies_mb=4)
     app = Starlette()
-    app.add_route("/{path:path}", gateway.__call__, methods=["POST"])
+    app.add_route("/{path:path}", gateway.__call__, methods=["GET", "POST"])
     return TestClient(app)
 
 
@@ -102,6 +119,123 @@ def test_the_time_limit_is_for_whole_answers_and_for_the_first_event_of_streams(
     events = [f"data: {json.dumps(i)}\n\n".encode() for i in range(3)]
     stream = client(Replicas(answer(EVENTS, *events, seconds=0.4)), timeout=0.5).post("/v1/completions", json={})
     assert (stream.status_code, stream.content) == (200, b"".join(events))
+
+
+class Upload:
+    """A request whose body a client sends in parts. Without `end` it never ends, and the client stays."""
+
+    def __init__(self, gateway: Gateway, host: str, parts: Iterable[bytes], pause: float = 0.0, end: bool = False) -> None:
+        self.gateway, self.host, self.parts, self.pause, self.end = gateway, host, iter(parts), pause, end
+
+    async def receive(self) -> dict[str, Any]:
+        await asyncio.sleep(self.pause)
+        if (part := next(self.parts, None)) is not None:
+            return {"type": "http.request", "body": part, "more_body": True}
+        if not self.end:
+            await asyncio.Event().wait()
+        return {"type": "http.request", "body": b"", "more_body": False}
+
+    async def answer(self, path: str = "/v1/completions") -> tuple[int, dict[str, Any]]:
+        """The status and the error of the answer."""
+        scope = {"type": "http", "method": "POST", "path": path, "query_string": b"", "headers": [], "client": (self.host, 1)}
+        reply = await self.gateway(Request(scope, self.receive))
+        return reply.status_code, json.loads(bytes(reply.body)).get("error")
+
+
+def state(status: str) -> tuple[str, int, str]:
+    """A replica's name, and what its server says of its health."""
+    return status, 200 if status == "ready" else 503, json.dumps({"status": status})
+
+
+@pytest.mark.parametrize("path", ["/health", "/ping", "/health_generate"])
+def test_health_is_that_of_the_best_replica(path: str) -> None:
+    for replicas, code, expected in (
+        ([state("draining"), state("ready"), RuntimeError("it has ended")], 200, "ready"),
+        ([state("recovering"), RuntimeError("it has ended")], 503, "recovering"),
+        ([RuntimeError("it has ended")], 503, "loading"),
+        ([], 503, "loading"),
+    ):
+        reply = client(Replicas(each=replicas)).get(path)
+        assert (reply.status_code, reply.json()) == (code, {"status": expected})
+
+
+def test_health_does_not_wait_for_completions() -> None:
+    """No completion is ever answered, and `Replicas` has no place in a queue for a health check."""
+
+    async def silent() -> AsyncIterator[Any]:
+        await asyncio.Event().wait()
+        yield
+
+    gateway = Gateway(Replicas(*[silent] * 500, each=[state("ready")]), 60.0, 1, idle_timeout=30.0, max_bodies_mb=4)
+
+    async def run() -> int:
+        flood = [asyncio.create_task(Upload(gateway, "127.0.0.2", [b"{}"], end=True).answer()) for _ in range(500)]
+        await asyncio.sleep(0.1)
+        status, _ = await asyncio.wait_for(Upload(gateway, "127.0.0.3", [], end=True).answer("/health"), 10)
+        for one in flood:
+            one.cancel()
+        await asyncio.wait(flood)
+        return status
+
+    assert asyncio.run(run()) == 200
+
+
+@pytest.mark.parametrize("trickle", [True, False])
+def test_a_body_that_stops_or_arrives_too_slowly_is_refused(trickle: bool) -> None:
+    gateway = Gateway(Replicas(), 60.0, 1, idle_timeout=0.3, max_bodies_mb=4)
+    parts = itertools.repeat(b" ") if trickle else [b"{"]
+    upload = Upload(gateway, "127.0.0.2", parts, pause=0.02)
+    status, error = asyncio.run(asyncio.wait_for(upload.answer(), 30))
+    assert status == 408 and error["code"] == "timeout" and "arrives too slowly" in error["message"]
+    assert gateway.bodies.held == 0
+
+
+def test_unfinished_bodies_take_no_more_than_their_bound() -> None:
+    """Two clients leave 60 bodies of nearly the largest size unfinished. A third one's short request is answered meanwhile."""
+    share, parts = 2 << 20, [bytes((1 << 18) - 1)] * 4
+    gateway = Gateway(Replicas(answer(JSON, b"{}")), 60.0, 1, idle_timeout=2.0, max_bodies_mb=8)
+
+    async def run() -> tuple[list[tuple[int, Any]], tuple[int, Any]]:
+        tasks.extend(asyncio.create_task(Upload(gateway, f"127.0.0.{2 + i % 2}", parts).answer()) for i in range(60))
+        await asyncio.sleep(0.5)
+        assert 0 < gateway.bodies.held <= 2 * share
+        short = await Upload(gateway, "127.0.0.4", [b"{}"], end=True).answer()
+        return await asyncio.gather(*tasks), short
+
+    tasks = list[asyncio.Task[tuple[int, Any]]]()
+    refused, short = asyncio.run(run())
+    assert short == (200, None)
+    counts = Counter((status, error["code"]) for status, error in refused)
+    assert counts.keys() == {(503, "bodies_full"), (408, "timeout")}
+    assert 2 <= counts[408, "timeout"] <= 4, "each client has room for two bodies"
+    assert gateway.bodies.held == 0
+
+
+def test_bodies_of_all_clients_have_a_bound_and_a_client_has_its_share(seed: int) -> None:
+    rng = random.Random(seed)
+    most, largest = rng.randrange(40, 100), rng.randrange(1, 30)
+    bodies = Bodies(most, largest)
+    held = Counter[str]()
+    for _ in range(200):
+        with ExitStack() as stack:
+            for _ in range(rng.randrange(20)):
+                client, size = rng.choice("abcdef"), rng.randrange(1, largest + 1)
+                fits = held[client] + size <= max(most // 4, largest) and held.total() + size <= most
+                with nullcontext() if fits else pytest.raises(Full):
+                    stack.enter_context(bodies.hold(client))(size)
+                    held[client] += size
+                assert bodies.held == held.total()
+        held.clear()
+        assert bodies.held == 0
+
+
+@pytest.mark.parametrize(
+    ("path", "kind"), [("/v1/completions", "invalid_request_error"), ("/v1/messages", "request_too_large")]
+)
+def test_errors_have_the_types_of_the_server(path: str, kind: str) -> None:
+    refused = client(Replicas()).post(path, content=b" " * (1 << 20) + b"{")
+    assert refused.status_code == 413 and refused.json()["error"]["type"] == kind
+    assert refused.headers["connection"] == "close"
 
 
 @pytest.mark.parametrize("path", ["/v1/completions", "/v1/messages", "/v1/responses"])

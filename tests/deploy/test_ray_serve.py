@@ -17,6 +17,7 @@ import httpx
 import pytest
 
 from scripts.lib.process_tree import kill, process_tree
+from server.settings import load_settings
 from tests import MODELS, ROOT
 from tests.support.ports import free_port
 from tests.support.server_process import command_line, runs, wait_until
@@ -132,6 +133,14 @@ def body(prompt: str, tokens: int = 40, **more: object) -> dict[str, object]:
         "ignore_eos": True,
         **more,
     }
+
+
+def test_servers_refuse_requests_before_their_replicas_are_full():
+    """Else requests would wait in a gateway, which knows no clients."""
+    program = "from deploy.ray_serve import Options; print(Options().max_requests)"
+    most = int(subprocess.check_output([PYTHON, "-c", program], cwd=ROOT, text=True))
+    settings = load_settings(["--model", str(MODEL)], {})
+    assert most > settings.max_num_seqs + settings.max_queue
 
 
 def test_a_cluster_whose_gpus_may_come_later_needs_a_number(seed):
@@ -260,6 +269,43 @@ def test_a_client_that_leaves_ends_its_request(cluster):
         with pytest.raises(TimeoutError):
             asyncio.run(leave(stream))
         wait_until(lambda: cluster.running() == 0, 20, "no sequence runs")
+
+
+def test_a_client_that_floods_does_not_delay_another_one(cluster):
+    """All requests of one client reach the servers before many of them have ended, and the servers' fairness gives the next place to
+    another client. Health checks wait for neither."""
+    flood, done = 640, list[int]()
+    url = str(cluster.http.base_url)
+
+    async def send(http: httpx.AsyncClient, prompt: str) -> None:
+        done.append((await http.post("/v1/chat/completions", json=body(prompt, 600))).status_code)
+
+    def arrived() -> bool:
+        counts = re.findall(
+            r"^rung:num_requests_(?:running|waiting){.*} (\S+)", cluster.http.get("/metrics").text, re.MULTILINE
+        )
+        return len(done) + sum(map(float, counts)) == flood
+
+    async def run() -> int:
+        limits = httpx.Limits(max_connections=None)
+        transports = [httpx.AsyncHTTPTransport(local_address=f"127.0.0.{host}", limits=limits) for host in (2, 3)]
+        first, second = (httpx.AsyncClient(base_url=url, timeout=300, transport=transport) for transport in transports)
+        async with first, second:
+            tasks = [asyncio.create_task(send(first, f"{number} Tell me a story.")) for number in range(flood)]
+            await asyncio.to_thread(wait_until, arrived, 120, "all requests are at the servers")
+            before = len(done)
+            assert before < flood // 8, "they waited for earlier ones before they reached a server"
+            assert (await second.get("/health")).status_code == 200
+            assert (await second.post("/v1/chat/completions", json=body("Hi", 2))).status_code == 200
+            after = len(done)
+            for task in tasks:
+                task.cancel()
+            await asyncio.wait(tasks)
+        return after - before
+
+    assert asyncio.run(run()) <= 4 * 2 * 8, "more than four batches of the two replicas passed"
+    assert set(done) <= {200}
+    wait_until(lambda: cluster.running() == 0, 60, "no sequence runs")
 
 
 def test_conversations_stay_with_their_replica(cluster, seed):

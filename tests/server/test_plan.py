@@ -2,6 +2,7 @@
 
 import json
 import random
+import re
 from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
@@ -165,6 +166,15 @@ def test_the_command_plans_prints_and_draws(plan: Here, tmp_path: Path) -> None:
     text = plan(*asked, "--widths", "fp8").out
     assert f"{plans[0]['requests_per_second']:.2f}" in text
     assert "python -m server --tp 1 --model llama-3-8b" in text and "--quantize fp8" in text
+
+
+def test_docs_quote_what_the_command_prints_now(plan: Here) -> None:
+    """docs/planner.md leaves lines out, but changes none and keeps their order."""
+    page = (ROOT / "docs" / "planner.md").read_text()
+    (flags,) = re.findall(r"^    python -m server\.plan (.*)", page, re.MULTILINE)
+    (quoted,) = re.findall(r"```\n(weights .*?)```", page, re.DOTALL)
+    printed = plan(*flags.split()).out.splitlines()
+    assert quoted.splitlines() == [line for line in printed if line in quoted.splitlines()], "\n".join(printed)
 
 
 @pytest.mark.parametrize(

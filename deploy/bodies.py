@@ -1,0 +1,49 @@
+"""How many bytes of bodies a gateway holds. Standard library only."""
+
+from collections import Counter
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+
+SHARE = 4  # one client may have a quarter
+
+
+class Full(Exception):
+    """There is no room for the body now."""
+
+
+class Bodies:
+    """Bytes of the bodies whose requests have no answer yet, and of those that are still arriving."""
+
+    def __init__(self, most: int, largest: int) -> None:
+        """most: bytes of all bodies. largest: bytes of one body; a client may always have one of that size."""
+        self._most, self._share = most, max(most // SHARE, largest)
+        self._held = Counter[str]()  # by client
+
+    @property
+    def held(self) -> int:
+        """Bytes of all clients."""
+        return self._held.total()
+
+    @contextmanager
+    def hold(self, client: str) -> Iterator[Callable[[int], None]]:
+        """Yield a function that takes bytes until the end of the `with` block. It raises Full if they do not fit."""
+        taken = 0
+
+        def take(size: int) -> None:
+            nonlocal taken
+            if self._held[client] + size > self._share:
+                raise self._full(self._share, "of one client")
+            if self.held + size > self._most:
+                raise self._full(self._most, "in all")
+            self._held[client] += size
+            taken += size
+
+        try:
+            yield take
+        finally:
+            self._held[client] -= taken
+            if not self._held[client]:
+                del self._held[client]
+
+    def _full(self, size: int, whose: str) -> Full:
+        return Full(f"the gateway holds at most {size >> 20} MiB of bodies {whose} (--max-bodies-mb); try again soon")
