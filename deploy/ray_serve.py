@@ -33,6 +33,7 @@ from yarl import URL
 from cli import Parser, note, run
 from deploy.gateway import Gateway, ServerLost, kept
 from deploy.routing import Call
+from deploy.server_log import ServerLog
 from errors import UserError
 from processes import PR_SET_PDEATHSIG
 
@@ -92,7 +93,7 @@ class Replica:
             )
             while await self._status() != "ready":
                 if self._process.poll() is not None:
-                    raise RuntimeError(f"the server ended with exit code {self._process.returncode}: {self._last}")
+                    raise RuntimeError(f"the server ended with exit code {self._process.returncode}: {self._log.last}")
                 await asyncio.sleep(0.1)
         threading.Thread(target=self._end_with_server, daemon=True).start()
 
@@ -100,16 +101,17 @@ class Replica:
         own = ("--tp", options.tp, "--port", port, "--drain-timeout", options.drain_timeout, "--trusted-proxy", "127.0.0.1")
         command = [options.python, "-c", LEASH, options.python, "-m", "server", *options.server, *map(str, own)]
         threads = {"OMP_NUM_THREADS": str(max(1, int(options.cpus) // options.tp))}  # Ray's value counts all ranks as one
-        self._last, self._ending = "", False
+        self._ending = False
         self._process = subprocess.Popen(
-            command, cwd=ROOT, env=os.environ | threads, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True
+            command,
+            cwd=ROOT,
+            env=os.environ | threads,
+            stdout=subprocess.PIPE,
+            stderr=subprocess.STDOUT,
+            text=True,
+            errors="replace",
         )
-        threading.Thread(target=self._read_log, daemon=True).start()
-
-    def _read_log(self) -> None:
-        for line in self._process.stdout or ():
-            sys.stderr.write(line)  # to Ray's log of this actor
-            self._last = line.strip() or self._last
+        self._log = ServerLog(self._process.stdout or ())  # its stderr is Ray's log of this actor
 
     def _end_with_server(self) -> None:
         self._process.wait()
