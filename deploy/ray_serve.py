@@ -35,6 +35,7 @@ from deploy.gateway import Gateway, ServerLost, kept
 from deploy.routing import Call
 from deploy.server_log import ServerLog
 from errors import UserError
+from ports import check_port
 from processes import PR_SET_PDEATHSIG
 
 ROOT = Path(__file__).resolve().parent.parent
@@ -241,8 +242,13 @@ def connect(address: str | None, options: Options) -> None:
 def main() -> None:
     args, options = parse()
     logging.getLogger("ray.serve").setLevel(logging.WARNING)
+    if not args.address:  # in a running cluster it may be the port of the replicas that this command updates
+        check_port(args.host, args.port)
     connect(args.address, options)
-    serve.start(proxy_location="EveryNode", http_options={"host": args.host, "port": args.port}, logging_config=QUIET)
+    try:
+        serve.start(proxy_location="EveryNode", http_options={"host": args.host, "port": args.port}, logging_config=QUIET)
+    except RuntimeError as e:
+        raise UserError(f"Ray's HTTP proxy did not start: {str(e).splitlines()[-1]}") from None  # above are tracebacks
     note(f"starting {options.replicas} replicas with {options.tp} rank{'s' * (options.tp > 1)} each …")
     try:
         serve.run(build(options), name="rung", route_prefix="/", logging_config=QUIET)
