@@ -23,8 +23,8 @@ from server.writing import ClientGone
 MOST_LOSSES = 5  # replicas that may end with a request before it counts as the reason
 ELSEWHERE = {"loading", "draining", "engine_failed"}  # codes of a 503 that another replica may not have
 UNKNOWN = {"response_not_found", "previous_response_not_found", "result_not_found"}  # codes of a 404: another may know it
+HEALTH = {"/health", "/ping", "/health_generate"}
 HOP = {"connection", "keep-alive", "transfer-encoding", "upgrade", "te", "trailer", "host", "content-length"}
-HEALTH_PATHS = {"/health", "/health_generate", "/ping"}
 CLOSE = {"connection": "close"}  # the rest of the body is not read
 CLIENT_GONE = 499  # nginx's status; it is sent to nobody
 
@@ -64,9 +64,14 @@ class Gateway:
         self._most = max_body_mb << 20
         self.bodies = Bodies(max_bodies_mb << 20, self._most)
         self._forward = replicas.options(stream=True, method_name="forward")
+        self._draining = self._ending = False
+        self._open: set[asyncio.Task[Any]] = set()  # the tasks of requests in flight
 
     async def __call__(self, request: Request) -> Response:
         path, client = request.url.path, sender({"state": {}, "client": request.client}).name
+        if self._draining and (request.method != "GET" or path in HEALTH):
+            return refusal(path)
+        self._note_request()
         with self.bodies.hold(client) as take:
             try:
                 length = request.headers.get("content-length", "")
@@ -84,15 +89,36 @@ class Gateway:
     async def _within_time(self, path: str, call: Call) -> Response:
         try:
             async with asyncio.timeout(self._timeout):
-                if path in HEALTH_PATHS:
+                if path in HEALTH:
                     return await self._health(path, call)
                 return await (self._metrics(call) if path == "/metrics" else self._answer(path, call))
+        except asyncio.CancelledError:
+            if not self._ending:  # the client has left
+                raise
+            return refusal(path)
         except TimeoutError:
             return failure(path, 503, "no replica answered in time", "timeout")
         except BackPressureError:
             return failure(path, 429, "too many requests wait; try again soon", "queue_full")
         except DeploymentUnavailableError:
             return failure(path, 503, "no replica could be started; Ray's log says why", "engine_failed")
+
+    def _note_request(self) -> None:
+        """Count the current task, in which Ray also sends the response, as a request in flight."""
+        if task := asyncio.current_task():
+            self._open.add(task)
+            task.add_done_callback(self._open.discard)
+
+    async def drain(self) -> int:
+        """Refuse new requests from now on. Returns how many are in flight."""
+        self._draining = True
+        return len(self._open)
+
+    async def end(self) -> None:
+        """End the requests in flight: with a 503, or without a last event if their stream has begun."""
+        self._ending = True
+        for task in self._open:
+            task.cancel()
 
     async def _answer(self, path: str, call: Call) -> Response:
         """Ask replicas until one answers, or MOST_LOSSES of them ended."""
@@ -207,6 +233,14 @@ def call_of(request: Request, body: bytes) -> Call:
     query = f"?{request.url.query}" if request.url.query else ""
     target = quote(request.url.path, safe="/:@!$&'()*+,;=~") + query
     return Call(request.method, target, list(headers.items()), body, prefix_keys(body))
+
+
+def refusal(path: str) -> Response:
+    """The answer of a server that drains."""
+    message = "the server is shutting down; send the request to another one"
+    response = JSONResponse({"status": "draining"}, 503) if path in HEALTH else failure(path, 503, message, "draining")
+    response.headers["retry-after"] = "1"
+    return response
 
 
 def failure(path: str, status: int, message: str, code: str, headers: Mapping[str, str] | None = None) -> Response:

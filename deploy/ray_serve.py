@@ -28,12 +28,16 @@ import ray
 from pydantic import BaseModel, Field
 from ray import serve
 from ray.serve.config import AutoscalingConfig, RequestRouterConfig
+from ray.serve.exceptions import RayServeException
 from yarl import URL
 
-from cli import Parser, note, run
+from cli import Parser, leave, note, run
+from deploy.drain import Signals, drain
 from deploy.gateway import Gateway, ServerLost, kept
 from deploy.routing import Call
+from deploy.server_log import ServerLog
 from errors import UserError
+from ports import check_port
 from processes import PR_SET_PDEATHSIG
 
 ROOT = Path(__file__).resolve().parent.parent
@@ -43,6 +47,7 @@ OWN = ("--tp", "--host", "--port", "--drain-timeout")  # flags of the server tha
 LEASH = (
     f"import ctypes, os, sys; ctypes.CDLL(None).prctl({PR_SET_PDEATHSIG}, 9, 0, 0, 0); os.execv(sys.executable, sys.argv[1:])"
 )
+ANSWER_SECONDS = 2.0  # for the gateways to say how many requests they have
 END_SECONDS = 15.0  # for a server's processes to end after its drain
 SHORT = aiohttp.ClientTimeout(total=10.0)  # for what a server answers without its ranks
 RAY_SETS = {"date", "server", "x-request-id"}  # headers of answers
@@ -75,7 +80,9 @@ class Options(BaseModel):
     )
     gateways: int = Field(default=1, description="processes that take requests, each with its own memory of prefixes")
     surge: int = Field(default=0, description="percent of the replicas that an update may start before it ends old ones")
-    drain_timeout: float = Field(default=30.0, description="seconds for the requests of a replica that is to end")
+    drain_timeout: float = Field(
+        default=30.0, description="seconds for requests in flight, when their replica or all are to end"
+    )
     request_timeout: float = Field(
         default=600.0, description="seconds for a whole answer, or for the first event of a stream, with all tries"
     )
@@ -103,7 +110,7 @@ class Replica:
             )
             while await self._status() != "ready":
                 if self._process.poll() is not None:
-                    raise RuntimeError(f"the server ended with exit code {self._process.returncode}: {self._last}")
+                    raise RuntimeError(f"the server ended with exit code {self._process.returncode}: {self._log.last}")
                 await asyncio.sleep(0.1)
         threading.Thread(target=self._end_with_server, daemon=True).start()
 
@@ -111,16 +118,17 @@ class Replica:
         own = ("--tp", options.tp, "--port", port, "--drain-timeout", options.drain_timeout, "--trusted-proxy", "127.0.0.1")
         command = [options.python, "-c", LEASH, options.python, "-m", "server", *options.server, *map(str, own)]
         threads = {"OMP_NUM_THREADS": str(max(1, int(options.cpus) // options.tp))}  # Ray's value counts all ranks as one
-        self._last, self._ending = "", False
+        self._ending = False
         self._process = subprocess.Popen(
-            command, cwd=ROOT, env=os.environ | threads, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True
+            command,
+            cwd=ROOT,
+            env=os.environ | threads,
+            stdout=subprocess.PIPE,
+            stderr=subprocess.STDOUT,
+            text=True,
+            errors="replace",
         )
-        threading.Thread(target=self._read_log, daemon=True).start()
-
-    def _read_log(self) -> None:
-        for line in self._process.stdout or ():
-            sys.stderr.write(line)  # to Ray's log of this actor
-            self._last = line.strip() or self._last
+        self._log = ServerLog(self._process.stdout or ())  # its stderr is Ray's log of this actor
 
     def _end_with_server(self) -> None:
         self._process.wait()
@@ -219,6 +227,32 @@ def build(options: Options) -> Any:
     return gateway.bind(replicas.bind(options), *bounds)
 
 
+class RunningGateways:
+    """All gateways, by Ray's handle of their deployment."""
+
+    def __init__(self, handle: Any) -> None:
+        self._handle, self._known = handle, 0
+
+    def drain(self) -> int:
+        """Have them refuse new requests. Returns how many they have, or had when they last answered in time."""
+        counts = self._call("drain")
+        if counts is not None:
+            self._known = sum(count for count in counts if isinstance(count, int))  # others are errors: that one has ended
+        return self._known
+
+    def end(self) -> None:
+        self._call("end")
+
+    def _call(self, method: str) -> list[Any] | None:
+        """The results of all, exceptions among them. None if they did not come in time."""
+        try:
+            return self._handle.broadcast(method).results(timeout_s=ANSWER_SECONDS, return_exceptions=True)
+        except TimeoutError:
+            return None
+        except RayServeException:  # no gateway is left
+            return []
+
+
 def parse() -> tuple[argparse.Namespace, Options]:
     parser = Parser(description=__doc__, formatter_class=argparse.ArgumentDefaultsHelpFormatter)
     parser.add_argument("--address", help="a running cluster's, such as auto; without it Ray starts on this machine")
@@ -252,11 +286,16 @@ def connect(address: str | None, options: Options) -> None:
 def main() -> None:
     args, options = parse()
     logging.getLogger("ray.serve").setLevel(logging.WARNING)
+    if not args.address:  # in a running cluster it may be the port of the replicas that this command updates
+        check_port(args.host, args.port)
     connect(args.address, options)
-    serve.start(proxy_location="EveryNode", http_options={"host": args.host, "port": args.port}, logging_config=QUIET)
+    try:
+        serve.start(proxy_location="EveryNode", http_options={"host": args.host, "port": args.port}, logging_config=QUIET)
+    except RuntimeError as e:
+        raise UserError(f"Ray's HTTP proxy did not start: {str(e).splitlines()[-1]}") from None  # above are tracebacks
     note(f"starting {options.replicas} replicas with {options.tp} rank{'s' * (options.tp > 1)} each …")
     try:
-        serve.run(build(options), name="rung", route_prefix="/", logging_config=QUIET)
+        gateways = serve.run(build(options), name="rung", route_prefix="/", logging_config=QUIET)
     except RuntimeError as e:
         raise UserError(
             f"the replicas did not start: {e} Ray's logs have the reason: /tmp/ray/session_latest/logs/serve"
@@ -267,12 +306,12 @@ def main() -> None:
     note(
         f"ready: http://{args.host}:{args.port}   Ctrl-C ends it; the same command with --address auto and other flags updates it"
     )
-    stop = threading.Event()
-    for number in (signal.SIGINT, signal.SIGTERM):
-        signal.signal(number, lambda *_: stop.set())
-    stop.wait()
-    note("draining …")
+    signals = Signals()
+    signals.wait()
+    code = drain(RunningGateways(gateways), options.drain_timeout, signals)
+    signals.restore()  # a further one ends this program, and Ray with it
     serve.shutdown()
+    leave(code)
 
 
 if __name__ == "__main__":

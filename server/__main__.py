@@ -10,9 +10,9 @@ and token ids, so that this work does not delay the engine's steps, and so that 
 import sys
 
 from cli import leave, run
+from ports import check_port
 from processes import is_rank
 from server.journal_file import check_journal
-from server.process import check_port
 from server.settings import load_settings
 
 
@@ -20,7 +20,7 @@ def main() -> None:
     """Run one rank. Outside of a launcher, start the ranks and the frontend instead, and exit with the server's exit code."""
     if not is_rank():
         settings = load_settings(sys.argv[1:])
-        check_port(settings)
+        check_port(settings.host, settings.port)
         check_journal(settings.journal, settings.journal_bounds)
         from server.supervisor import run_server  # imported here, because wrong flags need not wait for torch
 

@@ -26,12 +26,13 @@ from errors import UserError
 from hosts import DRAIN, Watch, await_cause, model_fact, watch
 from lora import LoraLimits, open_adapter
 from options import ModelOptions, SharedTextOptions, SpeculationOptions, StandInOptions, draft_limit, dtype_name
+from ports import check_port
 from presets import model_config
 from processes import LAUNCHER, run_folder, start_ticks
 from server import logs
 from server.journal_file import check_journal
 from server.logs import log
-from server.process import FAILED, FRONTEND, Frontend, addresses, check_port, describe_end, note_start, tell
+from server.process import FAILED, FRONTEND, Frontend, addresses, describe_end, note_start, tell
 from server.settings import BatchOptions, LoraOptions, Settings, load_settings
 from server.torchrun import (
     TorchrunFrontend,
@@ -216,7 +217,7 @@ def check(settings: Settings, launched: bool, agent: int | None) -> Job:
             leave_after_wrong_input(agent)
         elif not launched:  # else it was said, and a frontend has the port and the journal
             warn_of_torchrun(settings, os.environ)
-            check_port(settings)
+            check_port(settings.host, settings.port)
             check_journal(settings.journal, settings.journal_bounds)
     if settings.tp is not None:
         check_ranks(settings.tp, "--tp")

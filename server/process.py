@@ -1,13 +1,11 @@
-"""The frontend process: check its address, start it, forward signals to it, and end it with the process that started it.
+"""The frontend process: start it, forward signals to it, and end it with the process that started it.
 
 Imports nothing heavy: the new process imports this module, and must answer /health while the model is still loading.
 """
 
-import errno
 import multiprocessing
 import os
 import signal
-import socket
 import sys
 import time
 from collections import deque
@@ -41,29 +39,6 @@ class Started(NamedTuple):
 
     longest: float = 0.0  # seconds of their longest start so far; 0 if none has ended
     pid: int = 0  # of the newest rank 0 among them
-
-
-def check_port(settings: Settings) -> None:
-    """Raises UserError if `settings.host` and `settings.port` cannot be bound now. The frontend binds them later."""
-    where = f"port {settings.port} of {settings.host}"
-    try:
-        found = socket.getaddrinfo(settings.host, settings.port, type=socket.SOCK_STREAM, flags=socket.AI_PASSIVE)
-    except OSError as e:
-        raise UserError(f"--host {settings.host} is no address ({e.strerror}); give one of this machine's") from None
-    for family, kind, protocol, _, address in found:
-        with socket.socket(family, kind, protocol) as probe:
-            probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)  # as the frontend does
-            if family == socket.AF_INET6:
-                probe.setsockopt(socket.IPPROTO_IPV6, socket.IPV6_V6ONLY, 1)
-            try:
-                probe.bind(address)
-            except OSError as e:
-                if e.errno == errno.EADDRINUSE:
-                    raise UserError(
-                        f"{where} is taken by another program; end that, or choose another one with --port"
-                    ) from None
-                reason = os.strerror(e.errno or 0)
-                raise UserError(f"cannot listen on {where} ({reason}); choose others with --host and --port") from None
 
 
 class Frontend:

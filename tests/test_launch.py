@@ -15,9 +15,8 @@ from torch.distributed.elastic.multiprocessing.errors import ProcessFailure
 
 import launch as launcher
 from errors import UserError
+from ports import check_port
 from processes import on_ranks
-from server.process import check_port
-from server.settings import Settings
 from tests import ROOT
 from tests.support import quick_start
 from tests.support.command_line import HYBRID, command, environment, launch
@@ -361,4 +360,4 @@ def test_a_busy_port_is_noticed_before_anything_is_loaded() -> None:
 @pytest.mark.parametrize(("host", "words"), [("no.such.host.invalid", "is no address"), ("203.0.113.1", "cannot listen on")])
 def test_a_host_that_is_not_this_machine(host: str, words: str) -> None:
     with pytest.raises(UserError, match=words):
-        check_port(Settings(model="any", host=host))
+        check_port(host, 8000)

@@ -11,6 +11,7 @@ from collections.abc import AsyncIterator, Callable, Iterable, Sequence
 from contextlib import ExitStack, nullcontext
 from types import ModuleType
 from typing import Any
+from unittest.mock import ANY
 
 import pytest
 from starlette.applications import Starlette
@@ -102,6 +103,24 @@ def answer(headers: dict[str, str], *pieces: bytes, seconds: float = 0.0) -> Rep
             yield piece
 
     return forward
+
+
+async def ask(gateway: Gateway, method: str, path: str) -> tuple[int, dict[str, str], bytes]:
+    """Status, headers and body of the answer. The response is sent in the task of the request, as in Ray."""
+    messages: list[Any] = []
+    received = [{"type": "http.request"}]
+
+    async def receive() -> Any:
+        return received.pop() if received else await asyncio.Future()  # the client stays
+
+    async def send(message: Any) -> None:
+        messages.append(message)
+
+    scope = {"type": "http", "method": method, "path": path, "query_string": b"", "headers": [], "client": None, "server": None}
+    response = await gateway(Request(scope, receive))
+    await response(scope, receive, send)
+    headers = {name.decode(): value.decode() for name, value in messages[0]["headers"]}
+    return messages[0]["status"], headers, b"".join(one["body"] for one in messages[1:])
 
 
 def test_a_replica_that_ends_without_a_word_is_replaced_by_another_one() -> None:
@@ -241,3 +260,39 @@ def test_errors_have_the_types_of_the_server(path: str, kind: str) -> None:
 @pytest.mark.parametrize("path", ["/v1/completions", "/v1/messages", "/v1/responses"])
 def test_an_empty_stream_of_events_is_an_answer(path: str) -> None:
     assert client(Replicas(answer(EVENTS))).post(path, json={}).status_code == 200
+
+
+def test_a_drain_refuses_new_requests_and_finishes_those_in_flight() -> None:
+    async def main() -> None:
+        events = [b"data: 1\n\n", b"data: 2\n\n"]
+        gateway = Gateway(
+            Replicas(answer(JSON, b"{", b"}", seconds=0.5), answer(EVENTS, *events, seconds=0.5)),
+            60.0,
+            1,
+            idle_timeout=30.0,
+            max_bodies_mb=4,
+        )
+        in_flight = [asyncio.create_task(ask(gateway, "POST", "/v1/completions")) for _ in range(2)]
+        await asyncio.sleep(0.1)
+        assert await gateway.drain() == 2
+        for path, code in (("/v1/completions", '"draining"'), ("/v1/messages", "overloaded_error"), ("/ping", "draining")):
+            status, headers, body = await ask(gateway, "POST", path)
+            assert (status, headers["retry-after"]) == (503, "1") and code in body.decode()
+        assert await ask(gateway, "GET", "/health") == (503, ANY, b'{"status":"draining"}')
+        assert [body for _, _, body in await asyncio.gather(*in_flight)] == [b"{}", b"".join(events)]
+        assert await gateway.drain() == 0
+
+    asyncio.run(main())
+
+
+def test_the_end_of_a_drain_ends_requests() -> None:
+    async def main() -> None:
+        gateway = Gateway(Replicas(answer(JSON, b"{", b"}", seconds=60)), 60.0, 1, idle_timeout=30.0, max_bodies_mb=4)
+        in_flight = asyncio.create_task(ask(gateway, "POST", "/v1/completions"))
+        await asyncio.sleep(0.1)
+        assert await gateway.drain() == 1
+        await gateway.end()
+        status, _, body = await in_flight
+        assert status == 503 and json.loads(body)["error"]["code"] == "draining"
+
+    asyncio.run(main())

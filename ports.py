@@ -1,0 +1,30 @@
+"""Whether a server will be able to listen at an address, before anything heavy starts. Standard library only."""
+
+import errno
+import os
+import socket
+
+from errors import UserError
+
+
+def check_port(host: str, port: int) -> None:
+    """Raises UserError if `port` of `host` cannot be bound now. A server binds it later."""
+    where = f"port {port} of {host}"
+    try:
+        found = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM, flags=socket.AI_PASSIVE)
+    except OSError as e:
+        raise UserError(f"--host {host} is no address ({e.strerror}); give one of this machine's") from None
+    for family, kind, protocol, _, address in found:
+        with socket.socket(family, kind, protocol) as probe:
+            probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)  # as the frontend does
+            if family == socket.AF_INET6:
+                probe.setsockopt(socket.IPPROTO_IPV6, socket.IPV6_V6ONLY, 1)
+            try:
+                probe.bind(address)
+            except OSError as e:
+                if e.errno == errno.EADDRINUSE:
+                    raise UserError(
+                        f"{where} is taken by another program; end that, or choose another one with --port"
+                    ) from None
+                reason = os.strerror(e.errno or 0)
+                raise UserError(f"cannot listen on {where} ({reason}); choose others with --host and --port") from None
