@@ -146,7 +146,10 @@ def _mend_the_interpreter() -> None:
     - Kernels poll what another rank writes, and there are more ranks than cores: volatile loads and atomics yield the core.
     - It computes each sum and product of integers again in 64 bits, for an assertion that is compiled only with `debug`.
     - It creates the type of every block again: see `_remember_types`.
+    - It takes addresses below 2^31 for 32-bit integers, and fails to make pointers of them. The heap of a Python that is no
+      position-independent executable, as Debian's, is there.
     """
+    from triton.language import int64
     from triton.runtime import interpreter
 
     interpreter.interpreter_builder.options = interpreter.InterpreterOptions(sanitize_overflow=False)
@@ -178,7 +181,11 @@ def _mend_the_interpreter() -> None:
         os.sched_yield()
         return update(self, *args, **more)
 
+    def to_pointer(self: Any, address: Any, type: Any) -> Any:
+        return self.create_bitcast(interpreter.TensorHandle(address.data.astype("int64"), int64), type)
+
     interpreter._patch_lang_tensor, interpreter._patch_lang = patch_and_mend, patch_once
+    builder.create_int_to_ptr = to_pointer
     builder.create_masked_load, builder.create_atomic_rmw = load_politely, update_politely
 
 
