@@ -58,6 +58,8 @@ class TwoHosts:
 
     def slow_down(self, shaping: str) -> None:
         """Send at both ends as `tc qdisc` says, such as `tbf rate 200mbit burst 128kb latency 100ms`. Raises UserError."""
+        if not shutil.which("tc"):
+            raise UserError("slowing a cable down needs the program tc (iproute2), usually in /usr/sbin")
         for name in self.names:
             done = subprocess.run(
                 ["tc", "-n", name, "qdisc", "replace", "dev", DEVICE, "root", *shaping.split()], capture_output=True, text=True
