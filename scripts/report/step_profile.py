@@ -17,23 +17,24 @@ def table(folder: Path) -> str | None:
     """A line for each profiled phase in the folder's FILES: ms by kind, and the longest kernels. None without any."""
     paths = [path for pattern in FILES.split() for path in sorted(folder.glob(pattern))]
     rows = [row for path in paths for row in finished(read_rows(path))]
-    rows = [row for row in rows if row.split and "gpu" in row.split]
-    if not rows:
+    profiles = [(row, row.split["gpu"]) for row in rows if row.split and "gpu" in row.split]
+    if not profiles:
         return None
-    kinds = list(rows[0].split["gpu"]["decode"]["by_kind_us"])  # type: ignore[index]
+    first, phases = profiles[0]
+    kinds = list(phases["decode"]["by_kind_us"])
     head = ["model", "tp", "variant", "batch", "tokens", "phase", "step, ms", *kinds, "longest kernels, ms a step"]
     caption = (
         "ms of a profiled prefill and of the mean of some profiled decode steps of rank 0; while several kernels run, the time counts "
         "for the one that began first. A profiler makes short steps longer, because the host launches later: read times where no profiler "
-        f"ran. Made on {describe(rows[0].machine, 'cuda')}."
+        f"ran. Made on {describe(first.machine, 'cuda')}."
     )
-    return "\n".join([*table_lines(head, list(_lines(rows, kinds))), "", caption, ""])
+    return "\n".join([*table_lines(head, list(_lines(profiles, kinds))), "", caption, ""])
 
 
-def _lines(rows: Sequence[Row], kinds: Sequence[str]) -> Iterator[list[str]]:
-    for row in rows:
+def _lines(profiles: Sequence[tuple[Row, dict[str, Any]]], kinds: Sequence[str]) -> Iterator[list[str]]:
+    for row, phases in profiles:
         s = row.setting
-        for phase, time in (row.split or {})["gpu"].items():
+        for phase, time in phases.items():
             by_kind = (f"{time['by_kind_us'][kind] / 1e3:.3f}" for kind in kinds)
             longest = "; ".join(map(_kernel, time["kernels"][:SHOWN]))
             where = [s.model_and_widths, str(s.tp), s.variant, str(s.batch), f"{s.prompt_length} + {s.new_tokens}", phase]
