@@ -1,14 +1,15 @@
 """Have prompts the same log-probabilities, to the bit, whatever runs beside, on 1 and on several ranks, and in training?
 
-    python -m scripts.quality.same_bits --device cuda             # 2 GPUs: models/tiny-hybrid and 4 layers of Llama 3 8B, in bfloat16
+    python -m scripts.quality.same_bits --device cuda             # 2 GPUs: models/tiny-hybrid, and 4 layers of Llama 3 8B in 16, 8, 4 bits
     python -m scripts.quality.same_bits --items 24 --models models/tiny-hybrid     # CPU ranks
     python -m scripts.quality.same_bits --items 24 --fast         # without --deterministic, to see that differences are found
 
 Random prompts are answered alone, in batches of several sizes in other orders, and in small chunks with too little memory, where four
 that begin alike are found in the prefix cache and sequences are preempted. An eighth of the prompts have 300 to 900 tokens, which is
-several segments of attention. A quarter of the answers each is greedy, sampled, sampled with top_p and with a penalty. The training
-executor then computes the forward pass of the prompts with their answers. A prompt's vector, its answer's tokens and their
-log-probabilities, is compared with that of a single request on one rank.
+several segments of attention. A quarter of the answers each is greedy, sampled, sampled with top_p and with a penalty. They are also
+answered with drafts, which are the answers with some wrong tokens. The training executor then computes the forward pass of the
+prompts with their answers, where the weights are not quantized. A prompt's vector, its answer's tokens and their log-probabilities,
+is compared with that of a single request on one rank.
 
 Each launch's result is kept in out/same-bits, and --seconds bounds the whole: run it again to go on. Writes same-bits.json and .md
 into out (with --write into docs/results). The exit code is 1 if a vector differs.
@@ -38,6 +39,7 @@ from comm.table import digest
 from engine import LLM, SamplingParams
 from engine.core import EngineLimits
 from engine.paged_cache import PagedCache
+from engine.protocol import Stats
 from errors import UserError
 from kernels.optional_triton import triton
 from kernels.sampling import log_softmax
@@ -45,9 +47,11 @@ from model import Transformer
 from options import DTYPE_NAMES, whole_number
 from presets import has_random_weights, model_config
 from processes import on_ranks
+from quantized.scheme import SCHEMES
 from scripts.lib.machine import describe, machine
 from scripts.lib.markdown import table_lines
 from scripts.lib.results import OUT, ROOT, add_write_option, check_folder, results_folder, write_json, write_text
+from scripts.sweep.rows import with_widths
 from tp import World, init_world
 from training.executor import Execution, Executor
 from training.export import save_checkpoint
@@ -60,10 +64,13 @@ LONG = 300, 900  # tokens of a long prompt, at least and at most
 ALIKE = 4  # prompts that begin alike
 TAIL = 40  # tokens in which prompts that begin alike differ, at most
 TOGETHER = 128  # sequences of a batch, at most
+DRAFTED = 4  # tokens of a draft, at most
+RIGHT = 0.8  # of the tokens of the texts that drafts are taken from
 CHUNKED = EngineLimits(max_model_len=LENGTH, max_num_seqs=32, max_batch_tokens=64)  # and memory for one sequence of LENGTH
 SCARCE = 3  # if they are shorter, for so many of a call's longest
 ROWS = 16  # prompts of a batch of training
 MARGIN = 30.0  # seconds below which no launch is started
+DEFAULT = [("models/tiny-hybrid", None), *(("llama-3-8b:4", width) for width in (None, "fp8", "int4"))]
 CODE = ("*.py", "comm/*.py", "engine/*.py", "kernels/*.py", "quantized/*.py", "training/*.py", "scripts/quality/same_bits.py")
 
 
@@ -73,14 +80,15 @@ class Setting(NamedTuple):
     name: str
     batch: int  # requests of a call
     logprobs: bool = True  # without them, and alone, a graph draws the tokens
-    chunked: bool = False
+    engine: str = "whole"  # of `engines_of`: whole prompts, chunked, drafting
 
 
 SETTINGS = (
     Setting("alone", 1),
     Setting("alone, without log-probabilities", 1, logprobs=False),
     *(Setting(f"in batches of {n}", n) for n in (2, 8, 32, TOGETHER)),
-    Setting("in chunks, preempted", 16, chunked=True),
+    Setting("in chunks, preempted", 16, engine="chunked"),
+    Setting("in batches of 8, with drafts", 8, engine="drafting"),
 )
 REFERENCE = SETTINGS[0].name
 
@@ -120,31 +128,53 @@ def work(args: argparse.Namespace) -> None:
     world = init_world(args.device, overlap="overlapped", deterministic=not args.fast)  # `auto` would measure for a minute
     model = load(args, world)
     prompts, params = prompts_of(model.config.vocab_size, args)
-    size = PagedCache.bytes_per_block(
-        model.attention_slots, CHUNKED.block_size, model.n_kv_heads, model.config.head_dim, DTYPES[args.dtype]
-    )
-    blocks = LENGTH // CHUNKED.block_size
-    roomy = EngineLimits(max_model_len=LENGTH, max_num_seqs=TOGETHER, kv_memory=size * blocks * TOGETHER // 2)
-    engines = {False: LLM(model, None, world, limits=roomy)}
-    engines[True] = LLM(model, None, world, limits=replace(CHUNKED, kv_memory=size * blocks))
+    engines = engines_of(model, world, DTYPES[args.dtype])
     found: dict[str, list[Vector]] = {}
+    texts: list[tuple[list[int], list[int]]] = []
     for setting in SETTINGS:
-        answers = answers_of(engines[setting.chunked], prompts, params, setting)
+        own = predicting(params, texts, model.config.vocab_size) if setting.engine == "drafting" else params
+        answers = answers_of(engines[setting.engine], prompts, own, setting)
         found[setting.name] = [vector(*answer) for answer in answers]
         if setting.name == REFERENCE:
             texts = [(prompt, tokens) for prompt, (tokens, _) in zip(prompts, answers, strict=True)]
-    scarce = engines[True].engine
-    assert scarce is not None
-    stats = scarce.stats()
-    counts = {name: getattr(stats, name) for name in ("prefix_hits", "preemptions", "steps")}
-    del engines, scarce
-    found["in training"] = trained(args, world, model, texts)
+    chunked, drafting = stats_of(engines["chunked"]), stats_of(engines["drafting"])
+    counts = {name: getattr(chunked, name) for name in ("prefix_hits", "preemptions", "steps")}
+    counts |= {"accepted": sum(source.accepted for source in drafting.drafted.values())}
+    del engines
+    if args.quantize is None:
+        found["in training"] = trained(args, world, model, texts)
     if world.rank == 0:
         args.work.write_text(json.dumps({"vectors": found, "counts": counts}))
 
 
 def load(args: argparse.Namespace, world: World) -> Transformer:
-    return load_model(args.model, model_config(args.model, None, world.world_size), world, DTYPES[args.dtype])
+    return load_model(args.model, model_config(args.model, None, world.world_size, args.quantize), world, DTYPES[args.dtype])
+
+
+def engines_of(model: Transformer, world: World, dtype: torch.dtype) -> dict[str, LLM]:
+    """The engines of the settings."""
+    block = CHUNKED.block_size
+    size = PagedCache.bytes_per_block(model.attention_slots, block, model.n_kv_heads, model.config.head_dim, dtype)
+    sequence = size * (LENGTH // block)
+    whole = EngineLimits(max_model_len=LENGTH, max_num_seqs=TOGETHER, kv_memory=sequence * TOGETHER // 2)
+    limits = {
+        "whole": whole,
+        "chunked": replace(CHUNKED, kv_memory=sequence),
+        "drafting": replace(whole, max_num_seqs=8, kv_memory=sequence * 8, draft_tokens=DRAFTED),
+    }
+    return {name: LLM(model, None, world, limits=limit) for name, limit in limits.items()}
+
+
+def stats_of(llm: LLM) -> Stats:
+    assert llm.engine is not None
+    return llm.engine.stats()
+
+
+def predicting(params: list[SamplingParams], texts: list[tuple[list[int], list[int]]], vocab_size: int) -> list[SamplingParams]:
+    """The parameters with predictions of the answers, of whose tokens some are wrong."""
+    draw = random.Random(0)
+    guesses = [[t if draw.random() < RIGHT else draw.randrange(vocab_size) for t in tokens] for _, tokens in texts]
+    return [msgspec.structs.replace(each, prediction=guess) for each, guess in zip(params, guesses, strict=True)]
 
 
 def answers_of(
@@ -157,7 +187,7 @@ def answers_of(
     """
     order = list(range(len(prompts)))
     random.Random(setting.name).shuffle(order)
-    if setting.chunked:  # together those that begin alike, and those of about equal lengths
+    if setting.engine == "chunked":  # together those that begin alike, and those of about equal lengths
         order.sort(key=lambda i: (-len(prompts[i // ALIKE * ALIKE]), i // ALIKE))
     held = list[int]()
     found: list[Any] = [None] * len(prompts)
@@ -165,7 +195,7 @@ def answers_of(
         own = order[first : first + setting.batch]
         if llm.engine is not None:
             blocks = llm.engine.scheduler.blocks
-            if setting.chunked:
+            if setting.engine == "chunked":
                 blocks.release(held)
                 room = SCARCE * blocks.blocks_for(max(len(prompts[i]) + params[i].max_tokens for i in own))
                 held = [blocks.allocate() for _ in range(len(blocks.free) - room)]
@@ -225,10 +255,16 @@ def stored(name: str, args: argparse.Namespace) -> Iterator[str]:
         yield folder
 
 
-def launched(name: str, folder: str | None, ranks: int, args: argparse.Namespace, deadline: float) -> dict[str, Any] | None:
-    """The result of a launch: kept from an earlier run of the same code, or of the model in `folder`; None without either."""
+def launched(
+    model: tuple[str, str | None], folder: str | None, ranks: int, args: argparse.Namespace, deadline: float
+) -> dict[str, Any] | None:
+    """The result of a launch: kept from an earlier run of the same code, or of the model in `folder`; None without either.
+
+    model: its name, and how it is quantized."""
+    name, quantize = model
     settings = {
         "model": name,
+        "quantize": quantize,
         "ranks": ranks,
         "items": args.items,
         "tokens": args.tokens,
@@ -245,8 +281,9 @@ def launched(name: str, folder: str | None, ranks: int, args: argparse.Namespace
         part = path.with_suffix(".part")
         command = [*on_ranks(ranks), "-m", "scripts.quality.same_bits", "--work", str(part), "--model", folder]
         command += ["--items", str(args.items), "--tokens", str(args.tokens), "--dtype", args.dtype, "--device", args.device]
+        command += [*(["--quantize", quantize] if quantize else []), *(["--fast"] if args.fast else [])]
         try:
-            code = subprocess.run([*command, *(["--fast"] if args.fast else [])], cwd=ROOT, timeout=left).returncode
+            code = subprocess.run(command, cwd=ROOT, timeout=left).returncode
         except subprocess.TimeoutExpired:
             return None
         if code:
@@ -258,18 +295,19 @@ def launched(name: str, folder: str | None, ranks: int, args: argparse.Namespace
 
 def measure(args: argparse.Namespace) -> list[dict[str, Any]]:
     """A row for each model, number of ranks and setting. Raises UserError if there is no time for all."""
-    deadline, rows = time.monotonic() + args.seconds, []
-    for name in args.models:
-        found = [launched(name, None, ranks, args, deadline) for ranks in (1, args.tp)]
+    deadline, rows = time.monotonic() + args.seconds, list[dict[str, Any]]()
+    for model in args.models:
+        name, quantize = model
+        found = [launched(model, None, ranks, args, deadline) for ranks in (1, args.tp)]
         if None in found:
             with stored(name, args) as folder:
-                found = [launched(name, folder, ranks, args, deadline) for ranks in (1, args.tp)]
+                found = [launched(model, folder, ranks, args, deadline) for ranks in (1, args.tp)]
         if None in found:
             raise UserError(f"{args.seconds} s were not enough; run it again to go on, or give more --seconds")
         for one in found:
-            if one is not None and not (one["counts"]["prefix_hits"] and one["counts"]["preemptions"]):
-                raise UserError(f"{name}: in chunks no prefix was found or no sequence preempted; give more --items")
-        rows += compared(name, (1, args.tp), found)  # type: ignore[arg-type]
+            if one is not None and not all(one["counts"][count] for count in ("prefix_hits", "preemptions", "accepted")):
+                raise UserError(f"{name}: no prefix was found, no sequence preempted or no draft accepted; give more --items")
+        rows += compared(with_widths(name, quantize, "auto"), (1, args.tp), found)  # type: ignore[arg-type]
     return rows
 
 
@@ -290,19 +328,27 @@ def compared(name: str, ranks: tuple[int, ...], found: list[dict[str, Any]]) -> 
     return rows
 
 
+def model_and_width(text: str) -> tuple[str, str | None]:
+    """The type of `--models`."""
+    name, _, width = text.partition(",")
+    if width not in ("", *SCHEMES):
+        raise argparse.ArgumentTypeError(f"{text!r} has the unknown width {width!r}; known: {', '.join(SCHEMES)}")
+    return name, width or None
+
+
 def table(rows: list[dict[str, Any]], args: argparse.Namespace, where: dict[str, Any]) -> str:
     head = ["model", "ranks", "prompts answered", "other bits than alone on 1 rank"]
     lines = [
         [Path(row["model"]).name, row["ranks"], row["setting"], f"{len(row['differ'])} of {row['prompts']}"] for row in rows
     ]
     counts = [
-        f"{Path(row['model']).name} on {row['ranks']}: {row['prefix_hits']} and {row['preemptions']}"
+        f"{Path(row['model']).name} on {row['ranks']}: {row['prefix_hits']}, {row['preemptions']} and {row['accepted']}"
         for row in rows
         if row["setting"] == REFERENCE
     ]
     caption = (
         f"Answers of {args.tokens} tokens in {args.dtype}{', without --deterministic' if args.fast else ''}. Prompt tokens found in the "
-        f"prefix cache, and preemptions, in chunks: {'; '.join(counts)}. Made on {describe(where, args.device)}."
+        f"prefix cache and preemptions in chunks, and accepted tokens of drafts: {'; '.join(counts)}. Made on {describe(where, args.device)}."
     )
     return "\n".join([*table_lines(head, lines), "", caption, ""])
 
@@ -312,9 +358,11 @@ def main() -> None:
     parser.add_argument(
         "--models",
         nargs="+",
-        default=["models/tiny-hybrid", "llama-3-8b:4"],
-        metavar="MODEL",
-        help="checkpoints, or presets with random weights (default: models/tiny-hybrid llama-3-8b:4)",
+        type=model_and_width,
+        default=DEFAULT,
+        metavar="MODEL[,WIDTH]",
+        help="checkpoints, or presets with random weights, also quantized while loading them "
+        "(default: models/tiny-hybrid llama-3-8b:4 llama-3-8b:4,fp8 llama-3-8b:4,int4)",
     )
     parser.add_argument("--tp", type=whole_number(2, 8), default=2, metavar="N", help="ranks compared with one (default: 2)")
     parser.add_argument("--items", type=whole_number(1), default=1000, metavar="N", help="prompts (default: 1000)")
@@ -326,6 +374,7 @@ def main() -> None:
     add_write_option(parser)
     parser.add_argument("--work", type=Path, help=argparse.SUPPRESS)  # of the ranks
     parser.add_argument("--model", help=argparse.SUPPRESS)
+    parser.add_argument("--quantize", help=argparse.SUPPRESS)
     args = parser.parse_args()
     if args.work:
         work(args)

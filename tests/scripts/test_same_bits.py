@@ -21,7 +21,7 @@ from tp import World
 from training.export import save_checkpoint
 
 LENGTH = 320  # little more than a segment of attention, so that the test is fast
-SETTINGS = [one for one in same_bits.SETTINGS if one.batch not in (2, 8, 32)]
+SETTINGS = [one for one in same_bits.SETTINGS if one.engine != "whole" or one.batch not in (2, 8, 32)]
 
 
 def arguments(**more: Any) -> argparse.Namespace:
@@ -29,7 +29,7 @@ def arguments(**more: Any) -> argparse.Namespace:
     return argparse.Namespace(**values | more)
 
 
-def worked(world: World, model: Path, path: Path) -> None:
+def worked(world: World, model: Path, path: Path, quantize: str | None) -> None:
     def init(device: str, overlap: str, deterministic: bool) -> World:
         determinism.enable(deterministic)
         return replace(world, comm=TreeCommunicator() if world.world_size > 1 else Local(), overlap=overlap)
@@ -40,29 +40,30 @@ def worked(world: World, model: Path, path: Path) -> None:
             patch.setattr(same_bits, "LENGTH", LENGTH)
             patch.setattr(same_bits, "SETTINGS", SETTINGS)
             patch.setattr(same_bits, "LONG", (260, 300))
-            same_bits.work(arguments(model=str(model), work=path))
+            same_bits.work(arguments(model=str(model), work=path, quantize=quantize))
     finally:
         determinism.enable(False)
 
 
-def test_ranks_have_the_same_vectors_in_every_setting(ranks: Ranks, tmp_path: Path, seed: int) -> None:
+@pytest.mark.parametrize("quantize", [None, "fp8"])
+def test_ranks_have_the_same_vectors_in_every_setting(ranks: Ranks, tmp_path: Path, seed: int, quantize: str | None) -> None:
     found = []
     config = replace(config_of("hybrid-list"), max_seq_len=LENGTH)
     save_checkpoint(random_model(config), tmp_path / "model", torch.bfloat16)
     for n in (1, 2):
-        ranks.run(n, worked, tmp_path / "model", tmp_path / f"{n}.json")
+        ranks.run(n, worked, tmp_path / "model", tmp_path / f"{n}.json", quantize)
         found.append(json.loads((tmp_path / f"{n}.json").read_text()))
     rows = same_bits.compared("tiny-hybrid", (1, 2), found)
-    assert len(rows) == 2 * (len(SETTINGS) + 1)
+    assert len(rows) == 2 * (len(SETTINGS) + (quantize is None))
     assert [(row["prompts"], row["differ"]) for row in rows] == [(16, [])] * len(rows)
-    assert all(row["prefix_hits"] > 0 and row["preemptions"] > 0 for row in rows)
-    assert len({whole for _, whole in found[0]["vectors"]["in training"]}) == 16, "each prompt has a vector of its own"
+    assert all(row["prefix_hits"] > 0 and row["preemptions"] > 0 and row["accepted"] > 0 for row in rows)
+    assert len({whole for _, whole in found[0]["vectors"]["alone"]}) == 16, "each prompt has a vector of its own"
 
 
 def test_other_tokens_and_other_log_probabilities_differ() -> None:
     a, b, c = same_bits.vector([1], [-0.5]), same_bits.vector([2], [-0.5]), same_bits.vector([1], [-0.50000006])
     plain = same_bits.vector([1], None), same_bits.vector([2], None), same_bits.vector([1], None)
-    counts = {"prefix_hits": 1, "preemptions": 0, "steps": 1}
+    counts = {"prefix_hits": 1, "preemptions": 0, "steps": 1, "accepted": 1}
     one = {"vectors": {"alone": [a, a, a], "others": [a, b, c], "plain": plain}, "counts": counts}
     rows = same_bits.compared("m", (1,), [one])
     assert [row["differ"] for row in rows] == [[], [1, 2], [1]]
@@ -81,22 +82,22 @@ def test_a_launch_is_kept_and_there_is_a_limit(monkeypatch: pytest.MonkeyPatch, 
     monkeypatch.setattr(same_bits.subprocess, "run", launch)
 
     def call(ranks: int, seconds: float) -> dict[str, Any] | None:
-        return same_bits.launched("m", "m", ranks, arguments(), time.monotonic() + seconds)
+        return same_bits.launched(("m", None), "m", ranks, arguments(), time.monotonic() + seconds)
 
     assert call(1, 100) == call(1, 100) == {"vectors": {}, "counts": {}}
     assert len(launches) == 1 and launches[0] <= 100
     assert call(2, 1) is None and len(launches) == 1
 
 
-@pytest.mark.parametrize("missing", ["prefix_hits", "preemptions"])
-def test_chunks_that_compare_nothing_are_an_error(missing: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    counts = {"prefix_hits": 1, "preemptions": 1, "steps": 1}
+@pytest.mark.parametrize("missing", ["prefix_hits", "preemptions", "accepted"])
+def test_settings_that_compare_nothing_are_an_error(missing: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    counts = {"prefix_hits": 1, "preemptions": 1, "steps": 1, "accepted": 1}
     found = [{"vectors": {"alone": []}, "counts": counts}, {"vectors": {"alone": []}, "counts": dict(counts)}]
-    monkeypatch.setattr(same_bits, "launched", lambda name, folder, ranks, *rest: found[ranks - 1])
-    assert len(same_bits.measure(arguments(models=["m"]))) == 2
+    monkeypatch.setattr(same_bits, "launched", lambda model, folder, ranks, *rest: found[ranks - 1])
+    assert len(same_bits.measure(arguments(models=[("m", None)]))) == 2
     found[1]["counts"][missing] = 0
     with pytest.raises(UserError, match="more --items"):
-        same_bits.measure(arguments(models=["m"]))
+        same_bits.measure(arguments(models=[("m", None)]))
 
 
 def test_a_launch_with_another_triton_is_not_kept(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
@@ -108,5 +109,5 @@ def test_a_launch_with_another_triton_is_not_kept(monkeypatch: pytest.MonkeyPatc
     monkeypatch.setattr(same_bits.subprocess, "run", launch)
     for version in ("3.6.0", "3.7.0"):
         monkeypatch.setattr(same_bits, "triton", SimpleNamespace(__version__=version))
-        same_bits.launched("m", "m", 1, arguments(), time.monotonic() + 100)
+        same_bits.launched(("m", None), "m", 1, arguments(), time.monotonic() + 100)
     assert len([*(tmp_path / "same-bits").glob("*.json")]) == 2
