@@ -309,6 +309,12 @@ class ShardedLinear(nn.Module):
     def only_called(self) -> bool:
         return self.is_quantized or self.adapters is not None
 
+    @property
+    def multiplied(self) -> Tensor | Packed | None:
+        if self.adapters is not None:
+            return None
+        return self.packed if self.quantized else self.weight
+
     def quantized_parts(self) -> Iterator[tuple[str, QuantizedWeight]]:
         """The quantized parts and their names (`q_proj`, …)."""
         for part, module in zip(self.parts, self.quantized or [], strict=False):

@@ -10,6 +10,7 @@ from torch import Tensor
 
 from comm.faults import check_faults
 from kernels.dispatch import rejoin
+from kernels.linear_quantized import Packed
 from kernels.norm import add_rms_norm, add_rms_norm_codes
 from kernels.row_codes import RowCodes
 
@@ -51,6 +52,12 @@ class Linear(Protocol):
     @property
     def only_called(self) -> bool:
         """Whether the layer can only be called, because it is quantized and has no `weight`, or because it has adapters."""
+        ...
+
+    @property
+    def multiplied(self) -> Tensor | Packed | None:
+        """The weight, also a quantized one, of a layer that is finish(x @ weight.T + whole_bias()); None if it has several or
+        adapters, or if no kernel reads it."""
         ...
 
     def reads_codes(self, like: Tensor, /) -> bool:

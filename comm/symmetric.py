@@ -24,6 +24,7 @@ from kernels import all_reduce, linear_push
 from kernels.all_reduce import Tiling
 from kernels.device import MAX_PROGRAMS
 from kernels.dispatch import on_gpu
+from kernels.linear_quantized import Packed
 from kernels.norm import add_rms_norm, add_rms_norm_codes
 from kernels.row_codes import RowCodes
 
@@ -125,12 +126,12 @@ class _PushedAllReduce(PendingAllReduce):
     """The linear layer's kernel sends its own partial sums (`kernels/linear_push.py`). Both kernels are launched when it is
     read."""
 
-    def __init__(self, kernel: AllReduceKernel, x: Tensor, weight: Tensor) -> None:
+    def __init__(self, kernel: AllReduceKernel, x: Tensor, weight: Tensor | Packed) -> None:
         self.kernel, self.x, self.weight = kernel, x, weight
 
     def wait(self) -> Tensor:
         self._push()
-        shape = (*self.x.shape[:-1], len(self.weight))
+        shape = (*self.x.shape[:-1], linear_push.shape_of(self.weight)[0])
         return linear_push.receive(shape, self.x.dtype, self.kernel.workspace.exchange, pdl=self.kernel.pdl)
 
     def add_norm(self, x: Tensor, weight: Tensor, eps: float) -> tuple[Tensor, Tensor]:
@@ -138,7 +139,7 @@ class _PushedAllReduce(PendingAllReduce):
         return linear_push.receive_add_norm(x, weight, eps, self.kernel.workspace.exchange, pdl=self.kernel.pdl)
 
     def _push(self) -> None:
-        linear_push.linear_push(self.x, self.weight, self.kernel.workspace.exchange, pdl=self.kernel.pdl)
+        linear_push.linear_push(self.x, self.weight, self.kernel.workspace.exchange)
 
 
 class KernelCommunicator(ProcessGroupCommunicator):
@@ -234,11 +235,12 @@ class SymmetricCommunicator(KernelCommunicator):
             self.copy_engines = CopyEngines(self.device, self.group)
 
     def begin_linear_all_reduce(self, x: Input, layer: Linear, overlap: bool = False) -> PendingAllReduce:
-        if overlap or layer.bias is not None or layer.only_called or not self._pushes(x, layer.weight):
+        weight = layer.multiplied
+        if overlap or weight is None or layer.bias is not None or isinstance(x, RowCodes) or not self._pushes(x, weight):
             return super().begin_linear_all_reduce(x, layer, overlap)
-        return _PushedAllReduce(self.blocking, x, layer.weight)
+        return _PushedAllReduce(self.blocking, x, weight)
 
-    def _pushes(self, x: Tensor, weight: Tensor) -> bool:
+    def _pushes(self, x: Tensor, weight: Tensor | Packed) -> bool:
         """Whether the layer's kernel sends its own partial sums: with one-shot, and PUSHED_ROWS rows. It knows no parts."""
         min_rows, max_rows = PUSHED_ROWS
         if determinism.enabled() or self.name != "one-shot" or not min_rows <= math.prod(x.shape[:-1]) <= max_rows:

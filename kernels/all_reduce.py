@@ -184,7 +184,8 @@ def _one_shot_gather(
     payload = tl.load(shard.to(tl.pointer_type(tl.uint32)) + offset, mask=inside, other=0)
     epoch = launch_epoch(state.epochs)
     source, target = (rank + N - 1 - program % N) % N, (rank + 1 + program % N) % N
-    zero_words(state, epoch, target * CAPACITY, CAPACITY, program // N, tl.num_programs(0) // N, N, N * CAPACITY, BLOCK)
+    block, programs = tl.arange(0, BLOCK), tl.num_programs(0) // N
+    zero_words(state, epoch, target * CAPACITY, CAPACITY, program // N, programs, block, N, N * CAPACITY)
     flag, slot = flag_of(epoch), (epoch & 1) * (N * CAPACITY)
     peer = state.peers[N - 1]
     for i in tl.static_range(N - 1):

@@ -57,9 +57,15 @@ def pack(first, second, DTYPE: tl.constexpr):
     if DTYPE.primitive_bitwidth == 32:
         word = first.to(DTYPE).to(tl.int32, bitcast=True)
     else:
-        low = first.to(DTYPE).to(tl.int16, bitcast=True).to(tl.int32) & 0xFFFF
-        word = (second.to(DTYPE).to(tl.int16, bitcast=True).to(tl.int32) << 16) | low
+        word = pair_words(first.to(DTYPE), second.to(DTYPE))
     return word
+
+
+@triton.jit
+def pair_words(first, second):
+    """Two 16-bit values in each 4-byte word."""
+    low = first.to(tl.int16, bitcast=True).to(tl.int32) & 0xFFFF
+    return (second.to(tl.int16, bitcast=True).to(tl.int32) << 16) | low
 
 
 # --- addresses and epochs -----------------------------------------------------------------------------------------------------
@@ -112,29 +118,30 @@ def flag_differs(word, flag):
 
 
 @triton.jit
-def zero_words(state, epoch, begin, size, program, programs, N: tl.constexpr, SLOT: tl.constexpr, BLOCK: tl.constexpr):
+def zero_words(state, epoch, begin, size, program, programs, block, N: tl.constexpr, SLOT: tl.constexpr):
     """In the last two of each 2^30 launches, zero words of the other slot, which the previous and the next launch use. So no
     word survives until its flag repeats. Before the first launches the buffer is zeroed.
 
-    This is program number `program` of the `programs` that together zero words `begin` to `begin` + `size` of the slot. No rank
-    writes these words before they are zeroed: a rank writes them in the next launch, which it begins after it has received
-    words of this launch from each of these programs, and each program zeroes before it sends. In an all-reduce each program
-    sends to all ranks, so all programs share all words. A program of a gather sends to one rank; see `_one_shot_gather`."""
+    This is program number `program` of the `programs` that together zero words `begin` to `begin` + `size` of the slot. block: 0, 1,
+    … up to the words that it zeroes at a time, as an argument because Gluon's have a layout. No rank writes these words before
+    they are zeroed: a rank writes them in the next launch, which it begins after it has received words of this launch from each
+    of these programs, and each program zeroes before it sends. In an all-reduce each program sends to all ranks, so all
+    programs share all words. A program of a gather sends to one rank; see `_one_shot_gather`."""
+    BLOCK: tl.constexpr = block.shape[0]
     if (epoch & _ZERO_MASK) >= _ZERO_MASK - 1:
         other = (epoch + 1) & 1
-        words = tl.arange(0, BLOCK)
-        zeros = tl.zeros([BLOCK], tl.int64)
+        zeros = (block & 0).to(tl.int64)
         start = program * BLOCK
         while start < size:
-            offset = other * SLOT + begin + start + words
-            tl.store(pointer_to(state.peers[N - 1], tl.int64) + offset, zeros, mask=start + words < size)
+            offset = other * SLOT + begin + start + block
+            tl.store(pointer_to(state.peers[N - 1], tl.int64) + offset, zeros, mask=start + block < size)
             if state.host_buffer is not None:
-                tl.store(pointer_to(state.host_buffer, tl.int64) + offset, zeros, mask=start + words < size)
+                tl.store(pointer_to(state.host_buffer, tl.int64) + offset, zeros, mask=start + block < size)
             start += programs * BLOCK
         # only this rank's launches write here, one after the other, so any program may zero any part
         start = tl.program_id(0) * BLOCK
         while start < _MAX_PROGRAMS:
-            tl.store(state.squares + other * _MAX_PROGRAMS + start + words, zeros, mask=start + words < _MAX_PROGRAMS)
+            tl.store(state.squares + other * _MAX_PROGRAMS + start + block, zeros, mask=start + block < _MAX_PROGRAMS)
             start += tl.num_programs(0) * BLOCK
         tl.debug_barrier()
         tl.atomic_add(state.fault, 0, sem="acq_rel", scope="sys")  # a fence
@@ -144,7 +151,8 @@ def zero_words(state, epoch, begin, size, program, programs, N: tl.constexpr, SL
 @triton.jit
 def zero_other_slot(state, epoch, N: tl.constexpr, CAPACITY: tl.constexpr, BLOCK: tl.constexpr):
     """`zero_words` for a kernel in which every program sends to all ranks."""
-    zero_words(state, epoch, 0, N * CAPACITY, tl.program_id(0), tl.num_programs(0), N, N * CAPACITY, BLOCK)
+    block = tl.arange(0, BLOCK)
+    zero_words(state, epoch, 0, N * CAPACITY, tl.program_id(0), tl.num_programs(0), block, N, N * CAPACITY)
 
 
 @triton.jit
@@ -152,6 +160,15 @@ def push(peers, offsets, words, inside, N: tl.constexpr):
     """Store 8-byte words at `offsets` of every rank's buffer. The next rank's is first, so that ranks begin with different ones."""
     for i in tl.static_range(N):
         tl.store(pointer_to(peers[i], tl.int64) + offsets, words, mask=inside)
+
+
+@triton.jit
+def push_pairs(first, second, row, pair, rows, pairs, peers, epoch, rank, N: tl.constexpr, CAPACITY: tl.constexpr):
+    """Push 16-bit values to all ranks: the `first` and the `second` ones of the pairs `pair` of rows `row` of this rank's message
+    (rows, 2 pairs)."""
+    words = pair_words(first, second).to(tl.uint32, bitcast=True).to(tl.int64) | flag_of(epoch)
+    slot = (epoch & 1).to(tl.int32) * (N * CAPACITY)  # offsets of 32 bits take fewer registers
+    push(peers, slot + rank * CAPACITY + row * pairs + pair, words, (row < rows) & (pair < pairs), N)
 
 
 @triton.jit

@@ -4,7 +4,8 @@
 as words of the one-shot protocol (`kernels/all_reduce.py`). If K is split over programs, the last program of a tile does this.
 `receive` or `receive_add_norm`, which must follow on the same stream, polls for all ranks' words and adds them. So the link's
 latency is hidden while other programs still read weights. Results are bitwise those of the layer followed by `one_shot` or
-`one_shot_add_norm`, with the same config.
+`one_shot_add_norm`, with the same config. The kernels of quantized layers of few rows do the same, by
+`kernels/linear_quantized_push.py`.
 
 **Epochs.** A push and the receiver after it are one launch of the workspace. One-shot all-reduces may use the same workspace.
 The push reads the epoch after its `gdc_wait`. By then the previous launch's receiver, which advanced the counters, is complete.
@@ -31,6 +32,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from kernels import linear_quantized_config
 from kernels.all_reduce import (
     ONE_SHOT,
     ONE_SHOT_NORM,
@@ -50,14 +52,15 @@ from kernels.device import (
     normalize_words,
     pack,
     pointer_to,
-    push,
+    push_pairs,
     receive_sum,
     second_value,
     zero_other_slot,
 )
-from kernels.dispatch import pdl_options
 from kernels.linear import aligned, arrive, gemv_begin, gemv_launch, gemv_sums, mma_begin, mma_launch, mma_sums, reduce_partials
 from kernels.linear_config import SMS, Config, Gemv, Mma, config, pipeline_stages
+from kernels.linear_quantized import Packed, is_exact, launch
+from kernels.linear_quantized_config import QuantizedConfig, QuantizedGemv, QuantizedStream
 from kernels.norm import add_rms_norm
 
 MAX_ROWS = 16  # with more, one-shot all-reduces are not the fastest
@@ -116,12 +119,9 @@ def _push_tile(sums, rows, C, peers, epoch, rank, N: tl.constexpr, CAPACITY: tl.
     PAIRS: tl.constexpr = sums.shape[0] // 2
     ROWS: tl.constexpr = sums.shape[1]
     first, second = tl.split(tl.permute(tl.reshape(sums, (PAIRS, 2, ROWS)), (0, 2, 1)))
-    words = pack(first, second, DTYPE).to(tl.uint32, bitcast=True).to(tl.int64) | flag_of(epoch)
-    column = (tl.program_id(0) * PAIRS + tl.arange(0, PAIRS))[:, None]
+    pair = (tl.program_id(0) * PAIRS + tl.arange(0, PAIRS))[:, None]
     m = tl.arange(0, ROWS)[None, :]
-    slot = (epoch & 1) * (N * CAPACITY)
-    inside = (m < rows) & (column < C // 2)
-    push(peers, slot + rank * CAPACITY + m * (C // 2) + column, words, inside, N)
+    push_pairs(first.to(DTYPE), second.to(DTYPE), m, pair, rows, C // 2, peers, epoch, rank, N, CAPACITY)
 
 
 # --- receive ------------------------------------------------------------------------------------------------------------------
@@ -212,37 +212,57 @@ def _default_mma(rows: int, n: int, k: int) -> Mma:
     return Mma(block_n, block_k, split, pipeline_stages(rows, block_n, block_k))
 
 
-def fits(x: Tensor, weight: Tensor, exchange: Exchange) -> bool:
-    """Whether `linear_push` supports x (..., K) and weight (C, K): of one 16-bit dtype, rows at multiples of 16 bytes, the
-    weight contiguous, C even, 1 to MAX_ROWS rows, a workspace in the GPUs' memory, and a message that fits the workspace and
-    the receiver's counters."""
-    n, k = weight.shape
+def quantized_push_config(rows: int, weight: Packed, dtype: torch.dtype) -> QuantizedGemv | QuantizedStream | None:
+    """The config of a quantized layer by itself, if its kernel keeps the input's 16 bits and pushes its result, too; else None."""
+    if not 0 < rows <= MAX_ROWS or dtype not in DTYPES or weight.n % 2 or not is_exact(weight, rows, dtype):
+        return None
+    chosen = linear_quantized_config.config(rows, weight.n, weight.k, weight.format, False)
+    return chosen if isinstance(chosen, QuantizedGemv | QuantizedStream) else None
+
+
+def shape_of(weight: Tensor | Packed) -> tuple[int, int]:
+    """(C, K) of a weight."""
+    return (weight.n, weight.k) if isinstance(weight, Packed) else (weight.shape[0], weight.shape[1])
+
+
+def fits(x: Tensor, weight: Tensor | Packed, exchange: Exchange) -> bool:
+    """Whether `linear_push` supports x (..., K) and weight (C, K): x of a 16-bit dtype, the weight of the same one, contiguous, or
+    quantized, rows at multiples of 16 bytes, C even, 1 to MAX_ROWS rows, a workspace in the GPUs' memory, and a message that fits
+    the workspace and the receiver's counters."""
+    n, k = shape_of(weight)
     rows = x.numel() // max(1, k)
-    if exchange.host_buffer is not None or x.dtype != weight.dtype or x.device != weight.device or x.shape[-1] != k:
+    if exchange.host_buffer is not None or x.shape[-1] != k or not aligned(x):
         return False
-    if not (weight.is_contiguous() and aligned(x) and aligned(weight)):
+    if rows * n * x.element_size() > min(exchange.capacity, 4 * ONE_SHOT.block * MAX_PROGRAMS):
         return False
-    size = rows * n * x.element_size()
-    if size > min(exchange.capacity, 4 * ONE_SHOT.block * MAX_PROGRAMS):
-        return False
-    return push_config(rows, n, k, x.dtype) is not None
+    if isinstance(weight, Packed):
+        return x.device == weight.codes.device and quantized_push_config(rows, weight, x.dtype) is not None
+    same = x.dtype == weight.dtype and x.device == weight.device
+    return same and weight.is_contiguous() and aligned(weight) and push_config(rows, n, k, x.dtype) is not None
 
 
-def linear_push(x: Tensor, weight: Tensor, exchange: Exchange, chosen: Config | None = None, pdl: bool = True) -> None:
+def linear_push(x: Tensor, weight: Tensor | Packed, exchange: Exchange, chosen: Config | QuantizedConfig | None = None) -> None:
     """Push x @ weight.T, this rank's partial sum rounded to x's dtype, to all ranks: x (..., K), weight (C, K).
 
-    chosen: a gemv or mma config with a block_n of at least 2; None takes `push_config`'s. `receive` or `receive_add_norm` must
-    be the next launch on this workspace, on the same stream. The first call for a device must be outside a CUDA graph's capture.
-    Raises ValueError unless it `fits`.
+    chosen: a gemv or mma config with a block_n of at least 2, or a gemv or stream config of a quantized weight; None takes that of
+    `push_config` or `quantized_push_config`. `receive` or `receive_add_norm` must be the next launch on this workspace, on the same
+    stream. The first call for a device must be outside a CUDA graph's capture. Raises ValueError unless it `fits`.
     """
     if not fits(x, weight, exchange):
+        stored = weight.format if isinstance(weight, Packed) else weight.dtype
         raise ValueError(
-            f"x {tuple(x.shape)} {x.dtype} and weight {tuple(weight.shape)} {weight.dtype} have no kernel that pushes their product "
+            f"x {tuple(x.shape)} {x.dtype} and weight {shape_of(weight)} {stored} have no kernel that pushes their product "
             f"to a workspace of {exchange.capacity} bytes"
         )
     x = x.reshape(-1, x.shape[-1])
+    if isinstance(weight, Packed):
+        chosen = chosen or quantized_push_config(len(x), weight, x.dtype)
+        assert isinstance(chosen, QuantizedGemv | QuantizedStream), chosen
+        x = x if weight.columns is None else x.index_select(-1, weight.columns)
+        launch(x, weight, None, None, chosen, exchange=exchange)
+        return
     chosen = chosen or push_config(len(x), *weight.shape, x.dtype)
-    more: dict[str, Any] = {"N": exchange.world_size, "CAPACITY": exchange.capacity // 4, **pdl_options(x.device, pdl)}
+    more: dict[str, Any] = {"N": exchange.world_size, "CAPACITY": exchange.capacity // 4}
     if isinstance(chosen, Gemv):
         grid, sizes, constants = gemv_launch(x, weight, chosen)
         _gemv_push[grid](x, weight, *sizes, exchange.state, exchange.rank, **(constants | more))

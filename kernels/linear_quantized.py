@@ -15,7 +15,7 @@ import math
 from collections.abc import Callable
 from dataclasses import dataclass
 from importlib import import_module
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 import torch.nn.functional as F
@@ -33,12 +33,16 @@ from kernels.linear_quantized_config import (
     Format,
     QuantizedConfig,
     QuantizedGemv,
+    QuantizedStream,
     QuantizedTiles,
     code_config,
     config,
 )
 from kernels.optional_triton import tl, triton
 from kernels.row_codes import FP8, MAX_SIZE, RowCodes, quantize_rows
+
+if TYPE_CHECKING:
+    from kernels.all_reduce import Exchange
 
 
 @dataclass(frozen=True)
@@ -176,15 +180,31 @@ def exact_scales(weight: Packed, dtype: torch.dtype) -> bool:
 def linear_with(x: Tensor, weight: Packed, bias: Tensor | None, chosen: QuantizedConfig, swiglu: bool) -> Tensor:
     """`linear` by the gemv, stream or tiles kernel, for x with its columns in the order of the codes."""
     out = torch.empty(*x.shape[:-1], weight.n // 2 if swiglu else weight.n, dtype=x.dtype, device=x.device)
-    # counters are allocated even if this layer needs none, because later ones may be captured
-    x, rows, shared = x.reshape(-1, weight.k), out.view(-1, out.shape[-1]), counters(x.device)
-    if isinstance(chosen, QuantizedTiles):  # the modules need Gluon
-        import_module("kernels.linear_quantized_tiles").tiles(x, weight, bias, rows, shared, chosen, swiglu)
-    elif isinstance(chosen, QuantizedGemv):
-        import_module("kernels.linear_quantized_gemv").gemv(x, weight, bias, rows, chosen, swiglu)
+    rows = out.view(-1, out.shape[-1])
+    if isinstance(chosen, QuantizedTiles):  # the module needs Gluon
+        tiles = import_module("kernels.linear_quantized_tiles").tiles
+        tiles(x.reshape(-1, weight.k), weight, bias, rows, counters(x.device), chosen, swiglu)
     else:
-        import_module("kernels.linear_quantized_stream").stream(x, weight, bias, rows, shared, chosen, swiglu)
+        launch(x, weight, bias, rows, chosen, swiglu)
     return out
+
+
+def launch(
+    x: Tensor,
+    weight: Packed,
+    bias: Tensor | None,
+    out: Tensor | None,
+    chosen: QuantizedGemv | QuantizedStream,
+    swiglu: bool = False,
+    exchange: "Exchange | None" = None,
+) -> None:
+    """`linear_with` of few rows into out (rows, features), or, without bias and swiglu, pushed to all ranks (`kernels/linear_push.py`)."""
+    # counters are allocated even if this layer needs none, because later ones may be captured
+    x, shared = x.reshape(-1, weight.k), counters(x.device)
+    if isinstance(chosen, QuantizedGemv):  # the modules need Gluon
+        import_module("kernels.linear_quantized_gemv").gemv(x, weight, bias, out, chosen, swiglu, exchange)
+    else:
+        import_module("kernels.linear_quantized_stream").stream(x, weight, bias, out, shared, chosen, swiglu, exchange)
 
 
 def scaled_linear(x: RowCodes, weight: Packed, bias: Tensor | None) -> Tensor:

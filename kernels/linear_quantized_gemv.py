@@ -9,6 +9,8 @@ The order of input features in a product is free, so thread t of four multiplies
 several groups of features, which one sum cannot tell apart, each group has columns of its own: the other groups' are zero there.
 """
 
+from typing import TYPE_CHECKING
+
 import triton.language as tl
 from torch import Tensor
 from triton.experimental import gluon
@@ -19,7 +21,11 @@ from kernels.dispatch import pdl_options
 from kernels.linear_config import SMS
 from kernels.linear_quantized import Packed
 from kernels.linear_quantized_config import COLUMNS, QuantizedGemv
+from kernels.linear_quantized_push import begin_push, destination, push_tile
 from kernels.linear_quantized_stream import inline_asm, unpack_asm, zero_offset
+
+if TYPE_CHECKING:
+    from kernels.all_reduce import Exchange
 
 _COLUMNS = gl.constexpr(COLUMNS)
 
@@ -203,20 +209,22 @@ def _multiply_ring(
     return sums, later, values
 
 
-@gluon.jit(do_not_specialize=["rows"])
+@gluon.jit(do_not_specialize=["rows", "rank"])
 def _gemv(
     x,  # (rows, K)
     codes,  # (N, K * bits / 16)
     scales,  # (groups, scale_stride), or (N,)
     zeros,  # as scales, or None
     bias,  # (N,) or None
-    out,  # (rows, features)
+    out,  # (rows, features), or None if the result is pushed
     rows,
     features,  # N, or N / 2 with SWIGLU
     tiles,  # of the weight's rows
     units,  # of 16 bytes of codes in a row
     x_stride,
     scale_stride,
+    state,  # of the workspace that the result is pushed to, or None
+    rank,
     BLOCK: gl.constexpr,
     CHUNKS: gl.constexpr,
     ONCE: gl.constexpr,  # no warp has more than CHUNKS of a tile
@@ -225,13 +233,14 @@ def _gemv(
     GROUP: gl.constexpr,  # input features that share a scale, 0 for all of them
     GROUPS: gl.constexpr,  # of a chunk
     SWIGLU: gl.constexpr,
+    CAPACITY: gl.constexpr,  # words of a pushed message, at most
     PDL: gl.constexpr,
 ):
     UNIT: gl.constexpr = 8 * UNPACK[1]
     WARPS: gl.constexpr = gl.num_warps()
     MMA: gl.constexpr = gl.NVMMADistributedLayout([2, 0], [WARPS, 1, 1], [1, 16, 8])
     tile = gl.program_id(0)
-    if PDL:
+    if PDL and out is not None:
         tl.extra.cuda.gdc_launch_dependents()
     weight = (codes, scales, zeros, units, scale_stride, tiles, features, SWIGLU)
     ring = ()
@@ -239,6 +248,10 @@ def _gemv(
         ring += (_load_chunk(weight, tile, i, UNIT, GROUP, GROUPS, BLOCK, MMA),)  # type: ignore[assignment]
     if PDL:
         tl.extra.cuda.gdc_wait()
+    epoch = 0
+    if out is None:
+        epoch = begin_push(state, CAPACITY, PDL)
+    result = (scales, bias, out, state, rank, epoch, rows, features, CAPACITY)
     values = _load_input(x, x_stride, rows, units, 0, UNIT, GROUP, GROUPS)
     if AGAIN:
         for now in range(tile, tiles, gl.num_programs(0)):
@@ -250,7 +263,7 @@ def _gemv(
                 sums, ring, values = _multiply_ring(
                     sums, ring, values, weight, next_tile, next_step, x, x_stride, rows, step, UNPACK, GROUP, GROUPS, True
                 )
-            _store(gl.sum(sums, 0), scales, bias, out, rows, features, now, GROUP, GROUPS, SWIGLU)
+            _store(gl.sum(sums, 0), result, now, x.dtype.element_ty, GROUP, GROUPS, SWIGLU)
     else:
         sums = gl.zeros((WARPS, BLOCK, _COLUMNS), gl.float32, MMA)
         if ONCE:
@@ -262,12 +275,13 @@ def _gemv(
                 sums, ring, values = _multiply_ring(
                     sums, ring, values, weight, tile, step + CHUNKS, x, x_stride, rows, step, UNPACK, GROUP, GROUPS, True
                 )
-        _store(gl.sum(sums, 0), scales, bias, out, rows, features, tile, GROUP, GROUPS, SWIGLU)
+        _store(gl.sum(sums, 0), result, tile, x.dtype.element_ty, GROUP, GROUPS, SWIGLU)
 
 
 @gluon.jit
-def _store(sums, scales, bias, out, rows, features, tile, GROUP: gl.constexpr, GROUPS: gl.constexpr, SWIGLU: gl.constexpr):
-    """Store (BLOCK, columns) sums, times the scales of rows if these are not of groups, plus the bias, as out (rows, features)."""
+def _store(sums, result, tile, DTYPE: gl.constexpr, GROUP: gl.constexpr, GROUPS: gl.constexpr, SWIGLU: gl.constexpr):
+    """Store or push (BLOCK, columns) sums, times the scales of rows if these are not of groups, plus the bias."""
+    scales, bias, out, state, rank, epoch, rows, features, CAPACITY = result
     BLOCK: gl.constexpr = sums.shape[0]
     OF_A_GROUP: gl.constexpr = _COLUMNS // GROUPS
     if GROUPS > 1:
@@ -283,18 +297,29 @@ def _store(sums, scales, bias, out, rows, features, tile, GROUP: gl.constexpr, G
         pairs = sums.reshape((BLOCK // 16, 2, 8, OF_A_GROUP)).permute((0, 2, 3, 1))
         gate, up = gl.split(pairs.reshape((BLOCK // 2, OF_A_GROUP, 2)))
         sums = gate / (1.0 + gl.exp(-gate)) * up
-    LAYOUT: gl.constexpr = sums.type.layout
-    feature = tile * (BLOCK // PARTS) + _index(BLOCK // PARTS, 0, LAYOUT, 2)
-    m = _index(OF_A_GROUP, 1, LAYOUT, 2)
-    gl.store(out + m * features + feature, sums.to(out.dtype.element_ty), mask=(m < rows) & (feature < features))
+    if out is not None:
+        LAYOUT: gl.constexpr = sums.type.layout
+        feature = tile * (BLOCK // PARTS) + _index(BLOCK // PARTS, 0, LAYOUT, 2)
+        m = _index(OF_A_GROUP, 1, LAYOUT, 2)
+        gl.store(out + m * features + feature, sums.to(DTYPE), mask=(m < rows) & (feature < features))
+    else:
+        push_tile(sums, state, rank, epoch, 0, tile * BLOCK, rows, features, DTYPE, CAPACITY)
 
 
 # --- launch -------------------------------------------------------------------------------------------------------------------
 
 
-def gemv(x: Tensor, packed: Packed, bias: Tensor | None, out: Tensor, chosen: QuantizedGemv, swiglu: bool) -> None:
-    """`kernels.linear_quantized.linear_with` into out (rows, features), for x (rows, K), bf16 or fp16. Raises ValueError if the
-    config does not support them."""
+def gemv(
+    x: Tensor,
+    packed: Packed,
+    bias: Tensor | None,
+    out: Tensor | None,
+    chosen: QuantizedGemv,
+    swiglu: bool,
+    exchange: "Exchange | None" = None,
+) -> None:
+    """`kernels.linear_quantized.launch` into out (rows, features) or, without swiglu, to a workspace, for x (rows, K), bf16 or fp16.
+    Raises ValueError if the config does not support them."""
     fmt, n, k = packed.format, packed.n, packed.k
     if not chosen.fits(len(x), n, k, swiglu, fmt):
         raise ValueError(f"{chosen} cannot multiply {len(x)} rows with a weight {(n, k)} of {fmt}, swiglu={swiglu}")
@@ -302,7 +327,7 @@ def gemv(x: Tensor, packed: Packed, bias: Tensor | None, out: Tensor, chosen: Qu
     programs = min(tiles, chosen.on_an_sm * SMS) if chosen.on_an_sm else tiles
     _gemv[(programs,)](
         *(x, packed.codes, packed.scales, packed.zeros, bias, out),
-        *(len(x), out.shape[-1], tiles, units, x.stride(0), packed.scales.shape[-1]),
+        *(len(x), n // 2 if swiglu else n, tiles, units, x.stride(0), packed.scales.shape[-1]),
         BLOCK=chosen.block_n,
         CHUNKS=chosen.chunks,
         ONCE=units <= 4 * chosen.warps * chosen.chunks,
@@ -311,6 +336,7 @@ def gemv(x: Tensor, packed: Packed, bias: Tensor | None, out: Tensor, chosen: Qu
         GROUP=fmt.group,
         GROUPS=chosen.groups(fmt),
         SWIGLU=swiglu,
+        **destination(exchange),
         num_warps=chosen.warps,
         maxnreg=chosen.registers,
         **pdl_options(x.device),

@@ -10,6 +10,8 @@ A word of 8-bit codes has input features 2t, 2t + 8, 2t + 1, 2t + 9 of 16 (from 
 want in two of the thread's registers. One of 4-bit codes has 2t, 2t + 8, 2t + 16, 2t + 24 of 32, and then the same plus 1.
 """
 
+from typing import TYPE_CHECKING
+
 import torch
 import triton.language as tl
 from torch import Tensor
@@ -22,6 +24,7 @@ from kernels.dispatch import pdl_options
 from kernels.linear_config import LOADER_REGISTERS
 from kernels.linear_quantized import Packed
 from kernels.linear_quantized_config import Format, QuantizedStream
+from kernels.linear_quantized_push import begin_push, destination, push_tile
 from kernels.linear_stream import (
     add_pieces,
     descriptor,
@@ -31,6 +34,9 @@ from kernels.linear_stream import (
     store_piece,
     store_tile,
 )
+
+if TYPE_CHECKING:
+    from kernels.all_reduce import Exchange
 
 _LOADER_REGISTERS = gl.constexpr(LOADER_REGISTERS)
 
@@ -131,7 +137,7 @@ def load(x, codes, scales, zeros, ring, share, features, SWIGLU: gl.constexpr, P
 
 @gluon.jit
 def _multiply(
-    ring, row_scales, bias, out, partials, counters, rows, features, share,
+    ring, row_scales, bias, result, partials, counters, rows, features, share,
     UNPACK: gl.constexpr, GROUP: gl.constexpr, SWIGLU: gl.constexpr, MMA: gl.constexpr, PDL: gl.constexpr,
 ):  # fmt: skip
     """The multiplying warps: for each tile, the products of this program's steps, then the tile's result or its piece's sums.
@@ -139,6 +145,7 @@ def _multiply(
     With SWIGLU, `sums` are those of the gate and `up` are those of the up projection.
     """
     a, _s, _z, b, full, free = ring
+    out, state, rank, CAPACITY = result
     STAGES: gl.constexpr = full.type.shape[0]
     BLOCK: gl.constexpr = a.type.shape[1]
     ROWS: gl.constexpr = b.type.shape[1]
@@ -147,6 +154,9 @@ def _multiply(
     tiles, _steps = share_counts(share)
     if PDL:
         tl.extra.cuda.gdc_wait()
+    epoch = 0
+    if out is None:
+        epoch = begin_push(state, CAPACITY, PDL)
     nth = 0
     for i in range(tiles):
         tile, shared, first, last = share_tile(share, i)
@@ -171,7 +181,10 @@ def _multiply(
                 sums *= scale_rows(row_scales, tile * BLOCK, features, sums)
                 if SWIGLU:
                     up *= scale_rows(row_scales + features, tile * BLOCK, features, up)
-            store_tile(sums, up, bias, out, row_tile * ROWS, tile * BLOCK, rows, features, SWIGLU)
+            if out is not None:
+                store_tile(sums, up, bias, out, row_tile * ROWS, tile * BLOCK, rows, features, SWIGLU)
+            else:
+                push_tile(sums, state, rank, epoch, row_tile * ROWS, tile * BLOCK, rows, features, b.dtype, CAPACITY)
 
 
 @gluon.jit
@@ -354,7 +367,7 @@ def _interleave(found, PER_PAIR: gl.constexpr, BLOCK: gl.constexpr, COLUMNS: gl.
 # --- the kernel ---------------------------------------------------------------------------------------------------------------
 
 
-@gluon.jit(do_not_specialize=["rows"])
+@gluon.jit(do_not_specialize=["rows", "rank"])
 def _stream(
     x,  # descriptor of (rows, K)
     codes,  # descriptor of (N, K * bits / 16)
@@ -362,29 +375,33 @@ def _stream(
     zeros,  # descriptor of (groups, N), or None
     row_scales,  # (N,), or None
     bias,  # (N,) or None
-    out,  # (rows, features)
+    out,  # (rows, features), or None if the result is pushed
     partials,  # for each program, the fp32 sums of two tiles
     counters,  # one for each shared tile, fewer than two for each program; zero before and after
     rows,
     features,  # N, or N / 2 with SWIGLU
     K,
+    state,  # of the workspace that the result is pushed to, or None
+    rank,
     BLOCK_K: gl.constexpr,
     STAGES: gl.constexpr,
     UNPACK: gl.constexpr,  # (PTX, codes in two bytes, offset of zero points or None, whether scales multiply the codes)
     GROUP: gl.constexpr,  # input features that share a scale, 0 for all of them
     SWIGLU: gl.constexpr,
     MMA: gl.constexpr,  # whether mma multiplies rather than wgmma
+    CAPACITY: gl.constexpr,  # words of a pushed message, at most
     PDL: gl.constexpr,
 ):
-    if PDL:
+    if PDL and out is not None:
         tl.extra.cuda.gdc_launch_dependents()
     ring = allocate_ring(x, codes, scales, zeros, BLOCK_K, STAGES, 2 if SWIGLU else 1, 1)
     share = program_share(rows, features, K, x.block_type.shape[0], codes.block_type.shape[0], BLOCK_K)
+    result = (out, state, rank, CAPACITY)
     gl.warp_specialize(
         [
             (
                 _multiply,
-                (ring, row_scales, bias, out, partials, counters, rows, features, share, UNPACK, GROUP, SWIGLU, MMA, PDL),
+                (ring, row_scales, bias, result, partials, counters, rows, features, share, UNPACK, GROUP, SWIGLU, MMA, PDL),
             ),
             (load, (x, codes, scales, zeros, ring, share, features, SWIGLU, PDL)),
         ],
@@ -444,17 +461,18 @@ def stream(
     x: Tensor,
     packed: Packed,
     bias: Tensor | None,
-    out: Tensor,
+    out: Tensor | None,
     counters: Tensor,
     chosen: QuantizedStream,
     swiglu: bool,
+    exchange: "Exchange | None" = None,
 ) -> None:
-    """`kernels.linear_quantized.linear_with` into out (rows, features), for x (rows, K), bf16 or fp16. Raises ValueError if the
-    config does not support them."""
+    """`kernels.linear_quantized.launch` into out (rows, features) or, without bias and swiglu, to a workspace, for x (rows, K), bf16
+    or fp16. Raises ValueError if the config does not support them."""
     fmt, n, k = packed.format, packed.n, packed.k
     if not chosen.fits(len(x), n, k, swiglu, fmt):
         raise ValueError(f"{chosen} cannot multiply {len(x)} rows with a weight {(n, k)} of {fmt}, swiglu={swiglu}")
-    features = out.shape[-1]
+    features = n // 2 if swiglu else n
     tile_rows, block = chosen.tile_rows(len(x)), chosen.block_n * features // n
     steps = -(-features // block) * -(-k // chosen.block_k)
     programs = -(-len(x) // tile_rows) * min(chosen.sharers(len(x)), steps)
@@ -473,6 +491,7 @@ def stream(
         GROUP=fmt.group,
         SWIGLU=swiglu,
         MMA=chosen.is_mma(len(x)),
+        **destination(exchange),
         num_warps=chosen.warps,
         maxnreg=chosen.registers(len(x)),
         **pdl_options(x.device),

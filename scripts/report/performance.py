@@ -196,8 +196,8 @@ def push(folder: Path) -> str | None:
     found = read(folder / "push.json")
     if found is None:
         return None
-    by_rows = {
-        name.removeprefix("µs, ").removesuffix(" rows"): times for name, times in found["found"].items() if "µs, " in name
+    by_rows = {  # "16", or of quantized layers "fp8 16"
+        name.replace("µs, ", "").removesuffix(" rows"): times for name, times in found["found"].items() if "µs, " in name
     }
     lines = [
         [rows, *(f"{times[f'{layer}: {how}']:.1f}" for layer in PUSHED for how in ("linear, then one-shot", "pushed"))]

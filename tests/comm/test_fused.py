@@ -45,6 +45,10 @@ class Layer(NamedTuple):
     def out_features(self) -> int:
         return len(self.weight)
 
+    @property
+    def multiplied(self) -> Tensor | None:
+        return None if self.only_called else self.weight
+
     def reads_codes(self, like: Tensor) -> bool:
         return False
 

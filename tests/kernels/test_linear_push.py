@@ -1,21 +1,42 @@
 """Layers that push their partial sums give the same bits as the layer followed by the one-shot all-reduce, in Triton's
-interpreter and on GPUs."""
+interpreter and on GPUs. The kernels of quantized layers run in the simulator of Gluon, whose stores the interpreted kernels of other
+processes receive."""
 
 import json
 import os
 import random
-from collections.abc import Callable
+import sys
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from dataclasses import replace
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import pytest
 import torch
 import torch.distributed as dist
+import torch.nn.functional as F
 from torch import Tensor
 
+from config import ModelConfig
 from kernels.linear_config import Config, Gemv, Mma
-from tests.comm.test_symmetric import CPU, bits_by_rank, run_programs_in_threads
+from kernels.linear_quantized import Packed
+from kernels.linear_quantized_config import QuantizedConfig, QuantizedGemv, QuantizedStream
+from quantized.scheme import on_load
+from quantized.weight import dequantize, quantize
+from tests.comm.test_symmetric import CPU, bits_by_rank, run_programs_in_threads, symmetric
+from tests.kernels.test_linear_quantized import (
+    GEMV,
+    GEMV_NEEDS,
+    MODULE,
+    NEEDS,
+    SCHEMES,
+    Case,
+    operands,
+    random_case,
+    random_gemv_case,
+)
+from tests.support import gluon
 from tests.support.gpus import most_ranks, torchrun
 from tests.support.ranks import Ranks
 from tp import World
@@ -98,11 +119,174 @@ def test_what_is_pushed_is_summed_as_one_shot_sums_it(interpreters: Ranks, n: in
     assert interpreters.run(n, wrong_sums, some, seed) == [[]] * n, f"seed {seed}"
 
 
+# --- quantized layers ---------------------------------------------------------------------------------------------------------
+
+
+@contextmanager
+def simulated(seed: int, memory: Tensor) -> Iterator[list[gluon.Simulator]]:
+    """In this context, the kernels of quantized layers run in the simulator. memory: bytes that they address by numbers."""
+    loaded = {name: gluon.load(name, seed, needs=needs) for name, needs in ((MODULE, NEEDS), (GEMV, GEMV_NEEDS))}
+    with pytest.MonkeyPatch.context() as patch:
+        for name, (module, simulator) in loaded.items():
+            module.SMS = 1
+            simulator.mapped = [memory]
+            patch.setitem(sys.modules, name, module)
+        yield [simulator for _, simulator in loaded.values()]
+
+
+def alone(x: Tensor, weight: Tensor | Packed, chosen: Any) -> Tensor:
+    """The layer by itself."""
+    from kernels.linear import linear_with
+    from kernels.linear_quantized import linear_with as quantized_linear_with
+
+    if isinstance(weight, Packed):
+        return quantized_linear_with(x if weight.columns is None else x[:, weight.columns], weight, None, chosen, False)
+    return linear_with(x, weight, None, chosen, False)
+
+
+def quantized_case(dice: random.Random, scheme: str) -> Case:
+    """Few rows, an even number of features, and a config of either kernel."""
+    case = dice.choice([random_case, random_gemv_case])(dice, scheme)
+    most = 8 if scheme == "fp8 by token" else 16  # with more, the inputs of that scheme are rounded
+    return case._replace(rows=min(case.rows, most), n=case.n + case.n % 2, swiglu=False, biased=False)
+
+
+def wrong_quantized_sums(world: World, cases: list[Case], seed: int) -> list[str]:
+    """As `wrong_sums`, also by the config that a layer takes by default; and whether the receiver may start only after the wait for
+    what came before the push."""
+    from comm.workspace import open_workspace
+    from kernels.all_reduce import one_shot, one_shot_add_norm, one_shot_bytes
+    from kernels.linear_push import linear_push, quantized_push_config, receive, receive_add_norm
+
+    workspaces = [open_workspace(one_shot_bytes, 8192, CPU) for _ in range(2)]  # the mappings last as long as these objects
+    ours, other = (workspace.exchange for workspace in workspaces)
+    draw, found = random.Random(seed), []
+    with simulated(seed, workspaces[0].owner) as simulators:
+        for i, case in enumerate(cases):
+            torch.manual_seed((seed + i) * 8 + world.rank)
+            x, quantized, weight, *_ = operands(case)
+            residual, scale = stream(seed + i, case.rows, case.n, case.dtype)
+            for simulator in simulators:
+                simulator.early = [t for t in (weight.codes, weight.scales, weight.zeros) if t is not None]
+            for chosen in (case.chosen, None):
+                used = chosen or quantized_push_config(case.rows, weight, case.dtype)
+                simulator = simulators[isinstance(used, QuantizedGemv)]
+                what = f"{case._replace(chosen=used)}"
+                partial = alone(x, weight, used)
+                early = [simulator.released_early]
+                expected = *one_shot_add_norm(partial, residual, scale, 1e-5, other), one_shot(partial, other)
+                linear_push(x, weight, ours, chosen)
+                early.append(simulator.released_early)
+                total, normed = receive_add_norm(residual, scale, 1e-5, ours)
+                if draw.random() < 0.5 and not torch.equal(one_shot(partial, ours), expected[2]):
+                    found.append(f"{what}: one-shot all-reduce after it")
+                linear_push(x[None], weight, ours, chosen)
+                got = total, normed, receive((case.rows, case.n), case.dtype, ours)
+                if not all(torch.equal(a, b) for a, b in zip(got, expected, strict=True)):
+                    found.append(f"{what}: other bits")
+                if far_from_exact(total, x, dequantize(quantized), residual):
+                    found.append(f"{what}: not the sum")
+                if len(set(bits_by_rank(torch.stack(got)))) != 1 or early != [True, False]:
+                    found.append(f"{what}: ranks differ, or {early}")
+    return found + ([f"fault {int(ours.fault)}"] if int(ours.fault) else [])
+
+
+@pytest.mark.parametrize("n", [1, 2, 4])
+def test_what_quantized_layers_push_is_summed_as_one_shot_sums_it(interpreters: Ranks, n: int, seed: int) -> None:
+    """fp8, int8 and int4, with scales of rows and of groups, with and without zero points, in one order or scattered."""
+    dice = random.Random(seed)
+    cases = [quantized_case(dice, scheme) for scheme in dice.sample(list(SCHEMES), 6 if n == 2 else 2)]
+    assert interpreters.run(n, wrong_quantized_sums, cases, seed) == [[]] * n, f"seed {seed}"
+
+
+class Layer(NamedTuple):
+    """A quantized layer as a communicator sees it."""
+
+    multiplied: Packed | None
+    values: Tensor
+    bias: Tensor | None = None
+
+    def __call__(self, x: Tensor) -> Tensor:
+        return F.linear(x.float(), self.values, self.bias).to(x.dtype)
+
+
+@torch.no_grad()
+def wrong_choices(world: World, seed: int) -> list[str]:
+    """What a communicator pushes although it should not, or does not although it should, or sums wrongly."""
+    import comm.symmetric as module
+
+    comm, found = symmetric("one-shot"), []
+    torch.manual_seed(seed * 8 + world.rank)
+    case = Case(16, 40, 128, "int4 group 64 asymmetric", QuantizedStream(64, 128, 2, 4, 3, 64), FP16)
+    x, quantized, packed, *_ = operands(case)
+    values = dequantize(quantized)
+    plain, biased, adapted = Layer(packed, values), Layer(packed, values, torch.zeros(40)), Layer(None, values)
+    with simulated(seed, comm.blocking.workspace.owner) as simulators, pytest.MonkeyPatch.context() as patch:
+        for simulator in simulators:
+            simulator.early = [t for t in (packed.codes, packed.scales, packed.zeros) if t is not None]
+        patch.setattr(module, "on_gpu", lambda x: True)
+        for rows, layer, overlap, deterministic, expected in (
+            (3, plain, False, False, True),
+            (16, plain, False, False, True),
+            (2, plain, False, False, False),
+            (8, plain, True, False, False),
+            (8, biased, False, False, False),
+            (8, adapted, False, False, False),
+            (8, plain, False, True, False),
+        ):
+            with pytest.MonkeyPatch.context() as exact:
+                exact.setattr(module.determinism, "enabled", lambda exact=deterministic: exact)
+                pending = comm.begin_linear_all_reduce(x[:rows], layer, overlap)
+            what = f"{rows} {overlap} {deterministic} {layer.bias is None} {layer.multiplied is None}"
+            if isinstance(pending, module._PushedAllReduce) != expected:
+                found.append(f"{what}: not {expected}")
+            if far_from_exact(pending.wait(), x[:rows], values, torch.zeros(rows, 40)):
+                found.append(f"{what}: not the sum")
+    comm.check()
+    return found
+
+
+def test_a_communicator_pushes_what_few_rows_of_quantized_layers_sum(interpreters: Ranks, seed: int) -> None:
+    """But not with a bias, adapters, an overlapped all-reduce, or --deterministic."""
+    assert interpreters.run(2, wrong_choices, seed) == [[], []], f"seed {seed}"
+
+
+def test_what_a_kernel_may_multiply_instead_of_a_layer(monkeypatch: pytest.MonkeyPatch) -> None:
+    import tp
+
+    monkeypatch.setattr(tp, "quantized_supports", lambda dtype: True)
+    config = ModelConfig(
+        vocab_size=96, hidden_size=64, n_layers=1, n_heads=4, n_kv_heads=2, head_dim=16, intermediate_size=256, max_seq_len=64
+    )
+    shard = tp.Shard(0, 2)
+    plain = tp.ShardedLinear(config, shard, ("down_proj",), 0, dtype=BF16)
+    assert plain.multiplied is plain.weight
+    layer = tp.ShardedLinear(replace(config, quantization=on_load("int4")), shard, ("down_proj",), 0, dtype=BF16)
+    assert layer.quantized is not None and layer.multiplied is None
+    layer.quantized[0].fill(quantize(torch.randn(64, 128), on_load("int4").rules[0].scheme, "layer"))  # type: ignore[operator]
+    layer.pack(BF16)
+    assert isinstance(layer.multiplied, Packed) and layer.multiplied.k == 128
+    layer.adapters = object()  # type: ignore[assignment]
+    assert layer.multiplied is None
+
+
+# --- the protocol -------------------------------------------------------------------------------------------------------------
+
+
+def has_old_words(workspace: Any, epoch: int) -> bool:
+    """Whether a launch that must zero the other slot has left words there that are not of the next launch."""
+    exchange = workspace.exchange
+    slot, begin = exchange.world_size * exchange.capacity // 4, (exchange.peers[-1] - workspace.owner.data_ptr()) // 8
+    words = workspace.owner.view(torch.int64)[begin:][(epoch + 1) % 2 * slot :][:slot]
+    flags = words >> 32 & 0xFFFFFFFF
+    old = (flags != 0) & (flags != ((epoch + 1) & 0x7FFFFFFF | 0x80000000))
+    return epoch % 2**30 >= 2**30 - 2 and bool(old.any())
+
+
 def sums_around(world: World, epoch: int, seed: int) -> list[str]:
     """Check all-reduces while the epoch passes `epoch`. The buffers contain old words with the flags of later launches."""
     from comm.workspace import open_workspace
     from kernels.all_reduce import one_shot, one_shot_bytes
-    from kernels.linear import linear_with
     from kernels.linear_push import linear_push, receive
 
     workspaces = [open_workspace(one_shot_bytes, 4096, CPU) for _ in range(2)]  # the mappings last as long as these objects
@@ -114,11 +298,23 @@ def sums_around(world: World, epoch: int, seed: int) -> list[str]:
             ours.epochs.fill_(stale - 1)
             one_shot(torch.full((1000,), 1e6), ours)
     ours.epochs.fill_(epoch - 3)
-    for i, chosen in enumerate((Gemv(4, 64, 1), Mma(32, 32, 2, 2), Gemv(4, 64, 1), Mma(64, 32, 2, 2), Gemv(32, 64, 1))):
-        x, weight = layer(world, seed + i, 3, 300 if i > 2 else 10, 64, FP16)
-        linear_push(x, weight, ours, chosen)
-        if not torch.equal(receive((3, len(weight)), FP16, ours), one_shot(linear_with(x, weight, None, chosen, False), other)):
-            found.append(f"launch {int(ours.epochs[0])}")
+    configs: list[Config | QuantizedConfig] = [Gemv(32, 64, 1), Mma(64, 32, 2, 2)]
+    configs += [QuantizedGemv(16, 1, 1), QuantizedStream(64, 128, 2, 4, 3)]
+    with simulated(seed, workspaces[0].owner) as simulators:
+        for i, chosen in enumerate(random.Random(seed).choices(configs, k=5)):
+            n, weight = 300 if i > 2 else 10, None
+            if isinstance(chosen, QuantizedGemv | QuantizedStream):
+                torch.manual_seed((seed + i) * 8 + world.rank)
+                x, _, weight, *_ = operands(Case(3, n, 64, "int4", chosen, FP16))
+                for simulator in simulators:
+                    simulator.early = [weight.codes, weight.scales]
+            else:
+                x, weight = layer(world, seed + i, 3, n, 64, FP16)
+            linear_push(x, weight, ours, chosen)
+            if has_old_words(workspaces[0], int(ours.epochs[0]) + 1):
+                found.append(f"launch {int(ours.epochs[0])} by {chosen} leaves old words")
+            if not torch.equal(receive((3, n), FP16, ours), one_shot(alone(x, weight, chosen), other)):
+                found.append(f"launch {int(ours.epochs[0])} by {chosen}")
     if set(ours.epochs.tolist()) != {epoch + 2}:
         found.append(f"counters {set(ours.epochs.tolist())}")
     return found
@@ -222,11 +418,21 @@ def test_every_program_of_a_chosen_config_has_pairs() -> None:
 
 @pytest.mark.skipif(most_ranks() < 2, reason="needs two GPUs")
 def test_on_gpus(tmp_path: Path) -> None:
-    """The bits are those of the layer and the one-shot all-reduce, also in thousands of graph replays."""
-    out = tmp_path / "push.json"
+    """The bits are those of the layer and the one-shot all-reduce, also in thousands of graph replays, of layers in 16, 8 and 4 bits."""
+    report = gpu_report(tmp_path)
+    assert report["found"]["correct"] > 0 and report["found"]["replays"] >= 2000
+    found = gpu_report(tmp_path, "--quantize", "fp8", "int8", "int4")["found"]
+    assert len([name for name in found if "correct" in name]) == 8
+    assert all(found[f"{kind} replays"] >= 2000 for kind in ("fp8", "int8", "int4"))
+
+
+def gpu_report(folder: Path, *flags: str) -> dict[str, Any]:
+    """What the command finds that checks and times such layers, without times."""
+    out = folder / "push.json"
     count = min(4, most_ranks())
     environment = {name: value for name, value in os.environ.items() if name != "TRITON_INTERPRET"} | {"NCCL_NVLS_ENABLE": "0"}
-    torchrun(count, "-m", "scripts.bench.comm.push", "--out", str(out), "--seconds", "0", timeout=600, env=environment)
+    command = ("-m", "scripts.bench.comm.push", "--out", str(out), "--seconds", "0", *flags)
+    torchrun(count, *command, timeout=600, env=environment)
     report: dict[str, Any] = json.loads(out.read_text())
     assert report["errors"] == {}
-    assert report["found"]["correct"] > 0 and report["found"]["replays"] >= 2000
+    return report

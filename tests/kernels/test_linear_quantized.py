@@ -53,7 +53,8 @@ SCHEMES = {
     "int4 group 128": Scheme("on-load", 4, group=128),
     "int4 group 128 asymmetric": Scheme("on-load", 4, group=128, symmetric=False),
 }
-MODULE, NEEDS = "kernels.linear_quantized_stream", ("kernels.linear_stream",)
+PUSH = ("kernels.device", "kernels.linear_quantized_push")
+MODULE, NEEDS = "kernels.linear_quantized_stream", ("kernels.linear_stream", *PUSH)
 GEMV, GEMV_NEEDS = "kernels.linear_quantized_gemv", (*NEEDS, MODULE)
 TILES, TILES_NEEDS = "kernels.linear_quantized_tiles", (*NEEDS, MODULE)
 
@@ -368,22 +369,28 @@ COMPILED = [
 KERNELS = {QuantizedGemv: (GEMV, "_gemv"), QuantizedStream: (MODULE, "_stream"), QuantizedTiles: (TILES, "_tiles")}
 
 
-@pytest.mark.parametrize("case", COMPILED)
-def test_it_compiles_for_hopper_and_fits_an_sm(case: Case, monkeypatch: pytest.MonkeyPatch) -> None:
-    """With Triton's compiler, for Hopper. Buffers suffice, registers do for few rows, and the weight comes from registers."""
+def compiling(chosen: QuantizedConfig, monkeypatch: pytest.MonkeyPatch) -> tuple[Any, list[Any]]:
+    """The module of this config's kernel, whose launches now only compile it for Hopper, and what they have compiled."""
     triton = pytest.importorskip("triton")
     target = SimpleNamespace(
         get_current_target=lambda: triton.backends.compiler.GPUTarget("cuda", 90, 32),
         get_current_device=lambda: 0,
         get_current_stream=lambda _device: 0,
     )
-    name, kernel = KERNELS[type(case.chosen)]
+    name, kernel = KERNELS[type(chosen)]
     module = importlib.import_module(name)
     jitted = getattr(module, kernel)
-    compiled, run = [], jitted.run
+    compiled, run = list[Any](), jitted.run
     monkeypatch.setattr(triton.runtime.driver, "_active", target)
     monkeypatch.setattr(jitted, "run", lambda *a, **options: compiled.append(run(*a, **options | {"warmup": True})))
     monkeypatch.setattr(module, "pdl_options", lambda _device: {"PDL": True, "launch_pdl": True})
+    return module, compiled
+
+
+@pytest.mark.parametrize("case", COMPILED)
+def test_it_compiles_for_hopper_and_fits_an_sm(case: Case, monkeypatch: pytest.MonkeyPatch) -> None:
+    """With Triton's compiler, for Hopper. Buffers suffice, registers do for few rows, and the weight comes from registers."""
+    module, compiled = compiling(case.chosen, monkeypatch)
     x, _, packed, bias, _, plain = operands(case)
     out = torch.empty_like(plain)
     if isinstance(case.chosen, QuantizedGemv):
@@ -401,6 +408,32 @@ def test_it_compiles_for_hopper_and_fits_an_sm(case: Case, monkeypatch: pytest.M
     )
     assert ("mma.sync" if is_mma else "wgmma.mma_async") in compiled[0].asm["ptx"]
     assert compiled[0].asm["ptx"].count(".local") == 0
+
+
+@pytest.mark.parametrize(
+    "case",
+    [
+        Case(4, 1024, 2048, "fp8", QuantizedGemv(16, 4, 8)),
+        Case(2, 1024, 2048, "int4 group 32", QuantizedGemv(32, 4, 4)),
+        Case(16, 1024, 1024, "int8 group 64 asymmetric", QuantizedStream(128, 256, 2, 4, 264, 64)),
+    ],
+)
+def test_a_pushed_result_takes_no_more_shared_memory(case: Case, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The buffers have what there is."""
+    from kernels.all_reduce import Exchange
+
+    module, compiled = compiling(case.chosen, monkeypatch)
+    x, _, packed, _, _, plain = operands(case)
+    state = [torch.zeros(1, dtype=dtype) for dtype in (torch.int64, torch.int64, torch.int32)]
+    exchange = Exchange(1, (1 << 40, 1 << 41), *state, capacity=256 << 10)
+    for out, to in ((torch.empty_like(plain), None), (None, exchange)):
+        if isinstance(case.chosen, QuantizedGemv):
+            module.gemv(x, packed, None, out, case.chosen, False, to)
+        else:
+            module.stream(x, packed, None, out, torch.empty(0, dtype=torch.int32), case.chosen, False, to)
+    stored, pushed = compiled
+    assert pushed.metadata.shared == stored.metadata.shared
+    assert pushed.asm["ptx"].count(".local") == 0
 
 
 # --- GPU ----------------------------------------------------------------------------------------------------------------------

@@ -1,7 +1,8 @@
 """Runs Gluon kernels for Hopper on the CPU, because Triton's interpreter cannot: `load` imports a module of kernels with this
 simulator in place of Triton, and its kernels then run when they are launched.
 
-The simulator knows what `kernels/linear_stream.py` and the kernels of `kernels/linear_quantized.py` use, PTX included. Programs
+The simulator knows what `kernels/linear_stream.py` and the kernels of `kernels/linear_quantized.py` use, PTX included. Programs may
+store to addresses in `mapped` memory, which other processes read, as `kernels/device.py` does. Programs
 start in random order, some of them only after others have ended, and their partitions take turns at random. TMA loads and wgmmas are as late as their barriers and waits allow. It raises `Fault` for: memory or a buffer that is used
 before it is loaded, or overwritten before it has been read; bytes that a barrier did not expect, or a second arrival in a phase;
 addresses outside a tensor; memory but `early` tensors before the wait for the previous kernel; and programs that all wait.
@@ -73,12 +74,12 @@ class _Thread:
 class _Launch:
     """The threads of a launch, and the TMA loads under way."""
 
-    def __init__(self, dice: random.Random, early: Sequence[Tensor]) -> None:
-        self.dice, self.early = dice, early
+    def __init__(self, dice: random.Random, early: Sequence[Tensor], mapped: Sequence[Tensor]) -> None:
+        self.dice, self.early, self.mapped = dice, early, mapped
         self.turn, self.failure = threading.Semaphore(0), None
         self.threads: list[_Thread] = []
         self.loads: list[Callable[[], None]] = []
-        self.programs = 0
+        self.programs, self.released_early = 0, False
 
     def start(self, program: int, job: Callable[[], None], warps: int) -> _Thread:
         thread = _Thread(self, program, job, warps)
@@ -135,12 +136,19 @@ class Block(Tensor):
     def type(self) -> Any:  # type: ignore[override]
         return SimpleNamespace(layout=None, shape=self.shape)
 
-    def to(self, dtype: torch.dtype, bitcast: bool = False) -> Any:  # type: ignore[override]
+    def to(self, dtype: Any, bitcast: bool = False) -> Any:  # type: ignore[override]
+        if isinstance(dtype, PointerType):
+            return _mapped(int(self), dtype.element_ty)
         return self.view(dtype) if bitcast else super().to(dtype)
 
 
 def _block(value: Any, dtype: torch.dtype | None = None) -> Any:
     return torch.as_tensor(value, dtype=dtype).as_subclass(Block)  # type: ignore[arg-type]
+
+
+@dataclass(frozen=True)
+class PointerType:
+    element_ty: torch.dtype
 
 
 @dataclass(frozen=True)
@@ -157,8 +165,8 @@ class Pointer:
     def __add__(self, offset: Any) -> "Pointer":
         return Pointer(self.memory, self.offset + offset)
 
-    def to(self, dtype: torch.dtype, bitcast: bool) -> "Pointer":
-        return Pointer(self.memory.view(dtype))
+    def to(self, dtype: PointerType, bitcast: bool) -> "Pointer":
+        return Pointer(self.memory.view(dtype.element_ty))
 
     def where(self, mask: Any) -> tuple[Tensor, Tensor]:
         """The offsets, and which of them are used."""
@@ -178,7 +186,22 @@ def _pointer(x: Tensor) -> Pointer:
     return Pointer(x.as_strided((size,), (1,)))
 
 
-def _load(pointer: Pointer, mask: Any = None, other: Any = 0, cache_modifier: str = "", eviction_policy: str = "") -> Any:
+def _mapped(address: int, dtype: torch.dtype) -> Pointer:
+    """A pointer to an address in memory that is `mapped`."""
+    for memory in _thread().launch.mapped:
+        if 0 <= address - memory.data_ptr() < memory.nbytes:
+            return Pointer(memory.view(dtype), (address - memory.data_ptr()) // dtype.itemsize)
+    raise Fault("an address is in no memory")
+
+
+def _load(
+    pointer: Pointer,
+    mask: Any = None,
+    other: Any = 0,
+    cache_modifier: str = "",
+    eviction_policy: str = "",
+    volatile: bool = False,
+) -> Any:
     offset, used = pointer.where(mask)
     _thread().pause()
     return _block(torch.where(used, pointer.memory[offset], torch.tensor(other, dtype=pointer.memory.dtype)))
@@ -451,6 +474,12 @@ _pdl = SimpleNamespace(on=False)
 LAYOUTS = ("NVMMADistributedLayout", "SliceLayout", "BlockedLayout", "DistributedLinearLayout", "DotOperandLayout")
 
 
+def _gdc_launch_dependents() -> None:
+    thread = _thread()
+    thread.pause()
+    thread.launch.released_early |= not thread.waited
+
+
 def _gdc_wait() -> None:
     thread = _thread()
     thread.pause()
@@ -480,12 +509,23 @@ class _Kernel:
     def __getitem__(self, grid: Sequence[int]) -> Callable[..., None]:
         def launch(*args: Any, num_warps: int, launch_pdl: bool, maxnreg: int | None, **constants: Any) -> None:
             _pdl.on = constants["PDL"] = True
-            given = [_pointer(x) if isinstance(x, Tensor) else _block(x) if isinstance(x, int) else x for x in args]
-            run = _Launch(self.simulator.dice, self.simulator.early)
+            given = [_given(x) for x in args]
+            constants |= {name: _given(x) for name, x in constants.items() if name in ("state", "rank")}
+            run = _Launch(self.simulator.dice, self.simulator.early, self.simulator.mapped)
             run.run(grid[0], lambda: self.function(*given, **constants), num_warps, self.simulator.most_programs)
             _check(not run.loads, "a kernel ends before its loads")
+            self.simulator.released_early = run.released_early
 
         return launch
+
+
+def _given(x: Any) -> Any:
+    """An argument of a kernel as its programs see it."""
+    if isinstance(x, tuple) and hasattr(x, "_fields"):
+        return x._make(map(_given, x))  # type: ignore[attr-defined]
+    if isinstance(x, tuple):
+        return tuple(map(_given, x))
+    return _pointer(x) if isinstance(x, Tensor) else _block(x) if isinstance(x, int) else x
 
 
 class _SharedLayout:
@@ -498,14 +538,16 @@ class _SharedLayout:
 
 
 class Simulator:
-    """The modules that stand in for Triton's. early: tensors that may be loaded before the previous kernel has finished. more: by
-    module, what another kernel needs beside or instead of this simulator's. most_programs: that run at the same time."""
+    """The modules that stand in for Triton's. early: tensors that may be loaded before the previous kernel has finished. mapped:
+    memory of bytes that programs address by numbers. more: by module, what another kernel needs beside or instead of this simulator's.
+    most_programs: that run at the same time. released_early: whether the last launch let the next one start before its own wait."""
 
     most_programs = 1 << 20
     more: ClassVar[dict[str, dict[str, Any]]] = {}
 
     def __init__(self, seed: int) -> None:
-        self.dice, self.early = random.Random(seed), list[Tensor]()
+        self.dice, self.early, self.mapped = random.Random(seed), list[Tensor](), list[Tensor]()
+        self.released_early = False
 
     def jit(self, function: Callable[..., Any] | None = None, **_options: Any) -> Any:
         return (lambda f: _Kernel(f, self)) if function is None else _Kernel(function, self)
@@ -526,7 +568,8 @@ class Simulator:
             "arange": lambda start, end, _layout: _block(torch.arange(start, end)),
             "exp": torch.exp,
             "convert_layout": lambda x, _layout: x,
-            "pointer_type": lambda dtype: dtype,
+            "pointer_type": PointerType,
+            "multiple_of": lambda pointer, _unit: pointer,
             "join": lambda a, b: torch.stack([a, b], -1),
             "split": lambda x: x.unbind(-1),
             "sum": torch.sum,
@@ -536,11 +579,12 @@ class Simulator:
             "store": _store,
             "atomic_add": _atomic_add,
             "thread_barrier": lambda: _thread().pause(),
+            "debug_barrier": lambda: _thread().pause(),
             "allocate_shared_memory": lambda dtype, shape, _layout: _Buffers(dtype, shape),
             "warp_specialize": _warp_specialize,
             **{name: lambda *args: None for name in LAYOUTS},
             "NVMMASharedLayout": _SharedLayout,
-            **{name: getattr(torch, name) for name in ("bfloat16", "float16", "float32", "int16", "int32", "int64")},
+            **{name: getattr(torch, name) for name in ("bfloat16", "float16", "float32", "int16", "int32", "int64", "uint32")},
             "float8e4nv": torch.float8_e4m3fn,
         }
         hopper = {
@@ -555,10 +599,10 @@ class Simulator:
             "warpgroup_mma": _wgmma,
             "warpgroup_mma_wait": _wgmma_wait,
         }
-        cuda = SimpleNamespace(gdc_wait=_gdc_wait, gdc_launch_dependents=lambda: None)
+        cuda = SimpleNamespace(gdc_wait=_gdc_wait, gdc_launch_dependents=_gdc_launch_dependents)
         contents: dict[str, dict[str, Any]] = {
-            "triton": {},
-            "triton.language": {"extra": SimpleNamespace(cuda=cuda)},
+            "triton": {"jit": self.jit},
+            "triton.language": {**language, "extra": SimpleNamespace(cuda=cuda)},
             "triton.experimental": {},
             "triton.experimental.gluon": {"jit": self.jit, "constexpr_function": lambda function: function},
             "triton.experimental.gluon.language": language,

@@ -4,6 +4,7 @@ It does not check results, which tests and `make bench-comm` do. compute-sanitiz
 accesses.
 """
 
+import itertools
 import os
 
 import torch
@@ -19,7 +20,9 @@ from comm.quantized_symmetric import QuantizedSymmetricCommunicator
 from comm.relay import RelayCommunicator
 from comm.row_buffers import RowBuffers, RowShard
 from comm.symmetric import KINDS, SymmetricCommunicator
-from kernels import fused_rows, linear_push
+from kernels import fused_rows, linear_push, linear_quantized
+from quantized.scheme import SCHEMES
+from quantized.weight import quantize
 
 DEVICE = torch.device("cuda", 0)
 SHAPES = ((1, 8192), (3, 1000), (16, 8192))  # rows and width of a message
@@ -42,10 +45,12 @@ def sums(comm: Communicator) -> None:
 
 
 def pushes(comm: SymmetricCommunicator) -> None:
-    exchange = comm.blocking.workspace.exchange
-    for rows in (1, 4, 16):
-        linear_push.linear_push(random(rows, 2048), random(8192, 2048), exchange)
-        linear_push.receive_add_norm(random(rows, 8192), random(8192), 1e-5, exchange)
+    exchange, weight = comm.blocking.workspace.exchange, random(8192, 2048)
+    packed = linear_quantized.pack(*quantize(weight, SCHEMES["int4"], "layer")[:4])
+    for rows, read in itertools.product((1, 4, 16), (weight, packed if linear_quantized.supports(weight.dtype) else None)):
+        if read is not None:
+            linear_push.linear_push(random(rows, 2048), read, exchange)
+            linear_push.receive_add_norm(random(rows, 8192), random(8192), 1e-5, exchange)
     comm.check()
 
 
