@@ -6,9 +6,11 @@ import torch
 from torch import Tensor
 
 from comm.symmetric import KINDS, OVERLAP_CAPACITY
-from kernels.row_codes import quantize_rows
+from kernels.row_codes import RowCodes, quantize_rows
 from scripts.bench.comm.all_reduce.bench import WIDTH, Bench
 from scripts.bench.comm.parts import Replays
+
+NEAR = 2.0**-18  # relative: more than two fp32 norms of a row differ by
 
 
 def sums(bench: Bench, dtype: torch.dtype, sizes: Iterable[int]) -> int:
@@ -36,11 +38,22 @@ def norms(bench: Bench, shapes: Iterable[tuple[int, int]], dtype: torch.dtype = 
         bench.check_close(f"{kind} norm {rows} {width}", normed, exact, plain, dtype)
         if width % 16 == 0 and dtype.itemsize == 2:
             after, codes = bench.ours[kind].begin_all_reduce(partial.clone()).add_norm_codes(x, weight, 1e-5)
-            expected = quantize_rows(normed)
-            bench.check_same(f"{kind} codes {rows} {width}", codes.codes, expected.codes)
-            bench.check_same(f"{kind} scales {rows} {width}", codes.scales, expected.scales)
+            check_codes(f"{kind} codes {rows} {width}", codes, exact, dtype)
             bench.check_same(f"{kind} sum before codes {rows} {width}", after, total)
     return len(jobs)
+
+
+def check_codes(what: str, got: RowCodes, exact: Tensor, dtype: torch.dtype) -> None:
+    """Raise AssertionError unless `got` has the codes and scales of `exact` (rows, width) fp32, rounded to dtype.
+
+    Kernels add a row's squares in several orders, so a value very near the middle of two of dtype may become either of them. A row
+    whose largest value is so near, and which may have either scale, is left out."""
+    below, above = (quantize_rows((exact * (1 + side * NEAR)).to(dtype)) for side in (-1, 1))
+    known = (below.scales == above.scales)[:, 0]
+    codes, low, high = (each.codes.view(torch.uint8) for each in (got, below, above))
+    apart = int(((codes != low) & (codes != high))[known].sum()) + int((got.scales != below.scales)[known].sum())
+    assert apart == 0, f"{what}: {apart} of {codes.numel()} values and {len(codes)} scales"
+    assert known.any(), f"{what}: all rows left out"
 
 
 def gathers(bench: Bench) -> int:
