@@ -1,6 +1,7 @@
 """Have prompts the same log-probabilities, to the bit, whatever runs beside, on 1 and on several ranks, and in training?
 
-    python -m scripts.quality.same_bits --device cuda             # 2 GPUs: models/tiny-hybrid, and 4 layers of Llama 3 8B in 16, 8, 4 bits
+    python -m scripts.quality.same_bits --device cuda             # 2 GPUs: models/tiny-hybrid and 4 layers of Llama 3 8B, in bfloat16
+    python -m scripts.quality.same_bits --device cuda --models llama-3-8b:4,fp8 llama-3-8b:4,int4     # quantized while loading them
     python -m scripts.quality.same_bits --items 24 --models models/tiny-hybrid     # CPU ranks
     python -m scripts.quality.same_bits --items 24 --fast         # without --deterministic, to see that differences are found
 
@@ -11,8 +12,8 @@ answered with drafts, which are the answers with some wrong tokens. The training
 prompts with their answers, where the weights are not quantized. A prompt's vector, its answer's tokens and their log-probabilities,
 is compared with that of a single request on one rank.
 
-Each launch's result is kept in out/same-bits, and --seconds bounds the whole: run it again to go on. Writes same-bits.json and .md
-into out (with --write into docs/results). The exit code is 1 if a vector differs.
+Each launch's result is kept in out/same-bits, and --seconds bounds the whole: run it again to go on. Writes same-bits.json and .md,
+or of quantized models alone same-bits-quantized, into out (with --write into docs/results). The exit code is 1 if a vector differs.
 """
 
 import argparse
@@ -37,9 +38,9 @@ from cli import Parser, run
 from comm import Local
 from comm.table import digest
 from engine import LLM, SamplingParams
-from engine.core import EngineLimits
+from engine.core import Engine, EngineLimits
+from engine.drafts import FREE
 from engine.paged_cache import PagedCache
-from engine.protocol import Stats
 from errors import UserError
 from kernels.optional_triton import triton
 from kernels.sampling import log_softmax
@@ -70,7 +71,7 @@ CHUNKED = EngineLimits(max_model_len=LENGTH, max_num_seqs=32, max_batch_tokens=6
 SCARCE = 3  # if they are shorter, for so many of a call's longest
 ROWS = 16  # prompts of a batch of training
 MARGIN = 30.0  # seconds below which no launch is started
-DEFAULT = [("models/tiny-hybrid", None), *(("llama-3-8b:4", width) for width in (None, "fp8", "int4"))]
+DEFAULT = [("models/tiny-hybrid", None), ("llama-3-8b:4", None)]
 CODE = ("*.py", "comm/*.py", "engine/*.py", "kernels/*.py", "quantized/*.py", "training/*.py", "scripts/quality/same_bits.py")
 
 
@@ -137,7 +138,7 @@ def work(args: argparse.Namespace) -> None:
         found[setting.name] = [vector(*answer) for answer in answers]
         if setting.name == REFERENCE:
             texts = [(prompt, tokens) for prompt, (tokens, _) in zip(prompts, answers, strict=True)]
-    chunked, drafting = stats_of(engines["chunked"]), stats_of(engines["drafting"])
+    chunked, drafting = (engine_of(engines[name]).stats() for name in ("chunked", "drafting"))
     counts = {name: getattr(chunked, name) for name in ("prefix_hits", "preemptions", "steps")}
     counts |= {"accepted": sum(source.accepted for source in drafting.drafted.values())}
     del engines
@@ -162,12 +163,16 @@ def engines_of(model: Transformer, world: World, dtype: torch.dtype) -> dict[str
         "chunked": replace(CHUNKED, kv_memory=sequence),
         "drafting": replace(whole, max_num_seqs=8, kv_memory=sequence * 8, draft_tokens=DRAFTED),
     }
-    return {name: LLM(model, None, world, limits=limit) for name, limit in limits.items()}
+    engines = {name: LLM(model, None, world, limits=limit) for name, limit in limits.items()}
+    drafting = engines["drafting"]
+    drafting.generate([[0]], SamplingParams(max_tokens=1))  # makes the engine
+    engine_of(drafting).speculation.costs = FREE  # with measured ones, drafts may not pay
+    return engines
 
 
-def stats_of(llm: LLM) -> Stats:
+def engine_of(llm: LLM) -> Engine:
     assert llm.engine is not None
-    return llm.engine.stats()
+    return llm.engine
 
 
 def predicting(params: list[SamplingParams], texts: list[tuple[list[int], list[int]]], vocab_size: int) -> list[SamplingParams]:
@@ -362,7 +367,7 @@ def main() -> None:
         default=DEFAULT,
         metavar="MODEL[,WIDTH]",
         help="checkpoints, or presets with random weights, also quantized while loading them "
-        "(default: models/tiny-hybrid llama-3-8b:4 llama-3-8b:4,fp8 llama-3-8b:4,int4)",
+        "(default: models/tiny-hybrid llama-3-8b:4)",
     )
     parser.add_argument("--tp", type=whole_number(2, 8), default=2, metavar="N", help="ranks compared with one (default: 2)")
     parser.add_argument("--items", type=whole_number(1), default=1000, metavar="N", help="prompts (default: 1000)")
@@ -385,9 +390,10 @@ def main() -> None:
     print(text)
     if folder:
         content = {"machine": where, "device": args.device, "dtype": args.dtype, "tokens": args.tokens, "rows": rows}
-        raw = write_json("same-bits", content, folder)
-        write_text(folder / "same-bits.md", text, raw)
-        print(f"wrote same-bits.json and same-bits.md in {folder.relative_to(ROOT)}")
+        name = "same-bits-quantized" if all(width for _, width in args.models) else "same-bits"
+        raw = write_json(name, content, folder)
+        write_text(folder / f"{name}.md", text, raw)
+        print(f"wrote {name}.json and {name}.md in {folder.relative_to(ROOT)}")
     if any(row["differ"] for row in rows):
         sys.exit(1)
 
