@@ -101,7 +101,7 @@ def test_jobs_measure_and_their_rows_are_kept(
     speculation.main()
     shown, made = capsys.readouterr(), json.loads((out / "speculation.json").read_text())
     assert "2/2" in shown.err and (out / "speculation.md").read_text() in shown.out
-    assert "Each model and task had 1 cores of the machine, and at most 1 ran at once." in shown.out
+    assert "Each model and task had 1 core(s) of the machine, and at most 1 ran at once." in shown.out
     assert [(one["task"], one["clients"]) for one in made["rows"]] == [
         (task, clients) for task in ("question", "counting") for clients in (1, 2) for _ in range(2)
     ]
@@ -184,7 +184,7 @@ def test_a_stopped_command_goes_on(monkeypatch: pytest.MonkeyPatch, started: typ
         "4 of 8 ratios are below 0.97. A ratio's standard error, from its quartiles, is 2.7% in the median row and at most 3.3%."
         in text
     )
-    assert "Each model and task had 2 cores of the machine, and at most 3 ran at once." in text
+    assert "Each model and task had 2 core(s) of the machine, and at most 3 ran at once." in text
 
 
 def test_what_changes_a_figure_is_measured_again(monkeypatch: pytest.MonkeyPatch, started: type[Started]) -> None:

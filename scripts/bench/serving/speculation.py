@@ -284,7 +284,7 @@ def launched(args: argparse.Namespace, deadline: float) -> dict[str, Any]:
     todo = sorted((pair for pair in files if not files[pair].exists()), key=lambda pair: pair[1] not in LONG)
     began, usual = dict[str, float](), None if args.pair_seconds is None else args.pair_seconds + START
     try:
-        with tqdm(total=len(files), initial=len(files) - len(todo), unit="pair") as bar:
+        with tqdm(total=len(files), initial=len(files) - len(todo), unit="pair", miniters=0, mininterval=2) as bar:
             while (todo or workers.running) and time.monotonic() < deadline:
                 while todo and len(workers.running) < args.jobs:
                     name, task = pair = todo.pop(0)
@@ -293,13 +293,15 @@ def launched(args: argparse.Namespace, deadline: float) -> dict[str, Any]:
                     workers.start(files[pair].stem, words, files[pair].with_suffix(".log"))
                     began[files[pair].stem] = time.monotonic()
                 time.sleep(0.2)
+                done = 0
                 for stem, code in workers.ended().items():
                     failed += [f"{stem}.log"] * bool(code)
                     usual = time.monotonic() - began[stem] if not code else usual
-                    bar.update(not code)
+                    done += not code
                 if usual is not None:
                     running = [max(0.0, began[stem] + usual - time.monotonic()) for stem in workers.running]
-                    bar.set_postfix_str(f"about {time_left(running, [usual] * len(todo), args.jobs):.0f} s left")
+                    bar.set_postfix_str(f"about {time_left(running, [usual] * len(todo), args.jobs):.0f} s left", refresh=False)
+                bar.update(done)
     finally:
         workers.stop()
     if failed:
@@ -387,7 +389,7 @@ def caption_of(rows: list[dict[str, Any]], settings: dict[str, Any], where: str)
     low = sum(row["ratio"] < GOAL for row in rows)
     errors = [row["error"] / row["ratio"] for row in rows if row["error"] is not None]
     spread = f" A ratio's standard error, from its quartiles, is {median(errors):.1%} in the median row and at most {max(errors):.1%}."
-    jobs = f" Each model and task had {settings['cores']} cores of the machine, and at most {settings['jobs']} ran at once."
+    jobs = f" Each model and task had {settings['cores']} core(s) of the machine, and at most {settings['jobs']} ran at once."
     return (
         f"Greedy, {settings['ranks']} rank(s), medians of {runs}. Tokens a step are those of a sequence. Predictions are "
         f"the answers themselves, each token right with probability {settings['accept_rate']:g}; so are drafts of presets, whose weights are "
