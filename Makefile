@@ -134,7 +134,7 @@ bench-cpu: setup-dev #+ Measure: decode speed compared with transformers.generat
 plan-serving-check: setup-dev #+ Measure: the planner for serving compared with measured servers, engines and steps, into out/plan-serving.md (tracked: ARGS=--write)
 	@$(PY) -m scripts.report.plan_serving $(ARGS)
 
-speculation: setup-dev #+ Measure: accepted tokens of drafts and tokens/s with and without speculation by task on the embedded models, into out/speculation.md (tracked: ARGS=--write; over an hour; --requests 12 --repeats 3: 17 min)
+speculation: setup-dev #+ Measure: accepted tokens of drafts and tokens/s with and without speculation by task on the embedded models, into out/speculation.md (tracked: ARGS=--write; over an hour; 8 min on 24 cores: ARGS="--jobs 12 --pair-seconds 160 --repeats 3 --long-requests 8", resumable)
 	@$(PY) -m scripts.bench.serving.speculation $(ARGS)
 
 draft-times: setup #+ Measure: µs of a step by its rows, and of a chain of drafted tokens by an EAGLE-3 head, with random weights on RANKS ranks, a JSON line for each model (GPUs with 32 GB for weights): make draft-times RANKS=1 ARGS="--models llama-3-8b"

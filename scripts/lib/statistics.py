@@ -1,7 +1,8 @@
-"""Standard errors of means, and the paired t test."""
+"""Standard errors of means, the paired t test, and the spread about a median."""
 
 import math
 from collections.abc import Sequence
+from statistics import quantiles
 
 INTERVALS = 400  # of Simpson's rule, even
 
@@ -13,6 +14,21 @@ def mean_error(values: Sequence[float]) -> tuple[float, float]:
         return mean, math.nan
     variance = sum((value - mean) ** 2 for value in values) / (len(values) - 1)
     return mean, math.sqrt(variance / len(values))
+
+
+def quartiles(values: Sequence[float]) -> tuple[float, float]:
+    """Between which the middle half of the values is."""
+    low, _, high = quantiles(values, n=4, method="inclusive") if len(values) > 1 else [*values] * 3
+    return low, high
+
+
+def median_error(values: Sequence[float]) -> float:
+    """The standard error of the median of independent values, from their quartiles as if they were normal. NaN for one value.
+
+    A normal distribution's quartiles are 1.349 deviations apart, and its median's error is sqrt(pi / 2) that of its mean.
+    """
+    low, high = quartiles(values)
+    return math.sqrt(math.pi / 2 / len(values)) * (high - low) / 1.349 if len(values) > 1 else math.nan
 
 
 def paired_test(differences: Sequence[float]) -> tuple[float, float, float]:

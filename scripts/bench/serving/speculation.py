@@ -1,6 +1,7 @@
 """How many tokens of a draft are right, and tokens/s with and without speculation, by task and number of clients.
 
     python -m scripts.bench.serving.speculation
+    python -m scripts.bench.serving.speculation --jobs 12 --pair-seconds 160 --repeats 3 --long-requests 8 --seconds 500   # 24 cores
     python launch.py --ranks 2 -m scripts.bench.serving.speculation --models llama-3-70b:16 --accept-rate 0.7
 
 The tasks are held-out documents of the corpus on which the embedded models were trained. A preset's weights are random and its
@@ -12,11 +13,17 @@ those of the answer with the probability --accept-rate: their time is real, thei
 
 With and without take turns after every few requests, in a random order, so that a slowdown of the machine affects both; a ratio is
 the median of those of the runs. It needs a quiet machine. Writes speculation.json and .md into out (with --write into docs/results).
+
+With --jobs N each pair of a model and a task is measured in a process of its own, which has --cores cores and as many threads, at most
+N at a time. A pair's rows are kept in out/speculation, and --seconds bounds the whole: run the same command again to go on. The last
+cores are taken first, so other work belongs on the first ones (taskset).
 """
 
 import argparse
 import json
+import math
 import random
+import sys
 import time
 from collections.abc import Mapping
 from dataclasses import dataclass, field
@@ -30,6 +37,7 @@ from tqdm import tqdm
 
 from checkpoint import DTYPES, load_model
 from cli import Parser, run
+from comm.table import digest
 from eagle import EagleHead
 from engine.core import Engine, EngineLimits
 from engine.draft_models import EMBEDDED, find_draft
@@ -40,15 +48,30 @@ from engine.scheduler import Sequence
 from errors import UserError
 from options import MOST_DRAFT_TOKENS, ModelOptions, add_options, dtype_name, whole_number
 from presets import has_random_weights, model_config
+from processes import die_with_parent, is_rank
 from scripts.corpus.documents import KINDS, documents
 from scripts.lib.machine import describe, machine
 from scripts.lib.markdown import table_lines
-from scripts.lib.results import ROOT, add_write_option, results_folder, write_json, write_text
+from scripts.lib.results import OUT, ROOT, add_write_option, check_folder, results_folder, write_json, write_text
+from scripts.lib.rows import read_row, row_file, weights_checksum, write_row
+from scripts.lib.statistics import median_error, quartiles
+from scripts.lib.workers import Workers, core_sets, time_left
 from tokenizer import Tokenizer
 from tp import World, init_world
 
 STORY_WORDS = 10  # of a story are the prompt
 RANDOM_PROMPT = 64  # tokens
+RANDOM_IDS = "random ids"  # the task of a model without a tokenizer
+LONG = "story", "request"  # tasks with answers of up to --new-tokens; those of the others have a few tokens
+GOAL = 0.97  # the least ratio that is wanted where drafts do not help
+START = 15.0  # seconds of a job before it measures, about
+MODULES = "comm", "engine", "kernels", "quantized", "scripts/corpus"
+CODE = ("*.py", *(f"{name}/*.py" for name in MODULES), "scripts/lib/workers.py", "scripts/bench/serving/speculation.py")
+
+
+def requests_of(task: str, clients: int, args: argparse.Namespace) -> int:
+    """How many requests of a task there are: --requests or --long-requests, at least one for each client."""
+    return max(args.long_requests if task in LONG and args.long_requests else args.requests, clients)
 
 
 def submits_of(task: str, tokenizer: Tokenizer | None, vocab_size: int, args: argparse.Namespace) -> list[Submit]:
@@ -142,8 +165,17 @@ class Agreeing:
         return ((known[at] if at < len(known) else 0) + (not right)) % self.vocab_size
 
 
+def another(done: int, spent: float, args: argparse.Namespace) -> bool:
+    """Whether a load that was run `done` times in `spent` seconds is run again: --repeats times, and then as long as the next run is
+    likely to end within the load's part of --pair-seconds."""
+    if done < args.repeats:
+        return True
+    return args.pair_seconds is not None and spent * (done + 1) / done <= args.pair_seconds / len(args.clients)
+
+
 def compare(engines: dict[str, Engine], submits: list[Submit], clients: int, args: argparse.Namespace) -> list[dict[str, Any]]:
     """A row for each source of drafts."""
+    started = time.monotonic()
     plain = serve(engines["off"], submits, clients)
     predicted = predicting(submits, plain.answers, engines["off"].vocab_size, args.accept_rate)
     chained = [name for name in engines if name not in ("off", "ngram")]
@@ -152,7 +184,7 @@ def compare(engines: dict[str, Engine], submits: list[Submit], clients: int, arg
         if isinstance(engine.speculation.chains, Agreeing):
             engine.speculation.chains.answers = plain.answers
     turns = random.Random(args.seed)  # the same on all ranks
-    for _ in range(args.repeats):
+    while another(len(runs["off"]), time.monotonic() - started, args):
         for name in runs:
             runs[name].append(Served())
         for first in range(0, len(submits), clients):
@@ -162,13 +194,17 @@ def compare(engines: dict[str, Engine], submits: list[Submit], clients: int, arg
                     predicted if name == "prediction" else submits,
                 )
                 runs[name][-1] += serve(engine, asked[first : first + clients], clients)
+    ratios = {source: [one.speed / off.speed for one, off in zip(runs[source], runs["off"], strict=True)] for source in runs}
     return [
         {
             "source": source,
             "clients": clients,
             "without": round(median(one.speed for one in runs["off"]), 1),
             "with": round(median(one.speed for one in runs[source]), 1),
-            "ratio": round(median(one.speed / off.speed for one, off in zip(runs[source], runs["off"], strict=True)), 3),
+            "ratio": round(median(ratios[source]), 3),
+            "quartiles": [round(one, 3) for one in quartiles(ratios[source])],
+            "error": round(median_error(ratios[source]), 4) if len(ratios[source]) > 1 else None,
+            "repeats": len(ratios[source]),
             "tokens_per_step": round(last.tokens / last.steps, 3),  # of a sequence
             "accepted_length": last.accepted / last.drafts if last.drafts else None,
             "other_answers": sum(last.answers[key] != ids for key, ids in plain.answers.items()),
@@ -197,9 +233,10 @@ def measure(name: str, args: argparse.Namespace, world: World) -> list[dict[str,
         if chains is not None and has_random_weights(name):
             engines[key].speculation.chains = Agreeing(chains, args.accept_rate, config.vocab_size)
     rows = []
-    for task in tqdm(args.tasks if tokenizer else ["random ids"], desc=Path(name).name, disable=world.rank > 0):
-        submits = submits_of(task, tokenizer, config.vocab_size, args)
+    for task in tqdm(args.tasks if tokenizer else [RANDOM_IDS], desc=Path(name).name, disable=world.rank > 0):
         for clients in args.clients:
+            asked = argparse.Namespace(**vars(args) | {"requests": requests_of(task, clients, args)})
+            submits = submits_of(task, tokenizer, config.vocab_size, asked)
             rows += [{"model": Path(name).name, "task": task, **row} for row in compare(engines, submits, clients, args)]
     return rows
 
@@ -210,6 +247,72 @@ def drafts_for(name: str, args: argparse.Namespace) -> list[str]:
         return list(args.drafts)
     other = [str(ROOT / "models" / "tiny-parallel")] if Path(name).name == "tiny-standard" else []
     return [*([str(head)] if (head := Path(name) / EMBEDDED).is_dir() else []), *other]
+
+
+# --- a process for each pair of a model and a task ---------------------------------------------------------------------------------
+
+
+def work(args: argparse.Namespace) -> None:
+    """Measure a pair, and keep its rows."""
+    die_with_parent()
+    started = time.monotonic()
+    world = init_world("cpu", args.comm, args.simulate_link, args.comm_error_budget, deterministic=args.deterministic)
+    with torch.inference_mode():
+        rows = measure(args.models[0], args, world)
+    write_row(args.into, {"seconds": round(time.monotonic() - started, 1), "communicator": world.comm.name, "rows": rows})
+
+
+def files_of(args: argparse.Namespace) -> dict[tuple[str, str], Path]:
+    """The file of each pair, in the order of the table. Its name depends on all that the rows do."""
+    common = {key: value for key, value in vars(args).items() if key not in ("models", "tasks", "seconds", "write", "into")}
+    common |= {"machine": machine(), "code": digest(CODE)}
+    found = {}
+    for name in args.models:
+        tasks = args.tasks if read_tokenizer(name, model_config(name, args.variant, 1)) else [RANDOM_IDS]
+        folders = [Path(path) for path in (name, *drafts_for(name, args))]
+        weights = {str(path): weights_checksum(path) for path in folders if path.is_dir()}
+        for task in tasks:
+            settings = common | {"model": name, "task": task, "weights": weights}
+            found[name, task] = row_file(OUT / "speculation", f"{Path(name).name} {task}", settings)
+    return found
+
+
+def launched(args: argparse.Namespace, deadline: float) -> dict[str, Any]:
+    """The rows of all pairs, and their communicator. Raises UserError if a pair is missing at `deadline`, of `time.monotonic()`."""
+    check_folder(OUT / "speculation")
+    workers, files, failed = Workers([], core_sets(args.jobs, args.cores)), files_of(args), list[str]()
+    todo = sorted((pair for pair in files if not files[pair].exists()), key=lambda pair: pair[1] not in LONG)
+    began, usual = dict[str, float](), None if args.pair_seconds is None else args.pair_seconds + START
+    try:
+        with tqdm(total=len(files), initial=len(files) - len(todo), unit="pair", miniters=0, mininterval=2) as bar:
+            while (todo or workers.running) and time.monotonic() < deadline:
+                while todo and len(workers.running) < args.jobs:
+                    name, task = pair = todo.pop(0)
+                    words = [sys.executable, "-m", "scripts.bench.serving.speculation", *sys.argv[1:], "--models", name]
+                    words += [*(["--tasks", task] if task != RANDOM_IDS else []), "--into", str(files[pair])]
+                    workers.start(files[pair].stem, words, files[pair].with_suffix(".log"))
+                    began[files[pair].stem] = time.monotonic()
+                time.sleep(0.2)
+                done = 0
+                for stem, code in workers.ended().items():
+                    failed += [f"{stem}.log"] * bool(code)
+                    usual = time.monotonic() - began[stem] if not code else usual
+                    done += not code
+                if usual is not None:
+                    running = [max(0.0, began[stem] + usual - time.monotonic()) for stem in workers.running]
+                    bar.set_postfix_str(f"about {time_left(running, [usual] * len(todo), args.jobs):.0f} s left", refresh=False)
+                bar.update(done)
+    finally:
+        workers.stop()
+    if failed:
+        raise UserError(f"jobs failed; see {', '.join(failed)} in {OUT / 'speculation'}. The same command measures the others")
+    found = [row for path in files.values() if (row := read_row(path)) is not None]
+    if len(found) < len(files):
+        raise UserError(f"{len(found)} of {len(files)} pairs are measured; the same command goes on")
+    return {"rows": [row for one in found for row in one["rows"]], "communicator": found[0]["communicator"]}
+
+
+# --- the command ---------------------------------------------------------------------------------------------------------------------
 
 
 def parse_args() -> argparse.Namespace:
@@ -234,49 +337,89 @@ def parse_args() -> argparse.Namespace:
         default=0.9,
         help="of predicted tokens, and of drafts of random weights, that are right (default: 0.9)",
     )
-    parser.add_argument("--requests", type=whole_number(1), default=32, help="of each task (default: 32)")
+    parser.add_argument(
+        "--requests", type=whole_number(1), default=32, help="of each task, at least one a client (default: 32)"
+    )
+    parser.add_argument("--long-requests", type=whole_number(1), help=f"of {' and '.join(LONG)} (default: as --requests)")
     parser.add_argument("--new-tokens", type=whole_number(2), default=200, help="most tokens of an answer (default: 200)")
-    parser.add_argument("--repeats", type=whole_number(1), default=5, help="measured runs (default: 5)")
+    parser.add_argument("--repeats", type=whole_number(1), default=5, help="measured runs, at least (default: 5)")
+    parser.add_argument(
+        "--pair-seconds",
+        type=whole_number(1),
+        metavar="S",
+        help="repeat for so long for each model and task, the same for each of --clients (default: only --repeats times)",
+    )
     parser.add_argument("--seed", type=int, default=0)
+    parser.add_argument(
+        "--jobs", type=whole_number(1), metavar="N", help="processes at a time, on a CPU (default: this one alone)"
+    )
+    parser.add_argument("--cores", type=whole_number(1), default=2, metavar="N", help="of a job (default: 2)")
+    parser.add_argument("--seconds", type=whole_number(1), metavar="S", help="end all jobs after so many (default: no limit)")
+    parser.add_argument("--into", type=Path, help=argparse.SUPPRESS)  # of a job
     add_write_option(parser)
     args = parser.parse_args()
     if not 0 <= args.accept_rate <= 1:
         raise UserError(f"--accept-rate is a probability from 0 to 1, not {args.accept_rate}")
+    if args.jobs and (is_rank() or args.device == "cuda"):
+        raise UserError("--jobs is for models on a single CPU rank; leave it out")
+    if args.seconds and not args.jobs:
+        raise UserError("--seconds bounds jobs; give --jobs, too")
+    if args.pair_seconds and is_rank():
+        raise UserError("--pair-seconds is for one rank, as others would stop at other times; give --repeats")
     return args
 
 
 def table(rows: list[dict[str, Any]], caption: str) -> str:
     head = ["model", "task", "source", "clients", "accepted of a draft", "tokens a step", "tokens/s without", "with", "ratio"]
+    head += ["its quartiles", "runs"]
     lines = []
     for row in rows:
         accepted = "–" if row["accepted_length"] is None else f"{row['accepted_length']:.2f}"
         speeds = [f"{row['without']:.0f}", f"{row['with']:.0f}", f"{row['ratio']:.2f}"]
+        speeds += ["{:.2f} – {:.2f}".format(*row["quartiles"]), row["repeats"]]
         cells = [row[key] for key in ("model", "task", "source", "clients")]
         lines.append([*cells, accepted, f"{row['tokens_per_step']:.2f}", *speeds])
     return "\n".join([*table_lines(head, lines), "", caption, ""])
 
 
-def main() -> None:
-    args = parse_args()
-    folder = results_folder(args)
-    world = init_world(args.device, args.comm, args.simulate_link, args.comm_error_budget, deterministic=args.deterministic)
-    rows: list[dict[str, Any]] = []
-    with torch.inference_mode():
-        for name in args.models:
-            rows += measure(name, args, world)
-    if world.rank:
-        return
-    where = machine()
-    settings = {key: getattr(args, key) for key in ("draft_tokens", "accept_rate", "requests", "new_tokens", "repeats", "seed")}
-    settings |= {"ranks": world.world_size, "communicator": world.comm.name}
-    path = write_json("speculation", {"machine": where, "settings": settings, "rows": rows}, folder)
-    caption = (
-        f"Greedy, {world.world_size} rank(s), medians of {args.repeats} runs. Tokens a step are those of a sequence. Predictions are "
-        f"the answers themselves, each token right with probability {args.accept_rate:g}; so are drafts of presets, whose weights are "
-        f"random. Heads and models draft beside n-grams. Made on "
-        f"{describe(where, world.device.type)}."
+def caption_of(rows: list[dict[str, Any]], settings: dict[str, Any], where: str) -> str:
+    runs = f"{settings['repeats']} runs"
+    if settings["pair_seconds"]:
+        runs = f"as many runs as {settings['pair_seconds']} s for a model and task allow, at least {settings['repeats']}"
+    low = sum(row["ratio"] < GOAL for row in rows)
+    errors = [row["error"] / row["ratio"] for row in rows if row["error"] is not None]
+    spread = f" A ratio's standard error, from its quartiles, is {median(errors):.1%} in the median row and at most {max(errors):.1%}."
+    jobs = f" Each model and task had {settings['cores']} core(s) of the machine, and at most {settings['jobs']} ran at once."
+    return (
+        f"Greedy, {settings['ranks']} rank(s), medians of {runs}. Tokens a step are those of a sequence. Predictions are "
+        f"the answers themselves, each token right with probability {settings['accept_rate']:g}; so are drafts of presets, whose weights are "
+        f"random. Heads and models draft beside n-grams. {low} of {len(rows)} ratios are below {GOAL}."
+        f"{spread if errors else ''}{jobs if settings['jobs'] else ''} Made on {where}."
     )
-    text = table(rows, caption)
+
+
+def main() -> None:
+    started, args = time.monotonic(), parse_args()
+    if args.into:
+        work(args)
+        return
+    folder = results_folder(args)
+    if args.jobs:
+        found = launched(args, started + (args.seconds or math.inf)) | {"ranks": 1}
+    else:
+        world = init_world(args.device, args.comm, args.simulate_link, args.comm_error_budget, deterministic=args.deterministic)
+        found = {"rows": [], "ranks": world.world_size, "communicator": world.comm.name}
+        with torch.inference_mode():
+            for name in args.models:
+                found["rows"] += measure(name, args, world)
+        if world.rank:
+            return
+    where, rows = machine(), found.pop("rows")
+    device = "cpu" if args.jobs else world.device.type
+    names = ("draft_tokens", "accept_rate", "requests", "long_requests", "new_tokens", "repeats", "pair_seconds", "seed")
+    settings = {key: getattr(args, key) for key in (*names, "jobs", "cores")} | found
+    path = write_json("speculation", {"machine": where, "settings": settings, "rows": rows}, folder)
+    text = table(rows, caption_of(rows, settings, describe(where, device)))
     write_text(path.with_suffix(".md"), text, path)
     print(f"{text}\nwrote {path.relative_to(ROOT)}\n{json.dumps(settings)}")
 
