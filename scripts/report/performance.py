@@ -423,8 +423,9 @@ def plot_grid(folder: Path, out: Path) -> None:
     from matplotlib.figure import Figure
 
     rows: list[Row] = [row for path in sorted(folder.glob("sweep-grid*.jsonl")) for row in finished(read_rows(path))]
-    cases = list(dict.fromkeys((row.setting.interconnect, row.setting.batch) for row in rows))
-    if not rows:
+    based = [row.setting for row in rows if (row.setting.variant, row.communicator) == ("standard", "nccl")]
+    cases = list(dict.fromkeys((s.interconnect, s.batch) for s in based))
+    if not cases:
         return
     metrics = (("prompts", "prefill_ms"), ("decode step", "decode_ms_per_token"))
     panels = [(case, *metric) for case in cases for metric in metrics]

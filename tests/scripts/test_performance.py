@@ -121,6 +121,9 @@ def test_the_grid_has_a_point_for_every_measurement(tmp_path: Path) -> None:
     }
     assert found.keys() == expected.keys() and len(found) > 4
     assert all(colour == COMMUNICATORS[expected[at]] for at, colour in found.items())
+    (tmp_path / "sweep-grid.jsonl").write_text(row_line(next(r for r in rows if r.communicator != "nccl")))
+    performance.plot_grid(tmp_path, tmp_path / "grid.png")
+    assert not (tmp_path / "grid.png").exists()  # a grid that was stopped has nothing to compare with
     performance.plot_grid(RESULTS / "gpu-2", tmp_path / "grid.png")
     assert (tmp_path / "grid.png").read_bytes().startswith(b"\x89PNG")
 
