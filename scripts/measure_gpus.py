@@ -27,6 +27,7 @@ from scripts.sweep.rows import VLLM
 MODELS = ("llama-3-70b", "llama-3-70b:16", "llama-3-8b")
 MAIN = "standard ladder upper-bound"  # variants that are measured in the same launch and run close in time
 HUGE = "llama-3.1-405b"
+LEAST_TIMEOUT = 150  # seconds for one run of a sweep, with loading or the start of vLLM
 HUGE_SCHEMES = {"fp8": 8, "int4": 4}  # --quantize: the least ranks on which its weights fit into 80 GB each (51 and 55 GB)
 TRAINED = {"ladder-1b": 8, "ladder-3b": 3, "llama-7b": 2}  # model: windows in a micro-batch of a rank, which fit into 80 GB
 
@@ -78,7 +79,7 @@ def serving(args: argparse.Namespace) -> Iterator[Step]:
     for name, more in kinds.items():
         yield Step(
             f"load {name}",
-            115 if name == VLLM else 75,
+            115 if name == VLLM else 90,
             script("bench.serving.load", load, *more, "--out", args.raw / f"load-{name}.json"),
         )
     for variant in ("standard", "ladder"):
@@ -145,8 +146,8 @@ def through_host_memory(model: str) -> str:
 
 
 def swept(name: str, seconds: int, args: argparse.Namespace, file: str, flags: str) -> Step:
-    """A step that adds rows to the sweep in `file`, and tries rows again that failed."""
-    return sweep(name, seconds, args, file, f"{flags} --runs {args.runs} --retry")
+    """A step that adds rows to the sweep in `file`, and tries rows again that failed. A run that hangs costs a part of the time."""
+    return sweep(name, seconds, args, file, f"{flags} --runs {args.runs} --retry --timeout {max(LEAST_TIMEOUT, seconds)}")
 
 
 def steps(args: argparse.Namespace) -> list[Step]:
@@ -160,7 +161,7 @@ def parse_args() -> argparse.Namespace:
         "--models", nargs=3, default=MODELS, metavar="MODEL", help=f"three models, see above (default: {' '.join(MODELS)})"
     )
     parser.add_argument(
-        "--runs", type=int, default=2, help="measured runs of a sweep (default: 2, of which the expected times are)"
+        "--runs", type=int, default=2, help="measured runs of a sweep (default: 2, as the expected times assume)"
     )
     add_step_options(parser, ROOT / "out" / "gpus")
     args = parser.parse_args()
