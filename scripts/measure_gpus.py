@@ -25,22 +25,47 @@ from scripts.lib.steps import Step, add_step_options, run_steps, script, sweep, 
 from scripts.sweep.rows import VLLM
 
 MODELS = ("llama-3-70b", "llama-3-70b:16", "llama-3-8b")
-VARIANTS = ("standard", "ladder", "upper-bound", "parallel", "desync-4x", "desync-2x")
+MAIN = "standard ladder upper-bound"  # variants that are measured in the same launch and run close in time
+HUGE = "llama-3.1-405b"
+LEAST_TIMEOUT = 150  # seconds for one run of a sweep, with loading or the start of vLLM
+HUGE_SCHEMES = {"fp8": 8, "int4": 4}  # --quantize: the least ranks on which its weights fit into 80 GB each (51 and 55 GB)
+TRAINED = {"ladder-1b": 8, "ladder-3b": 3, "llama-7b": 2}  # model: windows in a micro-batch of a rank, which fit into 80 GB
 
 
 def models(args: argparse.Namespace) -> Iterator[Step]:
-    """Decode and prefill by batch size and variant. Each variant is one launch, in which all batch sizes share the loaded model."""
-    large, cut, small = args.models
-    peer = (VLLM,) if args.vllm_python else ()
-    for variant in (*peer, *VARIANTS):
-        flags = f"--models {large} --variants {variant} --batch-sizes 1 4 16 64 --new-tokens 64"
-        yield sweep(f"{large} {variant}", 180 if variant == VLLM else 85, args, "sweep-large.jsonl", flags)
-    flags = f"--models {large} --variants standard ladder upper-bound --batch-sizes 1 --new-tokens 64"
-    yield sweep(f"{large} no-p2p", 50, args, "sweep-large.jsonl", f"{flags} --interconnects no-p2p --comms nccl auto")
-    for model in (cut, small):
-        for variant in (*peer, "standard", "ladder", "upper-bound"):
-            flags = f"--models {model} --variants {variant} --batch-sizes 1 4 16 64 128 --new-tokens 64"
-            yield sweep(f"{model} {variant}", 90 if variant == VLLM else 45, args, "sweep-small.jsonl", flags)
+    """Decode and prefill of the large model by batch size and variant, first over NVLink, then also through host memory."""
+    large, *_ = args.models
+    flags, slow = f"--models {large} --batch-sizes 1 4 16 64 --new-tokens 64", through_host_memory(large)
+    yield swept(f"{large} {MAIN}", 200, args, "sweep-large.jsonl", f"{flags} --variants {MAIN}")
+    yield swept(f"{large} no-p2p", 55, args, "sweep-large.jsonl", f"{slow} --variants {MAIN} --batch-sizes 1")
+    if args.vllm_python:
+        yield swept(f"{large} vllm", 170, args, "sweep-large.jsonl", f"{flags} --variants {VLLM}")
+    for variants, seconds in (("parallel desync-4x", 110), ("desync-2x", 65)):
+        yield swept(f"{large} {variants}", seconds, args, "sweep-large.jsonl", f"{flags} --variants {variants}")
+    more = f"{slow} --variants standard ladder --batch-sizes 4 16"
+    yield swept(f"{large} no-p2p, batch 4 16", 125, args, "sweep-large.jsonl", more)
+
+
+def large_again(args: argparse.Namespace) -> Iterator[Step]:
+    """What takes long of the large model: many long prompts through host memory, and half of the ranks, if it fits into 80 GB there."""
+    large, *_ = args.models
+    more = f"{through_host_memory(large)} --variants standard ladder --batch-sizes 64"
+    yield swept(f"{large} no-p2p, batch 64", 210, args, "sweep-large.jsonl", more)
+    if args.ranks >= 8:
+        flags = f"--models {large} --tp {args.ranks // 2} --batch-sizes 1 4 16 64 --new-tokens 64"
+        for variants, seconds in ((MAIN, 200), *(((VLLM, 170),) if args.vllm_python else ())):
+            name = f"{large} {variants}, tp {args.ranks // 2}"
+            yield swept(name, seconds, args, "sweep-large.jsonl", f"{flags} --variants {variants}")
+
+
+def smaller(args: argparse.Namespace) -> Iterator[Step]:
+    """Decode and prefill of the two smaller models by batch size. Their variants are in memory together and take turns."""
+    _, *others = args.models
+    for model in others:
+        flags = f"--models {model} --batch-sizes 1 4 16 64 128 --new-tokens 64"
+        yield swept(f"{model} {MAIN}", 110, args, "sweep-small.jsonl", f"{flags} --variants {MAIN}")
+        if args.vllm_python:
+            yield swept(f"{model} vllm", 110, args, "sweep-small.jsonl", f"{flags} --variants {VLLM}")
 
 
 def serving(args: argparse.Namespace) -> Iterator[Step]:
@@ -48,35 +73,60 @@ def serving(args: argparse.Namespace) -> Iterator[Step]:
     _, cut, _ = args.models
     load = f"--model {cut} --ranks {args.ranks} --rates 4 16 32 64 --seconds 4 --drain 3 --max-num-seqs 256"
     load += " --prompt-length 1024 --new-tokens 256"
-    kinds: dict[str, tuple[object, ...]] = {VLLM: vllm_flags(args)} if args.vllm_python else {}
-    kinds |= {"standard": (), "ladder": ("--variant", "ladder")}
+    kinds: dict[str, tuple[object, ...]] = {"standard": (), "ladder": ("--variant", "ladder")}
+    if args.vllm_python:
+        kinds[VLLM] = vllm_flags(args)
     for name, more in kinds.items():
         yield Step(
             f"load {name}",
-            95 if name == VLLM else 60,
+            115 if name == VLLM else 90,
             script("bench.serving.load", load, *more, "--out", args.raw / f"load-{name}.json"),
         )
     for variant in ("standard", "ladder"):
         flags = f"-m engine.bench --model {cut} --variant {variant} --requests 256 --prompt-length 1024 --new-tokens 512"
-        yield Step(f"offline {variant}", 25, (*on_ranks(args.ranks), *flags.split()), args.raw / "offline.jsonl")
+        yield Step(f"offline {variant}", 35, (*on_ranks(args.ranks), *flags.split()), args.raw / "offline.jsonl")
     if args.vllm_python:
         flags = f"--models {cut} --variants vllm --batch-sizes 256 --prompt-lengths 1024 --new-tokens 512"
-        yield sweep("offline vllm", 100, args, "sweep-offline.jsonl", flags)
+        yield swept("offline vllm", 120, args, "sweep-offline.jsonl", flags)
 
 
 def all_reduces(args: argparse.Namespace) -> Iterator[Step]:
     """All-reduces by algorithm and size, GEMMs fused with collectives, and prefill by communicator."""
     _, cut, _ = args.models
+    host = "µs (nccl|one-shot|two-shot)$|quantized"
     for name, seconds, command, out in (
-        ("all-reduces", 50, ("all_reduce",), args.raw / "comm.json"),
-        ("quantized all-reduces", 90, ("all_reduce", "--parts", "µs nccl$|quantized"), args.raw / "quantized.json"),
-        ("overlap", 40, ("fused",), args.raw),
+        ("all-reduces", 60, ("all_reduce",), "comm.json"),
+        ("quantized all-reduces", 90, ("all_reduce", "--parts", "µs nccl$|quantized"), "quantized.json"),
+        ("overlap", 60, ("fused",), ""),
+        ("all-reduces, no-p2p", 60, ("all_reduce", "--parts", host), "quantized-no-p2p.json"),
     ):
         module, *more = command
-        yield Step(name, seconds, (*on_ranks(args.ranks), "-m", f"scripts.bench.comm.{module}", *more, "--out", str(out)))
-    flags = f"--models {cut} --variants standard ladder upper-bound --batch-sizes 8 --new-tokens 16 --comms nccl auto int8 int6 int4"
-    for link in ("default", "no-p2p"):
-        yield sweep(f"prompts by communicator, {link}", 65, args, "sweep-grid.jsonl", f"{flags} --interconnects {link}")
+        environment = ("env", "NCCL_P2P_DISABLE=1") if name.endswith("no-p2p") else ()
+        launched = (*environment, *on_ranks(args.ranks), "-m", f"scripts.bench.comm.{module}", *more)
+        yield Step(name, seconds, (*launched, "--out", str(args.raw / out)))
+    flags = f"--models {cut} --variants standard ladder parallel desync-4x upper-bound --batch-sizes 8 --new-tokens 16"
+    for link, seconds in (("default", 100), ("no-p2p", 130)):
+        by_comm = f"{flags} --comms nccl auto int8 int6 int4 --interconnects {link}"
+        yield swept(f"prompts by communicator, {link}", seconds, args, "sweep-grid.jsonl", by_comm)
+
+
+def others(args: argparse.Namespace) -> Iterator[Step]:
+    """Two simulated hosts, the largest model, start-up, and training."""
+    large, cut, _ = args.models
+    flags = f"--models {cut} --variants {MAIN} parallel desync-4x desync-2x --batch-sizes 1 --new-tokens 64"
+    for comm, seconds in (("nccl", 45), ("hierarchical", 45)):
+        more = f"{flags} --interconnects two-hosts --comms {comm}"
+        yield swept(f"two hosts, {comm}", seconds, args, "sweep-two-hosts.jsonl", more)
+    for scheme, least_ranks in HUGE_SCHEMES.items():
+        if args.ranks >= least_ranks:
+            flags = f"--models {HUGE} --quantize {scheme} --variants {MAIN} --batch-sizes 1 16 --new-tokens 32"
+            yield swept(f"{HUGE} in {scheme}", 200, args, "sweep-huge.jsonl", flags)
+    flags = f"--model {large} --ranks {args.ranks} --runs cold warm"
+    yield Step("start-up", 120, script("bench.serving.startup", flags, "--out", args.raw / "startup.json"))
+    for model, windows in TRAINED.items():
+        flags = f"--models {model} --ranks {args.ranks} --micro-batch {windows} --micro-batches 1 --steps 10 --unmeasured 3"
+        flags += " --one-launch --retry --timeout 450"
+        yield Step(f"training {model}", 200, script("bench.training", flags, "--out", args.raw / "training"))
 
 
 def widths(args: argparse.Namespace) -> Iterator[Step]:
@@ -87,22 +137,22 @@ def widths(args: argparse.Namespace) -> Iterator[Step]:
         for weights in (None, *SCHEMES):
             quantize = f" --quantize {weights}" if weights else ""
             more = f"{flags} --comms auto int8 int4 --interconnects {link}{quantize}"
-            yield sweep(f"weights in {weights or '16 bits'}, {link}", 100, args, "widths.jsonl", more)
+            yield swept(f"weights in {weights or '16 bits'}, {link}", 110, args, "widths.jsonl", more)
 
 
-def others(args: argparse.Namespace) -> Iterator[Step]:
-    """Two simulated hosts, start-up, and training."""
-    large, cut, _ = args.models
-    flags = f"--models {cut} --variants {' '.join(VARIANTS)} --batch-sizes 1 --new-tokens 64 --interconnects two-hosts"
-    yield sweep("two hosts", 35, args, "sweep-two-hosts.jsonl", flags)
-    flags = f"--model {large} --ranks {args.ranks} --runs cold warm"
-    yield Step("start-up", 120, script("bench.serving.startup", flags, "--out", args.raw / "startup.json"))
-    flags = f"--ranks {args.ranks} --one-launch"
-    yield Step("training", 700, script("bench.training", flags, "--out", args.raw / "training"))
+def through_host_memory(model: str) -> str:
+    """The flags of a sweep without NVLink, with NCCL's sums and with ours."""
+    return f"--models {model} --new-tokens 64 --interconnects no-p2p --comms nccl auto"
+
+
+def swept(name: str, seconds: int, args: argparse.Namespace, file: str, flags: str) -> Step:
+    """A step that adds rows to the sweep in `file`, and tries rows again that failed. A run that hangs costs a part of the time."""
+    return sweep(name, seconds, args, file, f"{flags} --runs {args.runs} --retry --timeout {max(LEAST_TIMEOUT, seconds)}")
 
 
 def steps(args: argparse.Namespace) -> list[Step]:
-    return [*models(args), *serving(args), *all_reduces(args), *widths(args), *others(args)]
+    groups = (models, smaller, serving, all_reduces, others, large_again, widths)
+    return [step for group in groups for step in group(args)]
 
 
 def parse_args() -> argparse.Namespace:
@@ -110,10 +160,13 @@ def parse_args() -> argparse.Namespace:
     parser.add_argument(
         "--models", nargs=3, default=MODELS, metavar="MODEL", help=f"three models, see above (default: {' '.join(MODELS)})"
     )
+    parser.add_argument(
+        "--runs", type=int, default=2, help="measured runs of a sweep (default: 2, as the expected times assume)"
+    )
     add_step_options(parser, ROOT / "out" / "gpus")
     args = parser.parse_args()
-    if args.ranks < 2 or args.minutes <= 0:
-        raise UserError("--ranks must be at least 2, and --minutes above 0")
+    if args.ranks < 2 or args.runs < 1 or args.minutes <= 0:
+        raise UserError("--ranks must be at least 2, --runs at least 1, and --minutes above 0")
     return args
 
 

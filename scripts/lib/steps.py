@@ -22,8 +22,7 @@ DONE = "done.txt"
 
 @dataclass(frozen=True)
 class Step:
-    """One command. seconds: its expected time, a little more than on 4 H200s (for training an estimate: there it did not end
-    in 500 s).
+    """One command. seconds: its expected time, a little more than on 4 H200s, with kernels that are compiled for the first time.
 
     output: file for its stdout, if the command does not write a file itself.
     """

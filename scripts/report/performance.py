@@ -16,6 +16,7 @@ folder. The outputs go into out, or with --write into docs/results.
     linear.json, linear-N.json          make bench-linear
     linear-quantized*.json              make bench-linear-quantized
     kernels.json, decode.json           make bench-kernels
+    training/rows.jsonl, traces.jsonl   make bench-training with --out
 """
 
 import argparse
@@ -32,6 +33,8 @@ from scripts.bench.comm.fused.plot import plot as plot_overlap
 from scripts.bench.comm.fused.tables import markdown as overlap_table
 from scripts.bench.comm.fused.tables import rows_of as overlap_rows
 from scripts.bench.serving.load import table as load_table
+from scripts.bench.training import launches
+from scripts.bench.training import tables as training_tables
 from scripts.lib.machine import describe
 from scripts.lib.results import RESULTS, add_write_option, made, results_folder, write_text
 from scripts.report import linear_quantized, paper_tables, step_profile
@@ -369,6 +372,24 @@ def load(folder: Path) -> str | None:
     return "\n".join(tables) or None
 
 
+def trained(folder: Path) -> tuple[list[launches.Row], argparse.Namespace] | None:
+    """The last row of each configuration in training/rows.jsonl, and the settings that table and plot need. None without rows."""
+    rows = {json.dumps(row["settings"]): row for row in launches.read_rows(folder / "training" / "rows.jsonl")}
+    if not rows:
+        return None
+    traces = {json.dumps(row["settings"]): row for row in launches.read_rows(folder / "training" / "traces.jsonl")}
+    windows = {row["settings"]["model"]: row["settings"]["micro_batch"] for row in rows.values()}
+    settings = next(iter(rows.values()))["settings"] | {"models": list(windows), "micro_batch": list(windows.values())}
+    found = [launches.with_trace(row, traces.get(key, {})) for key, row in rows.items()]
+    return found, argparse.Namespace(**settings, ablation=False)
+
+
+def training(folder: Path) -> str | None:
+    """Our shardings beside FSDP2, and the planner's prediction of each."""
+    found = trained(folder)
+    return None if found is None else training_tables.table(*found)
+
+
 def read(path: Path) -> dict[str, Any] | None:
     return dict(json.loads(path.read_text())) if path.exists() else None
 
@@ -390,6 +411,7 @@ TABLES: dict[str, Callable[[Path], str | None]] = {
     "quantized": quantized,
     "push": push,
     "overlap": overlap,
+    "training": training,
 }
 
 
@@ -401,8 +423,9 @@ def plot_grid(folder: Path, out: Path) -> None:
     from matplotlib.figure import Figure
 
     rows: list[Row] = [row for path in sorted(folder.glob("sweep-grid*.jsonl")) for row in finished(read_rows(path))]
-    cases = list(dict.fromkeys((row.setting.interconnect, row.setting.batch) for row in rows))
-    if not rows:
+    based = [row.setting for row in rows if (row.setting.variant, row.communicator) == ("standard", "nccl")]
+    cases = list(dict.fromkeys((s.interconnect, s.batch) for s in based))
+    if not cases:
         return
     metrics = (("prompts", "prefill_ms"), ("decode step", "decode_ms_per_token"))
     panels = [(case, *metric) for case in cases for metric in metrics]
@@ -471,6 +494,9 @@ def show(raw: Path, folder: Path) -> None:
     if found is not None:
         plot_overlap(*overlap_rows(found), path := folder / f"{raw.name}-overlap.png")
         _made(path, raw)
+    if (rows := trained(raw)) is not None:
+        training_tables.plot(*rows, path := folder / f"{raw.name}-training.png")
+        _made(path, raw)
 
 
 SOURCES = {  # glob patterns of the raw files that each table and figure is made from
@@ -492,6 +518,7 @@ SOURCES = {  # glob patterns of the raw files that each table and figure is made
     "quantized": "quantized*.json",
     "push": "push.json",
     "overlap": "gemm-overlap.json",
+    "training": "training/rows.jsonl training/traces.jsonl",
 }
 
 

@@ -29,6 +29,7 @@ from tqdm import tqdm
 from checkpoint import DTYPES
 from cli import Parser, note, run
 from communicators import KNOWN
+from errors import UserError
 from options import KV_DTYPES, OVERLAPS
 from presets import PRESETS
 from quantized.scheme import QUANTIZATIONS
@@ -132,6 +133,8 @@ def main() -> None:
         if row.error:
             note(f"failed: {row.setting.label}: {row.error}")
     note(f"wrote {args.out}")
+    if all(row.error for row in rows):
+        raise UserError("no configuration was measured, see above; --retry tries them again")
 
 
 if __name__ == "__main__":

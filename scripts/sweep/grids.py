@@ -108,6 +108,10 @@ def settings_of(args: argparse.Namespace) -> list[Setting]:
     )
 
 
+# does not import vLLM, which would take as long as a small measurement
+FIND_VLLM = """import importlib.util, sys; importlib.util.find_spec("vllm") or sys.exit("No module named 'vllm'")"""
+
+
 def refuse_vllm_where_it_cannot_run(axes: dict[str, Any], device: str, python: str) -> None:
     """Raise UserError if vLLM is to be measured and these axes or this environment do not allow it."""
     if VLLM not in axes["variants"]:
@@ -119,7 +123,7 @@ def refuse_vllm_where_it_cannot_run(axes: dict[str, Any], device: str, python: s
             "--variants vllm measures presets and a config.json alone, with random weights; leave it or the checkpoints out"
         )
     try:
-        found = subprocess.run([python, "-c", "import vllm"], capture_output=True, text=True, check=False)
+        found = subprocess.run([python, "-c", FIND_VLLM], capture_output=True, text=True, check=False)
         said = found.stderr.strip().splitlines() if found.returncode else []
     except OSError as e:
         said = [e.strerror or str(e)]

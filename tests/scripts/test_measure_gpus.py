@@ -1,24 +1,37 @@
 """scripts/measure_gpus.py: commands are valid, finished steps are not repeated, and its time limits hold."""
 
 import argparse
-import importlib.util
 import sys
 from pathlib import Path
+from typing import Any
 
 import pytest
+import torch
 
+from engine import bench
 from errors import UserError
+from memory import cache_bytes, loading_bytes, weight_bytes
+from presets import model_config
 from scripts import measure_gpus
+from scripts.bench.comm.all_reduce import __main__ as all_reduce
+from scripts.bench.comm.fused import __main__ as fused
 from scripts.bench.serving import load, startup
 from scripts.bench.training import __main__ as bench_training
 from scripts.lib.steps import Step, perform
 from scripts.sweep import __main__ as sweep
+from scripts.sweep import grids
+from scripts.sweep.rows import VLLM
 
-PARSERS = {
+PARSERS: dict[str, Any] = {
     "scripts.sweep": sweep,
     "scripts.bench.serving.load": load,
     "scripts.bench.serving.startup": startup,
     "scripts.bench.training": bench_training,
+}
+LAUNCHED: dict[str, tuple[Any, str]] = {  # modules of ranks, and what a rank calls after it has read its flags
+    "scripts.bench.comm.all_reduce": (all_reduce, "join_ranks"),
+    "scripts.bench.comm.fused": (fused, "join_ranks"),
+    "engine.bench": (bench, "init_world"),
 }
 
 
@@ -27,19 +40,51 @@ def arguments(monkeypatch: pytest.MonkeyPatch, *argv: object) -> argparse.Namesp
     return measure_gpus.parse_args()
 
 
-def test_every_command_is_one_that_its_script_takes(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
-    found = measure_gpus.steps(arguments(monkeypatch, "--ranks", 4, "--raw", tmp_path, "--vllm-python", sys.executable))
+class Parsed(Exception):
+    """A rank has read its flags and would now join the others."""
+
+
+def stop(*_: object) -> None:
+    raise Parsed
+
+
+@pytest.mark.parametrize("ranks", [2, 4, 8])
+def test_every_command_is_one_that_its_script_takes(monkeypatch: pytest.MonkeyPatch, tmp_path: Path, ranks: int) -> None:
+    found = measure_gpus.steps(arguments(monkeypatch, "--ranks", ranks, "--raw", tmp_path, "--vllm-python", sys.executable))
     assert len({step.name for step in found}) == len(found) > 20
-    parsed = launched = 0
+    for module, join in LAUNCHED.values():
+        monkeypatch.setattr(module, join, stop)
+    modules = set()
     for step in found:
-        flag, module = step.command[step.command.index("-m") :][:2]
-        assert importlib.util.find_spec(module)
-        if step.command[1] == flag:
-            monkeypatch.setattr(sys, "argv", [module, *step.command[3:]])
-            PARSERS[module].parse_args()
-            parsed += 1
-        launched += Path(step.command[1]).name == "launch.py"
-    assert parsed + launched == len(found) and parsed > launched
+        flag, module, *flags = step.command[step.command.index("-m") :]
+        monkeypatch.setattr(sys, "argv", [module, *flags])
+        before = step.command[: step.command.index(flag)]
+        if len(before) == 1:
+            parsed = PARSERS[module].parse_args()
+            if module == "scripts.sweep":
+                assert grids.settings_of(with_gpus(parsed))
+        else:
+            assert Path(before[-3]).name == "launch.py" and before[-2:] == ("--ranks", str(ranks))
+            with pytest.raises(Parsed):
+                LAUNCHED[module][0].main()
+        modules.add(module)
+    assert modules == PARSERS.keys() | LAUNCHED.keys()
+
+
+def with_gpus(parsed: argparse.Namespace) -> argparse.Namespace:
+    """The flags of a sweep on GPUs that have vLLM."""
+    found = [name for name in parsed.variants if name != VLLM] or ["standard"]
+    return argparse.Namespace(**vars(parsed) | {"device": "cuda", "variants": found})
+
+
+def test_the_largest_model_fits(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    for scheme, ranks in measure_gpus.HUGE_SCHEMES.items():
+        config = model_config(measure_gpus.HUGE, "ladder", ranks, scheme)
+        tokens = 16 * (1024 + 32)
+        need = weight_bytes(config, ranks, torch.bfloat16) + loading_bytes(config, ranks)
+        assert need + cache_bytes(config, ranks, torch.bfloat16, tokens) < 60e9  # of 80e9, beside activations
+    names = {ranks: [step.name for step in measure_gpus.steps(arguments(monkeypatch, "--ranks", ranks))] for ranks in (2, 4, 8)}
+    assert [sum(measure_gpus.HUGE in name for name in names[ranks]) for ranks in (2, 4, 8)] == [0, 1, 2]
 
 
 def steps_that(tmp_path: Path, *codes: str) -> list[Step]:

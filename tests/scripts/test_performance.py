@@ -5,11 +5,13 @@ import random
 import sys
 from itertools import product
 from pathlib import Path
+from statistics import median
 
 import pytest
 
 from figures import COMMUNICATORS
 from scripts import trace
+from scripts.bench.training.rank import SYSTEMS
 from scripts.report import performance
 from scripts.sweep.rows import Row, Setting, finished, read_rows, row_line
 from tests import ROOT
@@ -79,6 +81,27 @@ def test_profiled_runs_are_shown_by_phase_and_kind(tmp_path: Path, seed: int) ->
         assert line[10] == f"`a b(int)` {times[1] / 1e3:.3f} in 64"
 
 
+def test_training_is_shown_with_the_last_try_of_each_configuration(tmp_path: Path, seed: int) -> None:
+    lines = (RESULTS / "gpu-4" / "training-micro-batch-1.jsonl").read_text().splitlines()
+    rows = [json.loads(line) for line in lines]
+    failed = random.choice(rows)
+    (tmp_path / "training").mkdir()
+    again = json.dumps({"settings": failed["settings"], "machine": failed["machine"], "error": "out of memory"})
+    (tmp_path / "training" / "rows.jsonl").write_text("\n".join([again, *lines]) + "\n")
+    text = performance.TABLES["training"](tmp_path)
+    assert text is not None and "out of memory" not in text
+    shown = {tuple(line.strip("| ").split(" | ")[:3]): line for line in text.splitlines() if line.startswith("| ")}
+    assert len(shown) == len(rows) + 1  # and the head
+    for row in rows:
+        s, middle = row["settings"], median(row["step_ms"])
+        line = shown[s["model"], SYSTEMS[s["system"]], str(s["micro_batches"])]
+        assert f"{middle:,.1f}" in line
+        predicted = row.get("predicted_ms")  # only our executor's
+        assert predicted is None or line.endswith(f"| {predicted / middle:.2f} |")
+    performance.show(tmp_path, tmp_path)
+    assert (tmp_path / f"{tmp_path.name}-training.png").read_bytes().startswith(b"\x89PNG")
+
+
 def test_the_grid_has_a_point_for_every_measurement(tmp_path: Path) -> None:
     """Points are relative to the standard model with NCCL, with whiskers from the lowest to the highest run, in the
     communicator's colour."""
@@ -98,6 +121,9 @@ def test_the_grid_has_a_point_for_every_measurement(tmp_path: Path) -> None:
     }
     assert found.keys() == expected.keys() and len(found) > 4
     assert all(colour == COMMUNICATORS[expected[at]] for at, colour in found.items())
+    (tmp_path / "sweep-grid.jsonl").write_text(row_line(next(r for r in rows if r.communicator != "nccl")))
+    performance.plot_grid(tmp_path, tmp_path / "grid.png")
+    assert not (tmp_path / "grid.png").exists()  # a grid that was stopped has nothing to compare with
     performance.plot_grid(RESULTS / "gpu-2", tmp_path / "grid.png")
     assert (tmp_path / "grid.png").read_bytes().startswith(b"\x89PNG")
 

@@ -321,6 +321,17 @@ def test_ranks_that_never_start_fail_every_configuration(tmp_path: Path, monkeyp
     assert [row.error for row in read_rows(file.path)] == ["exit code 2: error: no GPU"] * 2
 
 
+def test_a_sweep_that_measured_nothing_fails(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    tries: list[str] = []
+    monkeypatch.setattr(launches, "launch", lambda *_: tries.append("") or "exit code 2: error: no GPU")
+    flags = ["--models", "tiny", "--tp", "1", "--batch-sizes", "1", "--device", "cpu", "--out", str(tmp_path / "sweep.jsonl")]
+    for more, expected in ([], 1), ([], 1), (["--retry"], 2):
+        monkeypatch.setattr(sys, "argv", ["sweep", *flags, *more])
+        with pytest.raises(UserError, match="no configuration was measured"):
+            sweep.main()
+        assert len(tries) == expected
+
+
 def test_the_cause_is_the_ranks_own_line() -> None:
     said = "W1 warning\nerror: --device cuda, but this machine shows no GPU\nE1 failed\nChildFailedError: \n ====\nroot cause\n"
     assert launches.cause(said) == "error: --device cuda, but this machine shows no GPU"

@@ -214,10 +214,10 @@ def measure_all(args: argparse.Namespace, where: Row) -> list[Row]:
             else:
                 measure_each(todo, where, data, links, args.out, args.timeout)
     rows, traces = known(), known("traces.jsonl")
-    return [_traced(rows[key], traces.get(key, {})) for key in map(json.dumps, wanted)]
+    return [with_trace(rows[key], traces.get(key, {})) for key in map(json.dumps, wanted)]
 
 
-def _traced(row: Row, trace: Row) -> Row:
+def with_trace(row: Row, trace: Row) -> Row:
     """The row, with the exposed time of a trace that was recorded separately."""
     found = trace.get("traced_exposed_ms")
     return row if found is None or "error" in row else row | {"traced_exposed_ms": found}
