@@ -34,7 +34,7 @@ LOADS = (
         "h100-2/load-llama-3-70b-16-ladder.json",
     ),
     *("h200-1/load-llama-3-8b-standard.json", "h200-1/load-llama-3-8b-standard-8192.json"),
-    *("gpu-2/load-standard.json", "gpu-2/load-ladder.json", "gpu-4/load-standard.json", "gpu-4/load-ladder.json"),
+    *("gpu-4/load-standard.json", "gpu-4/load-ladder.json"),
 )
 OFFLINE = (  # file, model, variant, ranks, --max-batch-tokens; a file of several lines has one for each entry
     ("h200-1/offline-4096.json", "llama-3-8b", "standard", 1, 4096),
