@@ -27,6 +27,7 @@ HEALTH = {"/health", "/ping", "/health_generate"}
 HOP = {"connection", "keep-alive", "transfer-encoding", "upgrade", "te", "trailer", "host", "content-length"}
 CLOSE = {"connection": "close"}  # the rest of the body is not read
 SHUTTING_DOWN = "the server is shutting down; send the request to another one"
+EVENT_END = b"\n\n"
 CLIENT_GONE = 499  # nginx's status; it is sent to nobody
 
 
@@ -210,13 +211,18 @@ class Stream(StreamingResponse):
             self._reading.cancel()
 
     async def _pieces(self) -> AsyncIterator[bytes]:
-        yield self._reply.body
+        """Whole events: an error event must not follow a part of one."""
+        events, end, part = self._reply.body.rpartition(EVENT_END)
         try:
-            while not self._ended:
+            while True:
+                yield events + end
+                if self._ended:
+                    break
                 self._reading = asyncio.ensure_future(anext(self._reply.rest, None))  # a task that `end` can cancel
                 if (piece := await self._reading) is None:
+                    yield part
                     return
-                yield piece
+                events, end, part = (part + piece).rpartition(EVENT_END)
         except asyncio.CancelledError:
             if not self._ended:  # the client has left
                 raise

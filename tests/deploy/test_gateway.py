@@ -32,7 +32,7 @@ if not importlib.util.find_spec("ray"):
 from ray.serve.exceptions import DeploymentUnavailableError
 
 from deploy.bodies import Bodies, Full
-from deploy.gateway import MOST_LOSSES, Gateway
+from deploy.gateway import MOST_LOSSES, Gateway, ServerLost
 
 JSON, EVENTS = {"content-type": "application/json"}, {"content-type": "text/event-stream"}
 Replica = Callable[[], AsyncIterator[Any]]
@@ -305,6 +305,25 @@ def test_the_end_of_a_drain_ends_requests(path: str) -> None:
         assert_last_event(path, events, "draining")
 
     asyncio.run(main())
+
+
+@pytest.mark.parametrize("path", PATHS)
+def test_a_replica_that_ends_within_an_event_leaves_no_part_of_it(path: str) -> None:
+    async def forward() -> AsyncIterator[Any]:
+        yield 200, EVENTS, "name"
+        for piece in (b"data: 1", b"\n", b"\ndata: ", b"2"):
+            yield piece
+        raise ServerLost("it was killed")
+
+    assert_last_event(path, client(Replicas(forward)).post(path, json={}).content, "engine_failed")
+
+
+def test_events_pass_in_any_pieces(seed: int) -> None:
+    rng = random.Random(seed)
+    body = b"".join(b"data: %d\n\n" % rng.randrange(1000) for _ in range(20)) + rng.choice([b"", b"data: 1"])
+    cuts = sorted(rng.randrange(len(body)) for _ in range(30))
+    pieces = [body[begin:end] for begin, end in itertools.pairwise([0, *cuts, len(body)])]
+    assert client(Replicas(answer(EVENTS, *pieces))).post("/v1/completions", json={}).content == body
 
 
 def assert_last_event(path: str, events: bytes, code: str) -> None:
