@@ -2,7 +2,7 @@
 
 import asyncio
 import json
-from collections.abc import AsyncIterator, Iterable, Mapping, Set
+from collections.abc import AsyncIterator, Callable, Iterable, Mapping, Set
 from dataclasses import dataclass, replace
 from typing import Any
 from urllib.parse import quote
@@ -26,6 +26,8 @@ UNKNOWN = {"response_not_found", "previous_response_not_found", "result_not_foun
 HEALTH = {"/health", "/ping", "/health_generate"}
 HOP = {"connection", "keep-alive", "transfer-encoding", "upgrade", "te", "trailer", "host", "content-length"}
 CLOSE = {"connection": "close"}  # the rest of the body is not read
+SHUTTING_DOWN = "the server is shutting down; send the request to another one"
+EVENT_END = b"\n\n"
 CLIENT_GONE = 499  # nginx's status; it is sent to nobody
 
 
@@ -65,7 +67,7 @@ class Gateway:
         self.bodies = Bodies(max_bodies_mb << 20, self._most)
         self._forward = replicas.options(stream=True, method_name="forward")
         self._draining = self._ending = False
-        self._open: set[asyncio.Task[Any]] = set()  # the tasks of requests in flight
+        self._open: dict[asyncio.Task[Any], Callable[[], object]] = {}  # tasks of requests in flight, and what ends each
 
     async def __call__(self, request: Request) -> Response:
         path, client = request.url.path, sender({"state": {}, "client": request.client}).name
@@ -106,8 +108,8 @@ class Gateway:
     def _note_request(self) -> None:
         """Count the current task, in which Ray also sends the response, as a request in flight."""
         if task := asyncio.current_task():
-            self._open.add(task)
-            task.add_done_callback(self._open.discard)
+            self._open[task] = task.cancel
+            task.add_done_callback(lambda task: self._open.pop(task, None))
 
     async def drain(self) -> int:
         """Refuse new requests from now on. Returns how many are in flight."""
@@ -115,10 +117,10 @@ class Gateway:
         return len(self._open)
 
     async def end(self) -> None:
-        """End the requests in flight: with a 503, or without a last event if their stream has begun."""
+        """End the requests in flight: with a 503, or with an error event if their stream has begun."""
         self._ending = True
-        for task in self._open:
-            task.cancel()
+        for end in self._open.values():
+            end()
 
     async def _answer(self, path: str, call: Call) -> Response:
         """Ask replicas until one answers, or MOST_LOSSES of them ended."""
@@ -136,10 +138,18 @@ class Gateway:
                 continue
             again = reply.code in UNKNOWN and reply.replica not in call.avoid
             if not again and reply.code not in ELSEWHERE:
-                return relayed(path, reply)
+                return self._relayed(path, reply)
             call = replace(call, avoid=call.avoid | {reply.replica})
             if reply.code in ELSEWHERE:
                 await asyncio.sleep(0.2)
+
+    def _relayed(self, path: str, reply: Reply) -> Response:
+        if reply.rest is None:
+            return Response(reply.body, reply.status, reply.headers)
+        stream = Stream(path, reply)
+        if task := asyncio.current_task():
+            self._open[task] = stream.end
+        return stream
 
     async def _ask(self, call: Call) -> Reply:
         """An answer with its first event, or all of it if it is no stream: until then another replica can be asked."""
@@ -186,19 +196,40 @@ class Gateway:
 
 
 class Stream(StreamingResponse):
-    """The rest of a stream. Ends the request if the client leaves, and with an error event if the replica ends."""
+    """The rest of a stream. Ends the request if the client leaves, and with an error event if the replica or the gateway ends."""
 
     def __init__(self, path: str, reply: Reply) -> None:
         self._path, self._reply = path, reply
+        self._reading: asyncio.Future[bytes | None] | None = None
+        self._ended = False
         super().__init__(self._pieces(), reply.status, reply.headers)
 
+    def end(self) -> None:
+        """Let an error event be the next one, and the last."""
+        self._ended = True
+        if self._reading:
+            self._reading.cancel()
+
     async def _pieces(self) -> AsyncIterator[bytes]:
-        yield self._reply.body
+        """Whole events: an error event must not follow a part of one."""
+        events, end, part = self._reply.body.rpartition(EVENT_END)
         try:
-            async for piece in self._reply.rest:
-                yield piece
+            while True:
+                yield events + end
+                if self._ended:
+                    break
+                self._reading = asyncio.ensure_future(anext(self._reply.rest, None))  # a task that `end` can cancel
+                if (piece := await self._reading) is None:
+                    yield part
+                    return
+                events, end, part = (part + piece).rpartition(EVENT_END)
+        except asyncio.CancelledError:
+            if not self._ended:  # the client has left
+                raise
         except (RayError, RayServeException, ServerLost):
-            yield lost_event(self._path)
+            yield error_event(self._path, "the replica ended; send the request again", "engine_failed")
+            return
+        yield error_event(self._path, SHUTTING_DOWN, "draining")
 
     async def __call__(self, *args: Any) -> None:
         try:
@@ -207,13 +238,8 @@ class Stream(StreamingResponse):
             self._reply.rest.cancel()
 
 
-def relayed(path: str, reply: Reply) -> Response:
-    return Response(reply.body, reply.status, reply.headers) if reply.rest is None else Stream(path, reply)
-
-
-def lost_event(path: str) -> bytes:
-    """The last event of a stream whose replica has ended, in the layout of the path's API."""
-    message, code = "the replica ended; send the request again", "engine_failed"
+def error_event(path: str, message: str, code: str) -> bytes:
+    """The last event of a stream that cannot go on, in the layout of the path's API."""
     if path.startswith("/v1/responses"):
         data = json.dumps({"type": "error", "code": code, "message": message, "param": None}).encode()
     else:
@@ -237,8 +263,7 @@ def call_of(request: Request, body: bytes) -> Call:
 
 def refusal(path: str) -> Response:
     """The answer of a server that drains."""
-    message = "the server is shutting down; send the request to another one"
-    response = JSONResponse({"status": "draining"}, 503) if path in HEALTH else failure(path, 503, message, "draining")
+    response = JSONResponse({"status": "draining"}, 503) if path in HEALTH else failure(path, 503, SHUTTING_DOWN, "draining")
     response.headers["retry-after"] = "1"
     return response
 

@@ -14,18 +14,20 @@ import asyncio
 import logging
 import math
 import os
+import re
 import signal
 import socket
 import subprocess
 import sys
 import threading
 from collections.abc import AsyncIterator, Mapping
+from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
 import aiohttp
 import ray
-from pydantic import BaseModel, Field
+from pydantic import BaseModel, ConfigDict, Field, ValidationError
 from ray import serve
 from ray.serve.config import AutoscalingConfig, RequestRouterConfig
 from ray.serve.exceptions import RayServeException
@@ -37,6 +39,7 @@ from deploy.gateway import Gateway, ServerLost, kept
 from deploy.routing import Call
 from deploy.server_log import ServerLog
 from errors import UserError
+from options import whole_number
 from ports import check_port
 from processes import PR_SET_PDEATHSIG
 
@@ -58,38 +61,45 @@ QUIET = {"log_level": "WARNING"}  # of Ray Serve: an access log for each replica
 class Options(BaseModel):
     """What `build` needs. Each field but `server` is a flag, see `--help`."""
 
+    model_config = ConfigDict(allow_inf_nan=False)
+
     server: list[str] = Field(default=[], description="flags of python -m server")
     python: str = Field(default=str(OWN_PYTHON if OWN_PYTHON.exists() else sys.executable), description="runs the server")
-    tp: int = Field(default=1, description="tensor-parallel ranks of a replica, all on one host")
+    tp: int = Field(default=1, ge=1, description="tensor-parallel ranks of a replica, all on one host")
     gpus: int = Field(
-        default=-1, description="GPUs of a replica, all of one host; -1: as many as ranks if the cluster has GPUs"
+        default=-1, ge=-1, description="GPUs of a replica, all of one host; -1: as many as ranks if the cluster has GPUs"
     )
-    cpus: float = Field(default=0, description="CPUs of a replica; 0: as many as ranks")
-    replicas: int = Field(default=2, description="with --max-replicas, the fewest")
-    max_replicas: int = Field(default=0, description="start up to so many, by the queue; 0: --replicas")
-    target: float = Field(default=32.0, description="with --max-replicas, requests of each, running and waiting")
-    upscale_delay: float = Field(default=10.0, description="seconds above the target before a replica is started")
-    downscale_delay: float = Field(default=300.0, description="seconds below it before one is ended")
+    cpus: float = Field(default=0, ge=0, description="CPUs of a replica; 0: as many as ranks")
+    replicas: int = Field(default=2, ge=1, description="with --max-replicas, the fewest")
+    max_replicas: int = Field(default=0, ge=0, description="start up to so many, by the queue; 0: --replicas")
+    target: float = Field(default=32.0, gt=0, description="with --max-replicas, requests of each, running and waiting")
+    upscale_delay: float = Field(default=10.0, ge=0, description="seconds above the target before a replica is started")
+    downscale_delay: float = Field(default=300.0, ge=0, description="seconds below it before one is ended")
     max_requests: int = Field(
         default=100_000,
+        ge=1,
         description="most requests of a replica, more than its server's --max-num-seqs and --max-queue together; others, of health "
         "too, wait in the gateways in the order of their arrival, whoever sent them",
     )
     max_queue: int = Field(
-        default=4096, description="most that wait in a gateway, as while no replica runs; further clients get a 429"
+        default=4096, ge=1, description="most that wait in a gateway, as while no replica runs; further clients get a 429"
     )
-    gateways: int = Field(default=1, description="processes that take requests, each with its own memory of prefixes")
-    surge: int = Field(default=0, description="percent of the replicas that an update may start before it ends old ones")
+    gateways: int = Field(default=1, ge=1, description="processes that take requests, each with its own memory of prefixes")
+    surge: int = Field(
+        default=0, ge=0, le=100, description="percent of the replicas that an update may start before it ends old ones"
+    )
     drain_timeout: float = Field(
-        default=30.0, description="seconds for requests in flight, when their replica or all are to end"
+        default=30.0, ge=0, description="seconds for requests in flight, when their replica or all are to end"
     )
     request_timeout: float = Field(
-        default=600.0, description="seconds for a whole answer, or for the first event of a stream, with all tries"
+        default=600.0, gt=0, description="seconds for a whole answer, or for the first event of a stream, with all tries"
     )
-    max_body_mb: int = Field(default=16, description="largest body of a request, in MiB")
-    idle_timeout: float = Field(default=30.0, description="seconds that a request's body may stop arriving")
+    max_body_mb: int = Field(default=16, ge=1, description="largest body of a request, in MiB")
+    idle_timeout: float = Field(default=30.0, gt=0, description="seconds that a request's body may stop arriving")
     max_bodies_mb: int = Field(
-        default=512, description="MiB of bodies that a gateway holds, a quarter of them for one client; further ones get a 503"
+        default=512,
+        ge=1,
+        description="MiB of bodies that a gateway holds, a quarter of them for one client; further ones get a 503",
     )
 
 
@@ -257,7 +267,7 @@ def parse() -> tuple[argparse.Namespace, Options]:
     parser = Parser(description=__doc__, formatter_class=argparse.ArgumentDefaultsHelpFormatter)
     parser.add_argument("--address", help="a running cluster's, such as auto; without it Ray starts on this machine")
     parser.add_argument("--host", default="127.0.0.1", help="of the HTTP port")
-    parser.add_argument("--port", type=int, default=8000, help="HTTP port")
+    parser.add_argument("--port", type=whole_number(1, 65535), default=8000, help="HTTP port")
     for name, field in Options.model_fields.items():
         if name != "server":
             flag = "--" + name.replace("_", "-")
@@ -266,7 +276,12 @@ def parse() -> tuple[argparse.Namespace, Options]:
     args = parser.parse_args()
     if taken := sorted({flag.partition("=")[0] for flag in args.server} & set(OWN)):
         raise UserError(f"{', '.join(taken)} after --: give it before, or leave it out")
-    return args, Options(**{name: getattr(args, name) for name in Options.model_fields})
+    try:
+        return args, Options(**{name: getattr(args, name) for name in Options.model_fields})
+    except ValidationError as e:
+        first = e.errors()[0]
+        flag = str(first["loc"][0]).replace("_", "-")
+        raise UserError(f"--{flag} {first['input']}: {first['msg']}; see {parser.prog} --help") from None
 
 
 def connect(address: str | None, options: Options) -> None:
@@ -281,6 +296,14 @@ def connect(address: str | None, options: Options) -> None:
         ray.init(**where, log_to_driver=False, logging_level="ERROR", runtime_env={"env_vars": {"PYTHONPATH": str(ROOT)}})
     except Exception as e:  # Ray raises many kinds
         raise UserError(f"no Ray here: {e}") from None
+
+
+def end_of_server() -> str:
+    """Why the server of a replica ended at its start, as its last line says. Empty if it did not end, or Ray does not know."""
+    with suppress(Exception):  # Ray raises many kinds
+        log = serve.status().applications["rung"].deployments["replicas"].message
+        return re.findall(r"RuntimeError: (the server ended with .*)", log)[-1] + "."
+    return ""
 
 
 def main() -> None:
@@ -298,7 +321,7 @@ def main() -> None:
         gateways = serve.run(build(options), name="rung", route_prefix="/", logging_config=QUIET)
     except RuntimeError as e:
         raise UserError(
-            f"the replicas did not start: {e} Ray's logs have the reason: /tmp/ray/session_latest/logs/serve"
+            f"the replicas did not start: {end_of_server() or e} Ray's logs have more: /tmp/ray/session_latest/logs/serve"
         ) from None
     if args.address:
         note("ready")

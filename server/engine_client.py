@@ -258,6 +258,7 @@ class EngineClient:
         if self.fatal is None:
             self.fatal = message
             log.error("the engine failed: %s", message)
+            self.recovery.give_up()
             self.fail_all(broken(self.later))
             self.adapters.fail(broken().message)
             self.on_fatal(message)

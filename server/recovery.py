@@ -205,6 +205,10 @@ class Recovery:
         counts = sorted((r.stuck for r in self._open if r.stuck >= SUSPECT), reverse=True)
         self._tried_alone = counts[self._places] + 1 if len(counts) > self._places else SUSPECT
 
+    def give_up(self) -> None:
+        """No ranks will start again. Nothing waits for them, so their end is no news."""
+        self._unwatch()
+
     def _was_alone(self, request: Request) -> bool:
         """Whether the ranks had nothing else when they ended. If they had something before, a token of this request shows that they
         have dropped it: they were told so first."""

@@ -179,9 +179,7 @@ def main() -> None:
         title = f"{args.model} on {args.gpus} x {args.gpu}, {asked}; dashed: the goals"
         draw(curves(args, plans), {"ttft_ms": args.ttft, "itl_ms": args.itl}, "p90", title, args.plot)
     if args.json:
-        print(
-            json.dumps({"settings": vars(args) | {"sweeps": [*map(str, args.sweeps)], "plot": str(args.plot)}, "plans": plans})
-        )
+        print(json.dumps({"settings": vars(args), "plans": plans}, default=str))
         return
     print(
         f"{args.model} on {args.gpus} x {args.gpu}: {asked}, {args.share:.0%} within TTFT {args.ttft:g} ms, ITL {args.itl:g} ms\n"

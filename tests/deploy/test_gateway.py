@@ -32,7 +32,7 @@ if not importlib.util.find_spec("ray"):
 from ray.serve.exceptions import DeploymentUnavailableError
 
 from deploy.bodies import Bodies, Full
-from deploy.gateway import MOST_LOSSES, Gateway
+from deploy.gateway import MOST_LOSSES, Gateway, ServerLost
 
 JSON, EVENTS = {"content-type": "application/json"}, {"content-type": "text/event-stream"}
 Replica = Callable[[], AsyncIterator[Any]]
@@ -285,14 +285,58 @@ def test_a_drain_refuses_new_requests_and_finishes_those_in_flight() -> None:
     asyncio.run(main())
 
 
-def test_the_end_of_a_drain_ends_requests() -> None:
+PATHS = ["/v1/completions", "/v1/chat/completions", "/v1/messages", "/v1/responses"]
+
+
+@pytest.mark.parametrize("path", PATHS)
+def test_the_end_of_a_drain_ends_requests(path: str) -> None:
+    """A stream ends with one error event, in the layout of the path's API."""
+
     async def main() -> None:
-        gateway = Gateway(Replicas(answer(JSON, b"{", b"}", seconds=60)), 60.0, 1, idle_timeout=30.0, max_bodies_mb=4)
-        in_flight = asyncio.create_task(ask(gateway, "POST", "/v1/completions"))
+        replicas = Replicas(answer(JSON, b"{", b"}", seconds=60), answer(EVENTS, b"data: 1\n\n", b"data: 2\n\n", seconds=60))
+        gateway = Gateway(replicas, 60.0, 1, idle_timeout=30.0, max_bodies_mb=4)
+        in_flight = [asyncio.create_task(ask(gateway, "POST", path)) for _ in range(2)]
         await asyncio.sleep(0.1)
-        assert await gateway.drain() == 1
+        assert await gateway.drain() == 2
         await gateway.end()
-        status, _, body = await in_flight
-        assert status == 503 and json.loads(body)["error"]["code"] == "draining"
+        (status, _, body), (begun, _, events) = await asyncio.wait_for(asyncio.gather(*in_flight), 30)
+        assert status == 503 and b"is shutting down" in body and begun == 200
+        assert await gateway.drain() == 0 and replicas.streams[1].cancelled
+        assert_last_event(path, events, "draining")
 
     asyncio.run(main())
+
+
+@pytest.mark.parametrize("path", PATHS)
+def test_a_replica_that_ends_within_an_event_leaves_no_part_of_it(path: str) -> None:
+    async def forward() -> AsyncIterator[Any]:
+        yield 200, EVENTS, "name"
+        for piece in (b"data: 1", b"\n", b"\ndata: ", b"2"):
+            yield piece
+        raise ServerLost("it was killed")
+
+    assert_last_event(path, client(Replicas(forward)).post(path, json={}).content, "engine_failed")
+
+
+def test_events_pass_in_any_pieces(seed: int) -> None:
+    rng = random.Random(seed)
+    body = b"".join(b"data: %d\n\n" % rng.randrange(1000) for _ in range(20)) + rng.choice([b"", b"data: 1"])
+    cuts = sorted(rng.randrange(len(body)) for _ in range(30))
+    pieces = [body[begin:end] for begin, end in itertools.pairwise([0, *cuts, len(body)])]
+    assert client(Replicas(answer(EVENTS, *pieces))).post("/v1/completions", json={}).content == body
+
+
+def assert_last_event(path: str, events: bytes, code: str) -> None:
+    """After the event `1`, the stream has one of an error with this code, and `[DONE]` where the API ends streams with it."""
+    first, error, *done = events.decode().removesuffix("\n\n").split("\n\n")
+    assert first == "data: 1"
+    data = json.loads(error[error.index("data: ") :].removeprefix("data: "))
+    if path == "/v1/messages":
+        assert error.startswith("event: error\n") and not done
+        assert data == {"type": "error", "error": {"type": "overloaded_error", "message": ANY}}
+    elif path == "/v1/responses":
+        assert error.startswith("event: error\n") and not done
+        assert data == {"type": "error", "code": code, "message": ANY, "param": None}
+    else:
+        assert error.startswith("data: ") and done == ["data: [DONE]"]
+        assert data == {"error": {"message": ANY, "type": "service_unavailable_error", "param": None, "code": code}}

@@ -13,6 +13,7 @@ from scripts.lib.process_tree import kill, process_tree
 from tests import ROOT
 from tests.deploy.test_ray_serve import MODEL, PYTHON, Cluster, body
 from tests.deploy.test_ray_serve import pytestmark as pytestmark
+from tests.support.ports import free_port
 from tests.support.server_process import runs
 
 PATH = "/v1/chat/completions"
@@ -62,16 +63,39 @@ def complete(text: str, stream: bool) -> bool:
     return text.endswith("data: [DONE]\n\n") and '"error"' not in text if stream else '"completion_tokens":500' in text
 
 
+def refused(*flags: object) -> str:
+    """The last line of a start that is refused."""
+    command = [PYTHON, "-m", "deploy.ray_serve", *flags]
+    done = subprocess.run(list(map(str, command)), cwd=ROOT, capture_output=True, text=True, timeout=END_SECONDS)
+    assert (done.returncode, done.stdout) == (2, "")
+    *notes, error = done.stderr.splitlines()
+    assert all(line.startswith("starting") for line in notes), done.stderr
+    return error
+
+
 def test_a_busy_port_is_one_line() -> None:
     with socket.create_server(("127.0.0.1", 0)) as busy:
-        port = str(busy.getsockname()[1])
-        command = [PYTHON, "-m", "deploy.ray_serve", "--port", port, "--", "--model", MODEL]
-        done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=120)
-    assert (done.returncode, done.stdout) == (2, "")
-    assert (
-        done.stderr
-        == f"error: port {port} of 127.0.0.1 is taken by another program; end that, or choose another one with --port\n"
-    )
+        port = busy.getsockname()[1]
+        error = refused("--port", port, "--", "--model", MODEL)
+    assert error == f"error: port {port} of 127.0.0.1 is taken by another program; end that, or choose another one with --port"
+
+
+@pytest.mark.parametrize(
+    ("flag", "value", "says"),
+    [
+        ("--port", "99999", "99999 is not from 1 to 65535"),
+        ("--replicas", "0", "--replicas 0: Input should be greater than or equal to 1"),
+        ("--drain-timeout", "nan", "--drain-timeout nan: Input should be a finite number"),
+        ("--surge", "101", "--surge 101: Input should be less than or equal to 100"),
+    ],
+)
+def test_a_wrong_flag_is_one_line(flag: str, value: str, says: str) -> None:
+    assert says in refused(flag, value, "--", "--model", MODEL)
+
+
+def test_replicas_that_cannot_start_say_what_their_server_said() -> None:
+    error = refused("--port", free_port(), "--", "--model", "/none")
+    assert "the server ended with exit code 2: error: /none/config.json is missing" in error
 
 
 def test_requests_in_flight_finish(cluster: Cluster) -> None:
@@ -84,5 +108,8 @@ def test_requests_in_flight_finish(cluster: Cluster) -> None:
 
 def test_a_second_signal_ends_requests_at_once(cluster: Cluster) -> None:
     _, answers = asyncio.run(end(cluster, 8, signal.SIGTERM, signal.SIGTERM))
-    assert all(status == 503 or text == "" for status, text in answers), answers
+    for status, text in answers:
+        *_, last, done = ["", *text.removesuffix("\n\n").split("\n\n")]
+        assert '"code":"draining"' in (text if status == 503 else last), answers
+        assert status == 503 or done == "data: [DONE]", answers
     assert cluster.process.wait(END_SECONDS) == 128 + signal.SIGTERM

@@ -239,16 +239,18 @@ def drain(site: Site) -> Row:
 
     def disturb() -> None:
         assert drained.process
-        held = ThreadPoolExecutor(1)
-        slow = held.submit(httpx.post, f"{drained.url}/v1/completions", json=SLOW, timeout=SECONDS, trust_env=False)
-        until(lambda: drained.metrics()["vllm:num_requests_running"] > 0, "nothing ran on the server")
-        drained.process.send_signal(signal.SIGTERM)
-        with httpx.Client(base_url=drained.url, timeout=SECONDS, trust_env=False) as client:
+        with (
+            httpx.Client(base_url=drained.url, timeout=SECONDS, trust_env=False) as client,
+            client.stream("POST", "/v1/completions", json=SLOW) as slow,
+        ):
+            text = slow.iter_text()
+            begun = next(text)  # the server has accepted it
+            drained.process.send_signal(signal.SIGTERM)
             until(lambda: client.get("/health").status_code == 503, "the server did not drain")
             refused = client.post("/v1/completions", json={"prompt": "x"})
+            events = begun + "".join(text)
         seen.update(status=refused.status_code, retry_after=refused.headers.get("retry-after"), health=503)
-        seen["running"] = slow.result().json()["usage"]["completion_tokens"] == SLOW["max_tokens"]
-        held.shutdown()
+        seen["running"] = f'"completion_tokens":{SLOW["max_tokens"]}' in events and events.endswith("data: [DONE]\n\n")
 
     done = site.load("Drain", disturb=disturb)
     assert drained.process
@@ -257,7 +259,8 @@ def drain(site: Site) -> Row:
     return {"ok": ok, "detail": f"{sum(done)} of {len(done)} requests answered, one server drained (exit code {code}): {seen}"}
 
 
-SLOW: dict[str, Any] = {"prompt": "A long story", "max_tokens": 160, "ignore_eos": True}
+SLOW: dict[str, Any] = {"prompt": "A long story", "max_tokens": 160, "ignore_eos": True, "stream": True}
+SLOW["stream_options"] = {"include_usage": True}
 
 
 def stream(site: Site) -> Row:

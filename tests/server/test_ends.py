@@ -22,6 +22,8 @@ from server.frontend import run_frontend
 from server.settings import Settings
 from tests.support.server_thread import STORY, TOKENIZER, Site, raw_request, wait_for
 
+HI = [{"role": "user", "content": "Hi"}]
+
 
 def test_loading_then_ready(make_site: Callable[..., Site]) -> None:
     site = make_site(engine=False)
@@ -104,6 +106,33 @@ def test_drain_timeout_ends_what_is_left(make_site: Callable[..., Site]) -> None
         site.server._loop.call_soon_threadsafe(site.server.drain)
         reader.join()
     assert answers[0].status_code == 503
+    site.thread.join(60)
+    assert not site.thread.is_alive() and site.server.exit_code == 0
+
+
+@pytest.mark.parametrize(
+    ("path", "body", "kind", "done"),
+    [
+        ("completions", {"prompt": "Hi"}, '"code":"draining"', True),
+        ("chat/completions", {"messages": HI}, '"code":"draining"', True),
+        ("messages", {"model": "x", "messages": HI}, "overloaded_error", False),
+        ("responses", {"input": "Hi"}, "response.failed", False),
+    ],
+)
+def test_drain_timeout_ends_streams_with_one_error(
+    make_site: Callable[..., Site], path: str, body: dict[str, Any], kind: str, done: bool
+) -> None:
+    site = make_site(drain_timeout=0.2, served_model_name=("x",))
+    site.engine.delay, site.engine.reply = 0.1, lambda submit: [300] * 200
+    limit = "max_output_tokens" if path == "responses" else "max_tokens"
+    with site.http.stream("POST", f"/v1/{path}", json={**body, limit: 200, "stream": True}) as answer:
+        parts = answer.iter_text()
+        text = next(parts)
+        site.server._loop.call_soon_threadsafe(site.server.drain)
+        events = (text + "".join(parts)).removesuffix("\n\n").split("\n\n")
+    assert answer.status_code == 200
+    assert not done or events.pop() == "data: [DONE]"
+    assert kind in events[-1] and not any(kind in event for event in events[:-1])
     site.thread.join(60)
     assert not site.thread.is_alive() and site.server.exit_code == 0
 

@@ -163,6 +163,8 @@ def test_the_command_plans_prints_and_draws(plan: Here, tmp_path: Path) -> None:
         assert one["ttft_ms"]["p90"] <= 300 and one["itl_ms"]["p90"] <= 15 and one["times"] == "measured"
         assert one["tokens_per_second"] == pytest.approx(16 * one["requests_per_second"], rel=1e-3)
     assert "requests/s" in (tmp_path / "plan.svg").read_text()
+    assert done.record["settings"]["plot"] == str(tmp_path / "plan.svg")
+    assert plan(*asked, "--widths", "fp8", "--json").record["settings"]["plot"] is None
     text = plan(*asked, "--widths", "fp8").out
     assert f"{plans[0]['requests_per_second']:.2f}" in text
     assert "python -m server --tp 1 --model llama-3-8b" in text and "--quantize fp8" in text

@@ -14,7 +14,7 @@ import httpx
 import msgspec
 import pytest
 
-from engine.protocol import Attach, Drafted, Outputs, Refused, SamplingParams, Starting, Stats, Submit, TokenOutput
+from engine.protocol import Attach, Drafted, Fatal, Outputs, Refused, SamplingParams, Starting, Stats, Submit, TokenOutput
 from errors import UserError
 from server import recovery
 from server.engine_client import EngineClient
@@ -406,6 +406,25 @@ def test_requests_outlive_the_ranks(make_site: Callable[..., Site], monkeypatch:
     assert f'rung:replayed_tokens_total{{model_name="tiny-hybrid"}} {replayed:.1f}' in metrics
     site.engine.send(Stats(running=5))
     wait_for(lambda: site.http.get("/stats").json()["running"] == 5)
+
+
+def test_ranks_that_end_after_the_server_failed_are_not_awaited(
+    make_site: Callable[..., Site], caplog: pytest.LogCaptureFixture
+) -> None:
+    """As rank 0 on several hosts, which ends after its launcher has said that another host has left."""
+    site = make_site()
+    rank = subprocess.Popen(["sleep", "60"])  # stands for rank 0
+    try:
+        site.engine.send(msgspec.structs.replace(ready(), pid=rank.pid))
+        wait_for(lambda: site.server.client.recovery.pid == rank.pid)
+        site.server.client.on_fatal = lambda message: None  # the server stays until the end of the test
+        site.engine.send(Fatal("a host has left"))
+        wait_for(lambda: site.health() == "broken")
+    finally:
+        rank.kill()
+        rank.wait()
+    assert [site.health() for _ in range(2)] == ["broken"] * 2  # by now the event loop has seen that it ended
+    assert "wait until they have started again" not in caplog.text
 
 
 def test_late_statistics_of_ended_ranks_do_not_count(make_site: Callable[..., Site]) -> None:
