@@ -1,7 +1,7 @@
 """One rank of a test in test_deterministic.py, with --deterministic on GPUs: all-reduces against the definition of the tree, the
 engine's answers, and the forward pass of training. Rank 0 prints a JSON line with what is wrong, and the answers.
 
-Arguments: a seed and checkpoints."""
+Arguments: a seed, and checkpoints, PATH or PATH,WIDTH to quantize one while loading it."""
 
 import json
 import random
@@ -88,9 +88,9 @@ def right(world: World, own: Tensor, x: Tensor, weight: Tensor, step: Callable[[
 
 
 @torch.inference_mode()
-def answers(world: World, path: str, seed: int) -> list[Any]:
+def answers(world: World, path: str, quantize: str | None, seed: int) -> list[Any]:
     """The tokens and log-probabilities of `requests`, in chunks and together."""
-    model = load_model(path, model_config(path, None, world.world_size), world, torch.bfloat16)
+    model = load_model(path, model_config(path, None, world.world_size, quantize), world, torch.bfloat16)
     prompts, params = requests(seed)
     limits = EngineLimits(max_model_len=80, max_num_seqs=8, max_batch_tokens=random.randint(11, 60), kv_memory=1e8)
     found = LLM(model, None, world, limits=limits).generate(prompts, params)
@@ -119,7 +119,7 @@ def seed_all(seed: str) -> None:
 
 
 def main() -> None:
-    seed, *paths = sys.argv[1:]
+    seed, *checkpoints = sys.argv[1:]
     world = init_world("cuda", "nccl", deterministic=True)
     comms: dict[str, Communicator] = {"local": world.comm}
     if world.world_size > 1:
@@ -129,11 +129,12 @@ def main() -> None:
     with torch.inference_mode():
         for name, comm in comms.items() if world.world_size > 1 else ():
             wrong += wrong_sums(world, comm, name)
-    for i, path in enumerate(paths):
+    for i, checkpoint in enumerate(checkpoints):
+        path, _, width = checkpoint.partition(",")
         seed_all(f"{seed}{i}")
         there = replace(world, comm=list(comms.values())[i % len(comms)], overlap=random.choice(SCHEDULES))
-        found[Path(path).name] = answers(there, path, int(seed))
-        if not is_same_in_training(world, path):
+        found[Path(path).name] = answers(there, path, width or None, int(seed))
+        if not width and not is_same_in_training(world, path):
             wrong.append(f"training of {path}")
     if world.rank == 0:
         kinds = {name: type(comm).__name__ for name, comm in comms.items()}

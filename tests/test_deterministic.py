@@ -179,15 +179,16 @@ def test_answers_on_a_gpu_have_the_bits_of_a_score(name: str, in_turn: Callable[
     "n", [pytest.param(n, marks=pytest.mark.skipif(most_ranks() < n, reason=f"needs {n} GPUs")) for n in (1, 2, 4)]
 )
 def test_gpus_give_the_bits_of_one_gpu(n: int, tmp_path: Path, seed: int) -> None:
-    """The all-reduces follow their definition, answers are those of one GPU, and training computes the forward pass of inference."""
-    names = ["standard", "parallel", "hybrid-list", "ladder", "desync-2x:4"]
-    expected = {}
-    for name in names:
+    """The all-reduces follow their definition, answers are those of one GPU, also with quantized weights, and training computes the
+    forward pass of inference."""
+    names = {"standard": "", "parallel": "fp8", "hybrid-list": "", "ladder": "int8", "desync-2x:4": "", "biased": "int4"}
+    expected, checkpoints = {}, []
+    for name, width in names.items():
         config = replace(config_of(name), head_dim=16, intermediate_size=320)
         save_checkpoint(random_model(config), tmp_path / name, torch.float32)
-        expected[name] = answers_alone(tmp_path / name, seed)
-    paths = [str(tmp_path / name) for name in names]
-    printed = torchrun(n, "-m", "tests.gpu_deterministic_rank", str(seed), *paths, timeout=280)
+        expected[name] = answers_alone(tmp_path / name, width or None, seed)
+        checkpoints.append(f"{tmp_path / name},{width}")
+    printed = torchrun(n, "-m", "tests.gpu_deterministic_rank", str(seed), *checkpoints, timeout=280)
     found = json.loads(printed.splitlines()[-1])
     assert found["wrong"] == [], found["communicators"]
     for name in names:
@@ -196,11 +197,11 @@ def test_gpus_give_the_bits_of_one_gpu(n: int, tmp_path: Path, seed: int) -> Non
         pytest.skip("these GPUs have no peer access, so only NCCL was tried")
 
 
-def answers_alone(path: Path, seed: int) -> list[Any]:
+def answers_alone(path: Path, quantize: str | None, seed: int) -> list[Any]:
     """The tokens and log-probabilities of `requests` on this GPU, one after the other."""
     alone = World(0, 1, torch.device("cuda"), Local())
     with deterministic():
-        model = checkpoint.load_model(str(path), model_config(str(path), None, 1), alone, torch.bfloat16)
+        model = checkpoint.load_model(str(path), model_config(str(path), None, 1, quantize), alone, torch.bfloat16)
         llm = LLM(model, None, alone, limits=EngineLimits(max_model_len=80, max_num_seqs=8, kv_memory=1e8))
         found = [llm.generate([prompt], one)[0] for prompt, one in zip(*requests(seed), strict=True)]
     return [[one.token_ids, [position.chosen.logprob for position in one.logprobs]] for one in found]
