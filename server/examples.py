@@ -1,11 +1,11 @@
 """Read a checkpoint's `examples.json`: a description and example prompts, shown on the page and in the terminal."""
 
 import json
-from pathlib import Path
 from typing import Any
 
 from pydantic import BaseModel, Field, ValidationError
 
+from files import model_folder
 from server.logs import log
 
 FILE = "examples.json"
@@ -22,8 +22,7 @@ class Examples(BaseModel):
 
 def read_examples(model: str) -> dict[str, Any] | None:
     """The examples of the checkpoint at path `model`; None if there are none. An invalid file is logged and ignored."""
-    path = Path(model)
-    file = (path.parent if path.is_file() else path) / FILE
+    file = model_folder(model) / FILE
     if not file.is_file():
         return None
     try:
