@@ -33,18 +33,24 @@ def add(app: FastAPI, service: Service) -> None:
     settings = service.settings
     bounds = Bounds(settings.responses_hours * 3600, settings.responses_kept, int(settings.responses_mb * 2**20))
     responses = Responses(service, Store(bounds))
-    tags: list[Any] = ["responses"]
-    own: dict[int | str, dict[str, Any]] = {404: errors_of(404)[404] | {"description": "No such response"}}
 
     @app.post(
         "/v1/responses",
         response_model=ResponsesReply,
         responses={200: {"content": events()}, **errors_of(400, 401, 404, 413, 429, 500, 503)},
-        tags=tags,
+        tags=["responses"],
         summary="Answer a conversation, as items",
     )
     async def create(body: ResponsesBody, request: Request) -> Response:
         return await responses.create(body, request)
+
+    _add_stored(app, responses)
+
+
+def _add_stored(app: FastAPI, responses: "Responses") -> None:
+    """What is done with a response that is kept."""
+    tags: list[Any] = ["responses"]
+    own: dict[int | str, dict[str, Any]] = {404: errors_of(404)[404] | {"description": "No such response"}}
 
     @app.get(
         "/v1/responses/{id}",
