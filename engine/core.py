@@ -4,7 +4,7 @@ Every rank runs the same engine on the same events in the same order; only rank 
 """
 
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from dataclasses import dataclass
 from functools import partial
 
@@ -16,9 +16,10 @@ import determinism
 from eagle import EagleHead
 from engine.adapters import Adapter, Adapters
 from engine.block_manager import BlockManager
+from engine.draft_costs import measure
 from engine.draft_heads import HeadChains, HeadModel
 from engine.draft_models import Chains
-from engine.drafts import Costs, Speculation, count_equal
+from engine.drafts import Speculation, count_equal
 from engine.grammars import COMPILED, MAX_COMPILING, Compilation, Grammars, error_of
 from engine.logits import advance, check_ids, new_state, sibling
 from engine.paged_cache import CODES, PagedCache
@@ -48,9 +49,6 @@ from tp import World
 
 DEFAULT_CPU_CACHE = 1 << 30  # bytes
 GPU_SHARE = 0.9  # share of the free memory for the cache
-MEASURED_ROWS = 1, 4, 16, 64, 256  # of steps, for `Speculation`
-MEASURED_SECONDS = 0.5  # for which a table is measured, about; larger numbers are then extrapolated
-ROUNDS = 3, 20  # of a measurement, at least and at most; the fastest counts
 MOST_DRAFTED = 256  # tokens of a step; with more rows a step takes longer, and each row's logits take memory
 
 
@@ -117,43 +115,6 @@ def new_cache(
     """The model's cache."""
     shape = model.attention_slots, n_blocks, limits.block_size, model.n_kv_heads, model.config.head_dim
     return PagedCache(*shape, world.device, dtype)
-
-
-def fastest_seconds(cases: list[tuple[Callable[[int], float], int]], world: World) -> list[dict[int, float]]:
-    """Of each case, a function and the largest number that it takes: its seconds for some numbers, of the slowest rank. All are
-    called in turn, again and again, so that a disturbance meets all alike. Collective."""
-    found = [dict[int, float]() for _ in cases]
-    for times, (seconds, most) in zip(found, cases, strict=True):
-        for n in sorted({min(n, max(2, most)) for n in MEASURED_ROWS}):
-            if len(times) > 1 and ROUNDS[0] * sum(times.values()) > MEASURED_SECONDS:
-                break
-            [times[n]] = _slowest([seconds(n)], world)
-    total = sum([sum(times.values()) for times in found])
-    calls = [(seconds, n) for times, (seconds, _) in zip(found, cases, strict=True) for n in times]
-    count = min(max(int(len(cases) * MEASURED_SECONDS / total), ROUNDS[0]), ROUNDS[1])
-    fastest = iter(_slowest(list(map(min, *([seconds(n) for seconds, n in calls] for _ in range(count)))), world))
-    return [{n: next(fastest) for n in times} for times in found]
-
-
-def _slowest(seconds: list[float], world: World) -> list[float]:
-    """The longest of all ranks. Collective."""
-    slowest = torch.tensor(seconds, dtype=torch.float64)
-    if world.world_size > 1:
-        dist.all_reduce(slowest, op=dist.ReduceOp.MAX, group=world.control)
-    return slowest.tolist()
-
-
-def measure(runner: Runner, chains: Chains | None, max_model_len: int, world: World) -> Costs:
-    """What steps and the drafts of a model cost. Collective."""
-    capacity = runner.capacity
-    cases: list[tuple[Callable[[int], float], int]] = [(runner.seconds, min(capacity.draws, capacity.tokens, max_model_len))]
-    if chains is not None:
-        cases.append((chains.seconds, min(capacity.sequences, capacity.tokens)))
-        cases.append((partial(chains.seconds, 1, 1), min(capacity.tokens - 1, max_model_len - 2)))  # sees one more
-    [ahead] = _slowest([min(runner.host_seconds() for _ in range(ROUNDS[0]))], world)
-    steps, *of_chains = fastest_seconds(cases, world)
-    links, prompts = of_chains or (None, None)
-    return Costs(steps, links, prompts, ahead)
 
 
 def new_chains(
