@@ -183,7 +183,7 @@ class Engine:
             partial(measure, self.runner, chains, self.max_model_len, world),
             chains,
             limits.accept_rate,
-            PromptIndex(limits.ngram_prompts) if limits.ngram_prompts and limits.accept_rate is None else None,
+            PromptIndex(limits.ngram_prompts) if limits.ngram_prompts else None,
         )
         self.look_ahead = self.runner.graphs is not None  # whether steps are launched before the tokens of the last are known
         self._ahead: InFlightStep | None = None  # the step that was launched so
@@ -425,8 +425,7 @@ class Engine:
             drawn, entries, first = result.tokens[first:stop], result.logprobs[first:stop], stop
             if sequence.finish_reason is not None:
                 continue
-            if draft and self.speculation.accept_rate is not None:
-                drawn = self.speculation.stand_in(chunk, drawn, self.runner.text_ids)
+            drawn = self.speculation.stand_in(chunk, drawn, self.runner.text_ids)
             accepted = count_equal(draft, drawn)
             if accepted < len(draft):
                 self.scheduler.reject(sequence, len(draft) - accepted)

@@ -345,9 +345,10 @@ class Speculation:
 
         accept_rate: stands in for the agreement of models with random weights, in benchmarks: a drafted token counts as right with
         this probability, whatever was drawn, and text makes no drafts. The answers are then not those of the model."""
-        self.ceiling, self.measure, self.chains, self.accept_rate, self._others = ceiling, measure, chains, accept_rate, others
+        self.ceiling, self.measure, self.chains, self.accept_rate = ceiling, measure, chains, accept_rate
+        self._others = others if accept_rate is None else None
         self.costs: Costs | None = None
-        sources = [source for source in TEXTS if source != PROMPTS or others is not None]
+        sources = [source for source in TEXTS if source != PROMPTS or self._others is not None]
         self.total = {source: Drafted() for source in (*sources, *([chains.name] if chains else []))}
         self._records, self._budgets = {s: Record() for s in self.total}, {s: Budget() for s in self.total}  # of all requests
         self._planned: dict[Sequence, tuple[str, Promise]] = {}  # the sources of drafts and what they promise
@@ -423,10 +424,11 @@ class Speculation:
         if sequence.drafter is not None and (source := sequence.drafter.last) is not None:
             self._budgets[source].take_back(count * self._token, sequence)
 
-    def stand_in(self, chunk: Chunk, drawn: List[int], ids: int) -> list[int]:
-        """What counts as drawn for a chunk's draft if agreement has a rate: the drafted token, or one of the `ids` that differs. The
-        same on all ranks."""
-        assert self.accept_rate is not None
+    def stand_in(self, chunk: Chunk, drawn: list[int], ids: int) -> list[int]:
+        """What counts as drawn by a chunk: for its draft, if agreement has a rate, the drafted token, or one of the `ids` that differs.
+        The same on all ranks."""
+        if self.accept_rate is None:
+            return drawn
         found = []
         for place, (guess, token) in enumerate(zip(chunk.draft, drawn, strict=False), chunk.first_drawn):
             digest = blake2b(f"{chunk.sequence.request_id} {place}".encode(), digest_size=4).digest()
