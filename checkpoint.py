@@ -446,13 +446,13 @@ def load_model(
     seed: int = 0,
     cache_tokens: int = 0,
     kv_dtype: str = "auto",
-    more: int = 0,
+    adapter_bytes: int = 0,
 ) -> Transformer:
     """Build this rank's shard of the model and fill it. Collective.
 
     If any rank has an error, all ranks raise the same UserError. Before anything is allocated, the ranks check that the files
     match `config`, and that there is enough memory for the weights and a KV cache of `cache_tokens` tokens in
-    `kv_dtype`. more: bytes of a rank besides these.
+    `kv_dtype`. adapter_bytes: of a rank, besides these.
     """
     error = source = model = None
     try:
@@ -460,7 +460,7 @@ def load_model(
     except UserError as e:
         error = e
     agree_on_error(world, error)
-    check_memory(name, config, world, dtype, cache_tokens, kv_dtype, more)
+    check_memory(name, config, world, dtype, cache_tokens, kv_dtype, adapter_bytes)
     try:
         model = fill_model(name, source, config, world, dtype, seed)
     except UserError as e:
