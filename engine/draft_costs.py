@@ -23,10 +23,10 @@ def measure(runner: Runner, chains: Chains | None, max_model_len: int, world: Wo
     if chains is not None:
         cases.append((chains.seconds, min(capacity.sequences, capacity.tokens)))
         cases.append((partial(chains.seconds, 1, 1), min(capacity.tokens - 1, max_model_len - 2)))  # sees one more
-    [ahead] = _slowest([min(runner.host_seconds() for _ in range(ROUNDS[0]))], world)
+    [host_seconds] = _slowest([min(runner.host_seconds() for _ in range(ROUNDS[0]))], world)
     steps, *of_chains = fastest_seconds(cases, world)
     links, prompts = of_chains or (None, None)
-    return Costs(steps, links, prompts, ahead)
+    return Costs(steps, links, prompts, host_seconds)
 
 
 def fastest_seconds(cases: list[tuple[Callable[[int], float], int]], world: World) -> list[dict[int, float]]:

@@ -57,14 +57,14 @@ class Costs:
         steps: Mapping[int, float],
         links: Mapping[int, float] | None = None,
         prompts: Mapping[int, float] | None = None,
-        ahead: float = 0.0,
+        host_seconds: float = 0.0,
     ) -> None:
         """Each of at least two numbers, which are in ascending order. Others are on the lines through these points.
 
         steps: by rows. links: a token of a model's chains, by their number. prompts: what the model takes to see a prompt, by its
-        tokens. None if no model drafts. ahead: what a step takes longer if it is not launched while the one before runs."""
+        tokens. None if no model drafts. host_seconds: what a step takes longer if it is not launched while the one before runs."""
         self._steps, self._links, self._prompts = map(_points, (steps, links, prompts))
-        self.ahead = ahead
+        self.host_seconds = host_seconds
 
     def seconds(self, rows: int) -> float:
         return _on_lines(self._steps, rows)
@@ -90,7 +90,7 @@ class Costs:
     def fixed_price(self, rows: int) -> float:
         """How many tokens drafts must bring to a step of so many other rows, because it is not launched ahead, and for the host's
         work."""
-        return self.ahead / self.token(rows) + LEAST_GAIN * rows
+        return self.host_seconds / self.token(rows) + LEAST_GAIN * rows
 
 
 def _points(seconds: Mapping[int, float] | None) -> list[tuple[int, float]]:
