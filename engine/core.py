@@ -10,7 +10,6 @@ from functools import partial
 
 import msgspec
 import torch
-import torch.distributed as dist
 
 import determinism
 from eagle import EagleHead
@@ -98,12 +97,10 @@ def count_blocks(model: Transformer, draft: Transformer | HeadModel | None, limi
     size = sum(
         PagedCache.bytes_per_block(m.attention_slots, limits.block_size, m.n_kv_heads, m.config.head_dim, dtype) for m in models
     )
-    blocks = torch.tensor(int(cache_memory(limits, world.device)) // size)
-    if world.world_size > 1:
-        dist.all_reduce(blocks, op=dist.ReduceOp.MIN, group=world.control)
+    [blocks] = world.smallest([int(cache_memory(limits, world.device)) // size])
     # all sequences at full length can use at most this many blocks
     useful = limits.max_num_seqs * -(-(limits.max_model_len or model.config.max_seq_len) // limits.block_size)
-    found = min(int(blocks), useful)
+    found = min(blocks, useful)
     if found < 1:
         raise UserError(f"--kv-memory leaves room for no KV-cache block of {size / 1e6:.1f} MB; give more")
     return found
@@ -323,10 +320,8 @@ class Engine:
                     self.refused.append(refused)
         if not self.compiling:
             return
-        states = torch.tensor([compilation.state for compilation, _ in self.compiling.values()])
-        if self.world.world_size > 1:
-            dist.all_reduce(states, op=dist.ReduceOp.MIN, group=self.world.control)
-        for text, state in zip(list(self.compiling), states.tolist(), strict=True):
+        states = self.world.smallest([compilation.state for compilation, _ in self.compiling.values()])
+        for text, state in zip(list(self.compiling), states, strict=True):
             if not state:
                 continue
             compilation, waiting = self.compiling.pop(text)

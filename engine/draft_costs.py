@@ -3,9 +3,6 @@
 from collections.abc import Callable
 from functools import partial
 
-import torch
-import torch.distributed as dist
-
 from engine.draft_models import Chains
 from engine.drafts import Costs
 from engine.runner import Runner
@@ -23,7 +20,7 @@ def measure(runner: Runner, chains: Chains | None, max_model_len: int, world: Wo
     if chains is not None:
         cases.append((chains.seconds, min(capacity.sequences, capacity.tokens)))
         cases.append((partial(chains.seconds, 1, 1), min(capacity.tokens - 1, max_model_len - 2)))  # sees one more
-    [host_seconds] = _slowest([min(runner.host_seconds() for _ in range(ROUNDS[0]))], world)
+    [host_seconds] = world.largest([min(runner.host_seconds() for _ in range(ROUNDS[0]))])
     steps, *of_chains = fastest_seconds(cases, world)
     links, prompts = of_chains or (None, None)
     return Costs(steps, links, prompts, host_seconds)
@@ -37,17 +34,9 @@ def fastest_seconds(cases: list[tuple[Callable[[int], float], int]], world: Worl
         for n in sorted({min(n, max(2, most)) for n in MEASURED_ROWS}):
             if len(times) > 1 and ROUNDS[0] * sum(times.values()) > MEASURED_SECONDS:
                 break
-            [times[n]] = _slowest([seconds(n)], world)
+            [times[n]] = world.largest([seconds(n)])
     total = sum([sum(times.values()) for times in found])
     calls = [(seconds, n) for times, (seconds, _) in zip(found, cases, strict=True) for n in times]
     count = min(max(int(len(cases) * MEASURED_SECONDS / total), ROUNDS[0]), ROUNDS[1])
-    fastest = iter(_slowest(list(map(min, *([seconds(n) for seconds, n in calls] for _ in range(count)))), world))
+    fastest = iter(world.largest(list(map(min, *([seconds(n) for seconds, n in calls] for _ in range(count))))))
     return [{n: next(fastest) for n in times} for times in found]
-
-
-def _slowest(seconds: list[float], world: World) -> list[float]:
-    """The longest of all ranks. Collective."""
-    slowest = torch.tensor(seconds, dtype=torch.float64)
-    if world.world_size > 1:
-        dist.all_reduce(slowest, op=dist.ReduceOp.MAX, group=world.control)
-    return slowest.tolist()
