@@ -5,6 +5,7 @@ from typing import Any
 
 from pydantic import BaseModel, Field, ValidationError
 
+from errors import first_line
 from files import model_folder
 from server.logs import log
 
@@ -30,5 +31,5 @@ def read_examples(model: str) -> dict[str, Any] | None:
             content = json.loads(opened.read(MAX_BYTES + 1))
         return Examples.model_validate(content).model_dump()
     except (OSError, ValueError, RecursionError, ValidationError) as e:  # ValueError: invalid JSON, or cut at MAX_BYTES
-        log.warning("%s is left out: %s", file, str(e).splitlines()[0])
+        log.warning("%s is left out: %s", file, first_line(e))
         return None
