@@ -116,16 +116,17 @@ def new_cache(
 
 def new_chains(
     model: Transformer | HeadModel,
-    cache: PagedCache,
+    limits: EngineLimits,
+    dtype: torch.dtype,
     text_ids: int,
     capacity: Capacity,
     blocks: BlockManager,
     world: World,
-    kv_dtype: str,
 ) -> Chains:
-    """The chains of a draft model or head. Collective."""
+    """The chains of a draft model or head, with a cache of its own. dtype: of the cache. Collective."""
+    cache = new_cache(model, blocks.n_blocks, limits, world, dtype)
     own = world if model.comm.world_size > 1 else World(0, 1, world.device, model.comm)
-    schedules, longest = Schedules.of(model, own, kv_dtype), model.config.max_seq_len
+    schedules, longest = Schedules.of(model, own, limits.kv_dtype), model.config.max_seq_len
     if isinstance(model, HeadModel):
         return HeadChains(Runner(model, cache, text_ids, capacity, schedules, shift=1), blocks, longest, model)
     return Chains(Runner(model, cache, text_ids, capacity, schedules), blocks, longest)
@@ -148,32 +149,25 @@ class Engine:
         config = model.config
         self.max_model_len = min(limits.max_model_len or config.max_seq_len, config.max_seq_len)
         schedules = Schedules.of(model, world, limits.kv_dtype)
-        # at least 2 sequences, because `Costs` needs two measured points
         budget = limits.max_batch_tokens or step_tokens(config, world)
+        # of what drafts: at least 2, because `Costs` needs two measured points
         sequences, tokens = max(2, limits.max_num_seqs), max(2, budget)
         drafting = HeadModel(draft, model, sequences + tokens) if isinstance(draft, EagleHead) else draft
         blocks = BlockManager(count_blocks(model, drafting, limits, world), limits.block_size)
-        self.scheduler = Scheduler(
-            blocks,
-            limits.max_num_seqs,
-            budget,
-            self.max_model_len,
-            limits.whole_sequences,
-            limits.drafted,
-        )
+        whole, drafted = limits.whole_sequences, limits.drafted
+        self.scheduler = Scheduler(blocks, limits.max_num_seqs, budget, self.max_model_len, whole, drafted)
         dtype = cache_dtype(model, limits)
         text_ids = min(tokenizer.vocab_size if tokenizer else config.vocab_size, config.vocab_size)
         longest = blocks.blocks_for(self.max_model_len)
-        capacity = Capacity(limits.max_num_seqs, budget, longest, limits.drafted)
+        capacity = Capacity(limits.max_num_seqs, budget, longest, drafted)
         layers = draft.config.stream_layers if isinstance(draft, EagleHead) else ()
         cache, slots = new_cache(model, blocks.n_blocks, limits, world, dtype), adapters.limits.slots if adapters else 0
         self.runner = Runner(model, cache, text_ids, capacity, schedules, layers, adapters=slots)
         self.adapters = adapters
         chains = None
         if drafting is not None:
-            cache = new_cache(drafting, blocks.n_blocks, limits, world, dtype)
             smaller = Capacity(sequences, tokens, longest)
-            chains = new_chains(drafting, cache, text_ids, smaller, blocks, world, limits.kv_dtype)
+            chains = new_chains(drafting, limits, dtype, text_ids, smaller, blocks, world)
         # without `self`: an engine in a cycle would keep its memory until the garbage collector finds it
         self.speculation = Speculation(
             limits.draft_tokens,
