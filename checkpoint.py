@@ -21,7 +21,7 @@ from tqdm import tqdm
 import determinism
 from cli import note
 from config import ModelConfig
-from errors import UserError
+from errors import UserError, first_line
 from files import INDEX_BYTES, check_regular, read_json
 from memory import check_memory, free_bytes, shortage, weight_bytes
 from model import RMSNorm, Transformer
@@ -177,7 +177,7 @@ class SafetensorsSource:
             except FileNotFoundError:
                 raise UserError(f"{path} is missing though the index names it; download the checkpoint again") from None
             except (SafetensorError, OSError) as e:
-                raise UserError(f"{path} is truncated or no safetensors file ({_line(e)}); download it again") from None
+                raise UserError(f"{path} is truncated or no safetensors file ({first_line(e)}); download it again") from None
 
     @staticmethod
     def _paths(directory: Path) -> list[Path]:
@@ -208,7 +208,7 @@ def unpickled(path: Path, what: str) -> dict[str, Tensor]:
     try:
         tensors = torch.load(path, mmap=True, weights_only=True, map_location="cpu")
     except (OSError, RuntimeError, ValueError, EOFError, LookupError, AttributeError, UnpicklingError) as e:
-        raise UserError(f"{path} cannot be read as a {what} ({_line(e)}); convert it again") from None
+        raise UserError(f"{path} cannot be read as a {what} ({first_line(e)}); convert it again") from None
     flat = isinstance(tensors, dict) and all(isinstance(k, str) and isinstance(t, Tensor) for k, t in tensors.items())
     if not flat:
         raise UserError(f"{path} holds no flat dict of tensors, as a {what} does; convert it again")
@@ -293,11 +293,6 @@ class GptFastSource:
         # gpt-fast's RoPE pairs neighbours (0, 1), (2, 3), …; the HF layout pairs i with i + D / 2
         pairs = tensor.unflatten(0, (-1, self.config.head_dim // 2, 2))
         return pairs.transpose(1, 2).flatten(0, 2)
-
-
-def _line(e: Exception) -> str:
-    """The first line of a library's error message, for a message of one line."""
-    return (str(e).splitlines() or [repr(e)])[0]
 
 
 # --- reading -------------------------------------------------------------------------------------------------------------
@@ -446,13 +441,13 @@ def load_model(
     seed: int = 0,
     cache_tokens: int = 0,
     kv_dtype: str = "auto",
-    more: int = 0,
+    adapter_bytes: int = 0,
 ) -> Transformer:
     """Build this rank's shard of the model and fill it. Collective.
 
     If any rank has an error, all ranks raise the same UserError. Before anything is allocated, the ranks check that the files
     match `config`, and that there is enough memory for the weights and a KV cache of `cache_tokens` tokens in
-    `kv_dtype`. more: bytes of a rank besides these.
+    `kv_dtype`. adapter_bytes: of a rank, besides these.
     """
     error = source = model = None
     try:
@@ -460,7 +455,7 @@ def load_model(
     except UserError as e:
         error = e
     agree_on_error(world, error)
-    check_memory(name, config, world, dtype, cache_tokens, kv_dtype, more)
+    check_memory(name, config, world, dtype, cache_tokens, kv_dtype, adapter_bytes)
     try:
         model = fill_model(name, source, config, world, dtype, seed)
     except UserError as e:

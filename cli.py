@@ -8,7 +8,7 @@ from collections.abc import Callable, Sequence
 from difflib import get_close_matches
 from typing import Any, NoReturn
 
-from errors import UserError
+from errors import UserError, first_line
 from processes import is_rank, join_launcher
 
 USER_ERROR, LOST_RANK, INTERRUPTED = 2, 1, 130  # exit codes
@@ -56,7 +56,7 @@ def run(main: Callable[[], None]) -> NoReturn:
         if "hosts" in sys.modules:
             sys.modules["hosts"].await_cause(e)
         what = f"rank {rank()} lost the connection to another rank, which ended or was killed"
-        print(f"error: {what} ({str(e).splitlines()[0]})", file=sys.stderr)
+        print(f"error: {what} ({first_line(e)})", file=sys.stderr)
         code = LOST_RANK
     leave(code)
 

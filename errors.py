@@ -1,4 +1,4 @@
-"""The exception for errors that the user caused and can correct."""
+"""The exception for errors that the user caused and can correct, and what others say in one line."""
 
 
 class UserError(Exception):
@@ -6,3 +6,8 @@ class UserError(Exception):
 
     Command-line programs print it once and exit with code 2 on every rank; the server answers with a 4xx status.
     """
+
+
+def first_line(e: Exception) -> str:
+    """The first line of a library's error message, for a message of one line."""
+    return (str(e).splitlines() or [repr(e)])[0]

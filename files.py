@@ -20,6 +20,12 @@ KINDS = {
 }
 
 
+def model_folder(model: str | Path) -> Path:
+    """The checkpoint's folder of a value of `--model`, which names the folder or a weights file in it."""
+    path = Path(model)
+    return path.parent if path.is_file() else path
+
+
 def check_regular(path: Path) -> int:
     """The size of the file at `path`, in bytes.
 

@@ -17,7 +17,7 @@ from torch import Tensor
 
 from checkpoint import full_shape
 from config import ModelConfig
-from errors import UserError
+from errors import UserError, first_line
 from files import CONFIG_BYTES, check_regular, read_json
 from kernels.lora import LowRank, padded_rank
 from model import Transformer
@@ -90,7 +90,7 @@ class AdapterFiles:
                         if used > rank or not (a[i].isfinite().all() and rows.isfinite().all()):
                             raise UserError(f"{self.folder}: the adapter of {name} has values that are not finite in {dtype}")
         except (SafetensorError, OSError, RuntimeError, ValueError) as e:  # the file has changed
-            raise UserError(f"{self.folder / WEIGHTS} cannot be read ({_line(e)}); copy it again") from None
+            raise UserError(f"{self.folder / WEIGHTS} cannot be read ({first_line(e)}); copy it again") from None
         return a, b
 
 
@@ -130,7 +130,7 @@ def open_adapter(folder: Path, config: ModelConfig, most: int | None = None, roo
         if most is not None and max(ranks.values()) > most:
             raise UserError(f"its rank {max(ranks.values())} is above --max-lora-rank {most}")
     except (SafetensorError, OSError) as e:
-        raise UserError(f"{folder / WEIGHTS} is truncated or no safetensors file ({_line(e)}); copy it again") from None
+        raise UserError(f"{folder / WEIGHTS} is truncated or no safetensors file ({first_line(e)}); copy it again") from None
     except UserError as e:
         raise UserError(f"the adapter {folder} cannot be used: {e}") from None
     return AdapterFiles(folder, factors, max(ranks.values()))
@@ -236,7 +236,3 @@ def _of_pattern(pattern: dict[str, Any] | None, layer: str, default: Any) -> Any
 def _factor(settings: dict[str, Any], layer: str, rank: int) -> float:
     alpha = float(_of_pattern(settings.get("alpha_pattern"), layer, settings["lora_alpha"]))
     return alpha / (math.sqrt(rank) if settings.get("use_rslora") else rank)
-
-
-def _line(e: Exception) -> str:
-    return (str(e).splitlines() or [repr(e)])[0]

@@ -7,6 +7,7 @@ from typing import Any
 
 from config import ModelConfig, with_variant
 from errors import UserError
+from files import model_folder
 from hf_config import read_config
 from quantized.scheme import QUANTIZATIONS, on_load
 from rope_scaling import Llama3Scaling
@@ -107,10 +108,7 @@ def named_config(name: str) -> ModelConfig:
     if is_preset(name):
         return preset(name)
     path = Path(name)
-    if path.suffix == ".json":
-        file = path
-    else:
-        file = (path.parent if path.is_file() else path) / "config.json"
+    file = path if path.suffix == ".json" else model_folder(path) / "config.json"
     if not path.exists():
         raise UserError(f"{file} is missing; {instead(name)}")
     return read_config(file)

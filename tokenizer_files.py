@@ -6,7 +6,7 @@ from pathlib import Path
 from typing import Any
 
 from errors import UserError
-from files import CONFIG_BYTES, TOKENIZER_BYTES, read_file, read_json
+from files import CONFIG_BYTES, TOKENIZER_BYTES, model_folder, read_file, read_json
 from presets import is_shape, named_config
 from tokenizer import ByteTokenizer, Tokenizer, TokenizerSettings
 from tokenizer_formats import HuggingFaceTokenizer, SentencePieceTokenizer, TiktokenTokenizer
@@ -20,10 +20,9 @@ def tokenizer_of(model: str) -> Tokenizer:
 
     Raises UserError for a missing or corrupt file, and for a name that is neither a path nor a preset.
     """
-    path = Path(model)
-    if not path.exists() or is_shape(model):
+    if not Path(model).exists() or is_shape(model):
         return ByteTokenizer(named_config(model).vocab_size)
-    return load_tokenizer(path.parent if path.is_file() else path)
+    return load_tokenizer(model_folder(model))
 
 
 def find_tokenizer(path: Path) -> Path | None:

@@ -198,9 +198,8 @@ def kept_by_normalizer(content: dict[str, Any]) -> bool:
     tokens = set(vocab) if isinstance(vocab, dict) else {token for token, _ in vocab}
     if "ByteLevel" in json.dumps(content.get("pre_tokenizer")):
         return known and tokens >= _byte_level_alphabet().keys()
-    all_bytes = {
-        f"<0x{byte:02X}>" for byte in range(256)
-    }  # if a byte has no token, several characters with that byte become one unknown id
+    # if a byte has no token, several characters with that byte become one unknown id
+    all_bytes = {f"<0x{byte:02X}>" for byte in range(256)}
     return known and bool(model.get("byte_fallback")) and tokens >= all_bytes
 
 

@@ -6,7 +6,7 @@ disk.
 
 import os
 import socket
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from datetime import timedelta
 from typing import Any, NamedTuple
@@ -349,6 +349,19 @@ class World:
     comm: Communicator
     control: dist.ProcessGroup | None = None  # gloo, for data in host memory; None on a single rank
     overlap: str = "auto"  # how a ladder's all-reduces are computed: one of `options.OVERLAPS`
+
+    def smallest(self, values: Sequence[int]) -> list[int]:
+        """The smallest of all ranks, of each value. Collective."""
+        return self._reduced(torch.tensor(values, dtype=torch.int64), dist.ReduceOp.MIN)
+
+    def largest(self, values: Sequence[float]) -> list[float]:
+        """The largest of all ranks, of each value. Collective."""
+        return self._reduced(torch.tensor(values, dtype=torch.float64), dist.ReduceOp.MAX)
+
+    def _reduced(self, values: Tensor, operation: Any) -> list[Any]:
+        if self.world_size > 1:
+            dist.all_reduce(values, operation, group=self.control)
+        return values.tolist()
 
 
 def init_world(

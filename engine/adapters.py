@@ -14,7 +14,6 @@ from pathlib import Path
 
 import numpy as np
 import torch
-import torch.distributed as dist
 from torch import Tensor
 
 import determinism
@@ -144,11 +143,9 @@ class Adapters:
         """Go on with what is being loaded. Returns what has ended, loaded or not. Collective."""
         if not self.loading:
             return []
-        states = torch.tensor([loading.state for loading in self.loading.values()])
-        if self.world.world_size > 1:
-            dist.all_reduce(states, op=dist.ReduceOp.MIN, group=self.world.control)
+        states = self.world.smallest([loading.state for loading in self.loading.values()])
         ended = []
-        for loading, state in zip(list(self.loading.values()), states.tolist(), strict=True):
+        for loading, state in zip(list(self.loading.values()), states, strict=True):
             if state == PENDING:
                 continue
             error = ""

@@ -4,21 +4,21 @@ Every rank runs the same engine on the same events in the same order; only rank 
 """
 
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from dataclasses import dataclass
 from functools import partial
 
 import msgspec
 import torch
-import torch.distributed as dist
 
 import determinism
 from eagle import EagleHead
 from engine.adapters import Adapter, Adapters
 from engine.block_manager import BlockManager
+from engine.draft_costs import measure
 from engine.draft_heads import HeadChains, HeadModel
 from engine.draft_models import Chains
-from engine.drafts import Costs, Speculation, count_equal
+from engine.drafts import Speculation, count_equal
 from engine.grammars import COMPILED, MAX_COMPILING, Compilation, Grammars, error_of
 from engine.logits import advance, check_ids, new_state, sibling
 from engine.paged_cache import CODES, PagedCache
@@ -48,9 +48,6 @@ from tp import World
 
 DEFAULT_CPU_CACHE = 1 << 30  # bytes
 GPU_SHARE = 0.9  # share of the free memory for the cache
-MEASURED_ROWS = 1, 4, 16, 64, 256  # of steps, for `Speculation`
-MEASURED_SECONDS = 0.5  # for which a table is measured, about; larger numbers are then extrapolated
-ROUNDS = 3, 20  # of a measurement, at least and at most; the fastest counts
 MOST_DRAFTED = 256  # tokens of a step; with more rows a step takes longer, and each row's logits take memory
 
 
@@ -100,12 +97,10 @@ def count_blocks(model: Transformer, draft: Transformer | HeadModel | None, limi
     size = sum(
         PagedCache.bytes_per_block(m.attention_slots, limits.block_size, m.n_kv_heads, m.config.head_dim, dtype) for m in models
     )
-    blocks = torch.tensor(int(cache_memory(limits, world.device)) // size)
-    if world.world_size > 1:
-        dist.all_reduce(blocks, op=dist.ReduceOp.MIN, group=world.control)
+    [blocks] = world.smallest([int(cache_memory(limits, world.device)) // size])
     # all sequences at full length can use at most this many blocks
     useful = limits.max_num_seqs * -(-(limits.max_model_len or model.config.max_seq_len) // limits.block_size)
-    found = min(int(blocks), useful)
+    found = min(blocks, useful)
     if found < 1:
         raise UserError(f"--kv-memory leaves room for no KV-cache block of {size / 1e6:.1f} MB; give more")
     return found
@@ -119,55 +114,19 @@ def new_cache(
     return PagedCache(*shape, world.device, dtype)
 
 
-def fastest_seconds(cases: list[tuple[Callable[[int], float], int]], world: World) -> list[dict[int, float]]:
-    """Of each case, a function and the largest number that it takes: its seconds for some numbers, of the slowest rank. All are
-    called in turn, again and again, so that a disturbance meets all alike. Collective."""
-    found = [dict[int, float]() for _ in cases]
-    for times, (seconds, most) in zip(found, cases, strict=True):
-        for n in sorted({min(n, max(2, most)) for n in MEASURED_ROWS}):
-            if len(times) > 1 and ROUNDS[0] * sum(times.values()) > MEASURED_SECONDS:
-                break
-            [times[n]] = _slowest([seconds(n)], world)
-    total = sum([sum(times.values()) for times in found])
-    calls = [(seconds, n) for times, (seconds, _) in zip(found, cases, strict=True) for n in times]
-    count = min(max(int(len(cases) * MEASURED_SECONDS / total), ROUNDS[0]), ROUNDS[1])
-    fastest = iter(_slowest(list(map(min, *([seconds(n) for seconds, n in calls] for _ in range(count)))), world))
-    return [{n: next(fastest) for n in times} for times in found]
-
-
-def _slowest(seconds: list[float], world: World) -> list[float]:
-    """The longest of all ranks. Collective."""
-    slowest = torch.tensor(seconds, dtype=torch.float64)
-    if world.world_size > 1:
-        dist.all_reduce(slowest, op=dist.ReduceOp.MAX, group=world.control)
-    return slowest.tolist()
-
-
-def measure(runner: Runner, chains: Chains | None, max_model_len: int, world: World) -> Costs:
-    """What steps and the drafts of a model cost. Collective."""
-    capacity = runner.capacity
-    cases: list[tuple[Callable[[int], float], int]] = [(runner.seconds, min(capacity.draws, capacity.tokens, max_model_len))]
-    if chains is not None:
-        cases.append((chains.seconds, min(capacity.sequences, capacity.tokens)))
-        cases.append((partial(chains.seconds, 1, 1), min(capacity.tokens - 1, max_model_len - 2)))  # sees one more
-    [ahead] = _slowest([min(runner.host_seconds() for _ in range(ROUNDS[0]))], world)
-    steps, *of_chains = fastest_seconds(cases, world)
-    links, prompts = of_chains or (None, None)
-    return Costs(steps, links, prompts, ahead)
-
-
 def new_chains(
     model: Transformer | HeadModel,
-    cache: PagedCache,
+    limits: EngineLimits,
+    dtype: torch.dtype,
     text_ids: int,
     capacity: Capacity,
     blocks: BlockManager,
     world: World,
-    kv_dtype: str,
 ) -> Chains:
-    """The chains of a draft model or head. Collective."""
+    """The chains of a draft model or head, with a cache of its own. dtype: of the cache. Collective."""
+    cache = new_cache(model, blocks.n_blocks, limits, world, dtype)
     own = world if model.comm.world_size > 1 else World(0, 1, world.device, model.comm)
-    schedules, longest = Schedules.of(model, own, kv_dtype), model.config.max_seq_len
+    schedules, longest = Schedules.of(model, own, limits.kv_dtype), model.config.max_seq_len
     if isinstance(model, HeadModel):
         return HeadChains(Runner(model, cache, text_ids, capacity, schedules, shift=1), blocks, longest, model)
     return Chains(Runner(model, cache, text_ids, capacity, schedules), blocks, longest)
@@ -190,39 +149,32 @@ class Engine:
         config = model.config
         self.max_model_len = min(limits.max_model_len or config.max_seq_len, config.max_seq_len)
         schedules = Schedules.of(model, world, limits.kv_dtype)
-        # at least 2 sequences, because `Costs` needs two measured points
         budget = limits.max_batch_tokens or step_tokens(config, world)
+        # of what drafts: at least 2, because `Costs` needs two measured points
         sequences, tokens = max(2, limits.max_num_seqs), max(2, budget)
         drafting = HeadModel(draft, model, sequences + tokens) if isinstance(draft, EagleHead) else draft
         blocks = BlockManager(count_blocks(model, drafting, limits, world), limits.block_size)
-        self.scheduler = Scheduler(
-            blocks,
-            limits.max_num_seqs,
-            budget,
-            self.max_model_len,
-            limits.whole_sequences,
-            limits.drafted,
-        )
+        whole, drafted = limits.whole_sequences, limits.drafted
+        self.scheduler = Scheduler(blocks, limits.max_num_seqs, budget, self.max_model_len, whole, drafted)
         dtype = cache_dtype(model, limits)
         text_ids = min(tokenizer.vocab_size if tokenizer else config.vocab_size, config.vocab_size)
         longest = blocks.blocks_for(self.max_model_len)
-        capacity = Capacity(limits.max_num_seqs, budget, longest, limits.drafted)
+        capacity = Capacity(limits.max_num_seqs, budget, longest, drafted)
         layers = draft.config.stream_layers if isinstance(draft, EagleHead) else ()
         cache, slots = new_cache(model, blocks.n_blocks, limits, world, dtype), adapters.limits.slots if adapters else 0
         self.runner = Runner(model, cache, text_ids, capacity, schedules, layers, adapters=slots)
         self.adapters = adapters
         chains = None
         if drafting is not None:
-            cache = new_cache(drafting, blocks.n_blocks, limits, world, dtype)
             smaller = Capacity(sequences, tokens, longest)
-            chains = new_chains(drafting, cache, text_ids, smaller, blocks, world, limits.kv_dtype)
+            chains = new_chains(drafting, limits, dtype, text_ids, smaller, blocks, world)
         # without `self`: an engine in a cycle would keep its memory until the garbage collector finds it
         self.speculation = Speculation(
             limits.draft_tokens,
             partial(measure, self.runner, chains, self.max_model_len, world),
             chains,
             limits.accept_rate,
-            PromptIndex(limits.ngram_prompts) if limits.ngram_prompts and limits.accept_rate is None else None,
+            PromptIndex(limits.ngram_prompts) if limits.ngram_prompts else None,
         )
         self.look_ahead = self.runner.graphs is not None  # whether steps are launched before the tokens of the last are known
         self._ahead: InFlightStep | None = None  # the step that was launched so
@@ -362,10 +314,8 @@ class Engine:
                     self.refused.append(refused)
         if not self.compiling:
             return
-        states = torch.tensor([compilation.state for compilation, _ in self.compiling.values()])
-        if self.world.world_size > 1:
-            dist.all_reduce(states, op=dist.ReduceOp.MIN, group=self.world.control)
-        for text, state in zip(list(self.compiling), states.tolist(), strict=True):
+        states = self.world.smallest([compilation.state for compilation, _ in self.compiling.values()])
+        for text, state in zip(list(self.compiling), states, strict=True):
             if not state:
                 continue
             compilation, waiting = self.compiling.pop(text)
@@ -464,8 +414,7 @@ class Engine:
             drawn, entries, first = result.tokens[first:stop], result.logprobs[first:stop], stop
             if sequence.finish_reason is not None:
                 continue
-            if draft and self.speculation.accept_rate is not None:
-                drawn = self.speculation.stand_in(chunk, drawn, self.runner.text_ids)
+            drawn = self.speculation.stand_in(chunk, drawn, self.runner.text_ids)
             accepted = count_equal(draft, drawn)
             if accepted < len(draft):
                 self.scheduler.reject(sequence, len(draft) - accepted)

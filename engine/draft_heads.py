@@ -27,6 +27,8 @@ from engine.step_inputs import ROUND
 from engine.transfers import to_device
 from model import Transformer
 
+MISSED = -1  # instead of a row of the last step: a token whose features are lost
+
 
 class HeadModel:
     """A head with what a runner takes from a model. features: (T, D), of the rows of the next step, at a fixed address."""
@@ -82,6 +84,7 @@ class HeadChains(Chains):
         self._last = step
 
     def _tokens(self, sequence: Sequence) -> list[int]:
+        """A copy, which `_rows_of` extends."""
         return sequence.tokens[1:]
 
     @torch.inference_mode()
@@ -89,38 +92,45 @@ class HeadChains(Chains):
         """The shadows of the sequences of the last step, and chunks of its rows but for rejected ones, by falling length of the
         chains."""
         last, self._last = self._last, None
-        shadows, chunks, rows = dict[Sequence, Shadow](), list[Chunk](), list[int]()  # a row of the step, or -1
         self._paused -= counts.keys()
-        spare = self.runner.capacity.tokens - sum([chunk.count for chunk in last.chunks]) if last else 0
-        computed = last.chunks if last else []
-        firsts = accumulate([chunk.count for chunk in computed], initial=0)
-        for chunk, first in sorted(zip(computed, firsts, strict=False), key=lambda one: -counts.get(one[0].sequence, 0)):
+        if last is None:
+            return {}, []
+        shadows, chunks, rows = dict[Sequence, Shadow](), list[Chunk](), list[int]()  # see `_rows_of`
+        spare = self.runner.capacity.tokens - sum([chunk.count for chunk in last.chunks])
+        firsts = accumulate([chunk.count for chunk in last.chunks], initial=0)
+        for chunk, first in sorted(zip(last.chunks, firsts, strict=False), key=lambda one: -counts.get(one[0].sequence, 0)):
             sequence = chunk.sequence
             if sequence.finish_reason is not None or not sequence.blocks or not self.follows(sequence):
                 continue
-            shadow, count = self._shadow(sequence), sequence.computed - chunk.start
-            if not count:  # its token is to be drawn again
+            if sequence.computed == chunk.start:  # its token is to be drawn again
                 continue
-            shadow.done = min(shadow.done, chunk.start)
-            shadow.sequence.tokens += sequence.tokens[len(shadow.sequence.tokens) + 1 :]
-            missed = chunk.start - shadow.done
-            filled = min(missed, spare)
-            spare -= filled
-            if missed:
-                shadow.marked = len(sequence.blocks)
-            if filled < missed:  # the rest in the next steps
-                count = 0
-            if filled + count:
-                chunks.append(self._chunk(shadow, filled + count))
-                rows += [*[-1] * filled, *range(first, first + count)]
+            shadow = self._shadow(sequence)
+            if own := self._rows_of(shadow, chunk, first, spare):
+                spare -= own.count(MISSED)
+                chunks.append(self._chunk(shadow, len(own)))
+                rows += own
                 shadows[sequence] = shadow
-        if last and rows:
+        if rows:
             self._write_features(last, rows)
         return shadows, chunks
 
+    def _rows_of(self, shadow: Shadow, chunk: Chunk, first: int, spare: int) -> list[int]:
+        """Bring the shadow up to date. Returns the step's rows of a chunk, which begin at row `first`, without those that were rejected,
+        and before them MISSED for each token that the head has missed. If these are more than `spare`, so many alone; the rest comes in
+        the next steps."""
+        sequence, known = chunk.sequence, shadow.sequence.tokens
+        known += sequence.tokens[len(known) + 1 :]
+        shadow.done = min(shadow.done, chunk.start)
+        missed = chunk.start - shadow.done
+        if missed:
+            shadow.marked = len(sequence.blocks)  # no other sequence gets rows without features
+        if missed > spare:
+            return [MISSED] * spare
+        return [MISSED] * missed + list(range(first, first + sequence.computed - chunk.start))
+
     def _write_features(self, last: InFlightStep, rows: list[int]) -> None:
-        """Write the features of these rows of the last step, in the place of each -1 zeros."""
-        features, seen = self.model.features[: len(rows)], [row for row in rows if row >= 0]
+        """Write the features of these rows of the last step, and zeros for each MISSED."""
+        features, seen = self.model.features[: len(rows)], [row for row in rows if row != MISSED]
         if len(seen) < len(rows):
             features.zero_()
         if not seen:
@@ -129,7 +139,7 @@ class HeadChains(Chains):
         if len(seen) == len(rows):
             features.copy_(fused)
         else:
-            places = [place for place, row in enumerate(rows) if row >= 0]
+            places = [place for place, row in enumerate(rows) if row != MISSED]
             features.index_copy_(0, to_device(places, torch.int64, features.device), fused)
 
     @torch.inference_mode()

@@ -29,6 +29,7 @@ from engine.protocol import SamplingParams
 from engine.runner import InFlightStep, Runner
 from engine.scheduler import Chunk, Sequence
 from errors import UserError
+from files import model_folder
 from memory import weight_bytes
 from model import Transformer
 from presets import has_random_weights, model_config
@@ -93,8 +94,7 @@ def find_draft(
             f"--speculate {speculate}: its vocabulary has {config.vocab_size} tokens, the model's {base.vocab_size}; "
             "a draft model needs the same vocabulary"
         )
-    path = Path(speculate)
-    folder = path.parent if path.is_file() else path
+    folder = model_folder(speculate)
     if tokenizer is not None and not has_random_weights(speculate) and find_tokenizer(folder) is not None:
         own = load_tokenizer(folder)
         if (own.pieces.data, own.special_ids) != (tokenizer.pieces.data, tokenizer.special_ids):

@@ -57,14 +57,14 @@ class Costs:
         steps: Mapping[int, float],
         links: Mapping[int, float] | None = None,
         prompts: Mapping[int, float] | None = None,
-        ahead: float = 0.0,
+        host_seconds: float = 0.0,
     ) -> None:
         """Each of at least two numbers, which are in ascending order. Others are on the lines through these points.
 
         steps: by rows. links: a token of a model's chains, by their number. prompts: what the model takes to see a prompt, by its
-        tokens. None if no model drafts. ahead: what a step takes longer if it is not launched while the one before runs."""
+        tokens. None if no model drafts. host_seconds: what a step takes longer if it is not launched while the one before runs."""
         self._steps, self._links, self._prompts = map(_points, (steps, links, prompts))
-        self.ahead = ahead
+        self.host_seconds = host_seconds
 
     def seconds(self, rows: int) -> float:
         return _on_lines(self._steps, rows)
@@ -90,7 +90,7 @@ class Costs:
     def fixed_price(self, rows: int) -> float:
         """How many tokens drafts must bring to a step of so many other rows, because it is not launched ahead, and for the host's
         work."""
-        return self.ahead / self.token(rows) + LEAST_GAIN * rows
+        return self.host_seconds / self.token(rows) + LEAST_GAIN * rows
 
 
 def _points(seconds: Mapping[int, float] | None) -> list[tuple[int, float]]:
@@ -345,9 +345,10 @@ class Speculation:
 
         accept_rate: stands in for the agreement of models with random weights, in benchmarks: a drafted token counts as right with
         this probability, whatever was drawn, and text makes no drafts. The answers are then not those of the model."""
-        self.ceiling, self.measure, self.chains, self.accept_rate, self._others = ceiling, measure, chains, accept_rate, others
+        self.ceiling, self.measure, self.chains, self.accept_rate = ceiling, measure, chains, accept_rate
+        self._others = others if accept_rate is None else None
         self.costs: Costs | None = None
-        sources = [source for source in TEXTS if source != PROMPTS or others is not None]
+        sources = [source for source in TEXTS if source != PROMPTS or self._others is not None]
         self.total = {source: Drafted() for source in (*sources, *([chains.name] if chains else []))}
         self._records, self._budgets = {s: Record() for s in self.total}, {s: Budget() for s in self.total}  # of all requests
         self._planned: dict[Sequence, tuple[str, Promise]] = {}  # the sources of drafts and what they promise
@@ -423,10 +424,11 @@ class Speculation:
         if sequence.drafter is not None and (source := sequence.drafter.last) is not None:
             self._budgets[source].take_back(count * self._token, sequence)
 
-    def stand_in(self, chunk: Chunk, drawn: List[int], ids: int) -> list[int]:
-        """What counts as drawn for a chunk's draft if agreement has a rate: the drafted token, or one of the `ids` that differs. The
-        same on all ranks."""
-        assert self.accept_rate is not None
+    def stand_in(self, chunk: Chunk, drawn: list[int], ids: int) -> list[int]:
+        """What counts as drawn by a chunk: for its draft, if agreement has a rate, the drafted token, or one of the `ids` that differs.
+        The same on all ranks."""
+        if self.accept_rate is None:
+            return drawn
         found = []
         for place, (guess, token) in enumerate(zip(chunk.draft, drawn, strict=False), chunk.first_drawn):
             digest = blake2b(f"{chunk.sequence.request_id} {place}".encode(), digest_size=4).digest()

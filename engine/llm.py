@@ -29,6 +29,7 @@ from engine.protocol import Abort, Refused, SamplingParams, Submit, TokenLogprob
 from engine.text import AnswerStream, Delta
 from engine.tuning import tune
 from errors import UserError
+from files import model_folder
 from kernels.sampling import log_softmax
 from model import Transformer
 from options import MOST_DRAFT_TOKENS, draft_limit
@@ -291,8 +292,7 @@ def check_prompts(config: ModelConfig, prompts: Sequence[Sequence[int]], new_tok
 
 def read_tokenizer(model: str, config: ModelConfig) -> Tokenizer | None:
     """The tokenizer beside a checkpoint; None without one, as for a preset."""
-    path = Path(model)
-    folder = path.parent if path.is_file() else path
+    folder = model_folder(model)
     if has_random_weights(model) or find_tokenizer(folder) is None:
         return None
     tokenizer = load_tokenizer(folder)

@@ -242,18 +242,13 @@ class Scheduler:
             if count and sequence.blocks and self._grow(sequence, sequence.computed + count):
                 chunks.append(self._chunk(sequence, count))
                 budget -= count
-        while (
-            not ahead
-            and budget
-            and len(self.running) < most
-            and (first := self.waiting.first(self.running))
-            and self._admit(first)
-        ):
+        while not ahead and budget and len(self.running) < most:
+            if not (first := self.waiting.first(self.running)) or not self._admit(first):
+                break
             chunks.append(self._chunk(first, min(first.wanted, budget)))
             budget -= chunks[-1].count
-        if (
-            drafts and budget and not ahead and self.preemptions == preemptions
-        ):  # a preempted sequence needs the blocks more than drafts do
+        # a preempted sequence needs the blocks more than drafts do
+        if drafts and budget and not ahead and self.preemptions == preemptions:
             self._add_drafts(chunks, drafts, budget)
         if drafts and not self.whole_sequences:
             for sequence in drafts:  # a draft may be shorter than its room
@@ -321,9 +316,8 @@ class Scheduler:
         """The sequences that have to yield for a waiting one; None if that would not be enough. Clients yield while they have
         more for their weight than the other one, even after the exchange, so that no exchange is undone."""
         cached = self._cached(first)
-        missing = (
-            self._fresh(first, cached) + self.blocks.unowned(cached) + self._reserved(self._going()) - len(self.blocks.free)
-        )
+        missing = self._fresh(first, cached) + self.blocks.unowned(cached)
+        missing += self._reserved(self._going()) - len(self.blocks.free)
         places = most - len(self.running)
         counts, weight = Counter(s.client for s in self.running), first.turn.weight
         victims: list[Sequence] = []

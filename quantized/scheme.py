@@ -6,7 +6,6 @@ from functools import cached_property
 
 from pydantic_core import SchemaValidator, core_schema
 
-ACTIVATIONS = ("none", "token", "group", "static")
 GROUPS = (16, 32, 64, 128)  # input features that share a scale; a whole row may, too
 LEAST_GROUP = GROUPS[0]
 ON_LOAD = "on-load"  # the format of a layer that the file has in 16 or 32 bits

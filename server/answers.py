@@ -18,7 +18,7 @@ from server.generation import Plan, Prompt, Usage, make_params, run
 from server.http import to_json
 from server.journal import Promise
 from server.limits import Limits, check_answers
-from server.logprobs import by_id_layout
+from server.logprobs import by_id_layout, chat_layout
 from server.parsers import PartReader, markers_for
 from server.parts import PartList
 from server.problems import ApiError
@@ -79,10 +79,6 @@ class GenerationRequest(ABC):
         self.created, self.model = int(time.time()), body.model or service.model_name
 
     # --- defined by each endpoint ------------------------------------------------------------------------------------
-
-    @abstractmethod
-    def logprobs(self, delta: Delta) -> dict[str, list[Any] | None] | None:
-        """The log-probabilities of `delta` in the endpoint's layout; None if the request does not ask for them."""
 
     @abstractmethod
     def reply(self, choices: Sequence["WholeChoice"]) -> dict[str, Any]:
@@ -161,6 +157,12 @@ class GenerationRequest(ABC):
         body = to_json(self.reply(choices))
         self.promise.finish(200, body)
         return body
+
+    def logprobs(self, delta: Delta) -> dict[str, list[Any] | None] | None:
+        """The log-probabilities of `delta` in the endpoint's layout, mostly a chat's; None if the request does not ask for them."""
+        if self.top_logprobs is None:
+            return None
+        return chat_layout(self.service.tokenizer, delta.logprobs or [], self.top_logprobs, self.tokens_as_ids)
 
     def prompt_logprobs(self, delta: Delta) -> list[dict[str, Any] | None] | None:
         """Those of the `prompt_logprobs` extension: a dict by token id for each position."""

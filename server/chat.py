@@ -7,7 +7,6 @@ from engine.text import Delta
 from server.answers import Chunks, GenerationRequest, StreamWriter, WholeChoice
 from server.generation import Prompt
 from server.limits import Limits, fit_answer, fit_prompt
-from server.logprobs import chat_layout
 from server.parsers import PartReader, parser_for
 from server.parts import Arguments, Call, Part, Reasoning, Text
 from server.problems import bad
@@ -110,11 +109,6 @@ class ChatRequest(GenerationRequest):
             prompt_logprobs=body.prompt_logprobs,
             prediction=prompts[0].prediction,
         )
-
-    def logprobs(self, delta: Delta) -> dict[str, Any] | None:
-        if self.top_logprobs is None:
-            return None
-        return chat_layout(self.service.tokenizer, delta.logprobs or [], self.top_logprobs, self.tokens_as_ids)
 
     def prompt_logprobs(self, delta: Delta) -> list[dict[str, Any] | None] | None:
         return None if delta.index else super().prompt_logprobs(delta)  # an answer has them once

@@ -49,16 +49,21 @@ class Demand(NamedTuple):
 
 
 class Spelling(NamedTuple):
-    """How a call may be spelled, as regular expressions. `around`: spaces around an object. `head`: an object up to the name's value. `late`: up to arguments before the name;
-    empty: they are behind it. `name`: from there to the name. `to_arguments`: from a name to the arguments. `tail`: what follows.
+    """How a call may be spelled, as regular expressions. `around`: spaces around an object. `head`: an object up to the name's value.
+    `to_arguments`: from a name to the arguments. `tail`: what follows. `id_lengths`: of an id between a name and `[ARGS]`.
+
+    `free`: arguments may also come before the name, or be left out. `arguments_first`: an object up to such arguments. `to_name`: from
+    there to the name.
     """
 
     around: str
     head: str
-    late: str
-    name: str
     to_arguments: str
     tail: str
+    id_lengths: str
+    free: bool = False
+    arguments_first: str = ""
+    to_name: str = ""
 
 
 def free_spelling() -> Spelling:
@@ -70,10 +75,12 @@ def free_spelling() -> Spelling:
     return Spelling(
         around=space,
         head=rf"\{{{space}{pairs}{name}",
-        late=rf"\{{{space}{pairs}{key}",
-        name=f"{space},{space}{name}",
         to_arguments=f"{space}{more},{space}{key}",
         tail=rf"{space}{more}\}}{space}",
+        id_lengths="1,64",
+        free=True,
+        arguments_first=rf"\{{{space}{pairs}{key}",
+        to_name=f"{space},{space}{name}",
     )
 
 
@@ -85,10 +92,9 @@ def forced_spelling(syntax: CallSyntax) -> Spelling:
     return Spelling(
         around=around,
         head=rf"\{{{space}{name}",
-        late="",
-        name="",
         to_arguments=f"{space},{space}{key}",
         tail=rf"{space}{call_id}\}}{around}",
+        id_lengths=str(syntax.id_length),
     )
 
 
@@ -318,7 +324,7 @@ class _Rules:
             case "list":
                 group = self._list(tools, several)
             case "named":
-                group = self._rule(f"{self._named(syntax, tools)} | {self._list(tools, several)}")
+                group = self._rule(f"{self._named(tools)} | {self._list(tools, several)}")
         return f"{group} {self._literal(syntax.end)}"
 
     def _list(self, tools: Sequence[Function], several: bool) -> str:
@@ -329,18 +335,17 @@ class _Rules:
     def _object(self, begin: str, tools: Sequence[Function]) -> str:
         """An object that is a call, behind `begin`, a regular expression."""
         spelling = self.spelling
-        bare = " | TAIL" * bool(spelling.late)
-        named = [f'/{_regex(tool.name)}"/ (TO_ARGUMENTS {tool.arguments} TAIL' + bare * tool.bare + ")" for tool in tools]
+        bare = " | TAIL" if spelling.free else ""
+        named = [f'/{_regex(tool.name)}"/ (TO_ARGUMENTS {tool.arguments} TAIL{bare * tool.bare})' for tool in tools]
         found = f"/{begin}{spelling.head}/ {self._rule(' | '.join(named))}"
         optional = sum(tool.optional for tool in tools)
-        if not spelling.late or len(tools) > MAX_UNNAMED or optional > MAX_UNNAMED_PROPERTIES:
+        if not spelling.free or len(tools) > MAX_UNNAMED or optional > MAX_UNNAMED_PROPERTIES:
             return self._rule(found)
-        late = [f'{tool.arguments} /{spelling.name}/ /{_regex(tool.name)}"/ TAIL' for tool in tools]
-        return self._rule(f"{found} | /{begin}{spelling.late}/ {self._rule(' | '.join(late))}")
+        unnamed = [f'{tool.arguments} /{spelling.to_name}/ /{_regex(tool.name)}"/ TAIL' for tool in tools]
+        return self._rule(f"{found} | /{begin}{spelling.arguments_first}/ {self._rule(' | '.join(unnamed))}")
 
-    def _named(self, syntax: CallSyntax, tools: Sequence[Function]) -> str:
-        length = "1,64" if self.spelling.late else str(syntax.id_length)
-        call_id = f"({self._literal('[CALL_ID]')} /[A-Za-z0-9]{{{length}}}/)?"
+    def _named(self, tools: Sequence[Function]) -> str:
+        call_id = f"({self._literal('[CALL_ID]')} /[A-Za-z0-9]{{{self.spelling.id_lengths}}}/)?"
         found = [
             rf"/{self.spelling.around}{_regex(tool.name)}/ {call_id} {self._literal('[ARGS]')} /[ \n]/? {tool.arguments}"
             for tool in tools

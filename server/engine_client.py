@@ -279,9 +279,8 @@ class EngineClient:
             self._send(Abort(request_id))
 
     def _send(self, message: ToEngine) -> None:
-        if (
-            not self._push.closed
-        ):  # requests that outlast the server's end, such as those in the background, have nobody to tell
+        # requests that outlast the server's end, such as those in the background, have nobody to tell
+        if not self._push.closed:
             self._push.send(encode(message), zmq.NOBLOCK)
 
     async def _receive(self) -> None:

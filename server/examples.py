@@ -1,11 +1,12 @@
 """Read a checkpoint's `examples.json`: a description and example prompts, shown on the page and in the terminal."""
 
 import json
-from pathlib import Path
 from typing import Any
 
 from pydantic import BaseModel, Field, ValidationError
 
+from errors import first_line
+from files import model_folder
 from server.logs import log
 
 FILE = "examples.json"
@@ -22,8 +23,7 @@ class Examples(BaseModel):
 
 def read_examples(model: str) -> dict[str, Any] | None:
     """The examples of the checkpoint at path `model`; None if there are none. An invalid file is logged and ignored."""
-    path = Path(model)
-    file = (path.parent if path.is_file() else path) / FILE
+    file = model_folder(model) / FILE
     if not file.is_file():
         return None
     try:
@@ -31,5 +31,5 @@ def read_examples(model: str) -> dict[str, Any] | None:
             content = json.loads(opened.read(MAX_BYTES + 1))
         return Examples.model_validate(content).model_dump()
     except (OSError, ValueError, RecursionError, ValidationError) as e:  # ValueError: invalid JSON, or cut at MAX_BYTES
-        log.warning("%s is left out: %s", file, str(e).splitlines()[0])
+        log.warning("%s is left out: %s", file, first_line(e))
         return None

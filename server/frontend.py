@@ -18,6 +18,7 @@ from typing import Any, NoReturn
 
 import uvicorn
 
+from cli import USER_ERROR
 from engine.protocol import Ready
 from errors import UserError
 from server import logs
@@ -27,7 +28,7 @@ from server.engine_client import EngineClient
 from server.logs import log
 from server.metrics import Metrics
 from server.problems import ApiError
-from server.process import TICK, Started
+from server.process import FAILED, SIGNALLED, TICK, Started
 from server.recovery import Watchdog
 from server.resume import Resumer
 from server.service import Service
@@ -35,7 +36,6 @@ from server.settings import Settings
 from tokenizer import Tokenizer
 from tokenizer_files import tokenizer_of
 
-FAILED = 1
 FLUSH_SECONDS = 2.0  # time to send the last responses after their requests were ended
 
 
@@ -83,12 +83,12 @@ class FrontendServer(uvicorn.Server):
             self.service.draining = True
             self._loop.call_soon_threadsafe(self.drain)
         elif self._signals == 2:
-            self.exit_code = 128 + sig
+            self.exit_code = SIGNALLED + sig
             self._loop.call_soon_threadsafe(self._second_signal.set)
         else:
             self.client.shutdown()
             time.sleep(0.05)  # time for ZeroMQ's I/O thread to send it
-            os._exit(128 + sig)
+            os._exit(SIGNALLED + sig)
 
     def drain(self) -> None:
         self.service.draining = True
@@ -228,7 +228,7 @@ def run_frontend(
         server = make_server(settings, tokenizer_of(settings.model), to_engine, from_engine, kill, before)
     except UserError as e:
         print(f"error: {e}", file=sys.stderr, flush=True)
-        os._exit(2)
+        os._exit(USER_ERROR)
     gc.collect()  # otherwise freezing would keep the present garbage
     gc.freeze()  # the garbage collector then skips all imported objects: scanning them would delay every stream
     with asyncio.Runner(loop_factory=server.config.get_loop_factory()) as runner:

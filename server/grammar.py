@@ -1,9 +1,7 @@
 """Constrained generation: the grammar for what a request demands of its answer, compiled in a worker and cached."""
 
 import pickle
-from collections.abc import Callable
 from functools import lru_cache
-from typing import Any
 
 from engine.grammars import MAX_TEXT
 from server.call_syntax import JSON, CallSyntax, Marks
@@ -38,7 +36,7 @@ async def for_request(
     # with --deterministic, neither load nor the time that a job takes may decide whether the answer is constrained
     waits = body.insists or service.settings.deterministic
     try:
-        return await _compiled(service, compile_demand, demand, WAIT_SECONDS if waits else BRIEF_SECONDS)
+        return await _compiled(service, demand, WAIT_SECONDS if waits else BRIEF_SECONDS)
     except ApiError as e:
         if not waits and e.code in ("overloaded", "too_complex"):
             return UNCONSTRAINED
@@ -88,8 +86,8 @@ def _special_ids(tokenizer: Tokenizer) -> dict[str, int]:
     return {text: id for id in tokenizer.special_ids if (text := tokenizer.token_text(id))}
 
 
-async def _compiled(service: Service, compiler: Callable[[Any], Compiled], demand: Demand, wait_seconds: float) -> Compiled:
-    """Run `compiler` in a worker, and cache the result for later requests with the same demand. Raises SchemaError, and what
+async def _compiled(service: Service, demand: Demand, wait_seconds: float) -> Compiled:
+    """Compile the demand in a worker, and cache the result for later requests with the same one. Raises SchemaError, and what
     `Workers.run` raises."""
     try:
         key = pickle.dumps(demand, pickle.HIGHEST_PROTOCOL)  # far faster than JSON
@@ -100,7 +98,7 @@ async def _compiled(service: Service, compiler: Callable[[Any], Compiled], deman
     cache = service.grammars
     compiled = cache.get(key)
     if compiled is None:
-        compiled = await service.workers.run(compiler, demand, slow=True, wait_seconds=wait_seconds)
+        compiled = await service.workers.run(compile_demand, demand, slow=True, wait_seconds=wait_seconds)
     cache[key] = compiled
     cache.move_to_end(key)
     while len(cache) > MAX_CACHED or sum(len(asked) + len(found.grammar) for asked, found in cache.items()) > MAX_CACHED_TEXT:

@@ -123,8 +123,8 @@ def shared_facts(settings: Settings) -> dict[str, str]:
 def build_engine(job: Job, world: World) -> tuple[Engine, str]:
     settings, config, tokenizer, draft, lora = job
     dtype = dtype_name(settings.dtype, world.device.type)
-    more = lora.bytes(config, world.world_size, DTYPES[dtype]) if lora else 0
-    model = load_model(settings.model, config, world, DTYPES[dtype], more=more)
+    adapter_bytes = lora.bytes(config, world.world_size, DTYPES[dtype]) if lora else 0
+    model = load_model(settings.model, config, world, DTYPES[dtype], adapter_bytes=adapter_bytes)
     adapters = Adapters(model, lora, world, settings.lora_root) if lora else None
     if adapters:
         adapters.load_now(settings.adapters)

@@ -4,6 +4,7 @@ import json
 from pathlib import Path
 
 from engine.protocol import Pooling
+from files import model_folder
 from server.logs import log
 
 POOLINGS: dict[str, Pooling] = {"mean_tokens": "mean", "mean": "mean", "lasttoken": "last"}
@@ -12,8 +13,7 @@ POOLING_FILE = Path("1_Pooling") / "config.json"  # of sentence-transformers
 
 def checkpoint_pooling(model: str) -> Pooling:
     """What the checkpoint at path `model` was trained for, as sentence-transformers writes it; the mean if it does not say so."""
-    path = Path(model)
-    file = (path.parent if path.is_file() else path) / POOLING_FILE
+    file = model_folder(model) / POOLING_FILE
     try:
         config = json.loads(file.read_text()) if file.is_file() else {}
         modes = [name.removeprefix("pooling_mode_") for name, on in config.items() if on is True and name != "include_prompt"]

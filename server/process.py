@@ -176,7 +176,7 @@ def report_end(from_engine: str) -> None:
     """
     tell(from_engine, Fatal("the process that started the frontend ended"))
     time.sleep(ORPHAN_SECONDS)
-    os._exit(1)
+    os._exit(FAILED)
 
 
 def tell(from_engine: str, message: Fatal) -> None:

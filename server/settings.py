@@ -283,7 +283,7 @@ class FaultOptions:
         type=whole_number(0),
         metavar="N",
         help="start ranks that died or hang again, and a frontend that died, at most N times in 10 minutes; accepted requests go on. "
-        "With 0 the server ends (default: 5)",
+        "With 0 the server ends (default: 8)",
     )
     hang_seconds: float | None = option(
         default=None,

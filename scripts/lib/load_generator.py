@@ -174,9 +174,7 @@ async def offer(
         return await asyncio.gather(*tasks)
 
 
-async def keep_busy(
-    client: StreamClient, requests: Sequence[Request], clients: int, label: str, more: dict[str, Any] | None = None
-) -> list[Answer]:
+async def keep_busy(client: StreamClient, requests: Sequence[Request], clients: int, label: str) -> list[Answer]:
     """Send the requests in order, as soon as fewer than `clients` are unanswered; their planned arrivals do not count."""
     start, answers = time.perf_counter(), list[Answer]()
     with tqdm(total=len(requests), desc=label, unit="request") as bar:
@@ -185,7 +183,7 @@ async def keep_busy(
         async def one_client() -> None:
             for request in coming:
                 now = time.perf_counter()
-                answers.append(await send(client, replace(request, arrival=now - start), now, more or {}))
+                answers.append(await send(client, replace(request, arrival=now - start), now, {}))
                 bar.update()
 
         await asyncio.gather(*(one_client() for _ in range(clients)))

@@ -21,7 +21,6 @@ from tqdm import tqdm
 
 from cli import Parser, run
 from cluster import Cluster, load_cluster
-from config import ModelConfig
 from presets import preset
 from scripts.lib.markdown import table_lines
 from scripts.lib.results import add_write_option, made, results_folder, write_json, write_text
@@ -59,7 +58,7 @@ Interval = tuple[float, float]
 # --- when the paper's rows are optimal -------------------------------------------------------------------------------------
 
 
-def paper_workload(name: str, cluster: Cluster, part: float = 1.0, config: ModelConfig | None = None) -> Workload:
+def paper_workload(name: str, cluster: Cluster, part: float = 1.0) -> Workload:
     """The workload of section VI.A: 1,024 GPUs, 4M tokens, sequences of 4,096, micro-batches of one, updates not overlapped.
 
     part: bandwidth of groups of 2 or 4 GPUs of a node relative to that of all 8.
@@ -71,9 +70,8 @@ def paper_workload(name: str, cluster: Cluster, part: float = 1.0, config: Model
             for p in profile.points
         ]
         profile = Profile(profile.name, profile.gpus_per_node, slower)
-    model = config or preset(name)
     overlap = frozenset(OVERLAPS) - {"updates"}
-    return Workload(model, Mesh(8, MOST_NODES), cluster, profile, recompute=name == "llama-30b", overlap=overlap)
+    return Workload(preset(name), Mesh(8, MOST_NODES), cluster, profile, recompute=name == "llama-30b", overlap=overlap)
 
 
 def candidates(name: str, workload: Workload, over_sizes: bool) -> list[Prediction]:

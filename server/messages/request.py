@@ -31,9 +31,6 @@ class MessagesRequest(GenerationRequest):
         super().__init__(service, chat, grammar, prompts, limits, choices=1, logprobs=None, prompt_logprobs=None)
         self.id = f"{self.id_prefix}_{uuid.uuid4().hex[:24]}"
 
-    def logprobs(self, delta: Delta) -> None:
-        return None
-
     def write_error(self, error: ApiError) -> bytes:
         return event("error", **error_body(error, self.request_id))
 

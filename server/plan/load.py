@@ -9,16 +9,14 @@ cached, and nothing is drafted.
 import heapq
 import math
 from collections.abc import Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
 
 from server.plan.steps import Steps
 
-HOST_SECONDS = (
-    0.003  # until the first token, of frontend and client: fastest quarter of `make bench-frontend`, 1,024 ids a prompt
-)
+HOST_SECONDS = 0.003  # until the first token, of frontend and client: fastest quarter of `make bench-frontend`, 1,024 ids each
 WARM_UP = 0.25  # share of the requests that only fill the replica
 REQUESTS = 300  # simulated, and twice the batch
 PRECISION, BISECTIONS = 0.01, 12  # of the largest load: relative, and at most
@@ -26,20 +24,12 @@ PRECISION, BISECTIONS = 0.01, 12  # of the largest load: relative, and at most
 
 @dataclass
 class Answers:
-    """Seconds. Those of a request are in the order of arrival; a gap is the time between two tokens of an answer."""
+    """Seconds, in the order of arrival; a gap is the time between two tokens of an answer."""
 
     first: Any  # (N,) until the first token
     mean_gap: Any  # (N,)
     end: Any  # (N,) when the last token came, from the start
-    gaps: list[float] = field(default_factory=list)  # of each step, or the mean of successive ones with the same sequences
-    gap_counts: list[int] = field(default_factory=list)  # and how many answers it extended
     prompt_share: float = 0.0  # of the time, of the steps that compute tokens of prompts
-
-    def gap_percentiles(self, *wanted: float) -> list[float]:
-        order = np.argsort(self.gaps)
-        reached = np.cumsum(np.array(self.gap_counts)[order])
-        at = np.searchsorted(reached, np.array(wanted) / 100 * reached[-1])
-        return [float(x) for x in np.array(self.gaps)[order][np.minimum(at, len(order) - 1)]]
 
     @property
     def steady(self) -> slice:
@@ -55,7 +45,7 @@ def serve(steps: Steps, arrivals: Sequence[float], prompts: Sequence[int], answe
 def simulate(steps: Steps, arrivals: Sequence[float], prompts: Sequence[int], answers: Sequence[int]) -> Answers:
     """Serve requests that arrive at these seconds, in order, with prompts and answers of so many tokens."""
     n, most, budget = len(arrivals), steps.most, steps.budget
-    first, end, gaps, counts = np.zeros(n), np.zeros(n), list[float](), list[int]()
+    first, end = np.zeros(n), np.zeros(n)
     ends: list[tuple[int, int]] = []  # a heap: the number of the step that draws a request's last token, and the request
     now = start = busy = 0.0  # now: the end of the last step. start: when it began, and the next one was scheduled
     admitted = rows = context = number = 0
@@ -82,9 +72,6 @@ def simulate(steps: Steps, arrivals: Sequence[float], prompts: Sequence[int], an
             blocked = rows == most or admitted == n
             repeats = steps.repeats(rows, context, ends[0][0] - number + 1, math.inf if blocked else arrivals[admitted] - now)
             start, then = (now + steps.repeated(rows, context, k) for k in (repeats - 1, repeats))
-        if rows:
-            gaps.append((then - now) / repeats)
-            counts.append(rows * repeats)
         now, number, context = then, number + repeats, context + rows * repeats
         for request in begun:
             first[request] = now - arrivals[request]
@@ -96,7 +83,7 @@ def simulate(steps: Steps, arrivals: Sequence[float], prompts: Sequence[int], an
             rows, context = rows - 1, context - prompts[request] - answers[request]
     taken = end - np.asarray(arrivals) - first
     mean_gaps = taken / np.maximum(1, np.asarray(answers) - 1)
-    return Answers(first + HOST_SECONDS, mean_gaps, end + HOST_SECONDS, gaps, counts, busy / now)
+    return Answers(first + HOST_SECONDS, mean_gaps, end + HOST_SECONDS, busy / now)
 
 
 @dataclass(frozen=True)

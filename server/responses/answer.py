@@ -12,7 +12,6 @@ from server.chat import read_conversation
 from server.generation import Prompt
 from server.http import to_json
 from server.limits import Limits, fit_answer
-from server.logprobs import chat_layout
 from server.parsers import PartReader, parser_for
 from server.problems import TOO_LONG, ApiError
 from server.responses.items import new_id
@@ -69,11 +68,6 @@ class ResponsesRequest(GenerationRequest):
         self._events = 0
 
     # --- what a GenerationRequest defines ------------------------------------------------------------------------------------
-
-    def logprobs(self, delta: Delta) -> dict[str, Any] | None:
-        if self.top_logprobs is None:
-            return None
-        return chat_layout(self.service.tokenizer, delta.logprobs or [], self.top_logprobs, self.tokens_as_ids)
 
     def reply(self, choices: Sequence[WholeChoice]) -> dict[str, Any]:
         return self.response()

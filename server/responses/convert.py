@@ -149,9 +149,9 @@ class _Messages:
         self._append({"role": "tool", "tool_call_id": call_id, "name": self._names[call_id], "content": item["output"]})
 
     def _assistant(self, answers: bool) -> dict[str, Any]:
-        """The assistant's message to which the next item belongs: the last one, unless that has all such an item adds."""
+        """The assistant's message to which the next item belongs: the last one, unless text (`answers`) would follow text or calls."""
         last = self.messages[-1] if self.messages else {}
-        taken = "content" in last or "tool_calls" in last if answers else False
+        taken = answers and ("content" in last or "tool_calls" in last)
         if last.get("role") != "assistant" or taken or self._reasoning:
             last = {"role": "assistant"}
             if self._reasoning:

@@ -38,10 +38,10 @@ class Output:
             if isinstance(part, Text):
                 yield from self._push_text(part.text)
             elif isinstance(part, Call):
-                yield from self._begin(_FunctionCall(len(self.items) + bool(self._open), part.id, self._named(part.name)))
+                yield from self._begin(_FunctionCall, part.id, self._named(part.name))
             elif isinstance(part, Thought):
                 if not isinstance(self._open, _Reasoning):
-                    yield from self._begin(_Reasoning(len(self.items) + bool(self._open), self._sealed))
+                    yield from self._begin(_Reasoning, self._sealed)
                 yield from self._grow(part.text)
             elif isinstance(part, Arguments):
                 yield from self._grow(part.text)
@@ -50,7 +50,7 @@ class Output:
         """The events at the end of the answer. One without calls has a message, even if it is empty."""
         called = any(item["type"] != "reasoning" for item in self.items) or isinstance(self._open, _FunctionCall)
         if not isinstance(self._open, _Message) and not called and (status == "completed" or not self._open):
-            yield from self._begin(_Message(len(self.items) + bool(self._open)))
+            yield from self._begin(_Message)
             if self._blank:
                 yield from self._grow(self._blank)
         yield from self._end_item(status)
@@ -71,7 +71,7 @@ class Output:
             if not text.strip():
                 return
             text, self._blank = self._blank, ""
-            yield from self._begin(_Message(len(self.items) + bool(self._open)))
+            yield from self._begin(_Message)
         yield from self._grow(text)
 
     def _grow(self, text: str) -> Iterator[Event]:
@@ -81,11 +81,11 @@ class Output:
         logprobs = self._logprobs.finish().get("all")
         yield from self._open.grow(text, logprobs)
 
-    def _begin(self, item: "_Message | _Reasoning | _FunctionCall") -> Iterator[Event]:
+    def _begin(self, kind: "type[_Message | _Reasoning | _FunctionCall]", *arguments: Any) -> Iterator[Event]:
         yield from self._end_item("completed")
-        self._blank = self._blank if isinstance(item, _Message) else ""
-        self._open = item
-        yield from item.begin()
+        self._blank = self._blank if kind is _Message else ""
+        self._open = kind(len(self.items), *arguments)
+        yield from self._open.begin()
 
     def _end_item(self, status: Status) -> Iterator[Event]:
         if self._open is not None:

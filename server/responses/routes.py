@@ -33,24 +33,32 @@ def add(app: FastAPI, service: Service) -> None:
     settings = service.settings
     bounds = Bounds(settings.responses_hours * 3600, settings.responses_kept, int(settings.responses_mb * 2**20))
     responses = Responses(service, Store(bounds))
-    tags: list[Any] = ["responses"]
-    own: dict[int | str, dict[str, Any]] = {404: errors_of(404)[404] | {"description": "No such response"}}
 
     @app.post(
         "/v1/responses",
         response_model=ResponsesReply,
         responses={200: {"content": events()}, **errors_of(400, 401, 404, 413, 429, 500, 503)},
-        tags=tags,
+        tags=["responses"],
         summary="Answer a conversation, as items",
     )
     async def create(body: ResponsesBody, request: Request) -> Response:
         return await responses.create(body, request)
 
+    _add_reading(app, responses)
+    _add_ending(app, responses)
+
+
+def _errors(*statuses: int) -> dict[int | str, dict[str, Any]]:
+    """The descriptions of error responses of a route for one stored response."""
+    return {**errors_of(*statuses), 404: errors_of(404)[404] | {"description": "No such response"}}
+
+
+def _add_reading(app: FastAPI, responses: "Responses") -> None:
     @app.get(
         "/v1/responses/{id}",
         response_model=ResponsesReply,
-        responses={**errors_of(400, 401), **own},
-        tags=tags,
+        responses=_errors(400, 401),
+        tags=["responses"],
         summary="A stored response",
     )
     async def retrieve(id: str, request: Request, stream: bool = False) -> Response:
@@ -58,11 +66,30 @@ def add(app: FastAPI, service: Service) -> None:
             raise bad("stream", "a stored response is not streamed; leave it out")
         return JsonResponse(responses.find(request, id).json)
 
+    @app.get(
+        "/v1/responses/{id}/input_items",
+        response_model=ResponseItems,
+        responses=_errors(400, 401),
+        tags=["responses"],
+        summary="The items that a response answers, with those of earlier turns",
+    )
+    async def input_items(
+        id: str,
+        request: Request,
+        limit: Annotated[int, Query(ge=1, le=100)] = 20,
+        order: Literal["asc", "desc"] = "desc",
+        after: Annotated[str | None, Query(description="The id of an item; those behind it are listed.")] = None,
+    ) -> Response:
+        kept = [items.data for items in responses.find(request, id).input]
+        return JsonResponse(await responses.work(request, sum(map(len, kept)), page, kept, limit, order == "desc", after))
+
+
+def _add_ending(app: FastAPI, responses: "Responses") -> None:
     @app.delete(
         "/v1/responses/{id}",
         response_model=ResponseDeleted,
-        responses={**errors_of(401, 413), **own},
-        tags=tags,
+        responses=_errors(401, 413),
+        tags=["responses"],
         summary="Forget a response; one in the background is ended",
     )
     async def delete(id: str, request: Request) -> Response:
@@ -75,8 +102,8 @@ def add(app: FastAPI, service: Service) -> None:
     @app.post(
         "/v1/responses/{id}/cancel",
         response_model=ResponsesReply,
-        responses={**errors_of(400, 401, 413), **own},
-        tags=tags,
+        responses=_errors(400, 401, 413),
+        tags=["responses"],
         summary="End a response in the background",
     )
     async def cancel(id: str, request: Request) -> Response:
@@ -86,23 +113,6 @@ def add(app: FastAPI, service: Service) -> None:
         if record.running:
             await record.running.cancel()
         return JsonResponse(record.json)
-
-    @app.get(
-        "/v1/responses/{id}/input_items",
-        response_model=ResponseItems,
-        responses={**errors_of(400, 401), **own},
-        tags=tags,
-        summary="The items that a response answers, with those of earlier turns",
-    )
-    async def input_items(
-        id: str,
-        request: Request,
-        limit: Annotated[int, Query(ge=1, le=100)] = 20,
-        order: Literal["asc", "desc"] = "desc",
-        after: Annotated[str | None, Query(description="The id of an item; those behind it are listed.")] = None,
-    ) -> Response:
-        kept = [items.data for items in responses.find(request, id).input]
-        return JsonResponse(await responses.work(request, sum(map(len, kept)), page, kept, limit, order == "desc", after))
 
 
 class Responses:

@@ -305,7 +305,7 @@ def answer_by_text(
         draft = speculation.drafts(speculation.plan([sequence])).get(sequence, [])
         if done:
             chunk = Chunk(sequence, sequence.length - 1, 1 + len(draft), True, True, draft)
-            seconds += costs.seconds(1 + len(draft)) + (costs.ahead if draft else 0.0)
+            seconds += costs.seconds(1 + len(draft)) + (costs.host_seconds if draft else 0.0)
         right = count_equal(draft, answer[done:])
         sequence.tokens += answer[done : done + right + 1]
         sequence.computed = sequence.length - 1
@@ -328,7 +328,7 @@ def answer_by_text(
 def test_text_stops_to_draft_where_it_saves_nothing(row: float, ahead: float, behind_a_stop: bool) -> None:
     """Of answers of two tokens, a draft can save no step, though it is always right. The loss is bounded, also after long answers
     where drafts paid, and these get drafts again."""
-    costs = Costs({1: 1.0, 8: 1 + 7 * row}, ahead=ahead)
+    costs = Costs({1: 1.0, 8: 1 + 7 * row}, host_seconds=ahead)
     speculation = Speculation(7, lambda: costs)
     long, short = [*range(40), LAST], [5, *range(6, 20), LAST] if behind_a_stop else [5, LAST]
     prompt, used = list(range(100, 140)), 2 if behind_a_stop else None

@@ -72,7 +72,6 @@ def test_a_simulated_replica_computes_the_steps_of_the_scheduler(tables: Tables,
         found = simulate(steps, arrivals, prompts, answers)
         np.testing.assert_allclose(found.first, first - arrivals + HOST_SECONDS, rtol=1e-9)
         np.testing.assert_allclose(found.end, end + HOST_SECONDS, rtol=1e-9)
-        assert sum(found.gap_counts) == sum(answers) - n
 
 
 def test_answers_of_one_token_wait_as_in_a_queue_with_one_server(tables: Tables, seed: int) -> None:

@@ -1,11 +1,18 @@
 """The server's settings: which source takes precedence, and how an invalid setting is reported."""
 
+from dataclasses import fields
 from pathlib import Path
 
 import pytest
 
 from errors import UserError
-from server.settings import load_settings
+from server.settings import Settings, load_settings
+
+
+def test_help_says_the_defaults() -> None:
+    for one in fields(Settings):
+        if one.metadata and isinstance(one.default, int | float | str) and not isinstance(one.default, bool):
+            assert f"(default: {str(one.default).removesuffix('.0')}" in one.metadata["help"], one.name
 
 
 def test_settings_precedence(tmp_path: Path) -> None:

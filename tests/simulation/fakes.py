@@ -169,6 +169,7 @@ class FakeRunner:
         self.graphs = None
         self.decode = self
         self.model = engine.runner.model  # for statistics
+        self.text_ids = engine.runner.text_ids
         self.idle_seconds = 0.0
 
     def is_captured(self, sequences: int) -> bool:
