@@ -1,16 +1,21 @@
 """Measures at the start what steps and drafts cost, as `Speculation` needs to know it: the same numbers on all ranks."""
 
+import random
+import time
 from collections.abc import Callable
 from functools import partial
 
 from engine.draft_models import Chains
 from engine.drafts import Costs
 from engine.runner import Runner
+from engine.suffix_automaton import SuffixAutomaton
 from tp import World
 
 MEASURED_ROWS = 1, 4, 16, 64, 256  # of steps
 MEASURED_SECONDS = 0.5  # for which a table is measured, about; larger numbers are then extrapolated
 ROUNDS = 3, 20  # of a measurement, at least and at most; the fastest counts
+MEASURED_APART = 4  # sequences of a step, of which one has a draft
+INDEXED = 256  # tokens of a text that is indexed to measure how long a token takes
 
 
 def measure(runner: Runner, chains: Chains | None, max_model_len: int, world: World) -> Costs:
@@ -20,10 +25,31 @@ def measure(runner: Runner, chains: Chains | None, max_model_len: int, world: Wo
     if chains is not None:
         cases.append((chains.seconds, min(capacity.sequences, capacity.tokens)))
         cases.append((partial(chains.seconds, 1, 1), min(capacity.tokens - 1, max_model_len - 2)))  # sees one more
-    [host_seconds] = world.largest([min(runner.host_seconds() for _ in range(ROUNDS[0]))])
+    fastest = [min(cost() for _ in range(ROUNDS[0])) for cost in (runner.host_seconds, indexing_seconds)]
+    others = world.largest([*fastest, apart_seconds(runner)])
     steps, *of_chains = fastest_seconds(cases, world)
     links, prompts = of_chains or (None, None)
-    return Costs(steps, links, prompts, host_seconds)
+    return Costs(steps, links, prompts, *others)
+
+
+def apart_seconds(runner: Runner) -> float:
+    """By how much a step takes longer if one of its sequences has a draft and the others have none; 0 on a GPU, whose kernels compute
+    all rows alike. Collective."""
+    count = min(MEASURED_APART, runner.capacity.sequences, runner.capacity.tokens - 1)
+    if runner.graphs is not None or count < 2:
+        return 0.0
+    alike, apart = (min(runner.seconds(rows, count) for _ in range(ROUNDS[1] // 2)) for rows in (count, count + 1))
+    return max(0.0, apart - alike)
+
+
+def indexing_seconds() -> float:
+    """How long it takes to index a token of a text."""
+    draw, text = random.Random(0), SuffixAutomaton()
+    tokens = [draw.randrange(INDEXED // 4) for _ in range(INDEXED)]
+    start = time.perf_counter()
+    for token in tokens:
+        text.append(token)
+    return (time.perf_counter() - start) / INDEXED
 
 
 def fastest_seconds(cases: list[tuple[Callable[[int], float], int]], world: World) -> list[dict[int, float]]:

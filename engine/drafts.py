@@ -39,10 +39,9 @@ LEAST_GAIN = 0.05  # tokens of each sequence of a step with drafts: the work of 
 FIRST_RIGHT = 2.0  # accepted tokens of a draft, before there is one
 WEIGHT = 0.25  # of the newest draft in a request's averages, and of the newest request in those of requests
 WEIGHT_OF_ALL = 0.02  # of the newest draft in the averages of all requests
-SHARE = 0.01  # of a request's tokens, and of the time of all steps, that may be lost to find out whether drafts pay
+SHARE = 0.005  # of a request's tokens, and of the time of all steps, that may be lost to find out whether drafts pay
 GRANT = 8  # steps of one row: what a model's drafts may lose besides, before they have brought anything
 TEXT_GRANT = 2  # the same for drafts from text, whose prompts cost little
-INDEXING = 2e-6  # seconds for a token of a text, about: an estimate
 PROMPTS = "prompts"  # of other requests
 NGRAM, PREDICTION = "ngram", "prediction"
 TEXTS = NGRAM, PREDICTION, PROMPTS  # sources of drafts from text
@@ -58,13 +57,16 @@ class Costs:
         links: Mapping[int, float] | None = None,
         prompts: Mapping[int, float] | None = None,
         host_seconds: float = 0.0,
+        indexing: float = 0.0,
+        apart: float = 0.0,
     ) -> None:
         """Each of at least two numbers, which are in ascending order. Others are on the lines through these points.
 
         steps: by rows. links: a token of a model's chains, by their number. prompts: what the model takes to see a prompt, by its
-        tokens. None if no model drafts. host_seconds: what a step takes longer if it is not launched while the one before runs."""
+        tokens. None if no model drafts. host_seconds: what a step takes longer if it is not launched while the one before runs.
+        indexing: a token of a text. apart: what a step takes longer if only some of its sequences have drafts."""
         self._steps, self._links, self._prompts = map(_points, (steps, links, prompts))
-        self.host_seconds = host_seconds
+        self.host_seconds, self.indexing, self.apart = host_seconds, indexing, apart
 
     def seconds(self, rows: int) -> float:
         return _on_lines(self._steps, rows)
@@ -88,9 +90,10 @@ class Costs:
         return _on_lines(self._links, chains) / self.token(rows)
 
     def fixed_price(self, rows: int) -> float:
-        """How many tokens drafts must bring to a step of so many other rows, because it is not launched ahead, and for the host's
-        work."""
-        return self.host_seconds / self.token(rows) + LEAST_GAIN * rows
+        """How many tokens drafts must bring to a step of so many other rows, because it is not launched ahead, mostly not all of its
+        sequences have one, and for the host's work."""
+        seconds = self.host_seconds + (self.apart if rows > 1 else 0.0)
+        return seconds / self.token(rows) + LEAST_GAIN * rows
 
 
 def _points(seconds: Mapping[int, float] | None) -> list[tuple[int, float]]:
@@ -239,11 +242,14 @@ class Drafter:
         return self.missing <= 1 and self._text.match[0] >= self._least_match
 
     @property
+    def finds(self) -> bool:
+        """Whether the next token will probably find a draft."""
+        return self._finds_own or (self._others is not None and self._others.finds(self.sequence.tokens))
+
+    @property
     def _record(self) -> Record | None:
         """Of the source in which the next token will probably find a draft."""
-        if self._finds_own or (self._others is not None and self._others.finds(self.sequence.tokens)):
-            return self.records[self.source]
-        return None
+        return self.records[self.source] if self.finds else None
 
     def promise(self, price: float) -> Promise:
         """What pays at this price, if the next token finds a draft at all."""
@@ -349,6 +355,7 @@ class Speculation:
         self._others = others if accept_rate is None else None
         self.costs: Costs | None = None
         sources = [source for source in TEXTS if source != PROMPTS or self._others is not None]
+        self._texts = len(sources)
         self.total = {source: Drafted() for source in (*sources, *([chains.name] if chains else []))}
         self._records, self._budgets = {s: Record() for s in self.total}, {s: Budget() for s in self.total}  # of all requests
         self._planned: dict[Sequence, tuple[str, Promise]] = {}  # the sources of drafts and what they promise
@@ -397,10 +404,9 @@ class Speculation:
         """Note a step that was collected. is_last: no other is launched behind it."""
         if not self.ceiling:
             return
-        seconds = self._known_costs.seconds(sum([c.count for c in step.chunks]))
-        texts = len([source for source in self._budgets if source in TEXTS])
+        seconds = SHARE * self._known_costs.seconds(sum([c.count for c in step.chunks]))
         for source, budget in self._budgets.items():
-            budget.add(SHARE * seconds / (texts if source in TEXTS else 1))  # all texts together have one
+            budget.add(seconds / (self._texts if source in TEXTS else 1))  # all texts together have one
             budget.settle()
         if self.chains is not None and is_last:
             self.chains.observe(step)
@@ -469,7 +475,7 @@ class Speculation:
             indexed[PROMPTS] = 0  # the index of all prompts grows anyway
         found = {}
         for source, count in indexed.items():
-            granted = self._budgets[source].take(sequence, INDEXING * min(count, MOST_INDEXED), grant)
+            granted = self._budgets[source].take(sequence, self._known_costs.indexing * min(count, MOST_INDEXED), grant)
             found[source] = max(self._records[source], Record(), key=lambda record: record.rate) if granted else NO_HOPE
         return found
 
@@ -498,7 +504,7 @@ class Speculation:
     def _promises(self, running: List[Sequence]) -> dict[Sequence, tuple[str, Promise]]:
         """The source that promises most for a sequence, and what. If all together do not pay for a step with drafts, or a sequence
         has none that pays, there may be a trial."""
-        if not running:
+        if not running or (self.chains is None and not any(s.drafter.finds for s in running)):
             return {}
         rows, costs = len(running), self._known_costs
         price, fixed, following = costs.price(rows), costs.fixed_price(rows), self._prices_of_following(running)

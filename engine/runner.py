@@ -255,10 +255,11 @@ class Runner:
         self.schedules.use(case)
 
     @torch.inference_mode()
-    def seconds(self, rows: int) -> float:
-        """The time of a step that draws a token from each of `rows` rows. No step may be in flight. Collective."""
+    def seconds(self, rows: int, sequences: int | None = None) -> float:
+        """The time of a step that draws a token from each of `rows` rows, of at most so many sequences (None: as many as there can be),
+        which a GPU does not tell apart. No step may be in flight. Collective."""
         if self.graphs is None:
-            return self._seconds_on_cpu(rows)
+            return self._seconds_on_cpu(rows, sequences or self.capacity.sequences)
         case = next(n for n in self._decode_sizes if n >= rows)
         self._capture_decode(self.graphs, case)
         self.decode.invent(case, self.text_ids, self.cache)
@@ -266,10 +267,10 @@ class Runner:
         self.decode.clear()
         return seconds
 
-    def _seconds_on_cpu(self, rows: int) -> float:
-        """The same for sequences of one token, with drafts if there are more rows. They lie in the cache's first block, which keeps
-        its contents."""
-        count, chunks = min(rows, self.capacity.sequences), []
+    def _seconds_on_cpu(self, rows: int, sequences: int) -> float:
+        """The same for sequences of one token, with drafts if there are more rows. They lie in the cache's first block, which keeps its
+        contents."""
+        count, chunks = min(rows, sequences), []
         for length in [rows // count + (i < rows % count) for i in range(count)]:
             blocks = [0] * -(-length // self.cache.block_size)
             sequence = Sequence("", [0], 0, SamplingParams(), blocks=blocks, state=SamplingState())
