@@ -53,6 +53,7 @@ class RequestScope:
         state["write_timeout"] = self.service.settings.idle_timeout
         state.setdefault("send", send)
         state.setdefault("abandon", lambda: None)
+        state["backlog"] = lambda: self.service.backlog.hold(sender(scope).name, state["abandon"])
         status = 0
 
         async def send_with_id(message: Message) -> None:
