@@ -70,7 +70,11 @@ class RequestScope:
                     headers["x-rung-ignored"] = ignored
                 if left_out := log_fields.get("not_enforced"):
                     headers["x-rung-not-enforced"] = left_out
-            await send(message)
+            try:  # it waits as long as the client leaves the answer to its previous request unread
+                async with asyncio.timeout(state["write_timeout"]):
+                    await send(message)
+            except TimeoutError as e:
+                raise ClientGone from e
 
         started = time.monotonic()
         self.service.open_requests += 1

@@ -106,6 +106,23 @@ def test_a_client_that_pipelined_and_left_is_noticed(site: Site) -> None:
     assert site.server.client.active == 0
 
 
+@pytest.mark.parametrize("again", [GET + b"\r\n", raw_request({"prompt": "Hi"}), raw_request({"prompt": "Hi", "stream": True})])
+def test_a_client_that_leaves_its_previous_answer_unread_is_left(make_site: Callable[..., Site], again: bytes) -> None:
+    """The answer to its next request cannot even begin."""
+    site = make_site(idle_timeout=2.0)
+    with socket.socket() as raw:
+        raw.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, 4096)
+        raw.connect(("127.0.0.1", site.port))
+        raw.sendall(b"GET /openapi.json HTTP/1.1\r\nHost: x\r\n\r\n")
+        assert raw.recv(12) == b"HTTP/1.1 200"
+        wait_for(lambda: site.server.service.open_requests == 0)
+        raw.sendall(again)
+        wait_for(lambda: site.server.service.open_requests == 1)
+        site.http.close()
+        wait_for(lambda: not site.server.service.open_requests and not site.server.server_state.connections)
+    assert site.server.client.active == 0
+
+
 @pytest.mark.parametrize("what", [b"", GET, CHUNKED + b"1\r\n{\r\n"], ids=["idle", "half a head", "half a body"])
 def test_connections_that_wait_keep_nobody_out(
     make_site: Callable[..., Site], monkeypatch: pytest.MonkeyPatch, what: bytes
