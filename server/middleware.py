@@ -14,7 +14,7 @@ from starlette.datastructures import Headers, MutableHeaders
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from server.bodies import Bodies, Full
-from server.clients import digest, read_keys, sender
+from server.clients import current_client, digest, read_keys, sender
 from server.logs import access_line, log
 from server.messages.errors import is_messages
 from server.problems import ApiError, internal_error
@@ -153,6 +153,8 @@ class BodyLimit:
         self.bodies = Bodies(BODIES_BYTES, limit, FREE_BYTES)
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        if scope["type"] == "http":
+            current_client.set(sender(scope).name)
         if scope["type"] != "http" or scope["method"] in ("GET", "HEAD", "OPTIONS"):
             await self.app(scope, receive, send)
             return
