@@ -28,6 +28,7 @@ REQUEST_ID = re.compile(r"[A-Za-z0-9._:-]{1,128}")
 BODIES_BYTES = 1 << 30  # of requests without an answer; one client may have a quarter. Parsed, they take as much again
 FREE_BYTES = 16384  # of each body, which do not count
 CLOSE = {"connection": "close"}  # the rest of the body is not read
+LOGGED_PATH = 256  # characters; a client may send 64 KiB
 CLIENT_GONE = 499  # nginx's status for the log; it is sent to nobody
 
 
@@ -101,7 +102,7 @@ class RequestScope:
         route = getattr(scope.get("route"), "path", "other")
         self.service.metrics.responses.labels(self.service.model_name, route, str(status)).inc()
         fields = {"request_id": log_fields["request_id"], "client": client[0][:64] if client else "-", "method": method}
-        fields |= {"path": quote(path), "status": status, "seconds": round(seconds, 4), **log_fields}
+        fields |= {"path": quote(path[:LOGGED_PATH]), "status": status, "seconds": round(seconds, 4), **log_fields}
         access_line(fields)
 
 

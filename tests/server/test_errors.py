@@ -423,3 +423,11 @@ def test_the_bodies_that_a_client_has_in_the_server_are_bounded(
     site.settle()
     site.engine.hold = False
     assert site.complete(**large)["choices"][0]["text"]
+
+
+def test_a_long_path_is_cut_in_the_log(site: Site, caplog: pytest.LogCaptureFixture) -> None:
+    with caplog.at_level(logging.INFO, "rung.access"):
+        assert site.http.get("/" + "é" * 5_000).status_code == 404
+        wait_for(lambda: [record for record in caplog.records if record.name == "rung.access"])
+    (line,) = [record.fields for record in caplog.records if record.name == "rung.access"]  # type: ignore[attr-defined]
+    assert line["path"] == "/" + "%C3%A9" * 255
