@@ -12,8 +12,8 @@ from ray.serve.exceptions import BackPressureError, DeploymentUnavailableError, 
 from starlette.requests import Request
 from starlette.responses import JSONResponse, Response, StreamingResponse
 
-from deploy.bodies import Bodies, Full
 from deploy.routing import Call, prefix_keys
+from server.bodies import Bodies, Full
 from server.clients import sender
 from server.error_types import RETRY_SECONDS, error_type
 from server.messages import errors as messages

@@ -8,7 +8,7 @@ import io
 import time
 import uuid
 from abc import ABC, abstractmethod
-from collections.abc import AsyncGenerator, Sequence
+from collections.abc import AsyncGenerator, Callable, Sequence
 from typing import Any, ClassVar, Protocol
 
 import msgspec
@@ -75,6 +75,7 @@ class GenerationRequest(ABC):
         self.top_logprobs = body.listed_logprobs
         self.top_prompt_logprobs = body.prompt_logprobs
         self.promise = Promise()
+        self.count_unread: Callable[[int], None] | None = None  # counts bytes of a stream that its client has not read yet
         self.id = f"{self.id_prefix}-{body.request_id or uuid.uuid4().hex}"
         self.created, self.model = int(time.time()), body.model or service.model_name
 
@@ -118,6 +119,7 @@ class GenerationRequest(ABC):
         begun = False
         choices = self._whole_choices() if self.promise.keeps else []
         with run(self.service, self.plan, self.usage, log_fields) as running, self.promise.given():
+            running.count_unread(self.count_unread)
             await self.promise.written()
             while running.unfinished:
                 events: list[bytes] = []

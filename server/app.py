@@ -2,6 +2,7 @@
 
 import inspect
 from collections.abc import Callable, Coroutine
+from functools import cache
 from pathlib import Path
 from typing import Any
 
@@ -323,9 +324,11 @@ def _add_state(app: FastAPI, service: Service) -> None:
 
 
 def _add_pages(app: FastAPI) -> None:
+    page_of_docs = cache(lambda: render_docs(app.openapi()))  # it takes 25 ms, which nobody may ask for again and again
+
     @app.get("/docs", include_in_schema=False)
     async def docs() -> Response:
-        return HTMLResponse(render_docs(app.openapi()))
+        return HTMLResponse(page_of_docs())
 
     @app.get("/", include_in_schema=False)
     async def page() -> Response:

@@ -4,6 +4,7 @@ import hashlib
 import ipaddress
 import re
 from collections.abc import Mapping, Sequence
+from contextvars import ContextVar
 from dataclasses import dataclass
 from typing import Any
 
@@ -12,6 +13,9 @@ from errors import UserError
 ENTRY = re.compile(r"(?P<key>.*?)(?:\s+name=(?P<name>[\w.@-]{1,64}))?(?:\s+weight=(?P<weight>[0-9]{1,9}))?", re.DOTALL)
 MOST_WEIGHT = 1000
 IPV6_SITE = 64  # bits of an IPv6 address that all addresses of a client have in common
+
+
+current_client = ContextVar("current_client", default="")  # the name of the client whose request the present task answers
 
 
 @dataclass(frozen=True)

@@ -1,18 +1,68 @@
-"""uvicorn's HTTP protocol, with limits on the time and size of a request line and headers."""
+"""uvicorn's HTTP protocol, with limits on the time and size of a request line and headers, and on the number of connections."""
 
 import asyncio
 import contextlib
 import http
+import resource
 import socket
+from collections import Counter
 from typing import Any
 
 from uvicorn.protocols.http.httptools_impl import HttpToolsProtocol
 
+from server.clients import sender
 from server.http import to_json
 from server.problems import ApiError
 from server.writing import PIECE
 
 MAX_HEAD = 65536  # bytes of a request line and headers, or of trailers; a head that arrives in one read may be larger
+
+
+class Connections:
+    """All connections, so that they leave descriptors for the server itself, and none of a client's keeps out others.
+
+    Beyond `most`, a new connection takes the place of one that has no complete request to be answered: of the client that has most
+    connections, the one that has waited longest.
+    """
+
+    def __init__(self, most: int | None = None) -> None:
+        """most: by default three quarters of the descriptors that this process may have. New ones may come together, before one
+        is closed for each."""
+        self.most = resource.getrlimit(resource.RLIMIT_NOFILE)[0] // 4 * 3 if most is None else most
+        self._count = Counter[str]()  # by client
+        self._waiting: dict[str, dict[Connection, None]] = {}  # for a request, by client, the longest first
+
+    def add(self, connection: "Connection") -> None:
+        if self._count.total() >= self.most:
+            self._make_room(connection)
+        self._count[connection.sender] += 1
+        self.wait(connection)
+
+    def remove(self, connection: "Connection") -> None:
+        self.answer(connection)
+        self._count[connection.sender] -= 1
+        if not self._count[connection.sender]:
+            del self._count[connection.sender]
+
+    def wait(self, connection: "Connection") -> None:
+        """It waits for a request, or for the rest of one."""
+        self._waiting.setdefault(connection.sender, {})[connection] = None
+
+    def answer(self, connection: "Connection") -> None:
+        """It has a complete request, or is closed."""
+        if waiting := self._waiting.get(connection.sender):
+            waiting.pop(connection, None)
+            if not waiting:
+                del self._waiting[connection.sender]
+
+    def _make_room(self, new: "Connection") -> None:
+        if self._waiting:
+            client = max(self._waiting, key=self._count.__getitem__)
+            closed = next(iter(self._waiting[client]))
+            self.answer(closed)
+        else:
+            closed = new
+        closed.transport.abort()
 
 
 class Pipelined(Exception):
@@ -28,17 +78,22 @@ class Connection(HttpToolsProtocol):
     (RFC 9112, section 9.3.2). uvicorn would queue them, but then it stops reading and does not notice when the client leaves.
     """
 
-    def __init__(self, *args: Any, idle_timeout: float, **options: Any) -> None:
+    def __init__(self, *args: Any, idle_timeout: float, all_connections: Connections, **options: Any) -> None:
         """`idle_timeout`: seconds for a request line and headers to arrive. The other arguments are uvicorn's."""
         super().__init__(*args, **options)
-        self.idle_timeout = idle_timeout
+        self.idle_timeout, self._all = idle_timeout, all_connections
+        self.sender = "-"  # whose connection it is; behind a proxy that of the proxy
         self._header_timer: asyncio.TimerHandle | None = None
         self._head = 0  # bytes received since the last complete head or part of a body
+        self._open = False
         self._refused = False  # further data is ignored
 
     def connection_made(self, transport: asyncio.Transport) -> None:  # type: ignore[override]
         super().connection_made(transport)
         limit_unsent(transport.get_extra_info("socket"))
+        self.sender = sender({"client": self.client, "state": {}}).name
+        self._open = True
+        self._all.add(self)
         self._start_timer()
 
     def data_received(self, data: bytes) -> None:
@@ -72,6 +127,7 @@ class Connection(HttpToolsProtocol):
 
     def on_message_complete(self) -> None:
         self._head = 0
+        self._all.answer(self)
         super().on_message_complete()
 
     def send_400_response(self, msg: str) -> None:
@@ -79,10 +135,14 @@ class Connection(HttpToolsProtocol):
 
     def connection_lost(self, exc: Exception | None) -> None:
         self._stop_timer()
+        self._open = False
+        self._all.remove(self)
         super().connection_lost(exc)
 
     def on_response_complete(self) -> None:
         super().on_response_complete()
+        if self._open and not (self._answering and not self.cycle.more_body):  # it has no next request yet
+            self._all.wait(self)
         if self.transport.is_closing():  # it waits for the client to read the rest
             self.loop.call_later(self.idle_timeout, self.transport.abort)
 

@@ -39,6 +39,9 @@ from server.problems import ApiError, internal_error
 from server.process import Started
 from server.recovery import GOT_ON, Recovery, Watchdog
 
+OUTPUT_BYTES = 400  # that an output takes in memory
+LOGPROB_BYTES = 100  # and each log-probability of it
+COUNTED_BYTES = 65536  # changes of a queue's size below this are not reported
 SLICE = 64  # most outputs that `next` returns at once: the backlog of a slow reader is converted to text only as it reads
 
 
@@ -54,6 +57,8 @@ class OutputQueue:
         self._arrived: deque[tuple[int, TokenOutput]] = deque()
         self._error: ApiError | None = None  # raised once `_arrived` is empty
         self._waiter: asyncio.Future[None] | None = None  # what `next` waits for
+        self.count_unread: Callable[[int], None] | None = None  # gets changes of how many bytes `_arrived` takes
+        self._bytes = self._reported = 0  # of `_arrived`
         self._times = {
             i: SequenceTimes(client.metrics, len(s.prompt_ids)) for i, s in enumerate(submits)
         }  # the unfinished ones
@@ -74,7 +79,10 @@ class OutputQueue:
             raise self._error
         if len(self._arrived) > SLICE:
             await asyncio.sleep(0)  # let other requests run between the slices of a backlog
-        return [self._arrived.popleft() for _ in range(min(len(self._arrived), SLICE))]
+        found = [self._arrived.popleft() for _ in range(min(len(self._arrived), SLICE))]
+        if self.count_unread:
+            self._count(-sum(bytes_of(output) for _, output in found))
+        return found
 
     def unfinished(self) -> Iterator[Progress]:
         """The progress of the unfinished sequences."""
@@ -107,8 +115,16 @@ class OutputQueue:
         if output.finish_reason:
             self._end(index, output.finish_reason)
         self._arrived.append((index, output))
+        if self.count_unread:
+            self._count(bytes_of(output))
         self.wake()
         return count
+
+    def _count(self, size: int) -> None:
+        self._bytes += size
+        if self.count_unread and abs(change := self._bytes - self._reported) >= COUNTED_BYTES:
+            self._reported = self._bytes
+            self.count_unread(change)
 
     def on_error(self, error: ApiError) -> None:
         """Fail the request after the outputs that have arrived. The first error counts. The ranks compute nothing more for it,
@@ -154,6 +170,12 @@ class OutputQueue:
         self._times.pop(index).on_end(reason)
         if not self._times:  # its client may read the answer long after, and no ranks have a part in that
             self._client.recovery.remove(self)
+
+
+def bytes_of(output: TokenOutput) -> int:
+    """About how many bytes an output takes in memory."""
+    lists = (*(output.logprobs or ()), *(output.prompt_logprobs or ()))
+    return OUTPUT_BYTES + LOGPROB_BYTES * sum(1 + len(one.top) for one in lists if one) if lists else OUTPUT_BYTES
 
 
 class EngineClient:

@@ -23,7 +23,7 @@ from engine.protocol import Ready
 from errors import UserError
 from server import logs
 from server.app import create_app
-from server.connections import Connection
+from server.connections import Connection, Connections
 from server.engine_client import EngineClient
 from server.logs import log
 from server.metrics import Metrics
@@ -191,11 +191,12 @@ def make_server(
     watchdog = Watchdog(kill, settings.hang_seconds)
     client = EngineClient(to_engine, from_engine, Metrics(settings.model_names[0]), watchdog, before)
     app = create_app(settings, client, tokenizer)
+    protocol = partial(Connection, idle_timeout=settings.idle_timeout, all_connections=Connections())
     config = uvicorn.Config(
         app,
         host=settings.host,
         port=settings.port,
-        http=partial(Connection, idle_timeout=settings.idle_timeout),  # type: ignore[arg-type]  # uvicorn only calls it
+        http=protocol,  # type: ignore[arg-type]  # uvicorn only calls it
         ws="none",
         lifespan="off",
         log_config=None,

@@ -198,6 +198,10 @@ class Run:
         self._choices: dict[int, AnswerStream] = {}  # each made with its first output: all at once would take long
         self._started = time.monotonic()
 
+    def count_unread(self, count: Callable[[int], None] | None) -> None:
+        """Report the bytes of outputs that wait for `next` to `count`, which gets negative numbers for those that do no longer."""
+        self._outputs.count_unread = count
+
     async def next(self) -> Iterator[Delta]:
         """Wait for outputs and return an iterator over their deltas, perhaps an empty one.
 

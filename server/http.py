@@ -38,7 +38,9 @@ class JsonResponse(Response):
         if len(self.body) <= PIECE:
             await super().__call__(scope, receive, send)
         else:
-            await unless_gone(receive, self._write(send, scope["state"]["write_timeout"]))
+            with scope["state"]["backlog"]() as count:
+                count(len(self.body))
+                await unless_gone(receive, self._write(send, scope["state"]["write_timeout"]))
 
     async def _write(self, send: Send, timeout: float) -> None:
         await send({"type": "http.response.start", "status": self.status_code, "headers": self.raw_headers})

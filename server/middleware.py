@@ -13,7 +13,8 @@ from urllib.parse import quote
 from starlette.datastructures import Headers, MutableHeaders
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
-from server.clients import digest, read_keys
+from server.bodies import Bodies, Full
+from server.clients import current_client, digest, read_keys, sender
 from server.logs import access_line, log
 from server.messages.errors import is_messages
 from server.problems import ApiError, internal_error
@@ -24,6 +25,10 @@ from server.writing import ClientGone
 OPEN_PATHS = frozenset({"/", "/health", "/health_generate", "/ping", "/version", "/docs", "/openapi.json", "/favicon.ico"})
 METRIC_PATHS = frozenset({"/metrics", "/stats", "/load", "/get_load"})
 REQUEST_ID = re.compile(r"[A-Za-z0-9._:-]{1,128}")
+BODIES_BYTES = 1 << 30  # of requests without an answer; one client may have a quarter. Parsed, they take as much again
+FREE_BYTES = 16384  # of each body, which do not count
+CLOSE = {"connection": "close"}  # the rest of the body is not read
+LOGGED_PATH = 256  # characters; a client may send 64 KiB
 CLIENT_GONE = 499  # nginx's status for the log; it is sent to nobody
 
 
@@ -49,6 +54,7 @@ class RequestScope:
         state["write_timeout"] = self.service.settings.idle_timeout
         state.setdefault("send", send)
         state.setdefault("abandon", lambda: None)
+        state["backlog"] = lambda: self.service.backlog.hold(sender(scope).name, state["abandon"])
         status = 0
 
         async def send_with_id(message: Message) -> None:
@@ -65,7 +71,11 @@ class RequestScope:
                     headers["x-rung-ignored"] = ignored
                 if left_out := log_fields.get("not_enforced"):
                     headers["x-rung-not-enforced"] = left_out
-            await send(message)
+            try:  # it waits as long as the client leaves the answer to its previous request unread
+                async with asyncio.timeout(state["write_timeout"]):
+                    await send(message)
+            except TimeoutError as e:
+                raise ClientGone from e
 
         started = time.monotonic()
         self.service.open_requests += 1
@@ -92,7 +102,7 @@ class RequestScope:
         route = getattr(scope.get("route"), "path", "other")
         self.service.metrics.responses.labels(self.service.model_name, route, str(status)).inc()
         fields = {"request_id": log_fields["request_id"], "client": client[0][:64] if client else "-", "method": method}
-        fields |= {"path": quote(path), "status": status, "seconds": round(seconds, 4), **log_fields}
+        fields |= {"path": quote(path[:LOGGED_PATH]), "status": status, "seconds": round(seconds, 4), **log_fields}
         access_line(fields)
 
 
@@ -134,27 +144,37 @@ class ApiKey:
 
 
 class BodyLimit:
-    """Reads the whole body before the application runs.
+    """Reads the whole body before the application runs, and holds it until the answer is written.
 
-    Responds 413 if the body is too large, and 400 if it stops arriving or arrives too slowly.
+    Responds 413 if the body is too large, 400 if it stops arriving or arrives too slowly, and 429 if there is no room for it.
     """
 
     def __init__(self, app: ASGIApp, limit: int, timeout: float) -> None:
         self.app, self.limit, self.timeout = app, limit, timeout
+        self.bodies = Bodies(BODIES_BYTES, limit, FREE_BYTES)
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        if scope["type"] == "http":
+            current_client.set(sender(scope).name)
         if scope["type"] != "http" or scope["method"] in ("GET", "HEAD", "OPTIONS"):
             await self.app(scope, receive, send)
             return
-        try:
-            body = await read_body(receive, Headers(scope=scope).get("content-length", ""), self.limit, self.timeout)
-        except TooSlow as e:
-            await ApiError(400, str(e), None, "timeout").response(scope)(scope, receive, send)
-            return
-        except TooLarge as e:
-            close = {"connection": "close"}  # the rest of the body is not read
-            await ApiError(413, str(e), None, "body_too_large", close).response(scope)(scope, receive, send)
-            return
+        with self.bodies.hold(sender(scope).name) as take:
+            try:
+                length = Headers(scope=scope).get("content-length", "")
+                body = await read_body(receive, length, self.limit, self.timeout, take)
+            except TooSlow as e:
+                error = ApiError(400, str(e), None, "timeout")
+            except TooLarge as e:
+                error = ApiError(413, str(e), None, "body_too_large", CLOSE)
+            except Full as e:
+                error = ApiError(429, str(e), None, "bodies_full", CLOSE)
+            else:
+                await self._run(body, scope, receive, send)
+                return
+        await error.response(scope)(scope, receive, send)
+
+    async def _run(self, body: bytes, scope: Scope, receive: Receive, send: Send) -> None:
         scope["state"]["body"] = body
         pending = [{"type": "http.request", "body": body, "more_body": False}]
 

@@ -12,6 +12,7 @@ from pydantic import BaseModel
 from engine.protocol import Pooling
 from errors import UserError
 from server.admission import Admission, Unread
+from server.backlog import Backlog
 from server.bounds import MAX_VALUES, Bounds, parse
 from server.engine_client import EngineClient, broken
 from server.examples import read_examples
@@ -48,6 +49,7 @@ class Service:
         capacity = settings.max_num_seqs + settings.max_queue  # sequences
         self.admission = Admission(capacity, settings.max_num_seqs + settings.client_queue, progress=client.progress)
         self.unread = Unread()
+        self.backlog = Backlog()
         self.workers = Workers(settings.model, settings.workers, settings.worker_seconds, capacity, WORKER_MODULES)
         self.grammars: OrderedDict[bytes, Compiled] = OrderedDict()  # see grammar.py
         self.journal = self._open_journal()

@@ -23,11 +23,12 @@ import pickle
 import socket
 import subprocess
 import sys
-from collections import deque
+from collections import Counter, deque
 from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any, TypeVar
 
+from server.clients import current_client
 from server.logs import log
 from server.problems import ApiError
 from server.worker_process import HEADER, needs_memory
@@ -45,8 +46,8 @@ ONE_THREAD = ("OMP_NUM_THREADS", "RAYON_NUM_THREADS")
 
 
 class _Job:
-    def __init__(self, data: bytes, function: str) -> None:
-        self.data, self.function = data, function
+    def __init__(self, data: bytes, function: str, client: str) -> None:
+        self.data, self.function, self.client = data, function, client
         self.result: asyncio.Future[Any] = asyncio.get_running_loop().create_future()  # cancelled when the client leaves
         self.began = False
 
@@ -57,6 +58,9 @@ class Workers:
     `seconds`: time limit of each job. `max_queue`: most quick jobs in the queue. `modules`: names of the modules that have most
     jobs, which a worker imports when it starts. If there are two or more workers, the first one takes only quick jobs. The
     first worker starts in `start`, each other one with the first slow job that it can take.
+
+    Clients take turns: the next job is of the one that has waited longest since a job of its own began. A full queue drops the
+    newest job of the client that has most, if the new one's has fewer.
     """
 
     def __init__(
@@ -65,6 +69,8 @@ class Workers:
         self._model, self._modules, self._count, self._seconds = model, modules, count, seconds
         self._quick, self._slow = deque[_Job](), deque[_Job]()
         self._limits = {id(self._quick): max_queue, id(self._slow): MAX_SLOW}
+        self._turns: dict[str, int] = {}  # when the last job of a client that has more began
+        self._begun = 0  # jobs
         self._idle: dict[int, asyncio.Future[None]] = {}  # worker: the future with which it waits for a job
         self._tasks: list[asyncio.Task[None]] = []
         self.pids: dict[int, int] = {}  # worker: process id
@@ -93,10 +99,13 @@ class Workers:
         """
         self.start()
         queue = self._slow if slow and self._count > 1 else self._quick
-        self._check_room(queue)
+        client = current_client.get()
+        self._check_room(queue, client)
         work = (function, arguments), pickle.HIGHEST_PROTOCOL
-        job = _Job(await asyncio.to_thread(pickle.dumps, *work) if slow else pickle.dumps(*work), function.__name__)
-        self._check_room(queue)
+        job = _Job(await asyncio.to_thread(pickle.dumps, *work) if slow else pickle.dumps(*work), function.__name__, client)
+        if drop := self._check_room(queue, client):
+            queue.remove(drop)
+            _fail(drop, _busy("too many requests of this client wait to be prepared"))
         queue.append(job)
         self._wake(queue)
         timer = asyncio.get_running_loop().call_later(wait_seconds, _expire, job, wait_seconds)
@@ -109,9 +118,25 @@ class Workers:
                 with contextlib.suppress(ValueError):
                     queue.remove(job)
 
-    def _check_room(self, queue: deque[_Job]) -> None:
-        if len(queue) >= self._limits[id(queue)]:
+    def _check_room(self, queue: deque[_Job], client: str) -> _Job | None:
+        """The job that has to leave the queue for a new one of `client`. Raises a 503 if the queue is full of those that may stay."""
+        if len(queue) < self._limits[id(queue)]:
+            return None
+        count = Counter(job.client for job in queue)
+        most = max(count, key=count.__getitem__)
+        if count[most] <= count[client] + 1:
             raise _busy("too many requests wait to be prepared")
+        return next(job for job in reversed(queue) if job.client == most)
+
+    def _take(self, queue: deque[_Job]) -> _Job:
+        """Remove the next job from a queue that is not empty."""
+        job = min(queue, key=lambda job: self._turns.get(job.client, 0))
+        queue.remove(job)
+        self._begun += 1
+        self._turns[job.client] = self._begun
+        waiting = {job.client for queue in (self._quick, self._slow) for job in queue}
+        self._turns = {client: turn for client, turn in self._turns.items() if client in waiting}
+        return job
 
     def _queues(self, index: int, started: bool) -> tuple[deque[_Job], ...]:
         """The queues from which a worker may take jobs, slow ones first.
@@ -132,7 +157,7 @@ class Workers:
         while True:
             for queue in self._queues(index, index in self.pids):
                 while queue:
-                    job = queue.popleft()
+                    job = self._take(queue)
                     if not job.result.done():
                         job.began = True
                         return job

@@ -160,8 +160,12 @@ class Responses:
             raise ApiError(429, message, "background", "too_many_responses")
         running = Background(self.service, made, lambda ended: self._keep(request, kept, ended))
         kept.id, kept.running = made.id, running
-        if not self.store.put(owner(request.scope), kept):
+        if not self.store.fits(kept):
             raise bad("input", "is too long to be stored, as background needs; raise --responses-mb")
+        if not self.store.has_room(owner(request.scope), kept):
+            message = "the responses in the background are too long to be kept with this one; wait until one of them has ended"
+            raise ApiError(429, message, "background", "too_many_responses")
+        self.store.put(owner(request.scope), kept)
         try:
             await running.start(request.state.log_fields)
         except ApiError:

@@ -15,7 +15,8 @@ from server.http import to_json
 
 RECORD_BYTES = 1024  # that a record takes apart from its data
 LINK_BYTES = 8  # that it takes for each turn before
-LARGEST_SHARE = 4  # one answer may take a quarter of all
+LARGEST_SHARE = 4  # one answer may take a quarter of all, and so may those of one owner that are computed in the background
+RUNNING_SHARE = 2  # all of these may take half: nothing can be dropped for them, so they would drive out what others have
 
 
 @dataclass(frozen=True)
@@ -69,6 +70,11 @@ class Record:
         return self.running.json() if self.running else self.answer
 
     @property
+    def whole(self) -> int:
+        """Bytes with those that it shares with others."""
+        return self.size + sum(len(items.data) for items in self.items)
+
+    @property
     def items(self) -> list[Items]:
         return [*self.input, self.output] if self.output else self.input
 
@@ -113,8 +119,7 @@ class Store:
         """Keep an answer, or replace what was kept of it. The oldest ones of who has most go. False if it is too large."""
         self.remove(owner, record.id)
         record.size = RECORD_BYTES + LINK_BYTES * len(record.items) + len(record.answer)
-        whole = record.size + sum(len(items.data) for items in record.items)
-        if whole * LARGEST_SHARE > self._bounds.bytes:
+        if not self.fits(record):
             return False
         record.since = self._clock()
         held = self._owners.setdefault(owner, _Owner())
@@ -162,6 +167,17 @@ class Store:
         """The number of the owner's answers that are computed in the background."""
         held = self._owners.get(owner)
         return sum(record.running is not None for record in held.records.values()) if held else 0
+
+    def fits(self, record: Record) -> bool:
+        """Whether it is not too large to be kept."""
+        return record.whole * LARGEST_SHARE <= self._bounds.bytes
+
+    def has_room(self, owner: str, record: Record) -> bool:
+        """Whether an answer may be computed in the background besides those that are now."""
+        running = [(name, one.whole) for one, name in self._ages.items() if one.running is not None]
+        own = sum(size for name, size in running if name == owner) + record.whole
+        total = sum(size for _, size in running) + record.whole
+        return own * LARGEST_SHARE <= self._bounds.bytes and total * RUNNING_SHARE <= self._bounds.bytes
 
     def _make_room(self) -> None:
         self._expire()

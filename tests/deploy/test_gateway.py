@@ -31,8 +31,8 @@ if not importlib.util.find_spec("ray"):
 
 from ray.serve.exceptions import DeploymentUnavailableError
 
-from deploy.bodies import Bodies, Full
 from deploy.gateway import MOST_LOSSES, Gateway, ServerLost
+from server.bodies import Bodies, Full
 
 JSON, EVENTS = {"content-type": "application/json"}, {"content-type": "text/event-stream"}
 Replica = Callable[[], AsyncIterator[Any]]

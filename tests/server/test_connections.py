@@ -1,13 +1,16 @@
 """Connections without a complete request, or with several: endless headers, trailers, pipelining, data that is not HTTP."""
 
+import contextlib
 import json
 import random
 import socket
+from collections.abc import Callable
 from typing import Any
 
 import pytest
 
-from server.connections import MAX_HEAD
+from server import frontend
+from server.connections import MAX_HEAD, Connections
 from tests.support.server_thread import Site, raw_request, wait_for
 
 GET = b"GET /health HTTP/1.1\r\nHost: x\r\n"
@@ -101,3 +104,69 @@ def test_a_client_that_pipelined_and_left_is_noticed(site: Site) -> None:
         raw.sendall(raw_request({"prompt": "Hi"}))
     wait_for(lambda: len(site.engine.aborts) == aborted + 1)
     assert site.server.client.active == 0
+
+
+@pytest.mark.parametrize("again", [GET + b"\r\n", raw_request({"prompt": "Hi"}), raw_request({"prompt": "Hi", "stream": True})])
+def test_a_client_that_leaves_its_previous_answer_unread_is_left(make_site: Callable[..., Site], again: bytes) -> None:
+    """The answer to its next request cannot even begin."""
+    site = make_site(idle_timeout=2.0)
+    with socket.socket() as raw:
+        raw.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, 4096)
+        raw.connect(("127.0.0.1", site.port))
+        raw.sendall(b"GET /openapi.json HTTP/1.1\r\nHost: x\r\n\r\n")
+        assert raw.recv(12) == b"HTTP/1.1 200"
+        wait_for(lambda: site.server.service.open_requests == 0)
+        raw.sendall(again)
+        wait_for(lambda: site.server.service.open_requests == 1)
+        site.http.close()
+        wait_for(lambda: not site.server.service.open_requests and not site.server.server_state.connections)
+    assert site.server.client.active == 0
+
+
+@pytest.mark.parametrize("what", [b"", GET, CHUNKED + b"1\r\n{\r\n"], ids=["idle", "half a head", "half a body"])
+def test_connections_that_wait_keep_nobody_out(
+    make_site: Callable[..., Site], monkeypatch: pytest.MonkeyPatch, what: bytes
+) -> None:
+    """A new one takes the place of the oldest one of the client that has most. Requests that run go on."""
+    connections = Connections(most=8)
+    monkeypatch.setattr(frontend, "Connections", lambda: connections)
+    site = make_site(idle_timeout=300.0)
+    site.engine.hold = True
+
+    def other(data: bytes) -> socket.socket:
+        raw = stack.enter_context(socket.create_connection(("127.0.0.1", site.port), 60, ("127.0.0.2", 0)))
+        raw.sendall(data)
+        return raw
+
+    with contextlib.ExitStack() as stack:
+        running = [other(raw_request({"prompt": "Hi"})), stack.enter_context(connect(site))]
+        running[1].sendall(raw_request({"prompt": "Hi"}))
+        wait_for(lambda: site.server.client.active == 2)
+        others = [other(what) for _ in range(20)]
+        wait_for(lambda: connections._count == {"127.0.0.1": 2, "127.0.0.2": 6})
+        for _ in range(3):
+            assert site.http.get("/health").status_code == 200  # its kept connection is not closed either
+        assert read_all(others[0]) == read_all(others[14]) == b""
+        site.engine.hold = False
+        assert [raw.recv(12) for raw in running] == [b"HTTP/1.1 200"] * 2
+    site.http.close()
+    wait_for(lambda: not connections._count and not connections._waiting)
+
+
+def test_a_connection_beyond_the_bound_is_closed_if_all_are_answered(
+    make_site: Callable[..., Site], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    connections = Connections(most=2)
+    monkeypatch.setattr(frontend, "Connections", lambda: connections)
+    site = make_site()
+    site.http.close()
+    wait_for(lambda: not connections._count)
+    site.engine.hold = True
+    with connect(site) as first, connect(site) as second:
+        for raw in (first, second):
+            raw.sendall(raw_request({"prompt": "Hi"}))
+        wait_for(lambda: site.server.client.active == 2)
+        with connect(site) as third:
+            assert read_all(third) == b""
+        site.engine.hold = False
+        assert first.recv(12) == second.recv(12) == b"HTTP/1.1 200"

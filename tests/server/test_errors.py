@@ -16,11 +16,11 @@ import httpx
 import openai
 import pytest
 
-from server import replies
+from server import middleware, replies
 from server.limits import MAX_LOGPROBS
 from server.problems import MAX_MESSAGE
 from tests.support.quiet_clock import quiet_seconds
-from tests.support.server_thread import CHAT, CONTEXT, TOKENIZER, TOOL, Site, wait_for
+from tests.support.server_thread import CHAT, CONTEXT, TOKENIZER, TOOL, Site, raw_request, wait_for
 
 BAD_COMPLETIONS: list[tuple[dict[str, Any], str | None]] = [
     ({"temperature": 3}, "temperature"),
@@ -401,3 +401,33 @@ def test_a_trickled_body_ends(make_site: Callable[..., Site]) -> None:
             with contextlib.suppress(TimeoutError):
                 answer = connection.recv(4096)
     assert answer.startswith(b"HTTP/1.1 400") and b"too slowly" in answer
+
+
+def test_the_bodies_that_a_client_has_in_the_server_are_bounded(
+    make_site: Callable[..., Site], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Of requests that run and of those that still arrive. Short ones always find room."""
+    monkeypatch.setattr(middleware, "BODIES_BYTES", 4 << 20)
+    site = make_site(max_body_mb=0.5, idle_timeout=60.0)
+    site.engine.hold = True
+    large = {"prompt": "Hi", "metadata": {"a": "x" * 400_000}}
+    with contextlib.ExitStack() as stack:
+        for body in (raw_request(large), raw_request(large)[:-1]):
+            stack.enter_context(socket.create_connection(("127.0.0.1", site.port))).sendall(body)
+        wait_for(lambda: site.server.client.active == 1 and site.server.service.open_requests == 2)
+        refused = site.http.post("/v1/completions", json=large)
+        assert refused.status_code == 429 and refused.json()["error"]["code"] == "bodies_full"
+        assert refused.headers["retry-after"] and refused.headers["connection"] == "close"
+        stack.enter_context(socket.create_connection(("127.0.0.1", site.port))).sendall(raw_request({"prompt": "Hi"}))
+        wait_for(lambda: site.server.client.active == 2)
+    site.settle()
+    site.engine.hold = False
+    assert site.complete(**large)["choices"][0]["text"]
+
+
+def test_a_long_path_is_cut_in_the_log(site: Site, caplog: pytest.LogCaptureFixture) -> None:
+    with caplog.at_level(logging.INFO, "rung.access"):
+        assert site.http.get("/" + "é" * 5_000).status_code == 404
+        wait_for(lambda: [record for record in caplog.records if record.name == "rung.access"])
+    (line,) = [record.fields for record in caplog.records if record.name == "rung.access"]  # type: ignore[attr-defined]
+    assert line["path"] == "/" + "%C3%A9" * 255

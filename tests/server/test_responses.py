@@ -22,6 +22,7 @@ from server.parts import Arguments, Call, Part, Reasoning, Text
 from server.problems import ApiError
 from server.responses import answer, output, routes
 from server.responses.answer import ResponsesRequest
+from server.responses.background import Background
 from server.responses.convert import convert
 from server.responses.items import seal
 from server.responses.replies import ResponseItems, ResponsesReply
@@ -548,6 +549,35 @@ def test_the_store_is_bounded(seed: int) -> None:
     now = 101.0
     assert store.find("modest", "m") is None and not store._owners and not store._ages
     assert store._numbers.total == store._bytes.total == 0
+
+
+def test_responses_in_the_background_drive_out_nobody_elses() -> None:
+    """They cannot be dropped, so those of a client have a bound in bytes, too, and so have all."""
+    store = Store(Bounds(seconds=100, answers=1000, bytes=80_000), lambda: 0.0)
+
+    def running(id: str) -> Record:
+        return Record(id, b"", [Items(b" " * 8_000)], background=True, running=Background.__new__(Background))
+
+    assert store.put("modest", Record("m", b"x" * 100, []))
+    for owner in "abcd":
+        for i in range(3):
+            one = running(f"{owner}{i}")
+            assert store.fits(one) and store.has_room(owner, one) == (i < 2 and owner in "ab")
+            if store.has_room(owner, one):
+                store.put(owner, one)
+    assert store.find("modest", "m") and store.find("a", "a0") and store.find("b", "b1")
+
+
+def test_a_background_response_without_room_is_refused(make_site: Callable[..., Site]) -> None:
+    site = make_site(responses_mb=0.1)
+    site.engine.hold = True
+    body = {"input": "word " * 3_000, "truncation": "auto", "max_output_tokens": 5, "background": True}
+    made = respond(site, **body)
+    refused = site.refused(PATH, body, 429)
+    assert refused["code"] == "too_many_responses" and refused["param"] == "background"
+    assert site.refused(PATH, {**body, "input": "word " * 10_000})["param"] == "input"
+    assert site.http.delete(f"{PATH}/{made['id']}").json()["deleted"]
+    respond(site, **body)
 
 
 def test_the_store_drops_as_its_definition_says(seed: int) -> None:

@@ -2,7 +2,7 @@
 
 import random
 import re
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
@@ -12,7 +12,7 @@ import pytest
 from prometheus_client import CollectorRegistry, Histogram
 
 from engine.protocol import Stats
-from server import replies
+from server import app, replies
 from server.metrics import TokenHistogram
 from server.openapi import BOUNDS
 from tests.support.server_thread import CHAT, STORY, TOKENIZER, TOOL, Site, wait_for
@@ -34,6 +34,14 @@ def test_models_health_version_docs(site: Site) -> None:
     assert site.http.get("/version").json()["version"]
     assert "repetition_penalty" in site.http.get("/docs").text and "//cdn" not in site.http.get("/docs").text
     assert site.http.get("/version", headers={"x-request-id": "mine-1"}).headers["x-request-id"] == "mine-1"
+
+
+def test_the_page_of_the_api_is_made_once(make_site: Callable[..., Site], monkeypatch: pytest.MonkeyPatch) -> None:
+    """It takes long, and anybody may ask for it."""
+    made: list[Any] = []
+    monkeypatch.setattr(app, "render_docs", lambda described: made.append(described) or "page")
+    site = make_site()
+    assert not made and [site.http.get("/docs").text for _ in range(3)] == ["page"] * 3 and len(made) == 1
 
 
 def test_what_other_servers_clients_ask_for(site: Site) -> None:

@@ -18,6 +18,7 @@ from engine.protocol import Outputs, SamplingParams, Submit, TokenOutput
 from engine.text import TextStream
 from server.admission import Unread
 from server.answers import Chunks
+from server.backlog import Backlog
 from server.engine_client import SLICE, EngineClient
 from server.generation import Usage
 from server.http import ClientGone, to_json
@@ -299,6 +300,66 @@ def test_what_clients_leave_unread_is_bounded() -> None:
             assert error.value.status_code == 429
         stack.enter_context(unread.hold("e", 50))
     assert not unread._held
+
+
+INCLUDE = ["message.output_text.logprobs"]
+
+
+def test_answers_that_nobody_reads_make_room() -> None:
+    """Those that wait longest go: of a client beyond its share, or else of who has most."""
+    backlog, closed = Backlog(most=800), list[str]()
+    with contextlib.ExitStack() as stack:
+
+        def hold(name: str) -> Callable[[int], None]:
+            return stack.enter_context(backlog.hold(name[0], lambda: closed.append(name)))
+
+        hold("a1")(250)  # its only one
+        assert not closed
+        hold("a2")(40)
+        assert closed == ["a1"]
+        streams = [hold("b1"), hold("b2")]
+        for size in (90, -90, 90):
+            streams[0](size)
+            streams[1](100 * (size > 0 and not backlog._bytes["b"] > 100))
+        streams[1](50)
+        assert closed == ["a1", "b2"] and backlog.total == 130  # b1 was read meanwhile
+        for client in "cdef":
+            hold(client + "1")(200)
+        assert closed == ["a1", "b2", "c1"] and backlog.total == 730
+        streams[1](10**6)  # it is closed already
+        assert backlog.total == 730
+    assert not backlog.total and not backlog._bytes and not backlog._answers
+
+
+@pytest.mark.parametrize(
+    ("path", "body"),
+    [
+        ("/tokenize", {"prompt": "word " * 50_000}),
+        ("/v1/completions", {"prompt": "Hi", "max_tokens": 200, "n": 24, "logprobs": 20}),
+        ("/v1/completions", {"prompt": "Hi", "max_tokens": 200, "n": 24, "logprobs": 20, "stream": True}),
+        ("/v1/responses", {"input": "Hi", "include": INCLUDE, "max_output_tokens": 200, "top_logprobs": 20, "stream": True}),
+    ],
+    ids=["text", "answer", "stream", "response"],
+)
+def test_what_waits_for_slow_readers_is_bounded(make_site: Callable[..., Site], path: str, body: dict[str, Any]) -> None:
+    """The connections of a client that leaves answers unread are closed, the oldest first; another one gets its answer."""
+    site = make_site(idle_timeout=300.0, worker_seconds=60.0)
+    service = site.server.service
+    service.backlog = Backlog(most=2_000_000)
+    site.engine.reply, site.engine.together = lambda submit: [300] * 200, 1000
+    with contextlib.ExitStack() as stack:
+        unread = list[socket.socket]()
+        for _ in range(8):
+            raw = stack.enter_context(socket.socket())
+            raw.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, 4096)
+            raw.connect(("127.0.0.1", site.port))
+            raw.sendall(raw_request(body, path))
+            assert raw.recv(10) == b"HTTP/1.1 2"
+            unread.append(raw)
+        wait_for(lambda: service.open_requests < len(unread) - 2)
+        assert service.backlog.total <= 2_000_000
+        assert site.complete(max_tokens=3)["choices"][0]["text"]
+    wait_for(lambda: not service.open_requests and not service.backlog.total)
 
 
 def test_a_slow_reader_that_goes_on_gets_all(make_site: Callable[..., Site]) -> None:

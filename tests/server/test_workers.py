@@ -15,11 +15,12 @@ import pytest
 
 from errors import UserError
 from server import workers
+from server.clients import current_client
 from server.problems import ApiError
 from server.workers import Workers
 from tests import ROOT
 from tests.support.server_process import runs, wait_until
-from tests.support.worker_jobs import encode, endless_in_c, hold_memory, limited, refuse
+from tests.support.worker_jobs import encode, endless_in_c, hold_memory, limited, refuse, until_there
 
 MODEL = str(Path(ROOT) / "models" / "tiny-hybrid")
 
@@ -126,6 +127,37 @@ def test_the_queues_are_bounded(monkeypatch: pytest.MonkeyPatch) -> None:
         await pool.run(limited, slow=True)
 
     with_workers(body, seconds=300)
+
+
+def test_clients_take_turns(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    """Who sends many slow jobs delays another client by the one that runs, and takes no place in the queue from it."""
+    monkeypatch.setattr(workers, "MAX_SLOW", 6)
+    ended: list[str] = []
+
+    async def body(pool: Workers) -> None:
+        async def job(name: str) -> None:
+            current_client.set(name[0])
+            function, *arguments = (until_there, str(tmp_path / "go")) if name == "a0" else (limited,)
+            try:
+                await pool.run(function, *arguments, slow=True)
+                ended.append(name)
+            except ApiError as e:
+                ended.append(f"{name} {e.code}")
+
+        tasks = []
+        for name in ("a0", "a1", "a2", "a3", "a4", "a5", "b1", "b2", "c1", "a6"):
+            tasks.append(asyncio.create_task(job(name)))
+            before = list(pool._slow), list(ended)
+            if name == "a0":  # it runs
+                await until(lambda: 1 in pool.pids and not pool._slow)
+            else:
+                await until(lambda before=before: (list(pool._slow), ended) != before)
+        await until(lambda: len(ended) == 3)
+        (tmp_path / "go").touch()
+        await asyncio.gather(*tasks)
+
+    with_workers(body, seconds=60.0)
+    assert ended == ["a5 overloaded", "a4 overloaded", "a6 overloaded", "a0", "a1", "b1", "c1", "a2", "b2", "a3"]
 
 
 def test_a_job_whose_worker_still_starts_fails_with_the_pool() -> None:

@@ -1,4 +1,4 @@
-"""How many bytes of bodies a gateway holds. Standard library only."""
+"""How many bytes of bodies a process holds. Standard library only, because the gateway of replicas imports this."""
 
 from collections import Counter
 from collections.abc import Callable, Iterator
@@ -14,9 +14,10 @@ class Full(Exception):
 class Bodies:
     """Bytes of the bodies whose requests have no answer yet, and of those that are still arriving."""
 
-    def __init__(self, most: int, largest: int) -> None:
-        """most: bytes of all bodies. largest: bytes of one body; a client may always have one of that size."""
-        self._most, self._share = most, max(most // SHARE, largest)
+    def __init__(self, most: int, largest: int, free: int = 0) -> None:
+        """most: bytes of all bodies. largest: bytes of one body; a client may always have one of that size. free: bytes at the
+        start of each body that do not count, so that there is always room for short ones."""
+        self._most, self._share, self._free = most, max(most // SHARE, largest), free
         self._held = Counter[str]()  # by client
 
     @property
@@ -27,14 +28,19 @@ class Bodies:
     @contextmanager
     def hold(self, client: str) -> Iterator[Callable[[int], None]]:
         """Yield a function that takes bytes until the end of the `with` block. It raises Full if they do not fit."""
-        taken = 0
+        free, taken = self._free, 0
 
         def take(size: int) -> None:
-            nonlocal taken
+            nonlocal free, taken
+            uncounted = min(size, free)
+            free -= uncounted
+            size -= uncounted
+            if not size:
+                return
             if self._held[client] + size > self._share:
-                raise self._full(self._share, "of one client")
+                raise self._full(self._share, " of one client")
             if self.held + size > self._most:
-                raise self._full(self._most, "in all")
+                raise self._full(self._most, "")
             self._held[client] += size
             taken += size
 
@@ -46,4 +52,4 @@ class Bodies:
                 del self._held[client]
 
     def _full(self, size: int, whose: str) -> Full:
-        return Full(f"the gateway holds at most {size >> 20} MiB of bodies {whose} (--max-bodies-mb); try again soon")
+        return Full(f"requests without an answer have {size >> 20} MiB of bodies{whose}, the most at once; try again soon")
