@@ -5,6 +5,7 @@ import contextlib
 import http
 import resource
 import socket
+import sys
 from collections import Counter
 from typing import Any
 
@@ -28,7 +29,9 @@ class Connections:
     def __init__(self, most: int | None = None) -> None:
         """most: by default three quarters of the descriptors that this process may have. New ones may come together, before one
         is closed for each."""
-        self.most = resource.getrlimit(resource.RLIMIT_NOFILE)[0] // 4 * 3 if most is None else most
+        soft, _ = resource.getrlimit(resource.RLIMIT_NOFILE)
+        descriptors = sys.maxsize if soft == resource.RLIM_INFINITY else soft
+        self.most = descriptors // 4 * 3 if most is None else most
         self._count = Counter[str]()  # by client
         self._waiting: dict[str, dict[Connection, None]] = {}  # for a request, by client, the longest first
 

@@ -3,7 +3,9 @@
 import contextlib
 import json
 import random
+import resource
 import socket
+import sys
 from collections.abc import Callable
 from typing import Any
 
@@ -170,3 +172,9 @@ def test_a_connection_beyond_the_bound_is_closed_if_all_are_answered(
             assert read_all(third) == b""
         site.engine.hold = False
         assert first.recv(12) == second.recv(12) == b"HTTP/1.1 200"
+
+
+def test_connections_leave_descriptors_unless_there_is_no_limit(monkeypatch: pytest.MonkeyPatch) -> None:
+    for soft, most in ((1024, 768), (resource.RLIM_INFINITY, sys.maxsize // 4 * 3)):
+        monkeypatch.setattr(resource, "getrlimit", lambda _, soft=soft: (soft, soft))
+        assert Connections().most == most
