@@ -122,7 +122,7 @@ class Admission:
         coming = [at - now for at, name in self._coming(now) if client in (None, name)] if len(times) == 2 else []
         if coming:
             seconds = coming[min(place, len(coming)) - 1]
-        elif place < len(times):
+        elif place <= len(times) - 2:  # as many have become free
             seconds = max(after - at for at, after in zip(times, times[place:], strict=False))
         else:
             seconds = place * (now - begin) / max(len(times) - 2, 1)
