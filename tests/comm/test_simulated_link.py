@@ -199,7 +199,9 @@ def on_a_slow_link(world: World, name: str) -> tuple[float, float, float, Tensor
 @pytest.mark.parametrize("name", ["gloo", "int8"])
 def test_real_sums_are_slowed_down_without_burning_cpu(name: str, ranks: Ranks) -> None:
     for wall, waited, cpu, total, label in ranks.run(2, on_a_slow_link, name):
-        assert wall >= waited >= 0.39
+        assert wall >= 0.39 and wall >= waited > 0, (
+            "the sum itself takes a part of the link's time, the more the busier the machine is"
+        )
         assert cpu < 0.2
         assert (total - 2).abs().max() < 1e-3
         assert label == f"{name} on a simulated link of 400ms,1GB/s"

@@ -96,7 +96,7 @@ def test_the_job_of_a_client_that_left_holds_no_worker() -> None:
         pid = pool.pids[1]
         await until(lambda: 1 in pool._idle)
         job = asyncio.create_task(pool.run(time.sleep, 600, slow=True))
-        await until(lambda: 1 not in pool._idle)
+        await until(lambda: 1 not in pool._idle and not pool._slow)
         waiting = asyncio.create_task(pool.run(time.sleep, 600, slow=True))
         await until(lambda: len(pool._slow) == 1)
         job.cancel()
@@ -114,7 +114,7 @@ def test_the_queues_are_bounded(monkeypatch: pytest.MonkeyPatch) -> None:
         await pool.run(limited, slow=True)
         await until(lambda: 1 in pool._idle)
         running = asyncio.create_task(pool.run(time.sleep, 600, slow=True))
-        await until(lambda: 1 not in pool._idle)
+        await until(lambda: 1 not in pool._idle and not pool._slow)
         waiting = [asyncio.create_task(pool.run(time.sleep, 600, slow=True, wait_seconds=3)) for _ in range(2)]
         await until(lambda: len(pool._slow) == 2)
         with pytest.raises(ApiError, match="too many") as error:
