@@ -71,6 +71,9 @@ class RequestScope:
                     headers["x-rung-ignored"] = ignored
                 if left_out := log_fields.get("not_enforced"):
                     headers["x-rung-not-enforced"] = left_out
+            if message.get("more_body"):  # of a stream, whose `Writer` limits the time
+                await send(message)
+                return
             try:  # it waits as long as the client leaves the answer to its previous request unread
                 async with asyncio.timeout(state["write_timeout"]):
                     await send(message)
