@@ -11,6 +11,7 @@ from engine.runner import Runner
 from engine.suffix_automaton import SuffixAutomaton
 from tp import World
 
+Case = tuple[Callable[[int], float], int]  # a function of a number, and the largest number that it takes
 MEASURED_ROWS = 1, 4, 16, 64, 256  # of steps
 MEASURED_SECONDS = 0.5  # for which a table is measured, about; larger numbers are then extrapolated
 ROUNDS = 3, 20  # of a measurement, at least and at most; the fastest counts
@@ -21,25 +22,17 @@ INDEXED = 256  # tokens of a text that is indexed to measure how long a token ta
 def measure(runner: Runner, chains: Chains | None, max_model_len: int, world: World) -> Costs:
     """What steps and the drafts of a model cost. Collective."""
     capacity = runner.capacity
-    cases: list[tuple[Callable[[int], float], int]] = [(runner.seconds, min(capacity.draws, capacity.tokens, max_model_len))]
+    cases: dict[str, Case] = {"steps": (runner.seconds, min(capacity.draws, capacity.tokens, max_model_len))}
     if chains is not None:
-        cases.append((chains.seconds, min(capacity.sequences, capacity.tokens)))
-        cases.append((partial(chains.seconds, 1, 1), min(capacity.tokens - 1, max_model_len - 2)))  # sees one more
-    fastest = [min(cost() for _ in range(ROUNDS[0])) for cost in (runner.host_seconds, indexing_seconds)]
-    others = world.largest([*fastest, apart_seconds(runner)])
-    steps, *of_chains = fastest_seconds(cases, world)
-    links, prompts = of_chains or (None, None)
-    return Costs(steps, links, prompts, *others)
-
-
-def apart_seconds(runner: Runner) -> float:
-    """By how much a step takes longer if one of its sequences has a draft and the others have none; 0 on a GPU, whose kernels compute
-    all rows alike. Collective."""
-    count = min(MEASURED_APART, runner.capacity.sequences, runner.capacity.tokens - 1)
-    if runner.graphs is not None or count < 2:
-        return 0.0
-    alike, apart = (min(runner.seconds(rows, count) for _ in range(ROUNDS[1] // 2)) for rows in (count, count + 1))
-    return max(0.0, apart - alike)
+        cases["links"] = chains.seconds, min(capacity.sequences, capacity.tokens)
+        cases["prompts"] = partial(chains.seconds, 1, 1), min(capacity.tokens - 1, max_model_len - 2)  # sees one more
+    count = min(MEASURED_APART, capacity.sequences, capacity.tokens - 1)
+    if runner.graphs is None and count > 1:  # a GPU's kernels compute all rows alike
+        cases["apart"] = lambda n: runner.seconds(count + n - 1, count), 2  # without a draft, and with one
+    host, indexing = world.largest([min(cost() for _ in range(ROUNDS[0])) for cost in (runner.host_seconds, indexing_seconds)])
+    found = dict(zip(cases, fastest_seconds([*cases.values()], world), strict=True))
+    apart = found["apart"][2] - found["apart"][1] if "apart" in found else 0.0
+    return Costs(found["steps"], found.get("links"), found.get("prompts"), host, indexing, max(0.0, apart))
 
 
 def indexing_seconds() -> float:
@@ -52,9 +45,9 @@ def indexing_seconds() -> float:
     return (time.perf_counter() - start) / INDEXED
 
 
-def fastest_seconds(cases: list[tuple[Callable[[int], float], int]], world: World) -> list[dict[int, float]]:
-    """Of each case, a function and the largest number that it takes: its seconds for some numbers, of the slowest rank. All are
-    called in turn, again and again, so that a disturbance meets all alike. Collective."""
+def fastest_seconds(cases: list[Case], world: World) -> list[dict[int, float]]:
+    """The seconds of each case for some numbers, of the slowest rank. All are called in turn, again and again, so that a disturbance
+    meets all alike. Collective."""
     found = [dict[int, float]() for _ in cases]
     for times, (seconds, most) in zip(found, cases, strict=True):
         for n in sorted({min(n, max(2, most)) for n in MEASURED_ROWS}):
