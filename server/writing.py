@@ -7,6 +7,7 @@ from contextlib import asynccontextmanager
 from starlette.types import Send
 
 PIECE = 65536  # bytes passed to the connection at once; the next ones wait until most of its buffer has been read
+CHECKS = 4  # in the time that a piece may wait
 
 
 class ClientGone(Exception):
@@ -14,43 +15,45 @@ class ClientGone(Exception):
 
 
 class Writer:
-    """Writes pieces of at most PIECE bytes. A write waits while the client's buffers are full, for at most `timeout` seconds.
+    """Writes pieces of at most PIECE bytes. A write waits while the client's buffers are full, for about `timeout` seconds at most.
 
     A client that has stopped reading must not keep its KV-cache blocks, so the time of each piece is limited. The total time is
     not, so a slow client may read for any time.
 
-    One timer checks now and then whether a piece takes too long, and ends `limit`, which surrounds all writes. A timeout for each
-    piece would cost more than the write.
+    One timer checks CHECKS times in `timeout` seconds whether the same piece still waits, and then ends `limit`, which surrounds
+    all writes. A timeout for each piece would cost more than the write. Checks are counted, not seconds, because a busy event loop
+    sends nothing: its delay must not count against the client.
     """
 
     def __init__(self, send: Send, timeout: float, limit: asyncio.Timeout) -> None:
-        self.send, self.timeout, self.limit = send, timeout, limit
-        self._loop = asyncio.get_running_loop()
-        self._since: float | None = None  # when the current write began
-        self.timer = self._loop.call_later(timeout, self._check_time)
+        self.send, self.limit = send, limit
+        self._loop, self._interval = asyncio.get_running_loop(), timeout / CHECKS
+        self._waits: int | None = None  # checks that found the current piece unsent
+        self.timer = self._loop.call_later(self._interval, self._check)
 
     async def write(self, data: bytes) -> None:
         for at in range(0, len(data), PIECE):
-            self._since = self._loop.time()
+            self._waits = 0
             await self.send({"type": "http.response.body", "body": data[at : at + PIECE], "more_body": True})
-        self._since = None
+        self._waits = None
 
     async def end(self) -> None:
-        self._since = self._loop.time()
+        self._waits = 0
         await self.send({"type": "http.response.body", "body": b"", "more_body": False})
-        self._since = None
+        self._waits = None
 
-    def _check_time(self) -> None:
-        now = self._loop.time()
-        if self._since is not None and now - self._since >= self.timeout:
-            self.limit.reschedule(now)
-        else:
-            self.timer = self._loop.call_at((self._since or now) + self.timeout, self._check_time)
+    def _check(self) -> None:
+        if self._waits is not None:
+            self._waits += 1
+            if self._waits > CHECKS:  # the first check may come at once
+                self.limit.reschedule(self._loop.time())
+                return
+        self.timer = self._loop.call_later(self._interval, self._check)
 
 
 @asynccontextmanager
 async def writing(send: Send, timeout: float) -> AsyncGenerator[Writer, None]:
-    """A writer for the `async with` block. Raises ClientGone if the client takes longer than `timeout` seconds for a piece."""
+    """A writer for the `async with` block. Raises ClientGone if the client leaves a piece unread for `timeout` seconds."""
     try:
         async with asyncio.timeout(None) as limit:
             writer = Writer(send, timeout, limit)

@@ -232,6 +232,30 @@ def test_large_events_leave_in_pieces_with_a_time_limit_each(seed: int, stalls: 
     assert max(map(len, written)) <= PIECE
 
 
+def test_a_busy_server_is_not_a_stalled_reader(seed: int) -> None:
+    """Whatever else takes longer than the time limit, a client that reads whenever it can gets everything."""
+    rng = random.Random(seed)
+    text, timeout = b"x" * rng.randint(PIECE, 20 * PIECE), 1.5
+    written: list[bytes] = []
+    loop = InstantLoop()
+
+    async def events() -> AsyncGenerator[bytes, None]:
+        yield text
+
+    async def send(message: Any) -> None:
+        loop.clock.now += rng.choice([0.0, timeout / 2, 10 * timeout])  # the event loop computes for another request
+        await asyncio.sleep(0)  # the connection is ready again at once
+        if message["type"] == "http.response.body":
+            written.append(message["body"])
+
+    async def run() -> None:
+        await EventStream(events(), timeout)({"type": "http", "state": {"send": send}}, asyncio.Event().wait, send)  # type: ignore[arg-type]
+
+    with asyncio.Runner(loop_factory=lambda: loop) as runner:
+        runner.run(run())
+    assert b"".join(written) == text + b"data: [DONE]\n\n", seed
+
+
 def test_slow_readers_do_not_slow_others(make_site: Callable[..., Site]) -> None:
     site = make_site(idle_timeout=100)  # no reader is cut off during the test
     long = TOKENIZER.encode("word " * 40, add_special_tokens=False)
