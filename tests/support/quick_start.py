@@ -205,6 +205,7 @@ def become(start: Start, files: Sequence[int]) -> NoReturn:
     _is_command = True
     _take_files(files, start.kept, start.unbuffered)
     gc.freeze()  # inherited objects hold descriptor numbers that were closed and may be reused: never finalize these objects
+    gc.callbacks.clear()  # hypothesis' would swallow a KeyboardInterrupt that is raised in it
     if start.new_session:
         os.setsid()
         # As of a command that a terminal starts, unlike `subprocess`. A terminal belongs to one session: a launcher's, not a rank's.
