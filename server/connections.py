@@ -130,7 +130,8 @@ class Connection(HttpToolsProtocol):
 
     def on_message_complete(self) -> None:
         self._head = 0
-        self._all.answer(self)
+        if self._answering:
+            self._all.answer(self)
         super().on_message_complete()
 
     def send_400_response(self, msg: str) -> None:
@@ -146,6 +147,8 @@ class Connection(HttpToolsProtocol):
         super().on_response_complete()
         if self._open and not (self._answering and not self.cycle.more_body):  # it has no next request yet
             self._all.wait(self)
+            if self.cycle.more_body and not self._answering:  # the rest of its body would stop uvicorn's timer
+                self._start_timer()
         if self.transport.is_closing():  # it waits for the client to read the rest
             self.loop.call_later(self.idle_timeout, self.transport.abort)
 

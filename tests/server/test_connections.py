@@ -155,6 +155,38 @@ def test_connections_that_wait_keep_nobody_out(
     wait_for(lambda: not connections._count and not connections._waiting)
 
 
+# without a key, it is answered before its body
+EARLY = b"POST /v1/completions HTTP/1.1\r\nHost: x\r\nContent-Length: 2\r\n\r\n"
+
+
+@pytest.mark.parametrize("rest", [b"{", b"{}"])
+def test_the_rest_of_a_body_keeps_no_connection_after_the_answer(make_site: Callable[..., Site], rest: bytes) -> None:
+    site = make_site(idle_timeout=1.0, api_key=("k",))
+    with connect(site) as raw:
+        raw.sendall(EARLY)
+        assert raw.recv(12) == b"HTTP/1.1 401"
+        raw.sendall(rest)
+        assert error_of(read_all(raw))["code"] == "invalid_api_key"
+
+
+def test_a_connection_that_was_answered_early_keeps_nobody_out(
+    make_site: Callable[..., Site], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    connections = Connections(most=1)
+    monkeypatch.setattr(frontend, "Connections", lambda: connections)
+    site = make_site(api_key=("k",))
+    site.http.close()
+    wait_for(lambda: not connections._count)
+    with connect(site) as first:
+        first.sendall(EARLY)
+        assert first.recv(12) == b"HTTP/1.1 401"
+        first.sendall(b"{}")
+        with connect(site) as second:
+            second.sendall(GET + b"\r\n")
+            assert second.recv(12) == b"HTTP/1.1 200"
+        read_all(first)  # it is closed
+
+
 def test_a_connection_beyond_the_bound_is_closed_if_all_are_answered(
     make_site: Callable[..., Site], monkeypatch: pytest.MonkeyPatch
 ) -> None:
