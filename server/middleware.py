@@ -78,6 +78,7 @@ class RequestScope:
                 async with asyncio.timeout(state["write_timeout"]):
                     await send(message)
             except TimeoutError as e:
+                state["abandon"]()  # now: uvicorn would wait without a limit to send a 500 if this was one
                 raise ClientGone from e
 
         started = time.monotonic()
@@ -162,7 +163,7 @@ class BodyLimit:
         if scope["type"] != "http" or scope["method"] in ("GET", "HEAD", "OPTIONS"):
             await self.app(scope, receive, send)
             return
-        with self.bodies.hold(sender(scope).name) as take:
+        with self.bodies.hold(current_client.get()) as take:
             try:
                 length = Headers(scope=scope).get("content-length", "")
                 body = await read_body(receive, length, self.limit, self.timeout, take)
