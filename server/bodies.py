@@ -15,9 +15,9 @@ class Bodies:
     """Bytes of the bodies whose requests have no answer yet, and of those that are still arriving."""
 
     def __init__(self, most: int, largest: int, free: int = 0) -> None:
-        """most: bytes of all bodies. largest: bytes of one body; a client may always have one of that size. free: bytes at the
+        """most: bytes of all bodies. largest: bytes of one body; all, and a client, may always have as many. free: bytes at the
         start of each body that do not count, so that there is always room for short ones."""
-        self._most, self._share, self._free = most, max(most // SHARE, largest), free
+        self._most, self._share, self._free = max(most, largest), max(most // SHARE, largest), free
         self._held = Counter[str]()  # by client
 
     @property

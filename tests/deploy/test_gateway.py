@@ -234,6 +234,8 @@ def test_bodies_of_all_clients_have_a_bound_and_a_client_has_its_share(seed: int
     rng = random.Random(seed)
     most, largest = rng.randrange(40, 100), rng.randrange(1, 30)
     bodies = Bodies(most, largest)
+    with Bodies(most, 2 * most).hold("a") as take:
+        take(2 * most)  # one of the largest always fits alone
     held = Counter[str]()
     for _ in range(200):
         with ExitStack() as stack:
