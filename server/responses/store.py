@@ -62,12 +62,16 @@ class Record:
     background: bool = False
     running: Running | None = None
     too_large: bool = False  # to be kept: the id alone is
-    size: int = RECORD_BYTES
     since: float = 0.0  # when it was kept
 
     @property
     def json(self) -> bytes:
         return self.running.json() if self.running else self.answer
+
+    @property
+    def size(self) -> int:
+        """Bytes that it takes alone."""
+        return RECORD_BYTES + LINK_BYTES * len(self.items) + len(self.answer)
 
     @property
     def whole(self) -> int:
@@ -118,7 +122,6 @@ class Store:
     def put(self, owner: str, record: Record) -> bool:
         """Keep an answer, or replace what was kept of it. The oldest ones of who has most go. False if it is too large."""
         self.remove(owner, record.id)
-        record.size = RECORD_BYTES + LINK_BYTES * len(record.items) + len(record.answer)
         if not self.fits(record):
             return False
         record.since = self._clock()

@@ -27,7 +27,7 @@ from server.responses.convert import convert
 from server.responses.items import seal
 from server.responses.replies import ResponseItems, ResponsesReply
 from server.responses.schemas import ResponsesBody
-from server.responses.store import RECORD_BYTES, Bounds, Items, Record, Store
+from server.responses.store import LINK_BYTES, RECORD_BYTES, Bounds, Items, Record, Store
 from tests.support.server_thread import CONTEXT, EOS, STORY, TOKENIZER, Site, wait_for
 
 PATH = "/v1/responses"
@@ -549,6 +549,15 @@ def test_the_store_is_bounded(seed: int) -> None:
     now = 101.0
     assert store.find("modest", "m") is None and not store._owners and not store._ages
     assert store._numbers.total == store._bytes.total == 0
+
+
+def test_what_fits_is_kept(seed: int) -> None:
+    """To the byte: a background response is announced once it is known to fit."""
+    record = Record("a", b"x" * random.randrange(100), [Items(b" " * random.randrange(100)) for _ in range(5)])
+    need = RECORD_BYTES + 5 * LINK_BYTES + len(record.answer) + sum(len(items.data) for items in record.input)
+    for spare in (-1, 0):
+        store = Store(Bounds(seconds=100, answers=1000, bytes=4 * (need + spare)), lambda: 0.0)
+        assert store.fits(record) == store.put("o", record) == (spare == 0)
 
 
 def test_responses_in_the_background_drive_out_nobody_elses() -> None:
