@@ -212,17 +212,20 @@ class Stream(StreamingResponse):
 
     async def _pieces(self) -> AsyncIterator[bytes]:
         """Whole events: an error event must not follow a part of one."""
-        events, end, part = self._reply.body.rpartition(EVENT_END)
+        held, unsearched = bytearray(self._reply.body), 0
         try:
             while True:
-                yield events + end
+                if (at := held.rfind(EVENT_END, unsearched)) >= 0:
+                    yield bytes(held[: at + len(EVENT_END)])
+                    del held[: at + len(EVENT_END)]
                 if self._ended:
                     break
                 self._reading = asyncio.ensure_future(anext(self._reply.rest, None))  # a task that `end` can cancel
                 if (piece := await self._reading) is None:
-                    yield part
+                    yield bytes(held)
                     return
-                events, end, part = (part + piece).rpartition(EVENT_END)
+                unsearched = max(0, len(held) - 1)  # the end of an event may come in two pieces
+                held += piece
         except asyncio.CancelledError:
             if not self._ended:  # the client has left
                 raise
