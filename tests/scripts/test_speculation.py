@@ -9,6 +9,7 @@ import sys
 import time
 from collections.abc import Sequence
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -159,6 +160,8 @@ def started(monkeypatch: pytest.MonkeyPatch, out: Path) -> type[Started]:
 
 def test_a_stopped_command_goes_on(monkeypatch: pytest.MonkeyPatch, started: type[Started], out: Path) -> None:
     words = ["--models", MODELS / "tiny-ladder", "--tasks", "copying", "story", "sorting", "request", "--jobs", 3]
+    clock = iter(range(10**6))  # of seconds, one at each look
+    monkeypatch.setattr(speculation, "time", SimpleNamespace(monotonic=lambda: next(clock) / 10, sleep=lambda _: None))
     started.what = {"copying": "hangs", "sorting": "fails"}
     command(monkeypatch, *words, "--seconds", 2)
     with pytest.raises(UserError, match=r"jobs failed; see tiny-ladder-sorting-\w+.log in "):
