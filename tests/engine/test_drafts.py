@@ -387,10 +387,12 @@ def test_costs_are_measured(seed: int) -> None:
     """Of an engine on a CPU: all are above 0, but for what only a GPU's host adds."""
     engine = engine_of(random_model(config_of("standard")), draft_tokens=4, max_num_seqs=4)
     costs = engine.speculation.measure()
-    assert costs.seconds(1) > 0 and 0 < costs.indexing < 1e-3 and costs.host_seconds == 0.0
-    assert 0 <= costs.apart < 20 * costs.seconds(4)
+    assert costs.seconds(1) > 0 and costs.indexing > 0 and costs.apart >= 0 and costs.host_seconds == 0.0
     alone = engine_of(random_model(config_of("standard")), draft_tokens=4, max_num_seqs=1)
     assert alone.speculation.measure().apart == 0.0
+    engine.runner.seconds = lambda rows, sequences=20: rows + 5.0 * (rows > sequences)  # type: ignore[method-assign]
+    costs = engine.speculation.measure()
+    assert (costs.seconds(1), costs.seconds(16), costs.apart) == (1.0, 16.0, 6.0)
 
 
 class FakeChains:
