@@ -69,7 +69,7 @@ class Options(BaseModel):
     gpus: int = Field(
         default=-1, ge=-1, description="GPUs of a replica, all of one host; -1: as many as ranks if the cluster has GPUs"
     )
-    cpus: float = Field(default=0, ge=0, description="CPUs of a replica; 0: as many as ranks")
+    cpus: float = Field(default=0.0, ge=0, description="CPUs of a replica; 0: as many as ranks")
     replicas: int = Field(default=2, ge=1, description="with --max-replicas, the fewest")
     max_replicas: int = Field(default=0, ge=0, description="start up to so many, by the queue; 0: --replicas")
     target: float = Field(default=32.0, gt=0, description="with --max-replicas, requests of each, running and waiting")

@@ -85,6 +85,7 @@ def test_a_busy_port_is_one_line() -> None:
     [
         ("--port", "99999", "99999 is not from 1 to 65535"),
         ("--replicas", "0", "--replicas 0: Input should be greater than or equal to 1"),
+        ("--cpus", "-0.5", "--cpus -0.5: Input should be greater than or equal to 0"),
         ("--drain-timeout", "nan", "--drain-timeout nan: Input should be a finite number"),
         ("--surge", "101", "--surge 101: Input should be less than or equal to 100"),
     ],
