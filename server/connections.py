@@ -20,7 +20,7 @@ MAX_HEAD = 65536  # bytes of a request line and headers, or of trailers; a head 
 
 
 class Connections:
-    """All connections, so that they leave descriptors for the server itself, and none of a client's keeps out others.
+    """All connections, so that they leave descriptors for the server itself, and none that waits for a request keeps out another.
 
     Beyond `most`, a new connection takes the place of one that has no complete request to be answered: of the client that has most
     connections, the one that has waited longest.

@@ -21,9 +21,7 @@ class TooSlow(Exception):
     """The body stopped arriving, or arrives too slowly."""
 
 
-async def read_body(
-    receive: Receive, declared: str, limit: int, timeout: float, take: Callable[[int], None] = lambda size: None
-) -> bytes:
+async def read_body(receive: Receive, declared: str, limit: int, timeout: float, take: Callable[[int], None]) -> bytes:
     """The whole body. Raises TooLarge, TooSlow, ClientGone, and what `take` raises.
 
     declared: the header Content-Length, or "". limit: bytes. timeout: seconds between two parts. take: called with the size of
