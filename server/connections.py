@@ -6,7 +6,6 @@ import http
 import resource
 import socket
 import sys
-from collections import Counter
 from typing import Any
 
 from uvicorn.protocols.http.httptools_impl import HttpToolsProtocol
@@ -19,11 +18,15 @@ from server.writing import PIECE
 MAX_HEAD = 65536  # bytes of a request line and headers, or of trailers; a head that arrives in one read may be larger
 
 
+ByClient = dict[str, dict["Connection", None]]  # the oldest first
+
+
 class Connections:
-    """All connections, so that they leave descriptors for the server itself, and none that waits for a request keeps out another.
+    """All connections, so that they leave descriptors for the server itself, and none of a client's keeps out others.
 
     Beyond `most`, a new connection takes the place of one that has no complete request to be answered: of the client that has most
-    connections, the one that has waited longest.
+    connections, the one that has waited longest. If there is none, it takes that of the newest one of the client that has most, if
+    its own has fewer, and is closed otherwise.
     """
 
     def __init__(self, most: int | None = None) -> None:
@@ -32,40 +35,45 @@ class Connections:
         soft, _ = resource.getrlimit(resource.RLIMIT_NOFILE)
         descriptors = sys.maxsize if soft == resource.RLIM_INFINITY else soft
         self.most = descriptors // 4 * 3 if most is None else most
-        self._count = Counter[str]()  # by client
-        self._waiting: dict[str, dict[Connection, None]] = {}  # for a request, by client, the longest first
+        self._open: ByClient = {}
+        self._waiting: ByClient = {}  # for a request
 
     def add(self, connection: "Connection") -> None:
-        if self._count.total() >= self.most:
-            self._make_room(connection)
-        self._count[connection.sender] += 1
+        if sum(map(len, self._open.values())) >= self.most:
+            closed = self._to_close_for(connection)
+            self.remove(closed)
+            closed.transport.abort()
+            if closed is connection:
+                return
+        self._open.setdefault(connection.sender, {})[connection] = None
         self.wait(connection)
 
     def remove(self, connection: "Connection") -> None:
         self.answer(connection)
-        self._count[connection.sender] -= 1
-        if not self._count[connection.sender]:
-            del self._count[connection.sender]
+        _remove(self._open, connection)
 
     def wait(self, connection: "Connection") -> None:
-        """It waits for a request, or for the rest of one."""
-        self._waiting.setdefault(connection.sender, {})[connection] = None
+        """It waits for a request, or for the rest of one, unless it is closed."""
+        if connection in self._open.get(connection.sender, ()):
+            self._waiting.setdefault(connection.sender, {})[connection] = None
 
     def answer(self, connection: "Connection") -> None:
         """It has a complete request, or is closed."""
-        if waiting := self._waiting.get(connection.sender):
-            waiting.pop(connection, None)
-            if not waiting:
-                del self._waiting[connection.sender]
+        _remove(self._waiting, connection)
 
-    def _make_room(self, new: "Connection") -> None:
+    def _to_close_for(self, new: "Connection") -> "Connection":
+        client = max(self._waiting or self._open, key=lambda client: len(self._open[client]))
         if self._waiting:
-            client = max(self._waiting, key=self._count.__getitem__)
-            closed = next(iter(self._waiting[client]))
-            self.answer(closed)
-        else:
-            closed = new
-        closed.transport.abort()
+            return next(iter(self._waiting[client]))
+        fewer = len(self._open.get(new.sender, ())) + 1 < len(self._open[client])
+        return next(reversed(self._open[client])) if fewer else new
+
+
+def _remove(connections: ByClient, one: "Connection") -> None:
+    if own := connections.get(one.sender):
+        own.pop(one, None)
+        if not own:
+            del connections[one.sender]
 
 
 class Pipelined(Exception):
@@ -88,14 +96,12 @@ class Connection(HttpToolsProtocol):
         self.sender = "-"  # whose connection it is; behind a proxy that of the proxy
         self._header_timer: asyncio.TimerHandle | None = None
         self._head = 0  # bytes received since the last complete head or part of a body
-        self._open = False
         self._refused = False  # further data is ignored
 
     def connection_made(self, transport: asyncio.Transport) -> None:  # type: ignore[override]
         super().connection_made(transport)
         limit_unsent(transport.get_extra_info("socket"))
         self.sender = sender({"client": self.client, "state": {}}).name
-        self._open = True
         self._all.add(self)
         self._start_timer()
 
@@ -139,13 +145,12 @@ class Connection(HttpToolsProtocol):
 
     def connection_lost(self, exc: Exception | None) -> None:
         self._stop_timer()
-        self._open = False
         self._all.remove(self)
         super().connection_lost(exc)
 
     def on_response_complete(self) -> None:
         super().on_response_complete()
-        if self._open and not (self._answering and not self.cycle.more_body):  # it has no next request yet
+        if not (self._answering and not self.cycle.more_body):  # it has no next request yet
             self._all.wait(self)
             if self.cycle.more_body and not self._answering:  # the rest of its body would stop uvicorn's timer
                 self._start_timer()

@@ -149,14 +149,14 @@ def test_connections_that_wait_keep_nobody_out(
         running[1].sendall(raw_request({"prompt": "Hi"}))
         wait_for(lambda: site.server.client.active == 2)
         others = [other(what) for _ in range(20)]
-        wait_for(lambda: connections._count == {"127.0.0.1": 2, "127.0.0.2": 6})
+        wait_for(lambda: {name: len(own) for name, own in connections._open.items()} == {"127.0.0.1": 2, "127.0.0.2": 6})
         for _ in range(3):
             assert site.http.get("/health").status_code == 200  # its kept connection is not closed either
         assert read_all(others[0]) == read_all(others[14]) == b""
         site.engine.hold = False
         assert [raw.recv(12) for raw in running] == [b"HTTP/1.1 200"] * 2
     site.http.close()
-    wait_for(lambda: not connections._count and not connections._waiting)
+    wait_for(lambda: not connections._open and not connections._waiting)
 
 
 # without a key, it is answered before its body
@@ -180,7 +180,7 @@ def test_a_connection_that_was_answered_early_keeps_nobody_out(
     monkeypatch.setattr(frontend, "Connections", lambda: connections)
     site = make_site(api_key=("k",))
     site.http.close()
-    wait_for(lambda: not connections._count)
+    wait_for(lambda: not connections._open)
     with connect(site) as first:
         first.sendall(EARLY)
         assert first.recv(12) == b"HTTP/1.1 401"
@@ -198,7 +198,7 @@ def test_a_connection_beyond_the_bound_is_closed_if_all_are_answered(
     monkeypatch.setattr(frontend, "Connections", lambda: connections)
     site = make_site()
     site.http.close()
-    wait_for(lambda: not connections._count)
+    wait_for(lambda: not connections._open)
     site.engine.hold = True
     with connect(site) as first, connect(site) as second:
         for raw in (first, second):
@@ -208,6 +208,27 @@ def test_a_connection_beyond_the_bound_is_closed_if_all_are_answered(
             assert read_all(third) == b""
         site.engine.hold = False
         assert first.recv(12) == second.recv(12) == b"HTTP/1.1 200"
+
+
+def test_the_answers_of_a_client_keep_out_no_other_one(make_site: Callable[..., Site], monkeypatch: pytest.MonkeyPatch) -> None:
+    """If all connections are being answered, the newest one of who has most makes room for a client that has fewer."""
+    connections = Connections(most=3)
+    monkeypatch.setattr(frontend, "Connections", lambda: connections)
+    site = make_site()
+    site.http.close()
+    wait_for(lambda: not connections._open)
+    site.engine.hold = True
+    with contextlib.ExitStack() as stack:
+        many = list[socket.socket]()
+        for i in range(3):
+            many.append(stack.enter_context(socket.create_connection(("127.0.0.1", site.port), 60, ("127.0.0.2", 0))))
+            many[i].sendall(raw_request({"prompt": "Hi"}))
+            wait_for(lambda i=i: site.server.client.active == i + 1)
+        raw = stack.enter_context(connect(site))
+        raw.sendall(GET + b"\r\n")
+        assert raw.recv(12) == b"HTTP/1.1 200" and read_all(many[2]) == b""
+        site.engine.hold = False
+        assert [one.recv(12) for one in many[:2]] == [b"HTTP/1.1 200"] * 2
 
 
 def test_connections_leave_descriptors_unless_there_is_no_limit(monkeypatch: pytest.MonkeyPatch) -> None:
