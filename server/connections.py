@@ -16,7 +16,7 @@ from server.problems import ApiError
 from server.writing import PIECE
 
 MAX_HEAD = 65536  # bytes of a request line and headers, or of trailers; a head that arrives in one read may be larger
-
+MOST_DESCRIPTORS = 65536  # that the server takes if it may
 
 ByClient = dict[str, dict["Connection", None]]  # the oldest first
 
@@ -198,6 +198,14 @@ class Connection(HttpToolsProtocol):
         if self._header_timer:
             self._header_timer.cancel()
             self._header_timer = None
+
+
+def raise_descriptor_limit() -> None:
+    """Let this process have MOST_DESCRIPTORS, or as many as it may give itself. A shell's 1,024 are fewer than requests may wait."""
+    soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+    most = MOST_DESCRIPTORS if hard == resource.RLIM_INFINITY else min(hard, MOST_DESCRIPTORS)
+    if soft != resource.RLIM_INFINITY and soft < most:
+        resource.setrlimit(resource.RLIMIT_NOFILE, (most, hard))
 
 
 def limit_unsent(connection: socket.socket | None) -> None:

@@ -23,7 +23,7 @@ from engine.protocol import Ready
 from errors import UserError
 from server import logs
 from server.app import create_app
-from server.connections import Connection, Connections
+from server.connections import Connection, Connections, raise_descriptor_limit
 from server.engine_client import EngineClient
 from server.logs import log
 from server.metrics import Metrics
@@ -225,6 +225,7 @@ def run_frontend(
     Exit codes: 0 after a drain, 128 + the signal if a second one ended the drain, 1 if the engine failed, 2 for bad input.
     """
     logs.configure(settings.log_format, settings.log_level)
+    raise_descriptor_limit()
     try:
         server = make_server(settings, tokenizer_of(settings.model), to_engine, from_engine, kill, before)
     except UserError as e:

@@ -12,7 +12,7 @@ from typing import Any
 import pytest
 
 from server import frontend
-from server.connections import MAX_HEAD, Connections
+from server.connections import MAX_HEAD, MOST_DESCRIPTORS, Connections, raise_descriptor_limit
 from tests.support.server_thread import Site, raw_request, wait_for
 
 GET = b"GET /health HTTP/1.1\r\nHost: x\r\n"
@@ -208,6 +208,30 @@ def test_a_connection_beyond_the_bound_is_closed_if_all_are_answered(
             assert read_all(third) == b""
         site.engine.hold = False
         assert first.recv(12) == second.recv(12) == b"HTTP/1.1 200"
+
+
+INF = resource.RLIM_INFINITY
+
+
+@pytest.mark.parametrize(
+    ("soft", "hard", "wanted"),
+    [
+        (1024, 4096, 4096),
+        (1024, 10**6, MOST_DESCRIPTORS),
+        (1024, INF, MOST_DESCRIPTORS),
+        (10**6, 10**6, 10**6),
+        (10**6, INF, 10**6),
+        (INF, INF, INF),
+    ],
+)
+def test_the_server_takes_the_descriptors_that_it_may_have(
+    soft: int, hard: int, wanted: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    limits = {resource.RLIMIT_NOFILE: (soft, hard)}
+    monkeypatch.setattr(resource, "getrlimit", limits.__getitem__)
+    monkeypatch.setattr(resource, "setrlimit", limits.__setitem__)
+    raise_descriptor_limit()
+    assert limits == {resource.RLIMIT_NOFILE: (wanted, hard)}
 
 
 def test_the_answers_of_a_client_keep_out_no_other_one(make_site: Callable[..., Site], monkeypatch: pytest.MonkeyPatch) -> None:
