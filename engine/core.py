@@ -18,7 +18,7 @@ from engine.block_manager import BlockManager
 from engine.draft_costs import measure
 from engine.draft_heads import HeadChains, HeadModel
 from engine.draft_models import Chains
-from engine.drafts import Speculation, count_equal
+from engine.drafts import Speculation
 from engine.grammars import COMPILED, MAX_COMPILING, Compilation, Grammars, error_of
 from engine.logits import advance, check_ids, new_state, sibling
 from engine.paged_cache import CODES, PagedCache
@@ -35,8 +35,9 @@ from engine.protocol import (
     UnloadAdapter,
 )
 from engine.runner import InFlightStep, Runner, StepResult
-from engine.scheduler import Chunk, Scheduler, Sequence
+from engine.scheduler import Scheduler
 from engine.schedules import Schedules
+from engine.sequence import Chunk, Sequence, count_accepted
 from engine.step_inputs import Capacity
 from engine.step_tokens import step_tokens
 from errors import UserError
@@ -415,7 +416,7 @@ class Engine:
             if sequence.finish_reason is not None:
                 continue
             drawn = self.speculation.stand_in(chunk, drawn, self.runner.text_ids)
-            accepted = count_equal(draft, drawn)
+            accepted = count_accepted(draft, drawn)
             if accepted < len(draft):
                 self.scheduler.reject(sequence, len(draft) - accepted)
             taken = 0

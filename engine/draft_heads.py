@@ -22,7 +22,7 @@ from eagle import STREAMS, EagleHead
 from engine.block_manager import BlockManager
 from engine.draft_models import Chains, Shadow
 from engine.runner import InFlightStep, Runner
-from engine.scheduler import Chunk, Sequence
+from engine.sequence import Chunk, Sequence
 from engine.step_inputs import ROUND
 from engine.transfers import to_device
 from model import Transformer

@@ -23,11 +23,10 @@ from comm import Local
 from config import ModelConfig
 from eagle import EagleConfig, EagleHead, check_head, is_head, load_head, random_config, random_head
 from engine.block_manager import BlockManager
-from engine.drafts import count_equal
 from engine.logits import SamplingState, sibling
 from engine.protocol import SamplingParams
 from engine.runner import InFlightStep, Runner
-from engine.scheduler import Chunk, Sequence
+from engine.sequence import Chunk, Sequence, count_accepted
 from errors import UserError
 from files import model_folder
 from memory import weight_bytes
@@ -239,7 +238,7 @@ class Chains:
         for shadow in shadows.values():
             tokens = shadow.sequence.tokens
             if shadow.guess:
-                shadow.done = shadow.begin + min(count_equal(shadow.guess, tokens[shadow.begin :]), len(shadow.guess) - 1)
+                shadow.done = shadow.begin + min(count_accepted(shadow.guess, tokens[shadow.begin :]), len(shadow.guess) - 1)
                 shadow.guess = []
             shadow.done = min(shadow.done, len(tokens) - 1)
             if count := min(len(tokens) - shadow.done, budget):

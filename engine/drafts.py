@@ -11,7 +11,6 @@ tokens that all ranks know, and of times that were measured once for all ranks, 
 """
 
 from collections.abc import Callable, Mapping
-from collections.abc import Sequence as List
 from dataclasses import dataclass, replace
 from hashlib import blake2b
 from itertools import accumulate
@@ -19,7 +18,7 @@ from typing import TYPE_CHECKING, Protocol
 
 from engine.prompt_index import PromptIndex
 from engine.protocol import Drafted
-from engine.scheduler import Chunk, Sequence
+from engine.sequence import Chunk, Sequence
 from engine.suffix_automaton import SuffixAutomaton
 
 if TYPE_CHECKING:
@@ -102,7 +101,7 @@ def _points(seconds: Mapping[int, float] | None) -> list[tuple[int, float]]:
     return list(zip(found, list(accumulate([*found.values()][::-1], min))[::-1], strict=True))
 
 
-def _on_lines(points: List[tuple[int, float]], x: int) -> float:
+def _on_lines(points: list[tuple[int, float]], x: int) -> float:
     last = len(points) - 1
     i = next((i for i in range(1, last) if x <= points[i][0]), last)
     (first, before), (second, after) = points[i - 1], points[i]
@@ -110,13 +109,6 @@ def _on_lines(points: List[tuple[int, float]], x: int) -> float:
 
 
 FREE = Costs({1: 1.0, 2: 1.0})  # of steps, before they are measured
-
-
-def count_equal(draft: List[int], drawn: List[int]) -> int:
-    """How many tokens of a draft are right: the first ones, as long as they are those that were drawn."""
-    return next(
-        (i for i, (one, other) in enumerate(zip(draft, drawn, strict=False)) if one != other), min(len(draft), len(drawn))
-    )
 
 
 @dataclass(frozen=True, slots=True)
@@ -367,7 +359,7 @@ class Speculation:
         if self.ceiling and self.costs is None:
             self.costs = self.measure()
 
-    def plan(self, running: List[Sequence]) -> dict[Sequence, int]:
+    def plan(self, running: list[Sequence]) -> dict[Sequence, int]:
         """How many tokens to draft for sequences in the next step. No step may be in flight."""
         if self.chains is not None:
             self.prepare()  # before they have anything to follow
@@ -392,7 +384,7 @@ class Speculation:
         found = {s: s.drafter.draft(count) for s, count in counts.items() if s not in chained}
         return found | (self.chains.draft(chained) if self.chains is not None else {})
 
-    def expects(self, running: List[Sequence]) -> bool:
+    def expects(self, running: list[Sequence]) -> bool:
         """Whether the next step will probably have drafts that are worth it, or the chains have to see its tokens before."""
         if not self.ceiling or not running:
             return False
@@ -446,7 +438,7 @@ class Speculation:
     def _known_costs(self) -> Costs:
         return self.costs or FREE
 
-    def _follow(self, running: List[Sequence]) -> list[Sequence]:
+    def _follow(self, running: list[Sequence]) -> list[Sequence]:
         """Index the texts of the sequences that are answered, and begin with those that are new. Returns these sequences."""
         running = [s for s in running if s.params.pooling is None]
         for sequence in running:
@@ -491,7 +483,7 @@ class Speculation:
         if not budget.take(sequence, prompt, GRANT * costs.seconds(1)):
             chains.give_up(sequence)
 
-    def _prices_of_following(self, running: List[Sequence]) -> dict[Sequence, float]:
+    def _prices_of_following(self, running: list[Sequence]) -> dict[Sequence, float]:
         """What it costs, in tokens, that a head computes the rows of each step, even if the draft comes from text."""
         followed = [s for s in running if self.chains is not None and self.chains.follows(s)]
         price = self._known_costs.link_price(len(running), len(followed)) / len(followed) if followed else 0.0
@@ -501,7 +493,7 @@ class Speculation:
         """How many tokens a token of a chain must bring, if all of so many sequences have chains."""
         return self._known_costs.price(rows) + self._known_costs.link_price(rows, rows) / rows
 
-    def _promises(self, running: List[Sequence]) -> dict[Sequence, tuple[str, Promise]]:
+    def _promises(self, running: list[Sequence]) -> dict[Sequence, tuple[str, Promise]]:
         """The source that promises most for a sequence, and what. If all together do not pay for a step with drafts, or a sequence
         has none that pays, there may be a trial."""
         if not running or (self.chains is None and not any(s.drafter.finds for s in running)):
@@ -533,7 +525,7 @@ class Speculation:
                 found[s] = s.drafter.source, promise
         return found
 
-    def _promises_of_chains(self, running: List[Sequence], price: float) -> dict[Sequence, Promise]:
+    def _promises_of_chains(self, running: list[Sequence], price: float) -> dict[Sequence, Promise]:
         """price: of a row. A link takes time for all sequences, so chains have links as long as these pay for all together."""
         costs, rows, found = self._known_costs, len(running), dict[Sequence, Promise]()
         records, alone = self._records_of_chains(running), self._price_of_chains(rows)
@@ -551,14 +543,14 @@ class Speculation:
         alone = price + costs.link_price(rows, len(found)) / len(found)
         return {s: records[s][0].cut(min(promise.count, links), alone) for s, promise in found.items()}
 
-    def _trials_of_chains(self, running: List[Sequence], price: float, fixed: float) -> dict[Sequence, Promise]:
+    def _trials_of_chains(self, running: list[Sequence], price: float, fixed: float) -> dict[Sequence, Promise]:
         """price: of a row. Each pays for a link, as if it were the only one."""
         if self._price_of_chains(len(running)) >= 1:
             return {}
         fixed += self._known_costs.link_price(len(running), 1)
         return {s: record.trial(price, fixed, s.generated) for s, (record, _) in self._records_of_chains(running).items()}
 
-    def _records_of_chains(self, running: List[Sequence]) -> dict[Sequence, tuple[Record, int]]:
+    def _records_of_chains(self, running: list[Sequence]) -> dict[Sequence, tuple[Record, int]]:
         """What became of the drafts of the sequences for which the chains can draft, and the most tokens that they can."""
         if self.chains is None:
             return {}

@@ -1,7 +1,7 @@
 """Changes of logits before a token is drawn, by a request's parameters: penalties, biases, allowed ids, minimum length,
 grammars. Rows of requests without any of these stay unchanged."""
 
-from collections.abc import Sequence as List
+from collections import abc
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -10,7 +10,7 @@ from torch import Tensor
 
 import determinism
 from engine.protocol import Logprob, SamplingParams, TokenLogprobs
-from engine.scheduler import Chunk, Draw, Sequence
+from engine.sequence import Chunk, Draw, Sequence
 from engine.transfers import to_device, to_host
 from errors import UserError
 from kernels.sampling import log_softmax
@@ -55,14 +55,14 @@ def sibling(state: SamplingState) -> SamplingState:
     return SamplingState(bias=state.bias)
 
 
-def check_ids(ids: List[int], vocab_size: int) -> None:
+def check_ids(ids: list[int], vocab_size: int) -> None:
     """Raises UserError for an id outside the vocabulary."""
     if ids and (min(ids) < 0 or max(ids) >= vocab_size):
         outside = next(i for i in ids if not 0 <= i < vocab_size)
         raise UserError(f"token id {outside} is outside the model's vocabulary of {vocab_size}")
 
 
-def process(logits: Tensor, draws: List[Draw]) -> Tensor:
+def process(logits: Tensor, draws: list[Draw]) -> Tensor:
     """Apply each sequence's parameters to its rows of (B, V) fp32 logits. Returns a new tensor if any row changes. Where a grammar
     masks a draw, no token before it may be unknown, but for those of its draft."""
     rows = [i for i, draw in enumerate(draws) if needs_processing(draw.sequence) or _is_too_short(draw)]
@@ -139,7 +139,7 @@ def _is_too_short(draw: Draw) -> bool:
     return draw.generated < params.min_tokens and draw.sequence.finish_reason is None
 
 
-def _behind(matcher: Any, draft: List[int]) -> Any:
+def _behind(matcher: Any, draft: abc.Sequence[int]) -> Any:
     """The matcher after the draft; None if no token can follow, because the grammar ends in the draft or does not allow it. A copy:
     llguidance cannot roll a matcher back behind its end."""
     if matcher is None or not draft:
@@ -148,7 +148,7 @@ def _behind(matcher: Any, draft: List[int]) -> Any:
     return matcher if matcher.consume_tokens(list(draft)) and not matcher.is_stopped() else None
 
 
-def _penalize(logits: Tensor, rows: list[int], draws: List[Draw]) -> None:
+def _penalize(logits: Tensor, rows: list[int], draws: list[Draw]) -> None:
     """Apply the penalties to `rows`, in place. Presence and frequency penalties count generated tokens (OpenAI). The
     repetition penalty (CTRL, arXiv:1909.05858) also counts the prompt's: it divides a seen token's positive logit and
     multiplies a negative one."""
@@ -188,7 +188,7 @@ def _count(sequence: Sequence, logits: Tensor) -> None:
     state.counted = max(state.counted, sequence.generated)
 
 
-def count_drawn(chunks: List[Chunk], tokens: Tensor) -> None:
+def count_drawn(chunks: list[Chunk], tokens: Tensor) -> None:
     """Count tokens (B,) that were drawn for penalized sequences, before the host knows them. Of a token behind a draft nobody knows
     yet whether it is new: `_count` counts it later."""
     i = -1
@@ -227,7 +227,7 @@ def advance(sequence: Sequence, token: int) -> bool:
     return False
 
 
-def token_logprobs(logits: Tensor, chosen: List[int], tops: List[int]) -> list[TokenLogprobs]:
+def token_logprobs(logits: Tensor, chosen: list[int], tops: list[int]) -> list[TokenLogprobs]:
     """Log-probabilities of `chosen[i]` and of the `tops[i]` likeliest tokens, for each row i of raw (B, V) fp32 logits."""
     scores = Scores.of(logits, to_device(chosen, torch.int64, logits.device), tops)
     if logits.is_cuda:
@@ -241,10 +241,10 @@ class Scores:
 
     chosen: tuple[Tensor, Tensor, Tensor]  # ids, log-probabilities and ranks, each (B,)
     best: tuple[Tensor, Tensor]  # log-probabilities and ids of the likeliest tokens, (B, most)
-    tops: List[int]
+    tops: list[int]
 
     @classmethod
-    def of(cls, logits: Tensor, chosen: Tensor, tops: List[int]) -> "Scores":
+    def of(cls, logits: Tensor, chosen: Tensor, tops: list[int]) -> "Scores":
         """logits: raw (B, V) fp32. chosen: ids (B,). tops: how many of the likeliest tokens each row needs."""
         logprobs = log_softmax(logits)
         mine = logprobs.gather(-1, chosen[:, None])

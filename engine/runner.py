@@ -13,7 +13,6 @@ the logits, the temperature and the seed are drawn after the graph.
 
 import time
 from collections.abc import Callable
-from collections.abc import Sequence as List
 from dataclasses import dataclass, field
 from functools import partial
 from itertools import accumulate
@@ -41,8 +40,8 @@ from engine.paged_cache import PagedCache
 from engine.pooling import Pooled, pool
 from engine.protocol import SamplingParams, TokenLogprobs
 from engine.sampler import SamplingBatch, sample
-from engine.scheduler import Chunk, Sequence, drawn_by
 from engine.schedules import Schedules
+from engine.sequence import Chunk, Sequence, drawn_by
 from engine.step_inputs import ROUND, Capacity, DecodeInputs, SpanInputs
 from engine.transfers import to_device, to_host
 from kernels.graph_times import successive_seconds
@@ -303,7 +302,7 @@ class Runner:
     # --- steps -----------------------------------------------------------------------------------------------------------
 
     @torch.inference_mode()
-    def launch(self, chunks: List[Chunk], after: InFlightStep | None = None) -> InFlightStep:
+    def launch(self, chunks: list[Chunk], after: InFlightStep | None = None) -> InFlightStep:
         """Start a step, and draw its tokens unless a grammar must first see the token before. after: the step before, if it is
         still in flight; the tokens that the host does not know yet are drawn by it."""
         chunks = list(chunks)
@@ -458,7 +457,7 @@ class Runner:
             self._last_batch = sequences, (batch, any(map(may_change, sequences)))
         return self._last_batch[1]
 
-    def _score_prompts(self, chunks: List[Chunk], hidden: Tensor) -> None:
+    def _score_prompts(self, chunks: list[Chunk], hidden: Tensor) -> None:
         """Add log-probabilities of the prompt tokens that this step's chunks predict, for sequences that request them."""
         first = 0
         for chunk in chunks:

@@ -21,11 +21,11 @@ from eagle import EagleConfig, EagleHead
 from engine import LLM, draft_models, drafts
 from engine.core import Engine
 from engine.draft_heads import HeadChains
-from engine.drafts import END, MOST_INDEXED, Costs, Drafter, Record, Speculation, count_equal
+from engine.drafts import END, MOST_INDEXED, Costs, Drafter, Record, Speculation
 from engine.prompt_index import GAP, GRAM, PromptIndex
 from engine.protocol import Abort, SamplingParams, Submit, joined
 from engine.runner import InFlightStep
-from engine.scheduler import Chunk, Sequence
+from engine.sequence import Chunk, Sequence, count_accepted
 from engine.suffix_automaton import SuffixAutomaton
 from errors import UserError
 from kernels.sampling import exponential_noise
@@ -306,7 +306,7 @@ def answer_by_text(
         if done:
             chunk = Chunk(sequence, sequence.length - 1, 1 + len(draft), True, True, draft)
             seconds += costs.seconds(1 + len(draft)) + (costs.host_seconds if draft else 0.0)
-        right = count_equal(draft, answer[done:])
+        right = count_accepted(draft, answer[done:])
         sequence.tokens += answer[done : done + right + 1]
         sequence.computed = sequence.length - 1
         drafter = sequence.drafter
@@ -892,7 +892,7 @@ def test_grammars(seed: int) -> None:
         engine = engine_of(model, tokenizer=tokenizer, draft_tokens=5)
         answer = serve(engine, [replace_params(submit, predicted)])["a"]
         total += accepted(engine)
-        same = count_equal(answer.tokens, plain.tokens)
+        same = count_accepted(answer.tokens, plain.tokens)
         if answer.tokens != plain.tokens:  # only at a near-tie
             row = scores(model, submit.prompt_ids, plain.tokens[:same], params)
             assert abs(row[plain.tokens[same]] - row[answer.tokens[same]]) < 1e-3

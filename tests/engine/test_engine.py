@@ -5,7 +5,6 @@ import json
 import random
 import time
 from collections.abc import Callable
-from collections.abc import Sequence as List
 from dataclasses import dataclass, field, replace
 from functools import cache
 from pathlib import Path
@@ -270,7 +269,7 @@ def bent(logits: Tensor, prompt: list[int], output: list[int], params: SamplingP
     return logits
 
 
-def draws(logits: Tensor, positions: list[int], params: SamplingParams, masks: List[Tensor] = ()) -> list[int]:
+def draws(logits: Tensor, positions: list[int], params: SamplingParams, masks: list[Tensor] = ()) -> list[int]:
     """One token from each row of logits (B, V), drawn with this request's parameters. positions: of the drawn tokens. masks: what
     a late grammar allows there."""
     batch = SamplingBatch.of([params] * len(logits), CPU)

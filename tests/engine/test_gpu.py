@@ -23,7 +23,7 @@ from engine import LLM, SamplingParams
 from engine.core import Engine, EngineLimits
 from engine.drafts import Costs
 from engine.protocol import Submit
-from engine.scheduler import Chunk
+from engine.sequence import Chunk
 from engine.tuning import quantized_shapes, shapes, tune
 from kernels import linear_config, linear_quantized_config
 from kernels.linear import linear, linear_swiglu

@@ -16,7 +16,7 @@ from transformers import MinNewTokensLengthLogitsProcessor, RepetitionPenaltyLog
 from engine.grammars import Grammars
 from engine.logits import advance, allowed, check_ids, new_state, process, token_logprobs
 from engine.protocol import SamplingParams
-from engine.scheduler import Draw, Sequence
+from engine.sequence import Draw, Sequence
 from errors import UserError
 from tests import MODELS
 from tokenizer_files import load_tokenizer

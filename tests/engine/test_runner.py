@@ -22,7 +22,7 @@ from engine.graphs import Captured, Graphs
 from engine.paged_cache import PagedCache
 from engine.protocol import SamplingParams, Submit
 from engine.runner import LARGEST_GRAPH, Runner, decode_buckets, prefill_buckets
-from engine.scheduler import Sequence
+from engine.sequence import Sequence
 from model import Transformer
 from tests.engine.test_drafts import JSON, check_drafts_of_head, random_head
 from tests.engine.test_engine import (

@@ -22,8 +22,8 @@ from engine.core import Engine, EngineLimits
 from engine.graphs import Captured
 from engine.paged_cache import PagedCache, PagedContext
 from engine.protocol import SamplingParams
-from engine.scheduler import Chunk, Sequence
 from engine.schedules import LIMIT, MOST_REPLAYS, TURNS, Schedules
+from engine.sequence import Chunk, Sequence
 from engine.step_inputs import INVENTED, Capacity, DecodeInputs, SpanInputs
 from model import Transformer
 from tests.engine.test_engine import assert_same, config_of, load, random_model, random_submits, serve

@@ -1,7 +1,6 @@
 """The engine without a model: a runner whose tokens are hashes, and grammars that end or fail after a number of tokens."""
 
 from collections.abc import Callable
-from collections.abc import Sequence as List
 from dataclasses import dataclass
 from functools import cache
 from typing import Any
@@ -18,7 +17,7 @@ from engine.logits import has_grammar
 from engine.paged_cache import PagedCache
 from engine.protocol import Submit
 from engine.runner import InFlightStep, StepResult
-from engine.scheduler import Chunk, Sequence
+from engine.sequence import Chunk, Sequence
 from errors import UserError
 from lora import LoraLimits
 from model import Transformer
@@ -181,7 +180,7 @@ class FakeRunner:
     def forget(self) -> None:
         pass
 
-    def launch(self, chunks: List[Chunk], after: InFlightStep | None = None) -> InFlightStep:
+    def launch(self, chunks: list[Chunk], after: InFlightStep | None = None) -> InFlightStep:
         chunks = list(chunks)
         self.check(chunks)
         ahead = dict(zip([c.sequence for c in after.sampling], after.drawn, strict=True)) if after and after.drawn else {}

@@ -44,7 +44,7 @@ from engine.draft_models import EMBEDDED, find_draft
 from engine.drafts import Chains
 from engine.llm import read_tokenizer
 from engine.protocol import SamplingParams, Submit
-from engine.scheduler import Sequence
+from engine.sequence import Sequence
 from errors import UserError
 from options import MOST_DRAFT_TOKENS, ModelOptions, add_options, dtype_name, whole_number
 from presets import has_random_weights, model_config
