@@ -16,11 +16,10 @@ from eagle import EagleHead
 from engine.adapters import Adapter, Adapters
 from engine.block_manager import BlockManager
 from engine.draft_costs import measure
-from engine.draft_heads import HeadChains, HeadModel
-from engine.draft_models import Chains
-from engine.drafts import Speculation
 from engine.grammars import COMPILED, MAX_COMPILING, Compilation, Grammars, error_of
+from engine.head_drafter import HeadDrafter, HeadModel
 from engine.logits import advance, check_ids, new_state, sibling
+from engine.model_drafter import ModelDrafter
 from engine.paged_cache import CODES, PagedCache
 from engine.prompt_index import PromptIndex
 from engine.protocol import (
@@ -38,6 +37,7 @@ from engine.runner import InFlightStep, Runner, StepResult
 from engine.scheduler import Scheduler
 from engine.schedules import Schedules
 from engine.sequence import Chunk, Sequence, count_accepted
+from engine.speculation import Speculation
 from engine.step_inputs import Capacity
 from engine.step_tokens import step_tokens
 from errors import UserError
@@ -115,7 +115,7 @@ def new_cache(
     return PagedCache(*shape, world.device, dtype)
 
 
-def new_chains(
+def new_drafter(
     model: Transformer | HeadModel,
     limits: EngineLimits,
     dtype: torch.dtype,
@@ -123,14 +123,14 @@ def new_chains(
     capacity: Capacity,
     blocks: BlockManager,
     world: World,
-) -> Chains:
-    """The chains of a draft model or head, with a cache of its own. dtype: of the cache. Collective."""
+) -> ModelDrafter:
+    """The drafter of a draft model or head, with a cache of its own. dtype: of the cache. Collective."""
     cache = new_cache(model, blocks.n_blocks, limits, world, dtype)
     own = world if model.comm.world_size > 1 else World(0, 1, world.device, model.comm)
     schedules, longest = Schedules.of(model, own, limits.kv_dtype), model.config.max_seq_len
     if isinstance(model, HeadModel):
-        return HeadChains(Runner(model, cache, text_ids, capacity, schedules, shift=1), blocks, longest, model)
-    return Chains(Runner(model, cache, text_ids, capacity, schedules), blocks, longest)
+        return HeadDrafter(Runner(model, cache, text_ids, capacity, schedules, shift=1), blocks, longest, model)
+    return ModelDrafter(Runner(model, cache, text_ids, capacity, schedules), blocks, longest)
 
 
 class Engine:
@@ -146,7 +146,7 @@ class Engine:
         draft: Transformer | EagleHead | None = None,
         adapters: Adapters | None = None,
     ) -> None:
-        """draft: a smaller model that drafts (`draft_models.py`), or a head (`draft_heads.py`). adapters: of the model."""
+        """draft: a smaller model that drafts (`model_drafter.py`), or a draft head (`head_drafter.py`). adapters: of the model."""
         config = model.config
         self.max_model_len = min(limits.max_model_len or config.max_seq_len, config.max_seq_len)
         schedules = Schedules.of(model, world, limits.kv_dtype)
@@ -165,15 +165,15 @@ class Engine:
         cache, slots = new_cache(model, blocks.n_blocks, limits, world, dtype), adapters.limits.slots if adapters else 0
         self.runner = Runner(model, cache, text_ids, capacity, schedules, layers, adapters=slots)
         self.adapters = adapters
-        chains = None
+        model_drafter = None
         if drafting is not None:
             smaller = Capacity(sequences, tokens, longest)
-            chains = new_chains(drafting, limits, dtype, text_ids, smaller, blocks, world)
+            model_drafter = new_drafter(drafting, limits, dtype, text_ids, smaller, blocks, world)
         # without `self`: an engine in a cycle would keep its memory until the garbage collector finds it
         self.speculation = Speculation(
             limits.draft_tokens,
-            partial(measure, self.runner, chains, self.max_model_len, world),
-            chains,
+            partial(measure, self.runner, model_drafter, self.max_model_len, world),
+            model_drafter,
             limits.accept_rate,
             PromptIndex(limits.ngram_prompts) if limits.ngram_prompts else None,
         )
@@ -190,8 +190,8 @@ class Engine:
     def capture(self, quiet: bool = True) -> None:
         """Capture all graphs and measure what drafts need to know, before requests arrive. Collective."""
         self.runner.capture(quiet)
-        if self.speculation.chains is not None:
-            self.speculation.chains.runner.capture(quiet)
+        if self.speculation.model_drafter is not None:
+            self.speculation.model_drafter.runner.capture(quiet)
         self.speculation.prepare()
 
     def submit(self, message: Submit | SubmitAll) -> Refused | None:
@@ -365,8 +365,8 @@ class Engine:
         """The next step, whose sequences' tokens are all known."""
         room = self.scheduler.draft_room(self.speculation.plan(self.scheduler.running))
         drafts = self.speculation.drafts(room)
-        if (chains := self.speculation.chains) is not None:
-            self.runner.wait_from(chains.ready)
+        if (drafter := self.speculation.model_drafter) is not None:
+            self.runner.wait_from(drafter.ready)
         return self.scheduler.schedule(drafts={sequence: drafts.get(sequence, []) for sequence in room})
 
     def _may_follow(self, step: InFlightStep) -> bool:
@@ -415,7 +415,7 @@ class Engine:
             drawn, entries, first = result.tokens[first:stop], result.logprobs[first:stop], stop
             if sequence.finish_reason is not None:
                 continue
-            drawn = self.speculation.stand_in(chunk, drawn, self.runner.text_ids)
+            drawn = self.speculation.simulated(chunk, drawn, self.runner.text_ids)
             accepted = count_accepted(draft, drawn)
             if accepted < len(draft):
                 self.scheduler.reject(sequence, len(draft) - accepted)

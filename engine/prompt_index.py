@@ -19,12 +19,12 @@ class PromptIndex:
         self._waiting: deque[int] = deque()
 
     def add(self, prompt: list[int]) -> None:
-        """Let `follow` index a prompt, of which the newest tokens if it is too long, unless too many tokens wait already."""
+        """Let `index` read a prompt, of which the newest tokens if it is too long, unless too many tokens wait already."""
         prompt = prompt[-(self.capacity - 1) :]
         if len(self._waiting) + len(prompt) < self.capacity:
             self._waiting.extend((*prompt, GAP))
 
-    def follow(self, most: int) -> None:
+    def index(self, most: int) -> None:
         """Index at most `most` of the tokens that wait."""
         for _ in range(min(most, len(self._waiting))):
             self._append(self._waiting.popleft())

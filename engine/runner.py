@@ -49,7 +49,7 @@ from kernels.sampling import combine_best, local_best
 from model import Transformer
 
 if TYPE_CHECKING:
-    from engine.draft_heads import HeadModel
+    from engine.head_drafter import HeadModel
 
 LARGEST_GRAPH = 2048  # tokens; a larger step takes the device longer than the host needs to launch its kernels one by one
 LARGEST_MEASURED = 8192  # tokens of a step; larger ones, whose all-reduces are too long to be fused, use the default schedule

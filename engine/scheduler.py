@@ -6,7 +6,7 @@ requests and aborts have to be sent.
 A step can be scheduled while the one before is in flight, before its tokens are known: a sequence that draws a token is expected
 to go on, unless it reaches its max_tokens. If it ends with that token after all, its chunk in the next step is useless.
 
-A step can also verify a draft (see drafts.py), a guess of a sequence's next tokens: its chunk then ends with the draft, and it
+A step can also verify a draft (see speculation.py), a guess of a sequence's next tokens: its chunk then ends with the draft, and it
 draws the token after each row of it. The drawn tokens are new up to the first one that differs from the draft.
 
 States of a sequence: waiting -> running (its prompt is computed in chunks, then one token a step) -> finished. When

@@ -26,7 +26,7 @@ from model import Transformer
 from tp import World
 
 if TYPE_CHECKING:
-    from engine.draft_heads import HeadModel
+    from engine.head_drafter import HeadModel
 
 CODE = (  # files that decide how long a step takes
     "comm/*.py",

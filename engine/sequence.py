@@ -27,7 +27,7 @@ class Sequence:
     finish_reason: str | None = None
     adapter: Any = None  # an Adapter (see adapters.py)
     state: Any = None  # a SamplingState (see logits.py)
-    drafter: Any = None  # a Drafter (see drafts.py)
+    drafter: Any = None  # a TextDrafter (see text_drafter.py)
     repeats: bool = False  # the one before it in its request has the same prompt
 
     @property

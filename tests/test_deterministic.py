@@ -22,7 +22,7 @@ from attention import Causal, causal_mask
 from comm import Local, TreeCommunicator
 from communicators import choose
 from engine.core import Engine, EngineLimits
-from engine.drafts import Costs
+from engine.draft_costs import Costs
 from engine.llm import LLM
 from engine.logits import token_logprobs
 from engine.paged_cache import PagedCache

@@ -39,7 +39,7 @@ from comm import Local
 from comm.table import digest
 from engine import LLM, SamplingParams
 from engine.core import Engine, EngineLimits
-from engine.drafts import FREE
+from engine.draft_costs import FREE
 from engine.paged_cache import PagedCache
 from errors import UserError
 from kernels.optional_triton import triton

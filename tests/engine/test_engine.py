@@ -23,9 +23,9 @@ from attention import Causal
 from config import ModelConfig, Reduces, with_variant
 from eagle import EagleHead
 from engine.core import Engine, EngineLimits
-from engine.draft_heads import HeadModel
-from engine.drafts import Costs
+from engine.draft_costs import Costs
 from engine.grammars import Grammars
+from engine.head_drafter import HeadModel
 from engine.logits import allowed
 from engine.paged_cache import PagedCache
 from engine.protocol import Abort, Refused, SamplingParams, Submit, TokenLogprobs, TokenOutput

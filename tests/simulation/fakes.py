@@ -11,7 +11,7 @@ import comm
 from config import ModelConfig
 from engine.adapters import Adapter, Adapters
 from engine.core import Engine, EngineLimits
-from engine.drafts import Costs
+from engine.draft_costs import Costs
 from engine.grammars import COMPILED, FAILED
 from engine.logits import has_grammar
 from engine.paged_cache import PagedCache
