@@ -24,8 +24,9 @@ from tqdm import tqdm
 
 from checkpoint import DTYPES, load_model
 from cli import Parser, run
-from engine.core import Engine, EngineLimits
+from engine.core import Engine
 from engine.draft_models import find_draft
+from engine.limits import EngineLimits
 from engine.protocol import SamplingParams, Submit
 from errors import UserError
 from options import ModelOptions, SpeculationOptions, add_options, draft_limit, dtype_name, whole_number

@@ -21,8 +21,9 @@ from comm import Local
 from eagle import STREAMS, EagleHead
 from engine.block_manager import BlockManager
 from engine.model_drafter import ModelDrafter, Shadow
-from engine.runner import InFlightStep, Runner
+from engine.runner import Runner
 from engine.sequence import Chunk, Sequence
+from engine.step import InFlightStep
 from engine.step_inputs import ROUND
 from engine.transfers import to_device
 from model import Transformer

@@ -8,14 +8,10 @@ from typing import Any
 import torch
 from torch import Tensor
 
-import determinism
-from engine.protocol import Logprob, SamplingParams, TokenLogprobs
+from engine.protocol import SamplingParams, TokenLogprobs
 from engine.sequence import Chunk, Draw, Sequence
-from engine.transfers import to_device, to_host
+from engine.transfers import to_device
 from errors import UserError
-from kernels.sampling import log_softmax
-
-SCORE_CHUNK = 512  # tokens whose logits are held at once while scoring
 
 
 @dataclass
@@ -227,41 +223,8 @@ def advance(sequence: Sequence, token: int) -> bool:
     return False
 
 
-def token_logprobs(logits: Tensor, chosen: list[int], tops: list[int]) -> list[TokenLogprobs]:
-    """Log-probabilities of `chosen[i]` and of the `tops[i]` likeliest tokens, for each row i of raw (B, V) fp32 logits."""
-    scores = Scores.of(logits, to_device(chosen, torch.int64, logits.device), tops)
-    if logits.is_cuda:
-        torch.cuda.current_stream().synchronize()
-    return scores.read()
-
-
-@dataclass(frozen=True)
-class Scores:
-    """Log-probabilities of B tokens and of the likeliest ones, on their way to the host: valid as `to_host` says."""
-
-    chosen: tuple[Tensor, Tensor, Tensor]  # ids, log-probabilities and ranks, each (B,)
-    best: tuple[Tensor, Tensor]  # log-probabilities and ids of the likeliest tokens, (B, most)
-    tops: list[int]
-
-    @classmethod
-    def of(cls, logits: Tensor, chosen: Tensor, tops: list[int]) -> "Scores":
-        """logits: raw (B, V) fp32. chosen: ids (B,). tops: how many of the likeliest tokens each row needs."""
-        logprobs = log_softmax(logits)
-        mine = logprobs.gather(-1, chosen[:, None])
-        ranks = (logprobs > mine).sum(-1) + 1
-        most = max(1, min(max(tops), logits.shape[-1]))
-        if determinism.enabled():  # of equal values, topk takes others if another request asks for more of them
-            values, ids = (x[:, :most] for x in logprobs.sort(dim=-1, descending=True, stable=True))
-        else:
-            values, ids = logprobs.topk(most, dim=-1)
-        return cls((to_host(chosen), to_host(mine[:, 0]), to_host(ranks)), (to_host(values), to_host(ids)), tops)
-
-    def read(self) -> list[TokenLogprobs]:
-        rows = zip(*(x.tolist() for x in (*self.chosen, *self.best)), self.tops, strict=True)
-        return [
-            TokenLogprobs(
-                Logprob(token, logprob, rank),
-                [Logprob(i, v, n + 1) for n, (i, v) in enumerate(zip(best_ids, best, strict=True))][:top],
-            )
-            for token, logprob, rank, best, best_ids, top in rows
-        ]
+def is_plain(sequence: Sequence) -> bool:
+    """Whether the next token depends only on the logits, the temperature and the seed, so that a graph can draw it."""
+    params = sequence.params
+    filtered = params.top_k or params.top_p < 1 or params.min_p
+    return not (filtered or params.min_tokens or params.logprobs is not None or needs_processing(sequence))

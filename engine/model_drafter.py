@@ -19,8 +19,9 @@ import torch
 from engine.block_manager import BlockManager
 from engine.logits import SamplingState, sibling
 from engine.protocol import SamplingParams
-from engine.runner import InFlightStep, Runner
+from engine.runner import Runner
 from engine.sequence import Chunk, Sequence, count_accepted
+from engine.step import InFlightStep
 
 MEASURED_TOKENS = 3  # of the drafts that `ModelDrafter.seconds` measures
 NO_IDENTITY = -2  # the identity of no contents

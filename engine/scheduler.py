@@ -94,6 +94,8 @@ class Scheduler:
     def has_work(self) -> bool:
         return bool(self.running or self.waiting)
 
+    # --- the next step -------------------------------------------------------------------------------------------------------
+
     def schedule(self, in_flight: bool = False, drafts: Mapping[Sequence, list[int]] | None = None) -> list[Chunk]:
         """The next step: running sequences first, then as many waiting ones as tokens, sequences and blocks allow.
 
@@ -161,6 +163,16 @@ class Scheduler:
             wanted[sequence.client] += sequence.wanted
         return wanted
 
+    def _chunk(self, sequence: Sequence, count: int) -> Chunk:
+        """The next `count` tokens of the sequence, which count as computed from now on."""
+        stop, known = sequence.computed + count, len(sequence.tokens)
+        chunk = Chunk(sequence, sequence.computed, count, stop == known + sequence.unknown, stop <= known)
+        sequence.computed = stop
+        sequence.unknown += chunk.samples
+        return chunk
+
+    # --- room for clients that have less than their share --------------------------------------------------------------------
+
     def _make_room(self, most: int, in_flight: bool) -> list[Sequence] | None:
         """Admit waiting sequences of clients that have less than their share, before running ones of others take the tokens. If
         there are no places or blocks, clients that have more than their share yield some. most: running sequences. Returns the
@@ -212,22 +224,7 @@ class Scheduler:
                 missing -= self._missing_blocks(victim) + self.blocks.owned_alone(victim.blocks, cached)
         return victims if places > 0 and missing <= 0 else None
 
-    def _reserved(self, going: list[Sequence]) -> int:
-        """Blocks that running sequences need for their next step."""
-        return sum(map(self._missing_blocks, going))
-
-    def launched(self, chunks: list[Chunk]) -> None:
-        """Note that the step of `chunks` was launched: what it computes is in the cache for every later step."""
-        for chunk in chunks:
-            self._publish(chunk.sequence)
-
-    def _chunk(self, sequence: Sequence, count: int) -> Chunk:
-        """The next `count` tokens of the sequence, which count as computed from now on."""
-        stop, known = sequence.computed + count, len(sequence.tokens)
-        chunk = Chunk(sequence, sequence.computed, count, stop == known + sequence.unknown, stop <= known)
-        sequence.computed = stop
-        sequence.unknown += chunk.samples
-        return chunk
+    # --- room for drafts -----------------------------------------------------------------------------------------------------
 
     def draft_room(self, wanted: Mapping[Sequence, int]) -> dict[Sequence, int]:
         """Give running sequences blocks for so many drafted tokens, or for fewer. Returns how many have room, of each that has any.
@@ -267,29 +264,7 @@ class Scheduler:
                 sequence.unknown += len(draft)
                 left -= len(draft)
 
-    def _missing_blocks(self, sequence: Sequence) -> int:
-        """Blocks that a running sequence needs for its tokens, at most, beyond those that it has."""
-        return max(0, self.blocks.blocks_for(sequence.length) - len(sequence.blocks))
-
-    def _publish(self, sequence: Sequence) -> None:
-        """Let other sequences find its full blocks. A step in flight may still write them, but it ends before the next one."""
-        if sequence.computed // self.blocks.block_size <= sequence.published:
-            return  # the usual case
-        full = min(sequence.computed, len(sequence.tokens)) // self.blocks.block_size
-        if not self.whole_sequences and full > sequence.published:
-            self.blocks.publish(sequence.blocks, sequence.tokens, sequence.published, full, sequence.root)
-            sequence.published = full
-
-    def _cached(self, sequence: Sequence) -> list[int]:
-        """The blocks of a waiting sequence that are in the prefix cache."""
-        # prompt_logprobs and means need the hidden states of all prompt tokens; those are not cached
-        reuse = not self.whole_sequences and sequence.params.prompt_logprobs is None and sequence.params.pooling != "mean"
-        return self.blocks.match(sequence.tokens, sequence.root) if reuse else []
-
-    def _fresh(self, sequence: Sequence, cached: list[int]) -> int:
-        """How many other blocks it needs to start."""
-        tokens = sequence.longest if self.whole_sequences else min(len(sequence.tokens) + 1, sequence.longest)
-        return self.blocks.blocks_for(tokens) - len(cached)
+    # --- blocks --------------------------------------------------------------------------------------------------------------
 
     def _admit(self, sequence: Sequence, reserved: int = 0) -> bool:
         """Start a waiting sequence with blocks for all its tokens, cached ones first; False if there are not enough, besides the
@@ -310,6 +285,17 @@ class Scheduler:
         self.waiting.start(sequence)
         insort(self.running, sequence, key=lambda s: s.priority)
         return True
+
+    def _cached(self, sequence: Sequence) -> list[int]:
+        """The blocks of a waiting sequence that are in the prefix cache."""
+        # prompt_logprobs and means need the hidden states of all prompt tokens; those are not cached
+        reuse = not self.whole_sequences and sequence.params.prompt_logprobs is None and sequence.params.pooling != "mean"
+        return self.blocks.match(sequence.tokens, sequence.root) if reuse else []
+
+    def _fresh(self, sequence: Sequence, cached: list[int]) -> int:
+        """How many other blocks it needs to start."""
+        tokens = sequence.longest if self.whole_sequences else min(len(sequence.tokens) + 1, sequence.longest)
+        return self.blocks.blocks_for(tokens) - len(cached)
 
     def _grow(self, sequence: Sequence, length: int) -> bool:
         """Give `sequence` blocks for `length` tokens. While none are free, preempt another one; False if `sequence` itself had to
@@ -340,19 +326,29 @@ class Scheduler:
         self.waiting.add_again(sequence)
         self.preemptions += 1
 
-    def reject(self, sequence: Sequence, count: int) -> None:
-        """Take back the last `count` tokens of a draft, before the tokens that take their place are recorded."""
-        sequence.unknown -= count
-        sequence.computed -= count
-        if not self.whole_sequences:
-            self.blocks.give_back(sequence.blocks, self.blocks.blocks_for(sequence.length))
+    def _missing_blocks(self, sequence: Sequence) -> int:
+        """Blocks that a running sequence needs for its tokens, at most, beyond those that it has."""
+        return max(0, self.blocks.blocks_for(sequence.length) - len(sequence.blocks))
 
-    def draw_again(self, sequence: Sequence) -> None:
-        """Compute the newest token of a running sequence once more, because what was drawn behind it is not allowed. What steps in
-        flight draw for the sequence has no meaning either."""
-        sequence.unknown, sequence.computed = 0, len(sequence.tokens) - 1
-        if not self.whole_sequences:
-            self.blocks.give_back(sequence.blocks, self.blocks.blocks_for(sequence.length))
+    def _reserved(self, going: list[Sequence]) -> int:
+        """Blocks that these running sequences need for their next step."""
+        return sum(map(self._missing_blocks, going))
+
+    def _publish(self, sequence: Sequence) -> None:
+        """Let other sequences find its full blocks. A step in flight may still write them, but it ends before the next one."""
+        if sequence.computed // self.blocks.block_size <= sequence.published:
+            return  # the usual case
+        full = min(sequence.computed, len(sequence.tokens)) // self.blocks.block_size
+        if not self.whole_sequences and full > sequence.published:
+            self.blocks.publish(sequence.blocks, sequence.tokens, sequence.published, full, sequence.root)
+            sequence.published = full
+
+    # --- what a step brings --------------------------------------------------------------------------------------------------
+
+    def launched(self, chunks: list[Chunk]) -> None:
+        """Note that the step of `chunks` was launched: what it computes is in the cache for every later step."""
+        for chunk in chunks:
+            self._publish(chunk.sequence)
 
     def record(self, sequence: Sequence, token: int) -> None:
         """Append the oldest token that a step drew for a running sequence, and finish the sequence if it ends there."""
@@ -380,3 +376,17 @@ class Scheduler:
             sequence.blocks = []
         else:
             self.waiting.remove(sequence)
+
+    def reject(self, sequence: Sequence, count: int) -> None:
+        """Take back the last `count` tokens of a draft, before the tokens that take their place are recorded."""
+        sequence.unknown -= count
+        sequence.computed -= count
+        if not self.whole_sequences:
+            self.blocks.give_back(sequence.blocks, self.blocks.blocks_for(sequence.length))
+
+    def draw_again(self, sequence: Sequence) -> None:
+        """Compute the newest token of a running sequence once more, because what was drawn behind it is not allowed. What steps in
+        flight draw for the sequence has no meaning either."""
+        sequence.unknown, sequence.computed = 0, len(sequence.tokens) - 1
+        if not self.whole_sequences:
+            self.blocks.give_back(sequence.blocks, self.blocks.blocks_for(sequence.length))

@@ -26,8 +26,8 @@ from engine.draft_gains import NO_DRAFT, SHARE, TRIALS_ALONE, WEIGHT_OF_ALL, Acc
 from engine.model_drafter import ModelDrafter
 from engine.prompt_index import PromptIndex
 from engine.protocol import Drafted
-from engine.runner import InFlightStep
 from engine.sequence import Chunk, Sequence
+from engine.step import InFlightStep
 from engine.text_drafter import MOST_INDEXED, NGRAM, PREDICTION, PROMPTS, TEXTS, TextDrafter
 
 MOST_INDEXED_TOGETHER = 1 << 19  # tokens of all running requests; an automaton takes up to 0.7 KB for each, on each rank

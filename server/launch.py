@@ -17,8 +17,9 @@ from checkpoint import DTYPES, load_model
 from cli import check_ranks, leave, local_rank, note, rank
 from config import ModelConfig, limit_context
 from engine.adapters import Adapters
-from engine.core import Engine, EngineLimits
+from engine.core import Engine
 from engine.draft_models import Draft, check_accept_rate, find_draft
+from engine.limits import EngineLimits
 from engine.protocol import Fatal, Ready, Starting
 from engine.tuning import Tuning, tune
 from engine.worker import FrontendLink, serve

@@ -21,10 +21,11 @@ import hosts
 from attention import Causal, causal_mask
 from comm import Local, TreeCommunicator
 from communicators import choose
-from engine.core import Engine, EngineLimits
+from engine.core import Engine
 from engine.draft_costs import Costs
+from engine.limits import EngineLimits
 from engine.llm import LLM
-from engine.logits import token_logprobs
+from engine.logprobs import token_logprobs
 from engine.paged_cache import PagedCache
 from engine.protocol import SamplingParams, Submit
 from errors import UserError

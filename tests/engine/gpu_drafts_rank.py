@@ -16,8 +16,9 @@ from checkpoint import load_model
 from communicators import choose
 from eagle import EagleHead
 from engine import SamplingParams, draft_models
-from engine.core import Engine, EngineLimits
+from engine.core import Engine
 from engine.draft_costs import Costs
+from engine.limits import EngineLimits
 from engine.protocol import Submit
 from presets import model_config
 from tests import MODELS

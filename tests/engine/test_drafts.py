@@ -25,9 +25,9 @@ from engine.draft_gains import FIRST_ACCEPTED, NO_DRAFT, SHARE, Acceptance, Draf
 from engine.head_drafter import HeadDrafter
 from engine.prompt_index import GAP, GRAM, PromptIndex
 from engine.protocol import Abort, SamplingParams, Submit, joined
-from engine.runner import InFlightStep
 from engine.sequence import Chunk, Sequence, count_accepted
 from engine.speculation import GRANT, TEXT_GRANT, Speculation
+from engine.step import InFlightStep
 from engine.suffix_automaton import SuffixAutomaton
 from engine.text_drafter import END, MOST_INDEXED, MOST_WITH_GRAMMAR, TextDrafter
 from errors import UserError

@@ -22,10 +22,11 @@ import comm
 from attention import Causal
 from config import ModelConfig, Reduces, with_variant
 from eagle import EagleHead
-from engine.core import Engine, EngineLimits
+from engine.core import Engine
 from engine.draft_costs import Costs
 from engine.grammars import Grammars
 from engine.head_drafter import HeadModel
+from engine.limits import EngineLimits
 from engine.logits import allowed
 from engine.paged_cache import PagedCache
 from engine.protocol import Abort, Refused, SamplingParams, Submit, TokenLogprobs, TokenOutput

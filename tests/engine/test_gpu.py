@@ -20,8 +20,9 @@ from checkpoint import load_model
 from comm.interface import SCHEDULES
 from config import with_variant
 from engine import LLM, SamplingParams
-from engine.core import Engine, EngineLimits
+from engine.core import Engine
 from engine.draft_costs import Costs
+from engine.limits import EngineLimits
 from engine.protocol import Submit
 from engine.sequence import Chunk
 from engine.tuning import quantized_shapes, shapes, tune

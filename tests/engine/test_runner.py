@@ -16,9 +16,10 @@ import torch
 import engine.core
 import engine.paged_cache
 import engine.runner
-from engine.core import Engine, EngineLimits
+from engine.core import Engine
 from engine.draft_costs import Costs
 from engine.graphs import Captured, Graphs
+from engine.limits import EngineLimits
 from engine.paged_cache import PagedCache
 from engine.protocol import SamplingParams, Submit
 from engine.runner import LARGEST_GRAPH, Runner, decode_buckets, prefill_buckets

@@ -18,8 +18,9 @@ import engine.step_inputs
 from comm import GlooCommunicator, PendingAllReduce
 from comm.interface import LEAST_COPIED, SCHEDULES, Schedule
 from comm.table import Table
-from engine.core import Engine, EngineLimits
+from engine.core import Engine
 from engine.graphs import Captured
+from engine.limits import EngineLimits
 from engine.paged_cache import PagedCache, PagedContext
 from engine.protocol import SamplingParams
 from engine.schedules import LIMIT, MOST_REPLAYS, TURNS, Schedules

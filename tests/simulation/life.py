@@ -17,7 +17,8 @@ from typing import Any
 
 import msgspec
 
-from engine.core import Engine, EngineLimits
+from engine.core import Engine
+from engine.limits import EngineLimits
 from engine.protocol import (
     Abort,
     Attach,

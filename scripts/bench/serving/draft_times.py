@@ -19,7 +19,8 @@ import torch
 from checkpoint import DTYPES, load_model
 from cli import Parser, run
 from eagle import random_config, random_head
-from engine.core import Engine, EngineLimits
+from engine.core import Engine
+from engine.limits import EngineLimits
 from engine.tuning import tune
 from options import ModelOptions, add_options, dtype_name, whole_number
 from presets import model_config

@@ -39,8 +39,9 @@ from checkpoint import DTYPES, load_model
 from cli import Parser, run
 from comm.table import digest
 from eagle import EagleHead
-from engine.core import Engine, EngineLimits
+from engine.core import Engine
 from engine.draft_models import EMBEDDED, find_draft
+from engine.limits import EngineLimits
 from engine.llm import read_tokenizer
 from engine.model_drafter import ModelDrafter
 from engine.protocol import SamplingParams, Submit

@@ -20,7 +20,8 @@ import torch
 import engine.bench as bench
 from checkpoint import DTYPES, load_model
 from cli import Parser, run
-from engine.core import Engine, EngineLimits
+from engine.core import Engine
+from engine.limits import EngineLimits
 from engine.step_tokens import TABLE, Entry, entries, kind
 from errors import UserError
 from model import Transformer
