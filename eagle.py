@@ -38,7 +38,8 @@ from json_fields import count, get, shown
 from kernels.linear import linear
 from model import Factory, RMSNorm, Transformer, attention_heads
 from rope import rope_frequencies
-from tp import SPLITS, Shard, ShardedLinear, World, agree_on_error, stream_shards
+from sharded_linear import ShardedLinear
+from tp import SPLITS, Shard, World, agree_on_error, stream_shards
 
 ARCHITECTURE = "LlamaForCausalLMEagle3"
 STREAMS = 3  # hidden states of the model that a head reads

@@ -34,7 +34,8 @@ from errors import UserError
 from kernels.embedding import embedding_shard
 from kernels.norm import rms_norm
 from rope import rope_frequencies
-from tp import Shard, ShardedLinear, StepAdapters, stream_shards
+from sharded_linear import ShardedLinear, StepAdapters
+from tp import Shard, stream_shards
 
 
 class Factory(TypedDict):
