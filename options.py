@@ -194,6 +194,12 @@ class StandInOptions:
     )
 
 
+def rank_options(options: Any) -> dict[str, Any]:
+    """The arguments of `tp.init_world` among a program's options: a `ModelOptions`, or what argparse made of its flags."""
+    names = ("device", "comm", "simulate_link", "comm_error_budget", "overlap", "deterministic")
+    return {name: getattr(options, name) for name in names}
+
+
 def draft_limit(speculate: str | None, draft_tokens: int) -> int:
     """The most tokens of a draft, 0 without --speculate."""
     return draft_tokens if speculate else 0

@@ -148,18 +148,20 @@ def init_world(
     device: str | None = None,
     comm: str | None = None,
     simulate_link: str | None = None,
-    error_budget: float = 0.0,
+    comm_error_budget: float = 0.0,
     overlap: str = "auto",
     deterministic: bool = False,
     facts: Mapping[str, str] | None = None,
     error: UserError | None = None,
 ) -> World:
-    """Join the ranks that a launcher started, or be the only rank.
+    """Join the ranks that a launcher started, or be the only rank. Collective.
 
     device: `cpu` or `cuda`; None takes CUDA if there is a GPU. comm: a name that `communicators.choose` accepts; None takes the
     device's default. simulate_link: a latency and a bandwidth, `10us,100GB/s`; all-reduces of CPU ranks then take as long as on
-    such a link. error_budget: the relative error that `auto` may accept in an all-reduce to make it faster. overlap: see `World`.
-    deterministic: from now on, this process computes as `--deterministic` says.
+    such a link. comm_error_budget: the relative error that `auto` may accept in an all-reduce to make it faster. overlap: see
+    `World`. deterministic: from now on, this process computes as `--deterministic` says. All of these are the options of these names
+    (`options.rank_options`).
+
     facts: what must be the same on all hosts, by name; see `hosts.join`. error: of this rank, so that on several hosts no other waits.
     Raises UserError for a device that does not exist or a communicator that does not support it, and as `hosts.join`.
     """
@@ -170,7 +172,7 @@ def init_world(
     try:
         if kind not in ("cpu", "cuda"):
             raise UserError(f"unknown device {kind!r}; known: cpu, cuda")
-        choice, torch_device = choose(kind, comm, simulate_link, error_budget), _own_device(kind, rank)
+        choice, torch_device = choose(kind, comm, simulate_link, comm_error_budget), _own_device(kind, rank)
     except UserError as e:
         if hosts.several():
             hosts.join({}, error or e)  # raises the first error of all hosts on all of them

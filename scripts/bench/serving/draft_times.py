@@ -22,7 +22,7 @@ from eagle import random_config, random_head
 from engine.core import Engine
 from engine.limits import EngineLimits
 from engine.tuning import tune
-from options import ModelOptions, add_options, dtype_name, whole_number
+from options import ModelOptions, add_options, dtype_name, rank_options, whole_number
 from presets import model_config
 from tp import World, init_world
 
@@ -73,7 +73,7 @@ def main() -> None:
     )
     parser.add_argument("--repeats", type=whole_number(1), default=50, help="default: 50")
     args = parser.parse_args()
-    world = init_world(args.device, args.comm, args.simulate_link, args.comm_error_budget, args.overlap, args.deterministic)
+    world = init_world(**rank_options(args))
     for name in args.models:
         with torch.inference_mode():
             result = measure(name, args, world)
