@@ -21,7 +21,7 @@ from eagle import EagleConfig, EagleHead
 from engine import LLM, draft_models
 from engine.core import Engine
 from engine.draft_costs import LEAST_GAIN, LEAST_PRICE, Costs
-from engine.draft_gains import FIRST_ACCEPTED, NO_DRAFT, SHARE, Acceptance, DraftPlan
+from engine.draft_gains import FIRST_ACCEPTED, NO_DRAFT, SHARE, Acceptance, Budget, DraftPlan
 from engine.head_drafter import HeadDrafter
 from engine.prompt_index import GAP, GRAM, PromptIndex
 from engine.protocol import Abort, SamplingParams, Submit, joined
@@ -1012,7 +1012,7 @@ def test_sampled_tokens_follow_the_distribution(seed: int) -> None:
         Submit(str(i), prompt, SamplingParams(max_tokens=3, seed=seed * 10_000 + i, prediction=prediction)) for i in range(2000)
     ]
     counts = np.zeros((12, 12))
-    with patch.object(Acceptance, "learn"):  # drafts go on, although many are wrong
+    with patch.object(Acceptance, "learn"), patch.object(Budget, "take"):  # drafts go on, although many are wrong
         answers = serve(engine, submits, 12)
     for answer in answers.values():
         counts[answer.tokens[0], answer.tokens[1]] += 1
