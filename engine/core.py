@@ -15,7 +15,8 @@ from engine.adapters import Adapter, Adapters
 from engine.block_manager import BlockManager
 from engine.draft_costs import measure
 from engine.grammars import COMPILED, MAX_COMPILING, Compilation, Grammars, error_of
-from engine.head_drafter import HeadDrafter, HeadModel
+from engine.head_drafter import HeadDrafter
+from engine.head_model import HeadModel
 from engine.limits import EngineLimits, count_blocks, new_cache
 from engine.logits import advance, check_ids, new_state, sibling
 from engine.meter import Meter
@@ -197,8 +198,7 @@ class Engine:
         if isinstance(message, LoadAdapter):
             adapters.load(message)
             return
-        waiting = [s for _, sequences in self.compiling.values() for s in sequences]
-        users = [s for s in [*waiting, *self.scheduler.by_id.values()] if s.adapter and s.adapter.name == message.name]
+        users = [s for s in [*self._uncompiled, *self.scheduler.by_id.values()] if s.adapter and s.adapter.name == message.name]
         adapters.unload(message, len(users))
 
     def abort(self, message: Abort) -> None:
@@ -225,8 +225,7 @@ class Engine:
     def abort_all(self) -> None:
         for loading in self.adapters.loading.values() if self.adapters else ():
             loading.waiting.clear()
-        waiting = [s.request_id for _, sequences in self.compiling.values() for s in sequences]
-        for request_id in [*waiting, *self.scheduler.by_id]:
+        for request_id in [*(s.request_id for s in self._uncompiled), *self.scheduler.by_id]:
             self.abort(Abort(request_id))
 
     def admit(self) -> None:
@@ -256,6 +255,11 @@ class Engine:
                     why = compilation.error or "another rank could not compile the grammar"
                     self.refused.append(Refused(sequence.request_id, why, "invalid_schema"))
             self.grammars.finished(compilation)
+
+    @property
+    def _uncompiled(self) -> list[Sequence]:
+        """The requests that wait for a grammar."""
+        return [s for _, waiting in self.compiling.values() for s in waiting]
 
     @property
     def preparing(self) -> bool:
@@ -415,7 +419,7 @@ class Engine:
         return msgspec.structs.replace(
             self.meter.stats(self.runner),
             running=len(scheduler.running),
-            waiting=len(scheduler.waiting) + sum(len(waiting) for _, waiting in self.compiling.values()),
+            waiting=len(scheduler.waiting) + len(self._uncompiled),
             kv_blocks_used=scheduler.blocks.used,
             kv_blocks_total=scheduler.blocks.n_blocks,
             prefix_queries=scheduler.prefix_queries,

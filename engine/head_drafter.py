@@ -17,51 +17,16 @@ from weakref import WeakSet
 import torch
 from torch import Tensor
 
-from comm import Local
-from eagle import STREAMS, EagleHead
+from eagle import STREAMS
 from engine.block_manager import BlockManager
+from engine.head_model import HeadModel
 from engine.model_drafter import ModelDrafter, Shadow
 from engine.runner import Runner
 from engine.sequence import Chunk, Sequence
 from engine.step import InFlightStep
-from engine.step_inputs import ROUND
 from engine.transfers import to_device
-from model import Transformer
 
 MISSED = -1  # instead of a row of the last step: a token whose features are lost
-
-
-class HeadModel:
-    """A head with what a runner takes from a model. features: (T, D), of the rows of the next step, at a fixed address."""
-
-    attention_slots = 1
-
-    def __init__(self, head: EagleHead, target: Transformer, rows: int) -> None:
-        """rows: most of a step."""
-        self.guesser, self.target, self.config = head, target, head.config.layer
-        self.comm = Local()  # every rank has all logits, also those of a head that is split
-        self.norm, self.n_kv_heads, self.vocab = head.norm, head.n_kv_heads, range(self.config.vocab_size)
-        self.features = torch.zeros(
-            -(-rows // ROUND) * ROUND, self.config.hidden_size, dtype=head.norm.weight.dtype, device=head.norm.weight.device
-        )
-        self._all_ids = head.config.draft_vocab_size == self.config.vocab_size
-
-    def hidden_and_streams(
-        self, tokens: Tensor, context: object, layers: object, rows: Tensor | None = None
-    ) -> tuple[Tensor, list[Tensor]]:
-        embedded = self.guesser.embed(tokens, self.target)
-        hidden = self.guesser(embedded, self.features[None, : tokens.shape[1]], context)
-        return (hidden if rows is None else hidden[:, rows]), []
-
-    def head(self, normed: Tensor) -> Tensor:
-        """(T, D) to (T, vocab_size) fp32; -inf for the ids that the head does not know."""
-        logits = self.guesser.lm_head(normed).float()
-        if self._all_ids:
-            return logits
-        return logits.new_full((len(logits), len(self.vocab)), -torch.inf).index_copy_(1, self.guesser.targets, logits)
-
-    def logits(self, hidden: Tensor) -> Tensor:
-        return self.head(self.norm(hidden))
 
 
 class HeadDrafter(ModelDrafter):
@@ -136,7 +101,7 @@ class HeadDrafter(ModelDrafter):
             features.zero_()
         if not seen:
             return
-        fused = self.model.guesser.fuse([_rows(stream, seen) for stream in last.streams])
+        fused = self.model.draft_head.fuse([_rows(stream, seen) for stream in last.streams])
         if len(seen) == len(rows):
             features.copy_(fused)
         else:
@@ -150,7 +115,7 @@ class HeadDrafter(ModelDrafter):
 
     def _invented_step(self, sequences: list[Sequence]) -> InFlightStep:
         step, features = super()._invented_step(sequences), self.model.features
-        shape = sum([s.computed for s in sequences]), self.model.guesser.config.base_hidden_size
+        shape = sum([s.computed for s in sequences]), self.model.draft_head.config.base_hidden_size
         step.streams = [features.new_zeros(shape) for _ in range(STREAMS)]
         return step
 

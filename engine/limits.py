@@ -4,7 +4,7 @@ from dataclasses import dataclass
 
 import torch
 
-from engine.head_drafter import HeadModel
+from engine.head_model import HeadModel
 from engine.paged_cache import CODES, PagedCache
 from errors import UserError
 from memory import free_bytes
@@ -19,6 +19,8 @@ MOST_DRAFTED = 256  # tokens of a step; with more rows a step takes longer, and 
 
 @dataclass(frozen=True)
 class EngineLimits:
+    """What an engine may hold and compute at once."""
+
     max_model_len: int | None = None  # tokens; None: the model's context
     max_num_seqs: int = 64
     max_batch_tokens: int | None = None  # of one step; None: as `engine/step_tokens.py` says

@@ -15,7 +15,6 @@ import time
 from collections.abc import Callable
 from functools import partial
 from itertools import accumulate
-from typing import TYPE_CHECKING
 
 import torch
 from torch import Tensor
@@ -24,6 +23,7 @@ from tqdm import tqdm
 from attention import AttentionContext
 from comm.faults import fault_word, raise_fault
 from engine.graphs import Captured, Graphs
+from engine.head_model import HeadModel
 from engine.logits import (
     SamplingState,
     count_drawn,
@@ -45,9 +45,6 @@ from engine.transfers import to_device, to_host
 from kernels.graph_times import successive_seconds
 from kernels.sampling import combine_best, local_best
 from model import Transformer
-
-if TYPE_CHECKING:
-    from engine.head_drafter import HeadModel
 
 LARGEST_GRAPH = 2048  # tokens; a larger step takes the device longer than the host needs to launch its kernels one by one
 LARGEST_MEASURED = 8192  # tokens of a step; larger ones, whose all-reduces are too long to be fused, use the default schedule
@@ -73,7 +70,7 @@ class Runner:
 
     def __init__(
         self,
-        model: "Transformer | HeadModel",
+        model: Transformer | HeadModel,
         cache: PagedCache,
         text_ids: int,
         capacity: Capacity,

@@ -25,7 +25,7 @@ from eagle import EagleHead
 from engine.core import Engine
 from engine.draft_costs import Costs
 from engine.grammars import Grammars
-from engine.head_drafter import HeadModel
+from engine.head_model import HeadModel
 from engine.limits import EngineLimits
 from engine.logits import allowed
 from engine.paged_cache import PagedCache
