@@ -5,7 +5,7 @@ Shapes: B sequences, T tokens, C hidden size of the model, D hidden size of the 
 With x_t the token at position t and s_t three residual streams of the model there (`Transformer.hidden_and_streams`), row t is
 
     f_t = fc(s_t)                                   the model has computed x_t
-    f_t = h_{t-1}, the head's own output            further tokens of a chain
+    f_t = h_{t-1}, the head's own output            further tokens of a draft
     a   = f_t + O · attend(QKV · (n(e(x_{t+1})), n(f_t)))
     h_t = a + down · (silu(gate · n(a)) * (up · n(a)))
     guess of x_{t+2} = argmax of lm_head · n(h_t)

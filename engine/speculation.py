@@ -54,21 +54,15 @@ class Speculation:
 
         accept_rate: a simulated acceptance rate, for benchmarks of models with random weights: a drafted token counts as accepted with
         this probability, whatever was drawn, and text makes no drafts. The answers are then not those of the model."""
-        self.draft_tokens, self.measure, self.model_drafter, self.accept_rate = (
-            draft_tokens,
-            measure,
-            model_drafter,
-            accept_rate,
-        )
+        self.draft_tokens, self.measure = draft_tokens, measure
+        self.model_drafter, self.accept_rate = model_drafter, accept_rate
         self._prompts = prompts if accept_rate is None else None
         self.costs: Costs | None = None
         sources = [source for source in TEXTS if source != PROMPTS or self._prompts is not None]
         self._texts = len(sources)
         self.total = {source: Drafted() for source in (*sources, *([model_drafter.name] if model_drafter else []))}
-        self._acceptance, self._budgets = (
-            {s: Acceptance() for s in self.total},
-            {s: Budget() for s in self.total},
-        )  # of all requests
+        # by source, of all requests
+        self._acceptance, self._budgets = {s: Acceptance() for s in self.total}, {s: Budget() for s in self.total}
         self._planned: Plans = {}  # of the next step
         self._token_seconds = 0.0  # of a step without drafts, when they were planned
         self._reading: dict[Sequence, float] = {}  # `_reading_prices` then
@@ -123,8 +117,8 @@ class Speculation:
             self.model_drafter.observe(step)
 
     def learn(self, chunk: Chunk, accepted: int, saved: int) -> None:
-        """Note that `accepted` tokens of the chunk's draft were accepted, and how many steps it has saved: as many, but one fewer if the
-        last of them ended the answer."""
+        """Note how many tokens of the chunk's draft were accepted, and how many steps it has saved: as many, but one fewer if the last of
+        them ended the answer."""
         source, plan = self._planned[chunk.sequence]
         drafted, total = len(chunk.draft), self.total[source]
         self.total[source] = Drafted(total.drafts + 1, total.tokens + drafted, total.accepted + accepted)
