@@ -29,7 +29,8 @@ from options import DTYPE_NAMES
 from presets import has_random_weights
 from quantized.formats import FORMATS, Shapes, Slice, Tensors
 from quantized.weight import Quantized, QuantizedWeight, joined, quantize
-from tp import SPLITS, ShardedLinear, World, agree_on_error, checkpoint_name
+from sharded_linear import ShardedLinear
+from tp import SPLITS, World, agree_on_error, checkpoint_name
 
 INDEX, SINGLE, PTH = "model.safetensors.index.json", "model.safetensors", "model.pth"
 MANY_LAYERS = 256

@@ -5,7 +5,7 @@ Shapes: B sequences, T tokens, C hidden size of the model, D hidden size of the 
 With x_t the token at position t and s_t three residual streams of the model there (`Transformer.hidden_and_streams`), row t is
 
     f_t = fc(s_t)                                   the model has computed x_t
-    f_t = h_{t-1}, the head's own output            further tokens of a chain
+    f_t = h_{t-1}, the head's own output            further tokens of a draft
     a   = f_t + O · attend(QKV · (n(e(x_{t+1})), n(f_t)))
     h_t = a + down · (silu(gate · n(a)) * (up · n(a)))
     guess of x_{t+2} = argmax of lm_head · n(h_t)
@@ -38,7 +38,8 @@ from json_fields import count, get, shown
 from kernels.linear import linear
 from model import Factory, RMSNorm, Transformer, attention_heads
 from rope import rope_frequencies
-from tp import SPLITS, Shard, ShardedLinear, World, agree_on_error, stream_shards
+from sharded_linear import ShardedLinear
+from tp import SPLITS, Shard, World, agree_on_error, stream_shards
 
 ARCHITECTURE = "LlamaForCausalLMEagle3"
 STREAMS = 3  # hidden states of the model that a head reads

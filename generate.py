@@ -37,7 +37,7 @@ from engine.llm import Completion, Timing, check_prompts, read_tokenizer
 from errors import UserError
 from lora import open_adapter
 from model import Transformer
-from options import ModelOptions, SpeculationOptions, add_options, dtype_name
+from options import ModelOptions, SpeculationOptions, add_options, dtype_name, rank_options
 from presets import has_random_weights, is_shape, model_config
 from processes import is_rank
 from profiling import annotate, profiled
@@ -393,10 +393,7 @@ def start() -> tuple[Job, World]:
     except UserError as e:
         error = e
     try:
-        flags: tuple[Any, ...] = ("cpu",)
-        if args:
-            flags = (args.device, args.comm, args.simulate_link, args.comm_error_budget, args.overlap, args.deterministic)
-        world = init_world(*flags)
+        world = init_world(**rank_options(args)) if args else init_world("cpu")
     except UserError as e:  # no such device or communicator: the ranks still connect, to report the error once
         world, error = init_world("cpu"), error or e
     agree_on_error(world, error)

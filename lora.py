@@ -21,7 +21,8 @@ from errors import UserError, first_line
 from files import CONFIG_BYTES, check_regular, read_json
 from kernels.lora import LowRank, padded_rank
 from model import Transformer
-from tp import SPLITS, ShardedLinear, checkpoint_name, stream_shards
+from sharded_linear import ShardedLinear
+from tp import SPLITS, checkpoint_name, stream_shards
 
 CONFIG, WEIGHTS = "adapter_config.json", "adapter_model.safetensors"
 PARTS = ("q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj")  # the layers that can be adapted

@@ -34,7 +34,8 @@ from errors import UserError
 from kernels.embedding import embedding_shard
 from kernels.norm import rms_norm
 from rope import rope_frequencies
-from tp import Shard, ShardedLinear, StepAdapters, stream_shards
+from sharded_linear import ShardedLinear, StepAdapters
+from tp import Shard, stream_shards
 
 
 class Factory(TypedDict):
@@ -277,7 +278,7 @@ class Transformer(nn.Module):
         stream = [stream] * len(self.shards) if streams else stream
         found: dict[int, Callable[[], Tensor]] = {}
         end = len(self.layers)
-        # a stream of the last layer has all rows, and so have the adapters of a step
+        # the kept stream of the last layer has all rows, and a step's adapters are laid out for all
         early = rows if max(layers, default=0) < end - 1 and self.step_adapters is None else None
         if self.step_adapters is not None:
             self.step_adapters.groups = context.adapters

@@ -183,15 +183,21 @@ class SharedTextOptions:
 
 @dataclass(frozen=True, kw_only=True)
 class StandInOptions:
-    """What replaces the agreement of models with random weights, for benchmarks."""
+    """A simulated acceptance rate of drafts, for benchmarks of models with random weights."""
 
     accept_rate: float | None = option(
         default=None,
         type=float,
         metavar="P",
-        help="for benchmarks with random weights, which agree on nothing: each drafted token counts as right with probability P, whatever "
+        help="for benchmarks with random weights, whose drafts are never right: each drafted token counts as right with probability P, whatever "
         "the model draws, and only a head or a model drafts. The answers are then noise of another kind (default: off)",
     )
+
+
+def rank_options(options: Any) -> dict[str, Any]:
+    """The arguments of `tp.init_world` among a program's options: a `ModelOptions`, or what argparse made of its flags."""
+    names = ("device", "comm", "simulate_link", "comm_error_budget", "overlap", "deterministic")
+    return {name: getattr(options, name) for name in names}
 
 
 def draft_limit(speculate: str | None, draft_tokens: int) -> int:

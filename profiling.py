@@ -17,7 +17,7 @@ from torch.profiler import ProfilerActivity, profile, record_function
 
 from errors import UserError
 from model import MLP, Attention, ParallelBlock, Transformer
-from tp import ShardedLinear
+from sharded_linear import ShardedLinear
 
 Span = tuple[float, float]  # begin and end, µs
 Event = dict[str, Any]  # of the Chrome trace format

@@ -1,4 +1,5 @@
-"""Builds the communicators of GPUs. The implementation depends on whether the GPUs have peer access. Requires Triton.
+"""Builds the communicators of GPUs. Requires Triton. The implementation depends on whether the GPUs have peer access, so that a kernel
+of one addresses the memory of the others (`memory` is "peer"), or exchange data through host memory ("host").
 
 All functions are collective over `group` (None: all ranks).
 """
@@ -28,7 +29,8 @@ from errors import UserError
 def exact(
     kind: Kind, device: torch.device, group: dist.ProcessGroup | None = None, memory: Memory | None = None
 ) -> Communicator:
-    """One-shot or two-shot all-reduces. memory: None for `memory_between` the ranks. Raises UserError as `open_workspace`."""
+    """One-shot or two-shot all-reduces (docs/communication.md). memory: None for what these ranks have. Raises UserError as
+    `open_workspace`."""
     memory = memory or memory_between(device, group)
     if kind == "two-shot" and memory == "host":
         return RelayCommunicator(None, device, group)

@@ -38,7 +38,7 @@ class Norm(Protocol):
 
 
 class Linear(Protocol):
-    """A linear layer, which a communicator may fuse with an all-reduce: see `tp.ShardedLinear`."""
+    """A linear layer, which a communicator may fuse with an all-reduce: see `sharded_linear.ShardedLinear`."""
 
     @property
     def weight(self) -> Tensor: ...

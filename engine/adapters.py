@@ -22,7 +22,8 @@ from errors import UserError
 from kernels.lora import PREFILL_TILE, Groups, LowRank, group_rows, padded_rank
 from lora import AdapterFiles, LoraLimits, adapted_layers, open_adapter
 from model import Transformer
-from tp import LayerAdapters, ShardedLinear, StepAdapters, World, agree_on_error
+from sharded_linear import LayerAdapters, ShardedLinear, StepAdapters
+from tp import World, agree_on_error
 
 READING_SECONDS = 120.0  # for which a rank reads an adapter at most, with those that wait before it
 COPIED_BYTES = 32 << 20  # to a slot between two steps, about

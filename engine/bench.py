@@ -24,11 +24,12 @@ from tqdm import tqdm
 
 from checkpoint import DTYPES, load_model
 from cli import Parser, run
-from engine.core import Engine, EngineLimits
+from engine.core import Engine
 from engine.draft_models import find_draft
+from engine.limits import EngineLimits
 from engine.protocol import SamplingParams, Submit
 from errors import UserError
-from options import ModelOptions, SpeculationOptions, add_options, draft_limit, dtype_name, whole_number
+from options import ModelOptions, SpeculationOptions, add_options, draft_limit, dtype_name, rank_options, whole_number
 from presets import model_config
 from profiling import gpu_time, kernel_idle_share, profiled, read_trace
 from tp import World, init_world
@@ -188,7 +189,7 @@ def main() -> None:
     )
     args = parser.parse_args()
     check_trace(args)
-    world = init_world(args.device, args.comm, args.simulate_link, args.comm_error_budget, args.overlap, args.deterministic)
+    world = init_world(**rank_options(args))
     if args.trace and world.device.type != "cuda":
         raise UserError("--trace shows when a GPU is idle, so it needs a GPU; leave it out on a CPU")
     config = model_config(args.model, args.variant, world.world_size, args.quantize)

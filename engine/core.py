@@ -5,23 +5,22 @@ Every rank runs the same engine on the same events in the same order; only rank 
 
 import time
 from collections.abc import Iterator
-from dataclasses import dataclass
 from functools import partial
 
 import msgspec
-import torch
 
 import determinism
 from eagle import EagleHead
 from engine.adapters import Adapter, Adapters
 from engine.block_manager import BlockManager
 from engine.draft_costs import measure
-from engine.draft_heads import HeadChains, HeadModel
-from engine.draft_models import Chains
-from engine.drafts import Speculation, count_equal
 from engine.grammars import COMPILED, MAX_COMPILING, Compilation, Grammars, error_of
+from engine.head_drafter import HeadDrafter
+from engine.head_model import HeadModel
+from engine.limits import EngineLimits, count_blocks, new_cache
 from engine.logits import advance, check_ids, new_state, sibling
-from engine.paged_cache import CODES, PagedCache
+from engine.meter import Meter
+from engine.model_drafter import ModelDrafter
 from engine.prompt_index import PromptIndex
 from engine.protocol import (
     Abort,
@@ -34,102 +33,35 @@ from engine.protocol import (
     TokenOutput,
     UnloadAdapter,
 )
-from engine.runner import InFlightStep, Runner, StepResult
-from engine.scheduler import Chunk, Scheduler, Sequence
+from engine.runner import Runner
+from engine.scheduler import Scheduler
 from engine.schedules import Schedules
+from engine.sequence import Chunk, Sequence, count_accepted
+from engine.speculation import Speculation
+from engine.step import InFlightStep, StepResult
 from engine.step_inputs import Capacity
 from engine.step_tokens import step_tokens
 from errors import UserError
-from memory import free_bytes
 from model import Transformer
-from options import KV_DTYPES
 from tokenizer import Tokenizer
 from tp import World
 
-DEFAULT_CPU_CACHE = 1 << 30  # bytes
-GPU_SHARE = 0.9  # share of the free memory for the cache
-MOST_DRAFTED = 256  # tokens of a step; with more rows a step takes longer, and each row's logits take memory
 
-
-@dataclass(frozen=True)
-class EngineLimits:
-    max_model_len: int | None = None  # tokens; None: the model's context
-    max_num_seqs: int = 64
-    max_batch_tokens: int | None = None  # of one step; None: as `engine/step_tokens.py` says
-    block_size: int = 16  # tokens
-    kv_memory: float | None = None  # per rank; up to 1: share of the free memory; else bytes; None: 1 GiB on CPU, 0.9 on GPU
-    kv_dtype: str = "auto"  # of the KV cache, one of `options.KV_DTYPES`
-    whole_sequences: bool = False  # a sequence gets all blocks that it may need when it starts, and shares none: no preemption
-    draft_tokens: int = 0  # most drafted tokens of a sequence in a step; 0: no speculation
-    accept_rate: float | None = None  # for benchmarks, see `Speculation`
-    ngram_prompts: int = 0  # newest tokens of all requests' prompts from which text may be drafted
-
-    @property
-    def drafted(self) -> int:
-        """The most drafted tokens of a step."""
-        return min(self.draft_tokens * self.max_num_seqs, MOST_DRAFTED)
-
-
-def cache_memory(limits: EngineLimits, device: torch.device) -> float:
-    """Bytes that this rank may give to its KV cache."""
-    cuda = device.type == "cuda"
-    wanted = limits.kv_memory if limits.kv_memory is not None else GPU_SHARE if cuda else DEFAULT_CPU_CACHE
-    if wanted > 1:
-        return wanted
-    free = torch.cuda.mem_get_info(device)[0] if cuda else free_bytes(device)
-    return wanted * free
-
-
-def cache_dtype(model: Transformer, limits: EngineLimits) -> torch.dtype:
-    """Raises UserError for an unknown kv_dtype, and for fp8 if the GPU cannot convert it."""
-    weight = model.norm.weight
-    if limits.kv_dtype not in KV_DTYPES:
-        raise UserError(f"unknown kv_dtype {limits.kv_dtype!r}; known: {', '.join(KV_DTYPES)}")
-    if limits.kv_dtype == "fp8" and weight.is_cuda and torch.cuda.get_device_capability(weight.device) < (8, 9):
-        raise UserError("--kv-dtype fp8 needs a GPU of compute capability 8.9 or newer, such as an H100; leave it out")
-    return CODES if limits.kv_dtype == "fp8" else weight.dtype
-
-
-def count_blocks(model: Transformer, draft: Transformer | HeadModel | None, limits: EngineLimits, world: World) -> int:
-    """How many KV-cache blocks fit, the same number on all ranks. Collective. Raises UserError if none fits. draft: a model that
-    has a cache of as many blocks."""
-    dtype, models = cache_dtype(model, limits), [model] if draft is None else [model, draft]
-    size = sum(
-        PagedCache.bytes_per_block(m.attention_slots, limits.block_size, m.n_kv_heads, m.config.head_dim, dtype) for m in models
-    )
-    [blocks] = world.smallest([int(cache_memory(limits, world.device)) // size])
-    # all sequences at full length can use at most this many blocks
-    useful = limits.max_num_seqs * -(-(limits.max_model_len or model.config.max_seq_len) // limits.block_size)
-    found = min(blocks, useful)
-    if found < 1:
-        raise UserError(f"--kv-memory leaves room for no KV-cache block of {size / 1e6:.1f} MB; give more")
-    return found
-
-
-def new_cache(
-    model: Transformer | HeadModel, n_blocks: int, limits: EngineLimits, world: World, dtype: torch.dtype
-) -> PagedCache:
-    """The model's cache."""
-    shape = model.attention_slots, n_blocks, limits.block_size, model.n_kv_heads, model.config.head_dim
-    return PagedCache(*shape, world.device, dtype)
-
-
-def new_chains(
+def new_drafter(
     model: Transformer | HeadModel,
     limits: EngineLimits,
-    dtype: torch.dtype,
     text_ids: int,
     capacity: Capacity,
     blocks: BlockManager,
     world: World,
-) -> Chains:
-    """The chains of a draft model or head, with a cache of its own. dtype: of the cache. Collective."""
-    cache = new_cache(model, blocks.n_blocks, limits, world, dtype)
+) -> ModelDrafter:
+    """The drafter of a draft model or head, with a cache of its own beside the target's `blocks`. Collective."""
+    cache = new_cache(model, blocks.n_blocks, limits, world.device)
     own = world if model.comm.world_size > 1 else World(0, 1, world.device, model.comm)
     schedules, longest = Schedules.of(model, own, limits.kv_dtype), model.config.max_seq_len
     if isinstance(model, HeadModel):
-        return HeadChains(Runner(model, cache, text_ids, capacity, schedules, shift=1), blocks, longest, model)
-    return Chains(Runner(model, cache, text_ids, capacity, schedules), blocks, longest)
+        return HeadDrafter(Runner(model, cache, text_ids, capacity, schedules, shift=1), blocks, longest, model)
+    return ModelDrafter(Runner(model, cache, text_ids, capacity, schedules), blocks, longest)
 
 
 class Engine:
@@ -145,53 +77,50 @@ class Engine:
         draft: Transformer | EagleHead | None = None,
         adapters: Adapters | None = None,
     ) -> None:
-        """draft: a smaller model that drafts (`draft_models.py`), or a head (`draft_heads.py`). adapters: of the model."""
+        """draft: a smaller model that drafts (`model_drafter.py`), or a draft head (`head_drafter.py`). adapters: of the model."""
         config = model.config
         self.max_model_len = min(limits.max_model_len or config.max_seq_len, config.max_seq_len)
+        self.vocab_size, self.world, self.adapters = config.vocab_size, world, adapters
         schedules = Schedules.of(model, world, limits.kv_dtype)
-        budget = limits.max_batch_tokens or step_tokens(config, world)
-        # of what drafts: at least 2, because `Costs` needs two measured points
-        sequences, tokens = max(2, limits.max_num_seqs), max(2, budget)
+        batch_tokens = limits.max_batch_tokens or step_tokens(config, world)
+        # of a drafter: at least 2, because `Costs` needs two measured points
+        sequences, tokens = max(2, limits.max_num_seqs), max(2, batch_tokens)
         drafting = HeadModel(draft, model, sequences + tokens) if isinstance(draft, EagleHead) else draft
         blocks = BlockManager(count_blocks(model, drafting, limits, world), limits.block_size)
         whole, drafted = limits.whole_sequences, limits.drafted
-        self.scheduler = Scheduler(blocks, limits.max_num_seqs, budget, self.max_model_len, whole, drafted)
-        dtype = cache_dtype(model, limits)
+        self.scheduler = Scheduler(blocks, limits.max_num_seqs, batch_tokens, self.max_model_len, whole, drafted)
+
         text_ids = min(tokenizer.vocab_size if tokenizer else config.vocab_size, config.vocab_size)
         longest = blocks.blocks_for(self.max_model_len)
-        capacity = Capacity(limits.max_num_seqs, budget, longest, drafted)
+        capacity = Capacity(limits.max_num_seqs, batch_tokens, longest, drafted)
         layers = draft.config.stream_layers if isinstance(draft, EagleHead) else ()
-        cache, slots = new_cache(model, blocks.n_blocks, limits, world, dtype), adapters.limits.slots if adapters else 0
+        cache, slots = new_cache(model, blocks.n_blocks, limits, world.device), adapters.limits.slots if adapters else 0
         self.runner = Runner(model, cache, text_ids, capacity, schedules, layers, adapters=slots)
-        self.adapters = adapters
-        chains = None
-        if drafting is not None:
-            smaller = Capacity(sequences, tokens, longest)
-            chains = new_chains(drafting, limits, dtype, text_ids, smaller, blocks, world)
-        # without `self`: an engine in a cycle would keep its memory until the garbage collector finds it
-        self.speculation = Speculation(
-            limits.draft_tokens,
-            partial(measure, self.runner, chains, self.max_model_len, world),
-            chains,
-            limits.accept_rate,
-            PromptIndex(limits.ngram_prompts) if limits.ngram_prompts else None,
-        )
         self.look_ahead = self.runner.graphs is not None  # whether steps are launched before the tokens of the last are known
         self._ahead: InFlightStep | None = None  # the step that was launched so
+
+        drafter = None
+        if drafting is not None:
+            drafter = new_drafter(drafting, limits, text_ids, Capacity(sequences, tokens, longest), blocks, world)
+        # without `self`: an engine in a cycle would keep its memory until the garbage collector finds it
+        measured = partial(measure, self.runner, drafter, self.max_model_len, world)
+        prompts = PromptIndex(limits.ngram_prompts) if limits.ngram_prompts else None
+        self.speculation = Speculation(limits.draft_tokens, measured, drafter, limits.accept_rate, prompts)
+
         self.grammars = Grammars(tokenizer, config.vocab_size)
         # by a grammar's text: its compilation, and the requests that wait for it
         self.compiling: dict[str, tuple[Compilation, list[Sequence]]] = {}
         self.refused: list[Refused] = []  # added by `admit` and `step`; the worker sends them
-        self.vocab_size, self.world = config.vocab_size, world
-        self.meter = Meter()
-        self._waited = model.comm.waited or 0.0
+        self.meter = Meter(model.comm.waited or 0.0)
 
     def capture(self, quiet: bool = True) -> None:
         """Capture all graphs and measure what drafts need to know, before requests arrive. Collective."""
         self.runner.capture(quiet)
-        if self.speculation.chains is not None:
-            self.speculation.chains.runner.capture(quiet)
+        if self.speculation.model_drafter is not None:
+            self.speculation.model_drafter.runner.capture(quiet)
         self.speculation.prepare()
+
+    # --- requests ----------------------------------------------------------------------------------------------------------
 
     def submit(self, message: Submit | SubmitAll) -> Refused | None:
         """Accept a request, or many that share their parameters: all or none. Returns None, or a `Refused` for the
@@ -269,11 +198,11 @@ class Engine:
         if isinstance(message, LoadAdapter):
             adapters.load(message)
             return
-        waiting = [s for _, sequences in self.compiling.values() for s in sequences]
-        users = [s for s in [*waiting, *self.scheduler.by_id.values()] if s.adapter and s.adapter.name == message.name]
+        users = [s for s in [*self._uncompiled, *self.scheduler.by_id.values()] if s.adapter and s.adapter.name == message.name]
         adapters.unload(message, len(users))
 
     def abort(self, message: Abort) -> None:
+        """Remove a request, wherever it waits or runs."""
         for loading in self.adapters.loading.values() if self.adapters else ():
             if loading.waiting:
                 loading.waiting.append(message)  # its request may be one of them
@@ -296,8 +225,7 @@ class Engine:
     def abort_all(self) -> None:
         for loading in self.adapters.loading.values() if self.adapters else ():
             loading.waiting.clear()
-        waiting = [s.request_id for _, sequences in self.compiling.values() for s in sequences]
-        for request_id in [*waiting, *self.scheduler.by_id]:
+        for request_id in [*(s.request_id for s in self._uncompiled), *self.scheduler.by_id]:
             self.abort(Abort(request_id))
 
     def admit(self) -> None:
@@ -329,6 +257,11 @@ class Engine:
             self.grammars.finished(compilation)
 
     @property
+    def _uncompiled(self) -> list[Sequence]:
+        """The requests that wait for a grammar."""
+        return [s for _, waiting in self.compiling.values() for s in waiting]
+
+    @property
     def preparing(self) -> bool:
         """Whether `admit` waits for a thread, for requests that wait or for an adapter."""
         return bool(self.compiling or (self.adapters and self.adapters.loading))
@@ -337,11 +270,7 @@ class Engine:
         """Whether a sequence runs or waits."""
         return self.scheduler.has_work()
 
-    def _rest(self) -> None:
-        """If no sequence runs or waits, drop the step that was launched ahead: nobody needs its tokens."""
-        if not self.has_work():
-            self._ahead = None
-            self.runner.rest()
+    # --- steps -------------------------------------------------------------------------------------------------------------
 
     def step(self) -> list[TokenOutput]:
         """Compute one step and return each sequence's new output. The next step is launched before this step's tokens are
@@ -360,12 +289,18 @@ class Engine:
         self.meter.count(sum(c.count for c in step.chunks), generated, time.perf_counter() - start)
         return outputs
 
+    def _rest(self) -> None:
+        """If no sequence runs or waits, drop the step that was launched ahead: nobody needs its tokens."""
+        if not self.has_work():
+            self._ahead = None
+            self.runner.rest()
+
     def _schedule(self) -> list[Chunk]:
         """The next step, whose sequences' tokens are all known."""
         room = self.scheduler.draft_room(self.speculation.plan(self.scheduler.running))
         drafts = self.speculation.drafts(room)
-        if (chains := self.speculation.chains) is not None:
-            self.runner.wait_from(chains.ready)
+        if (drafter := self.speculation.model_drafter) is not None:
+            self.runner.wait_from(drafter.ready)
         return self.scheduler.schedule(drafts={sequence: drafts.get(sequence, []) for sequence in room})
 
     def _may_follow(self, step: InFlightStep) -> bool:
@@ -414,8 +349,8 @@ class Engine:
             drawn, entries, first = result.tokens[first:stop], result.logprobs[first:stop], stop
             if sequence.finish_reason is not None:
                 continue
-            drawn = self.speculation.stand_in(chunk, drawn, self.runner.text_ids)
-            accepted = count_equal(draft, drawn)
+            drawn = self.speculation.simulated(chunk, drawn, self.runner.text_ids)
+            accepted = count_accepted(draft, drawn)
             if accepted < len(draft):
                 self.scheduler.reject(sequence, len(draft) - accepted)
             taken = 0
@@ -476,62 +411,19 @@ class Engine:
             prefill_seconds=now - scheduled,
         )
 
+    # --- statistics --------------------------------------------------------------------------------------------------------
+
     def stats(self) -> Stats:
-        scheduler, meter = self.scheduler, self.meter
-        steps, seconds, batch_tokens = meter.take()
-        return Stats(
+        """The engine's state now, and what its steps took since the last call."""
+        scheduler = self.scheduler
+        return msgspec.structs.replace(
+            self.meter.stats(self.runner),
             running=len(scheduler.running),
-            waiting=len(scheduler.waiting) + sum(len(waiting) for _, waiting in self.compiling.values()),
+            waiting=len(scheduler.waiting) + len(self._uncompiled),
             kv_blocks_used=scheduler.blocks.used,
             kv_blocks_total=scheduler.blocks.n_blocks,
             prefix_queries=scheduler.prefix_queries,
             prefix_hits=scheduler.prefix_hits,
             preemptions=scheduler.preemptions,
-            prompt_tokens=meter.prompt_tokens,
-            generation_tokens=meter.generation_tokens,
-            steps=meter.steps,
-            step_seconds=seconds / steps if steps else 0.0,
-            batch_tokens=batch_tokens,
-            all_reduce_share=self._all_reduce_share(seconds),
-            idle_share=self._idle_share(seconds),
             drafted=dict(self.speculation.total),
-            token_seconds=meter.token_seconds,
         )
-
-    def _all_reduce_share(self, seconds: float) -> float | None:
-        """The share of `seconds`, the time of the steps since the last call, that this rank waited for all-reduces."""
-        waited = self.runner.model.comm.waited
-        if waited is None:
-            return None
-        since, self._waited = waited - self._waited, waited
-        return min(1.0, since / seconds) if seconds else None
-
-    def _idle_share(self, seconds: float) -> float | None:
-        """The share of `seconds` for which the device waited for the next step."""
-        if self.runner.graphs is None:
-            return None
-        idle, self.runner.idle_seconds = self.runner.idle_seconds, 0.0
-        return min(1.0, idle / seconds) if seconds else None
-
-
-class Meter:
-    """Counts steps, tokens and seconds, in total and since the last `take`."""
-
-    def __init__(self) -> None:
-        self.prompt_tokens = self.generation_tokens = self.steps = 0
-        self.token_seconds: float | None = None  # see `Stats`
-        self._seconds = 0.0
-        self._batch_tokens: list[int] = []
-
-    def count(self, batch_tokens: int, generated: int, seconds: float) -> None:
-        self.steps += 1
-        self.generation_tokens += generated
-        self._seconds += seconds
-        self._batch_tokens.append(batch_tokens)
-        self.token_seconds = min(seconds / max(1, batch_tokens), self.token_seconds or seconds)
-
-    def take(self) -> tuple[int, float, list[int]]:
-        """Number of steps since the last call, their seconds in total, and the tokens of each."""
-        taken = len(self._batch_tokens), self._seconds, self._batch_tokens
-        self._seconds, self._batch_tokens = 0.0, []
-        return taken

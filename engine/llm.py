@@ -22,9 +22,10 @@ from attention import Causal
 from checkpoint import DTYPES, load_model
 from config import ModelConfig
 from engine.adapters import ADAPTER, single_adapter
-from engine.core import Engine, EngineLimits
+from engine.core import Engine
 from engine.draft_models import find_draft
-from engine.logits import SCORE_CHUNK
+from engine.limits import EngineLimits
+from engine.logprobs import SCORE_CHUNK
 from engine.protocol import Abort, Refused, SamplingParams, Submit, TokenLogprobs
 from engine.text import AnswerStream, Delta
 from engine.tuning import tune

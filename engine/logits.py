@@ -1,21 +1,17 @@
 """Changes of logits before a token is drawn, by a request's parameters: penalties, biases, allowed ids, minimum length,
 grammars. Rows of requests without any of these stay unchanged."""
 
-from collections.abc import Sequence as List
+from collections import abc
 from dataclasses import dataclass, field
 from typing import Any
 
 import torch
 from torch import Tensor
 
-import determinism
-from engine.protocol import Logprob, SamplingParams, TokenLogprobs
-from engine.scheduler import Chunk, Draw, Sequence
-from engine.transfers import to_device, to_host
+from engine.protocol import SamplingParams, TokenLogprobs
+from engine.sequence import Chunk, Draw, Sequence
+from engine.transfers import to_device
 from errors import UserError
-from kernels.sampling import log_softmax
-
-SCORE_CHUNK = 512  # tokens whose logits are held at once while scoring
 
 
 @dataclass
@@ -55,14 +51,14 @@ def sibling(state: SamplingState) -> SamplingState:
     return SamplingState(bias=state.bias)
 
 
-def check_ids(ids: List[int], vocab_size: int) -> None:
+def check_ids(ids: list[int], vocab_size: int) -> None:
     """Raises UserError for an id outside the vocabulary."""
     if ids and (min(ids) < 0 or max(ids) >= vocab_size):
         outside = next(i for i in ids if not 0 <= i < vocab_size)
         raise UserError(f"token id {outside} is outside the model's vocabulary of {vocab_size}")
 
 
-def process(logits: Tensor, draws: List[Draw]) -> Tensor:
+def process(logits: Tensor, draws: list[Draw]) -> Tensor:
     """Apply each sequence's parameters to its rows of (B, V) fp32 logits. Returns a new tensor if any row changes. Where a grammar
     masks a draw, no token before it may be unknown, but for those of its draft."""
     rows = [i for i, draw in enumerate(draws) if needs_processing(draw.sequence) or _is_too_short(draw)]
@@ -139,7 +135,7 @@ def _is_too_short(draw: Draw) -> bool:
     return draw.generated < params.min_tokens and draw.sequence.finish_reason is None
 
 
-def _behind(matcher: Any, draft: List[int]) -> Any:
+def _behind(matcher: Any, draft: abc.Sequence[int]) -> Any:
     """The matcher after the draft; None if no token can follow, because the grammar ends in the draft or does not allow it. A copy:
     llguidance cannot roll a matcher back behind its end."""
     if matcher is None or not draft:
@@ -148,7 +144,7 @@ def _behind(matcher: Any, draft: List[int]) -> Any:
     return matcher if matcher.consume_tokens(list(draft)) and not matcher.is_stopped() else None
 
 
-def _penalize(logits: Tensor, rows: list[int], draws: List[Draw]) -> None:
+def _penalize(logits: Tensor, rows: list[int], draws: list[Draw]) -> None:
     """Apply the penalties to `rows`, in place. Presence and frequency penalties count generated tokens (OpenAI). The
     repetition penalty (CTRL, arXiv:1909.05858) also counts the prompt's: it divides a seen token's positive logit and
     multiplies a negative one."""
@@ -188,7 +184,7 @@ def _count(sequence: Sequence, logits: Tensor) -> None:
     state.counted = max(state.counted, sequence.generated)
 
 
-def count_drawn(chunks: List[Chunk], tokens: Tensor) -> None:
+def count_drawn(chunks: list[Chunk], tokens: Tensor) -> None:
     """Count tokens (B,) that were drawn for penalized sequences, before the host knows them. Of a token behind a draft nobody knows
     yet whether it is new: `_count` counts it later."""
     i = -1
@@ -227,41 +223,8 @@ def advance(sequence: Sequence, token: int) -> bool:
     return False
 
 
-def token_logprobs(logits: Tensor, chosen: List[int], tops: List[int]) -> list[TokenLogprobs]:
-    """Log-probabilities of `chosen[i]` and of the `tops[i]` likeliest tokens, for each row i of raw (B, V) fp32 logits."""
-    scores = Scores.of(logits, to_device(chosen, torch.int64, logits.device), tops)
-    if logits.is_cuda:
-        torch.cuda.current_stream().synchronize()
-    return scores.read()
-
-
-@dataclass(frozen=True)
-class Scores:
-    """Log-probabilities of B tokens and of the likeliest ones, on their way to the host: valid as `to_host` says."""
-
-    chosen: tuple[Tensor, Tensor, Tensor]  # ids, log-probabilities and ranks, each (B,)
-    best: tuple[Tensor, Tensor]  # log-probabilities and ids of the likeliest tokens, (B, most)
-    tops: List[int]
-
-    @classmethod
-    def of(cls, logits: Tensor, chosen: Tensor, tops: List[int]) -> "Scores":
-        """logits: raw (B, V) fp32. chosen: ids (B,). tops: how many of the likeliest tokens each row needs."""
-        logprobs = log_softmax(logits)
-        mine = logprobs.gather(-1, chosen[:, None])
-        ranks = (logprobs > mine).sum(-1) + 1
-        most = max(1, min(max(tops), logits.shape[-1]))
-        if determinism.enabled():  # of equal values, topk takes others if another request asks for more of them
-            values, ids = (x[:, :most] for x in logprobs.sort(dim=-1, descending=True, stable=True))
-        else:
-            values, ids = logprobs.topk(most, dim=-1)
-        return cls((to_host(chosen), to_host(mine[:, 0]), to_host(ranks)), (to_host(values), to_host(ids)), tops)
-
-    def read(self) -> list[TokenLogprobs]:
-        rows = zip(*(x.tolist() for x in (*self.chosen, *self.best)), self.tops, strict=True)
-        return [
-            TokenLogprobs(
-                Logprob(token, logprob, rank),
-                [Logprob(i, v, n + 1) for n, (i, v) in enumerate(zip(best_ids, best, strict=True))][:top],
-            )
-            for token, logprob, rank, best, best_ids, top in rows
-        ]
+def is_plain(sequence: Sequence) -> bool:
+    """Whether the next token depends only on the logits, the temperature and the seed, so that a graph can draw it."""
+    params = sequence.params
+    filtered = params.top_k or params.top_p < 1 or params.min_p
+    return not (filtered or params.min_tokens or params.logprobs is not None or needs_processing(sequence))

@@ -5,13 +5,12 @@ however the prompt is cut into chunks and whatever else is in a step.
 """
 
 from collections.abc import Callable
-from collections.abc import Sequence as List
 from typing import NamedTuple
 
 import torch
 from torch import Tensor
 
-from engine.scheduler import Chunk, Sequence
+from engine.sequence import Chunk, Sequence
 from engine.transfers import to_device, to_host
 
 ONE = 2.0**32  # in fixed point: an error of 2^-33 a token, and sums of up to 2^31
@@ -31,7 +30,7 @@ def reads_all_rows(chunk: Chunk) -> bool:
     return chunk.sequence.params.pooling == "mean"
 
 
-def pool(norm: Norm, chunks: List[Chunk], last: Tensor, hidden: Tensor | None) -> Pooled | None:
+def pool(norm: Norm, chunks: list[Chunk], last: Tensor, hidden: Tensor | None) -> Pooled | None:
     """Pool a step's hidden states, for the sequences that ask for it. None if no such sequence ends.
 
     norm: the model's final one. last: (D, C), the rows that draw. hidden: (T, C), all rows, if any chunk `reads_all_rows`.
@@ -55,7 +54,7 @@ def pool(norm: Norm, chunks: List[Chunk], last: Tensor, hidden: Tensor | None) -
     return Pooled([chunk.sequence for chunk in ended], to_host(vectors))
 
 
-def _add_up(norm: Norm, chunks: List[Chunk], hidden: Tensor) -> None:
+def _add_up(norm: Norm, chunks: list[Chunk], hidden: Tensor) -> None:
     """Add the rows of chunks to the sums of their sequences. A sequence's first chunk begins a new sum, also after a preemption."""
     places = [place for place, chunk in enumerate(chunks) for _ in range(chunk.count)]
     segments = to_device(places, torch.int64, hidden.device)

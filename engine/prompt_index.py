@@ -1,7 +1,6 @@
 """What followed a few tokens in the newest prompts of all requests."""
 
 from collections import deque
-from collections.abc import Sequence as List
 
 GRAM = 4  # tokens that must be the same: what follows fewer is often something else in another prompt
 GAP = -1  # stands behind each prompt; no token's id
@@ -19,13 +18,13 @@ class PromptIndex:
         self._gram: deque[int] = deque(maxlen=GRAM)  # the newest ones
         self._waiting: deque[int] = deque()
 
-    def add(self, prompt: List[int]) -> None:
-        """Let `follow` index a prompt, of which the newest tokens if it is too long, unless too many tokens wait already."""
+    def add(self, prompt: list[int]) -> None:
+        """Let `index` read a prompt, of which the newest tokens if it is too long, unless too many tokens wait already."""
         prompt = prompt[-(self.capacity - 1) :]
         if len(self._waiting) + len(prompt) < self.capacity:
             self._waiting.extend((*prompt, GAP))
 
-    def follow(self, most: int) -> None:
+    def index(self, most: int) -> None:
         """Index at most `most` of the tokens that wait."""
         for _ in range(min(most, len(self._waiting))):
             self._append(self._waiting.popleft())
@@ -41,11 +40,11 @@ class PromptIndex:
         if len(gram) == GRAM and GAP not in gram:
             self._places[gram] = self._count
 
-    def finds(self, tokens: List[int]) -> bool:
+    def finds(self, tokens: list[int]) -> bool:
         """Whether something follows the last tokens of a sequence in a prompt."""
         return bool(self.after(tokens, 1))
 
-    def after(self, tokens: List[int], count: int) -> list[int]:
+    def after(self, tokens: list[int], count: int) -> list[int]:
         """At most `count` tokens that follow the last ones of a sequence where they occurred last, up to the end of that prompt."""
         start = self._places.get(tuple(tokens[-GRAM:]))
         if start is None:

@@ -229,7 +229,7 @@ class TokenOutput(msgspec.Struct, frozen=True, omit_defaults=True):
     finish_reason: str | None = None
     logprobs: list[TokenLogprobs] | None = None  # one for each of token_ids, if requested
     prompt_logprobs: list[TokenLogprobs | None] | None = None  # only in the first output; the first entry is None
-    drafted: int = 0  # tokens that were guessed and verified (see drafts.py), and how many of them were right
+    drafted: int = 0  # tokens that were guessed and verified (see speculation.py), and how many of them were right
     accepted: int = 0
     cached_tokens: int = 0  # prompt tokens taken from the prefix cache; only in the first output, as are the next two
     queue_seconds: float = 0.0  # from arrival to the first scheduling

@@ -13,11 +13,8 @@ the logits, the temperature and the seed are drawn after the graph.
 
 import time
 from collections.abc import Callable
-from collections.abc import Sequence as List
-from dataclasses import dataclass, field
 from functools import partial
 from itertools import accumulate
-from typing import TYPE_CHECKING
 
 import torch
 from torch import Tensor
@@ -26,31 +23,28 @@ from tqdm import tqdm
 from attention import AttentionContext
 from comm.faults import fault_word, raise_fault
 from engine.graphs import Captured, Graphs
+from engine.head_model import HeadModel
 from engine.logits import (
-    SCORE_CHUNK,
     SamplingState,
-    Scores,
     count_drawn,
     has_grammar,
+    is_plain,
     may_change,
-    needs_processing,
     process,
-    token_logprobs,
 )
+from engine.logprobs import PendingLogprobs, score_prompts, scores_prompt
 from engine.paged_cache import PagedCache
-from engine.pooling import Pooled, pool
+from engine.pooling import pool
 from engine.protocol import SamplingParams, TokenLogprobs
 from engine.sampler import SamplingBatch, sample
-from engine.scheduler import Chunk, Sequence, drawn_by
 from engine.schedules import Schedules
+from engine.sequence import Chunk, Sequence, drawn_by
+from engine.step import InFlightStep, Output, StepResult
 from engine.step_inputs import ROUND, Capacity, DecodeInputs, SpanInputs
 from engine.transfers import to_device, to_host
 from kernels.graph_times import successive_seconds
 from kernels.sampling import combine_best, local_best
 from model import Transformer
-
-if TYPE_CHECKING:
-    from engine.draft_heads import HeadModel
 
 LARGEST_GRAPH = 2048  # tokens; a larger step takes the device longer than the host needs to launch its kernels one by one
 LARGEST_MEASURED = 8192  # tokens of a step; larger ones, whose all-reduces are too long to be fused, use the default schedule
@@ -71,60 +65,12 @@ def prefill_buckets(tokens: int) -> list[int]:
     return [*(n for n in sizes if n < largest), largest]
 
 
-@dataclass
-class StepResult:
-    """A token, and its log-probabilities or None, for each draw."""
-
-    tokens: list[int]
-    logprobs: list[TokenLogprobs | None]
-
-
-@dataclass
-class Output:
-    """A step's results on the device."""
-
-    last: Tensor  # (D, C), the rows from which a token is drawn
-    tokens: Tensor | None  # (D,) int64, drawn with only the logits, the temperature and the seed; None on a CPU
-    streams: list[Tensor]  # (T, C) each, of the runner's `stream_layers`
-    hidden: Tensor | None = None  # (T, C), all rows, of a step that scores a prompt or takes a mean
-
-
-@dataclass
-class InFlightStep:
-    """A step that was launched. `drawn` is None until its tokens are drawn."""
-
-    chunks: list[Chunk]
-    sampling: list[Chunk]  # those that sample, in the same order
-    hidden: Tensor  # (D, C), the rows of their `draws`; a later launch may overwrite it
-    has_drafts: bool
-    streams: list[Tensor] = field(default_factory=list)  # (T, C) each, of all rows; a later launch may overwrite them
-    drawn: Tensor | None = None  # (D,) int64, on the device
-    tokens: Tensor | None = None  # the same in host memory, valid after `ready`
-    fault: Tensor | None = None  # of the waits for other ranks until then, valid after `ready`; see comm/faults.py
-    scored: list[int] = field(default_factory=list)  # the draws whose requests ask for log-probabilities
-    scores: Scores | None = None  # of these, valid after `ready`
-    pooled: Pooled | None = None  # valid after `ready`
-    # when the device could begin the step, with its inputs laid out, and when it had the tokens; None on a CPU
-    begin: "torch.cuda.Event | None" = None
-    ready: "torch.cuda.Event | None" = None
-
-
-def is_plain(sequence: Sequence) -> bool:
-    """Whether the next token depends only on the logits, the temperature and the seed, so that a graph can draw it."""
-    params = sequence.params
-    filtered = params.top_k or params.top_p < 1 or params.min_p
-    return not (filtered or params.min_tokens or params.logprobs is not None or needs_processing(sequence))
-
-
-def scores_prompt(chunk: Chunk) -> bool:
-    """Whether log-probabilities of prompt tokens are read from the chunk's rows."""
-    return chunk.sequence.params.prompt_logprobs is not None and chunk.start < chunk.sequence.prompt_length
-
-
 class Runner:
+    """Computes the steps of one model, the target or a draft model, on this rank."""
+
     def __init__(
         self,
-        model: "Transformer | HeadModel",
+        model: Transformer | HeadModel,
         cache: PagedCache,
         text_ids: int,
         capacity: Capacity,
@@ -303,7 +249,7 @@ class Runner:
     # --- steps -----------------------------------------------------------------------------------------------------------
 
     @torch.inference_mode()
-    def launch(self, chunks: List[Chunk], after: InFlightStep | None = None) -> InFlightStep:
+    def launch(self, chunks: list[Chunk], after: InFlightStep | None = None) -> InFlightStep:
         """Start a step, and draw its tokens unless a grammar must first see the token before. after: the step before, if it is
         still in flight; the tokens that the host does not know yet are drawn by it."""
         chunks = list(chunks)
@@ -321,7 +267,7 @@ class Runner:
         begin = self._event()  # not earlier: if the step before ends meanwhile, the device waits until here
         output = compute()
         if output.hidden is not None:
-            self._score_prompts(chunks, output.hidden)
+            score_prompts(self.model.logits, chunks, output.hidden)
         step = InFlightStep(chunks, sampling, output.last[:draws], draws > len(sampling), output.streams, begin=begin)
         if pooling:
             step.pooled = pool(self.model.norm, chunks, output.last, output.hidden)
@@ -415,8 +361,8 @@ class Runner:
             raise_fault(step.fault)
         tokens = [] if step.tokens is None else step.tokens.tolist()
         found: list[TokenLogprobs | None] = [None] * len(tokens)
-        if step.scores is not None:
-            for i, entry in zip(step.scored, step.scores.read(), strict=True):
+        if step.logprobs is not None:
+            for i, entry in zip(step.scored, step.logprobs.read(), strict=True):
                 found[i] = entry
         return StepResult(tokens, found)
 
@@ -436,7 +382,8 @@ class Runner:
         step.scored = [i for i, s in enumerate(sequences) if s.params.logprobs is not None]
         if step.scored:
             index = to_device(step.scored, torch.int64, self.device)
-            step.scores = Scores.of(raw[index], drawn[index], [sequences[i].params.logprobs or 0 for i in step.scored])
+            tops = [sequences[i].params.logprobs or 0 for i in step.scored]
+            step.logprobs = PendingLogprobs.of(raw[index], drawn[index], tops)
         self._copy_to_host(step, drawn)
 
     def _sample(self, raw: Tensor, chunks: list[Chunk], sequences: list[Sequence], positions: list[int]) -> Tensor:
@@ -457,20 +404,3 @@ class Runner:
             batch = SamplingBatch.of([s.params for s in sequences], self.device)
             self._last_batch = sequences, (batch, any(map(may_change, sequences)))
         return self._last_batch[1]
-
-    def _score_prompts(self, chunks: List[Chunk], hidden: Tensor) -> None:
-        """Add log-probabilities of the prompt tokens that this step's chunks predict, for sequences that request them."""
-        first = 0
-        for chunk in chunks:
-            sequence, row, first = chunk.sequence, first, first + chunk.count
-            if not scores_prompt(chunk):
-                continue
-            known = sequence.state.prompt_logprobs
-            if not known:
-                known.append(None)  # nothing comes before the first token
-            targets = sequence.tokens[len(known) : min(chunk.start + chunk.count + 1, sequence.prompt_length)]
-            begin = row + len(known) - 1 - chunk.start  # after a preemption, part of the chunk may be scored already
-            for i in range(0, len(targets), SCORE_CHUNK):  # the logits of a whole prompt would take too much memory
-                part = targets[i : i + SCORE_CHUNK]
-                logits = self.model.logits(hidden[begin + i : begin + i + len(part)])
-                known += token_logprobs(logits, part, [sequence.params.prompt_logprobs or 0] * len(part))

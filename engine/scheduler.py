@@ -6,7 +6,7 @@ requests and aborts have to be sent.
 A step can be scheduled while the one before is in flight, before its tokens are known: a sequence that draws a token is expected
 to go on, unless it reaches its max_tokens. If it ends with that token after all, its chunk in the next step is useless.
 
-A step can also verify a draft (see drafts.py), a guess of a sequence's next tokens: its chunk then ends with the draft, and it
+A step can also verify a draft (see speculation.py), a guess of a sequence's next tokens: its chunk then ends with the draft, and it
 draws the token after each row of it. The drawn tokens are new up to the first one that differs from the draft.
 
 States of a sequence: waiting -> running (its prompt is computed in chunks, then one token a step) -> finished. When
@@ -22,133 +22,12 @@ steps in a row.
 from bisect import insort
 from collections import Counter
 from collections.abc import Mapping
-from collections.abc import Sequence as List
-from dataclasses import dataclass, field
 from itertools import groupby
-from typing import Any, NamedTuple
 
 from engine.block_manager import BlockManager
-from engine.protocol import SamplingParams, Turn
+from engine.sequence import Chunk, Sequence
 from engine.waiting import WaitingQueue
 from errors import UserError
-
-
-@dataclass(eq=False)
-class Sequence:
-    """One request in the engine."""
-
-    request_id: str
-    tokens: list[int]  # the prompt, then the generated tokens
-    prompt_length: int
-    params: SamplingParams
-    turn: Turn = field(default_factory=Turn)
-    arrival: float = 0.0  # seconds, on the clock of rank 0; for statistics only
-    blocks: list[int] = field(default_factory=list)
-    computed: int = 0  # how many of its tokens have their keys and values in the cache, after all launched steps
-    unknown: int = 0  # how many of its next tokens steps in flight draw, at most: 0 to 2, or those that verify a draft
-    published: int = 0  # how many of its blocks `match` can find
-    admitted: bool = False  # has run; after a preemption it may be waiting again
-    cached_tokens: int = 0  # prompt tokens found in the prefix cache at the first admission
-    first_scheduled: float | None = None
-    finish_reason: str | None = None
-    adapter: Any = None  # an Adapter (see adapters.py)
-    state: Any = None  # a SamplingState (see logits.py)
-    drafter: Any = None  # a Drafter (see drafts.py)
-    repeats: bool = False  # the one before it in its request has the same prompt
-
-    @property
-    def priority(self) -> int:
-        return self.turn.priority
-
-    @property
-    def client(self) -> str:
-        return self.turn.client
-
-    @property
-    def slot(self) -> int:
-        """Of its adapter; -1 without one."""
-        return -1 if self.adapter is None else self.adapter.slot
-
-    @property
-    def root(self) -> int:
-        """What its blocks follow in the prefix cache: -1, or a number of its adapter."""
-        return -1 if self.adapter is None else -1 - self.adapter.number
-
-    @property
-    def generated(self) -> int:
-        return len(self.tokens) - self.prompt_length
-
-    @property
-    def length(self) -> int:
-        """Its tokens, with those that steps in flight draw."""
-        return len(self.tokens) + self.unknown
-
-    @property
-    def wanted(self) -> int:
-        """How many tokens its next chunk may have."""
-        return self.length - self.computed
-
-    @property
-    def longest(self) -> int:
-        """The most tokens that it may have, prompt included."""
-        return self.prompt_length + (self.params.max_tokens if self.params.pooling is None else 0)
-
-
-class Draw(NamedTuple):
-    """A token that a step draws. `draft`: the drafted tokens between the sequence's last one and this one."""
-
-    sequence: Sequence
-    position: int
-    draft: List[int]
-
-    @property
-    def generated(self) -> int:
-        """How many tokens the sequence has generated before this one."""
-        return self.position - self.sequence.prompt_length
-
-
-@dataclass(slots=True)  # not frozen: a step creates one for each sequence, and that would take three times as long
-class Chunk:
-    """The part of a sequence that a step computes: tokens[start : stop]. A token may be unknown if it is the only one.
-
-    samples: whether the chunk reaches the sequence's end, so that its logits give the next token. is_known: whether the host
-    knows its tokens when the step is launched, or guesses them. draft: its last tokens, if they are a guess."""
-
-    sequence: Sequence
-    start: int
-    count: int
-    samples: bool
-    is_known: bool
-    draft: List[int] = ()
-
-    @property
-    def stop(self) -> int:
-        """The end, which is the position of the last token that a chunk draws."""
-        return self.start + self.count
-
-    @property
-    def first_drawn(self) -> int:
-        """The position of the first token that it draws."""
-        return self.stop - len(self.draft)
-
-    @property
-    def tokens(self) -> list[int]:
-        return [*self.sequence.tokens[self.start : self.first_drawn], *self.draft]
-
-    @property
-    def draws(self) -> list[Draw]:
-        if not self.draft:  # the usual case
-            return [Draw(self.sequence, self.stop, ())] if self.samples else []
-        return [Draw(self.sequence, self.first_drawn + i, self.draft[:i]) for i in range((len(self.draft) + 1) * self.samples)]
-
-
-def drawn_by(chunks: List[Chunk], shift: int = 0) -> tuple[list[Sequence], list[int]]:
-    """The sequence and the position of each token that the chunks draw, all of which sample. shift: of positions, without
-    drafts."""
-    if not any(c.draft for c in chunks):  # the usual case
-        return [c.sequence for c in chunks], [c.stop + shift for c in chunks]
-    draws = [draw for c in chunks for draw in c.draws]
-    return [draw.sequence for draw in draws], [draw.position for draw in draws]
 
 
 def fair_shares(wanted: Mapping[str, int], weights: Mapping[str, int], total: int) -> dict[str, int]:
@@ -215,7 +94,9 @@ class Scheduler:
     def has_work(self) -> bool:
         return bool(self.running or self.waiting)
 
-    def schedule(self, in_flight: bool = False, drafts: Mapping[Sequence, List[int]] | None = None) -> list[Chunk]:
+    # --- the next step -------------------------------------------------------------------------------------------------------
+
+    def schedule(self, in_flight: bool = False, drafts: Mapping[Sequence, list[int]] | None = None) -> list[Chunk]:
         """The next step: running sequences first, then as many waiting ones as tokens, sequences and blocks allow.
 
         in_flight: the tokens of the step before are not recorded yet. Then there is no step ([]) if a sequence would have to be
@@ -275,12 +156,22 @@ class Scheduler:
                 left -= count
         return portions
 
-    def _wanted(self, sequences: List[Sequence]) -> Counter[str]:
+    def _wanted(self, sequences: list[Sequence]) -> Counter[str]:
         """The tokens that each client's sequences want to compute."""
         wanted = Counter[str]()
         for sequence in sequences:
             wanted[sequence.client] += sequence.wanted
         return wanted
+
+    def _chunk(self, sequence: Sequence, count: int) -> Chunk:
+        """The next `count` tokens of the sequence, which count as computed from now on."""
+        stop, known = sequence.computed + count, len(sequence.tokens)
+        chunk = Chunk(sequence, sequence.computed, count, stop == known + sequence.unknown, stop <= known)
+        sequence.computed = stop
+        sequence.unknown += chunk.samples
+        return chunk
+
+    # --- room for clients that have less than their share --------------------------------------------------------------------
 
     def _make_room(self, most: int, in_flight: bool) -> list[Sequence] | None:
         """Admit waiting sequences of clients that have less than their share, before running ones of others take the tokens. If
@@ -333,22 +224,7 @@ class Scheduler:
                 missing -= self._missing_blocks(victim) + self.blocks.owned_alone(victim.blocks, cached)
         return victims if places > 0 and missing <= 0 else None
 
-    def _reserved(self, going: List[Sequence]) -> int:
-        """Blocks that running sequences need for their next step."""
-        return sum(map(self._missing_blocks, going))
-
-    def launched(self, chunks: list[Chunk]) -> None:
-        """Note that the step of `chunks` was launched: what it computes is in the cache for every later step."""
-        for chunk in chunks:
-            self._publish(chunk.sequence)
-
-    def _chunk(self, sequence: Sequence, count: int) -> Chunk:
-        """The next `count` tokens of the sequence, which count as computed from now on."""
-        stop, known = sequence.computed + count, len(sequence.tokens)
-        chunk = Chunk(sequence, sequence.computed, count, stop == known + sequence.unknown, stop <= known)
-        sequence.computed = stop
-        sequence.unknown += chunk.samples
-        return chunk
+    # --- room for drafts -----------------------------------------------------------------------------------------------------
 
     def draft_room(self, wanted: Mapping[Sequence, int]) -> dict[Sequence, int]:
         """Give running sequences blocks for so many drafted tokens, or for fewer. Returns how many have room, of each that has any.
@@ -371,10 +247,10 @@ class Scheduler:
     def _next_admission(self) -> int:
         """Blocks that the first waiting sequence may take in the next step."""
         first = self.waiting.first(self.running) if len(self.running) < self.max_num_seqs else None
-        needed = self._fresh(first, ()) if first else 0
+        needed = self._fresh(first, []) if first else 0
         return needed if needed <= len(self.blocks.free) else 0
 
-    def _add_drafts(self, chunks: List[Chunk], drafts: Mapping[Sequence, List[int]], budget: int) -> None:
+    def _add_drafts(self, chunks: list[Chunk], drafts: Mapping[Sequence, list[int]], budget: int) -> None:
         """Let chunks of running sequences verify drafts, cut to `budget` tokens and to the sequences' blocks. These count as
         computed, too."""
         left = min(self.max_drafted, budget)
@@ -388,29 +264,7 @@ class Scheduler:
                 sequence.unknown += len(draft)
                 left -= len(draft)
 
-    def _missing_blocks(self, sequence: Sequence) -> int:
-        """Blocks that a running sequence needs for its tokens, at most, beyond those that it has."""
-        return max(0, self.blocks.blocks_for(sequence.length) - len(sequence.blocks))
-
-    def _publish(self, sequence: Sequence) -> None:
-        """Let other sequences find its full blocks. A step in flight may still write them, but it ends before the next one."""
-        if sequence.computed // self.blocks.block_size <= sequence.published:
-            return  # the usual case
-        full = min(sequence.computed, len(sequence.tokens)) // self.blocks.block_size
-        if not self.whole_sequences and full > sequence.published:
-            self.blocks.publish(sequence.blocks, sequence.tokens, sequence.published, full, sequence.root)
-            sequence.published = full
-
-    def _cached(self, sequence: Sequence) -> list[int]:
-        """The blocks of a waiting sequence that are in the prefix cache."""
-        # prompt_logprobs and means need the hidden states of all prompt tokens; those are not cached
-        reuse = not self.whole_sequences and sequence.params.prompt_logprobs is None and sequence.params.pooling != "mean"
-        return self.blocks.match(sequence.tokens, sequence.root) if reuse else []
-
-    def _fresh(self, sequence: Sequence, cached: List[int]) -> int:
-        """How many other blocks it needs to start."""
-        tokens = sequence.longest if self.whole_sequences else min(len(sequence.tokens) + 1, sequence.longest)
-        return self.blocks.blocks_for(tokens) - len(cached)
+    # --- blocks --------------------------------------------------------------------------------------------------------------
 
     def _admit(self, sequence: Sequence, reserved: int = 0) -> bool:
         """Start a waiting sequence with blocks for all its tokens, cached ones first; False if there are not enough, besides the
@@ -431,6 +285,17 @@ class Scheduler:
         self.waiting.start(sequence)
         insort(self.running, sequence, key=lambda s: s.priority)
         return True
+
+    def _cached(self, sequence: Sequence) -> list[int]:
+        """The blocks of a waiting sequence that are in the prefix cache."""
+        # prompt_logprobs and means need the hidden states of all prompt tokens; those are not cached
+        reuse = not self.whole_sequences and sequence.params.prompt_logprobs is None and sequence.params.pooling != "mean"
+        return self.blocks.match(sequence.tokens, sequence.root) if reuse else []
+
+    def _fresh(self, sequence: Sequence, cached: list[int]) -> int:
+        """How many other blocks it needs to start."""
+        tokens = sequence.longest if self.whole_sequences else min(len(sequence.tokens) + 1, sequence.longest)
+        return self.blocks.blocks_for(tokens) - len(cached)
 
     def _grow(self, sequence: Sequence, length: int) -> bool:
         """Give `sequence` blocks for `length` tokens. While none are free, preempt another one; False if `sequence` itself had to
@@ -461,19 +326,29 @@ class Scheduler:
         self.waiting.add_again(sequence)
         self.preemptions += 1
 
-    def reject(self, sequence: Sequence, count: int) -> None:
-        """Take back the last `count` tokens of a draft, before the tokens that take their place are recorded."""
-        sequence.unknown -= count
-        sequence.computed -= count
-        if not self.whole_sequences:
-            self.blocks.give_back(sequence.blocks, self.blocks.blocks_for(sequence.length))
+    def _missing_blocks(self, sequence: Sequence) -> int:
+        """Blocks that a running sequence needs for its tokens, at most, beyond those that it has."""
+        return max(0, self.blocks.blocks_for(sequence.length) - len(sequence.blocks))
 
-    def draw_again(self, sequence: Sequence) -> None:
-        """Compute the newest token of a running sequence once more, because what was drawn behind it is not allowed. What steps in
-        flight draw for the sequence has no meaning either."""
-        sequence.unknown, sequence.computed = 0, len(sequence.tokens) - 1
-        if not self.whole_sequences:
-            self.blocks.give_back(sequence.blocks, self.blocks.blocks_for(sequence.length))
+    def _reserved(self, going: list[Sequence]) -> int:
+        """Blocks that these running sequences need for their next step."""
+        return sum(map(self._missing_blocks, going))
+
+    def _publish(self, sequence: Sequence) -> None:
+        """Let other sequences find its full blocks. A step in flight may still write them, but it ends before the next one."""
+        if sequence.computed // self.blocks.block_size <= sequence.published:
+            return  # the usual case
+        full = min(sequence.computed, len(sequence.tokens)) // self.blocks.block_size
+        if not self.whole_sequences and full > sequence.published:
+            self.blocks.publish(sequence.blocks, sequence.tokens, sequence.published, full, sequence.root)
+            sequence.published = full
+
+    # --- what a step brings --------------------------------------------------------------------------------------------------
+
+    def launched(self, chunks: list[Chunk]) -> None:
+        """Note that the step of `chunks` was launched: what it computes is in the cache for every later step."""
+        for chunk in chunks:
+            self._publish(chunk.sequence)
 
     def record(self, sequence: Sequence, token: int) -> None:
         """Append the oldest token that a step drew for a running sequence, and finish the sequence if it ends there."""
@@ -501,3 +376,17 @@ class Scheduler:
             sequence.blocks = []
         else:
             self.waiting.remove(sequence)
+
+    def reject(self, sequence: Sequence, count: int) -> None:
+        """Take back the last `count` tokens of a draft, before the tokens that take their place are recorded."""
+        sequence.unknown -= count
+        sequence.computed -= count
+        if not self.whole_sequences:
+            self.blocks.give_back(sequence.blocks, self.blocks.blocks_for(sequence.length))
+
+    def draw_again(self, sequence: Sequence) -> None:
+        """Compute the newest token of a running sequence once more, because what was drawn behind it is not allowed. What steps in
+        flight draw for the sequence has no meaning either."""
+        sequence.unknown, sequence.computed = 0, len(sequence.tokens) - 1
+        if not self.whole_sequences:
+            self.blocks.give_back(sequence.blocks, self.blocks.blocks_for(sequence.length))

@@ -13,7 +13,7 @@ from dataclasses import dataclass, field
 from itertools import groupby
 from math import ceil
 from statistics import median
-from typing import TYPE_CHECKING, cast
+from typing import cast
 
 import torch
 import torch.distributed as dist
@@ -21,12 +21,10 @@ import torch.distributed as dist
 from comm.interface import LEAST_COPIED, SCHEDULES, Communicator, Schedule
 from comm.table import Table, load, machine_key, save
 from engine.graphs import Captured
+from engine.head_model import HeadModel
 from kernels.graph_times import successive_seconds
 from model import Transformer
 from tp import World
-
-if TYPE_CHECKING:
-    from engine.draft_heads import HeadModel
 
 CODE = (  # files that decide how long a step takes
     "comm/*.py",
@@ -64,7 +62,7 @@ class Schedules:
     spent: float = 0.0
 
     @classmethod
-    def of(cls, model: "Transformer | HeadModel", world: World, kv_dtype: str = "auto") -> "Schedules":
+    def of(cls, model: Transformer | HeadModel, world: World, kv_dtype: str = "auto") -> "Schedules":
         """For the steps of this model with such a KV cache. Collective. To be called before the KV cache takes the rest of the
         memory."""
         possible = SCHEDULES if world.overlap == "auto" else (cast(Schedule, world.overlap),)

@@ -8,7 +8,6 @@ the cache. They store nothing in it. Padding would be a bad example: it attends 
 a GPU that lowers its clock to limit its power multiplies them faster.
 """
 
-from collections.abc import Sequence as List
 from dataclasses import dataclass
 
 import numpy as np
@@ -16,7 +15,7 @@ import torch
 from torch import Tensor
 
 from engine.paged_cache import PagedCache, PagedContext
-from engine.scheduler import Chunk, drawn_by
+from engine.sequence import Chunk, drawn_by
 from kernels.lora import DECODE_TILE, PREFILL_TILE, Groups, group_rows, most_tiles
 
 ROUND = 64
@@ -71,7 +70,7 @@ class Tables:
         self.mirror = Mirror((rows, blocks), torch.int32, device)
         self._written: list[list[int]] = [[] for _ in range(rows)]
 
-    def update(self, tables: List[List[int]]) -> None:
+    def update(self, tables: list[list[int]]) -> None:
         changed = False
         for row, blocks in enumerate(tables):
             known = self._written[row]
@@ -98,7 +97,7 @@ class AdapterRows:
         self._order = Mirror((rows,), torch.int32, device)
         self._tiles = Mirror((most_tiles(rows, slots, self.tile), 3), torch.int32, device)
 
-    def write(self, chunks: List[Chunk]) -> None:
+    def write(self, chunks: list[Chunk]) -> None:
         """Write the rows of `chunks`, one after the other; those after them are padding."""
         slots = np.repeat([c.sequence.slot for c in chunks], [c.count for c in chunks]) if chunks else np.empty(0, np.int64)
         order, tiles = group_rows(slots, self.tile)
@@ -133,7 +132,7 @@ class DecodeInputs:
         self.first_kept = torch.zeros((), dtype=torch.int64, device=device)  # a smaller position is not stored, and stays
         self._rows: list[object] = []  # the sequences whose rows on the device are up to date
 
-    def write(self, chunks: List[Chunk]) -> None:
+    def write(self, chunks: list[Chunk]) -> None:
         """Write the rows of `chunks`. The caller must write tokens that the host does not know to `tokens`."""
         integers = self._integers.host
         integers[1] = -1
@@ -150,7 +149,7 @@ class DecodeInputs:
             self.adapters.write(chunks)
         self._rows = [] if any(c.draft for c in chunks) else [c.sequence for c in chunks]
 
-    def continues(self, chunks: List[Chunk]) -> bool:
+    def continues(self, chunks: list[Chunk]) -> bool:
         """Whether the last step left the rows of `chunks`, which have no drafts, on the device: the same sequences in the same
         order. A step with drafts leaves none."""
         return len(self._rows) == len(chunks) and all(row is c.sequence for row, c in zip(self._rows, chunks, strict=True))
@@ -222,7 +221,7 @@ class SpanInputs:
         self._temperature = Mirror((capacity.draws,), torch.float32, device)
         self.tables = Tables(capacity.sequences, capacity.blocks, device)
 
-    def write(self, chunks: List[Chunk], rows: int, block_size: int) -> None:
+    def write(self, chunks: list[Chunk], rows: int, block_size: int) -> None:
         """Write the inputs for `chunks`. rows: at least the chunks' number of tokens; the rest is padding. The caller must write
         tokens that the host does not know to `tokens`."""
         tokens, positions, cache_rows = self._rows.host[: 3 * rows].reshape(3, rows)
@@ -288,7 +287,7 @@ class SpanInputs:
         self._temperature.send()
         self.tables.invent(generator, cache.keys_values.shape[2])
 
-    def write_draws(self, chunks: List[Chunk], shift: int = 0) -> None:
+    def write_draws(self, chunks: list[Chunk], shift: int = 0) -> None:
         """Write what `draws` returns, which a CPU's steps do not need. shift: see `drawn_by`."""
         sequences, positions = drawn_by([c for c in chunks if c.samples], shift)
         params = [s.params for s in sequences]

@@ -24,7 +24,8 @@ from kernels.linear_quantized import Packed, has_scaled_product
 from kernels.linear_quantized_tuning import QuantizedProblem, QuantizedShape
 from kernels.linear_tuning import ROWS, Problem, Shape, compile_kernels, measure, row_counts, winner
 from model import Transformer
-from tp import ShardedLinear, World
+from sharded_linear import ShardedLinear
+from tp import World
 
 CODE = ("kernels/linear*.py", "kernels/dispatch.py", "kernels/graph_times.py")
 FAILED = PLAUSIBLE[1]  # µs in the table, of a config that cannot run

@@ -48,8 +48,9 @@ from quantized.scheme import LEAST_GROUP, SCHEMES, Scheme
 from quantized.weight import Quantized, dequantize, joined, quantize
 from rope import rope_frequencies
 from scripts.corpus.documents import documents, render
+from sharded_linear import ShardedLinear
 from tokenizer_files import load_tokenizer
-from tp import SPLITS, ShardedLinear, World, stream_shards
+from tp import SPLITS, World, stream_shards
 
 METHODS = ("rtn", "gptq")
 STATE = "quantize.json"  # in the new folder: how it was made, and which command may go on

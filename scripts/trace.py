@@ -27,7 +27,7 @@ from checkpoint import DTYPES, load_model
 from cli import Parser, note, rank, run
 from engine import LLM, SamplingParams
 from errors import UserError
-from options import ModelOptions, add_options, dtype_name
+from options import ModelOptions, add_options, dtype_name, rank_options
 from presets import model_config
 from profiling import (
     COMMUNICATES,
@@ -255,7 +255,7 @@ def random_prompts(batch: int, tokens: int, vocab_size: int, seed: int) -> list[
 def record_model(args: argparse.Namespace) -> bool:
     """Profile the model of the command line. Returns whether this is rank 0. Collective."""
     args.out.parent.mkdir(parents=True, exist_ok=True)
-    world = init_world(args.device, args.comm, args.simulate_link, args.comm_error_budget, args.overlap, args.deterministic)
+    world = init_world(**rank_options(args))
     config = model_config(args.model, args.variant, world.world_size, args.quantize)
     dtype = DTYPES[dtype_name(args.dtype, world.device.type)]
     model = load_model(args.model, config, world, dtype)

@@ -27,7 +27,7 @@ def main() -> None:
     parser.add_argument("--rows", type=int, default=256, help="most sequences of a decode step (default: 256)")
     parser.add_argument("--rebuild", action="store_true", help="measure again what has been measured")
     args = parser.parse_args()
-    world = init_world(args.device, args.comm, error_budget=args.comm_error_budget)
+    world = init_world(args.device, args.comm, comm_error_budget=args.comm_error_budget)
     config = model_config(args.model, args.variant, world.world_size, args.quantize)
     model = load_model(args.model, config, world, DTYPES[dtype_name(args.dtype, world.device.type)])
     if not supported(model, world):

@@ -17,15 +17,16 @@ from checkpoint import DTYPES, load_model
 from cli import check_ranks, leave, local_rank, note, rank
 from config import ModelConfig, limit_context
 from engine.adapters import Adapters
-from engine.core import Engine, EngineLimits
+from engine.core import Engine
 from engine.draft_models import Draft, check_accept_rate, find_draft
+from engine.limits import EngineLimits
 from engine.protocol import Fatal, Ready, Starting
 from engine.tuning import Tuning, tune
 from engine.worker import FrontendLink, serve
 from errors import UserError
 from hosts import DRAIN, Watch, await_cause, model_fact, watch
 from lora import LoraLimits, open_adapter
-from options import ModelOptions, SharedTextOptions, SpeculationOptions, StandInOptions, draft_limit, dtype_name
+from options import ModelOptions, SharedTextOptions, SpeculationOptions, StandInOptions, draft_limit, dtype_name, rank_options
 from ports import check_port
 from presets import model_config
 from processes import LAUNCHER, run_folder, start_ticks
@@ -229,16 +230,7 @@ def join(settings: Settings | None, error: UserError | None) -> World:
     """The world of this rank, which all ranks join, also with an error. settings: None if they cannot be read."""
     if settings is None:
         return init_world(error=error)
-    return init_world(
-        settings.device,
-        settings.comm,
-        settings.simulate_link,
-        settings.comm_error_budget,
-        settings.overlap,
-        settings.deterministic,
-        shared_facts(settings),
-        error,
-    )
+    return init_world(**rank_options(settings), facts=shared_facts(settings), error=error)
 
 
 def warn_of_benchmarks(settings: Settings) -> None:

@@ -21,8 +21,8 @@ from comm import Communicator, Local
 from comm.interface import SCHEDULES
 from communicators import choose
 from engine import LLM
-from engine.core import EngineLimits
 from engine.graphs import Graphs
+from engine.limits import EngineLimits
 from kernels.norm import add_rms_norm
 from kernels.sampling import log_softmax
 from presets import model_config

@@ -24,8 +24,9 @@ from errors import UserError
 from hf_config import config_from_hf, config_to_hf
 from model import Transformer
 from presets import model_config, preset
+from sharded_linear import ShardedLinear
 from tests import ROOT
-from tp import SPLITS, ShardedLinear, World
+from tp import SPLITS, World
 from training import export
 from training.export import save_checkpoint
 

@@ -21,10 +21,11 @@ import hosts
 from attention import Causal, causal_mask
 from comm import Local, TreeCommunicator
 from communicators import choose
-from engine.core import Engine, EngineLimits
-from engine.drafts import Costs
+from engine.core import Engine
+from engine.draft_costs import Costs
+from engine.limits import EngineLimits
 from engine.llm import LLM
-from engine.logits import token_logprobs
+from engine.logprobs import token_logprobs
 from engine.paged_cache import PagedCache
 from engine.protocol import SamplingParams, Submit
 from errors import UserError
@@ -32,10 +33,11 @@ from kernels import exact
 from kernels.sampling import exponential_noise, gumbel_noise
 from model import Transformer
 from presets import model_config
+from sharded_linear import ShardedLinear
 from tests.engine.test_engine import ALONE, CPU, Answer, config_of, draws, plain_logits, random_model, random_submits, serve
 from tests.support.gpus import most_ranks, torchrun
 from tests.support.ranks import Ranks
-from tp import Shard, ShardedLinear, World, init_world, stream_shards
+from tp import Shard, World, init_world, stream_shards
 from training.batches import IGNORED, Batch
 from training.executor import Execution, Executor
 from training.export import save_checkpoint

@@ -17,7 +17,8 @@ import checkpoint
 import determinism
 from attention import Causal
 from config import limit_context
-from engine.core import Engine, EngineLimits
+from engine.core import Engine
+from engine.limits import EngineLimits
 from engine.protocol import SamplingParams, Submit
 from hf_config import config_from_hf, config_to_hf
 from presets import model_config

@@ -28,7 +28,7 @@ import determinism
 from attention import Causal
 from kernels.linear import linear
 from model import Transformer
-from tp import ShardedLinear
+from sharded_linear import ShardedLinear
 from training.groups import Groups, make_groups
 from training.reducer import Reducer
 from training.sharding import Mesh, Sharding

@@ -38,8 +38,9 @@ from cli import Parser, run
 from comm import Local
 from comm.table import digest
 from engine import LLM, SamplingParams
-from engine.core import Engine, EngineLimits
-from engine.drafts import FREE
+from engine.core import Engine
+from engine.draft_costs import FREE
+from engine.limits import EngineLimits
 from engine.paged_cache import PagedCache
 from errors import UserError
 from kernels.optional_triton import triton

@@ -5,7 +5,7 @@ from typing import Any
 
 import numpy as np
 
-from engine.core import GPU_SHARE, EngineLimits
+from engine.limits import GPU_SHARE, EngineLimits
 from engine.step_tokens import default_tokens, entries
 from errors import UserError
 from server.plan.load import Answers, Goals, at_rate, highest_rate, largest_rate

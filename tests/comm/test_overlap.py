@@ -21,9 +21,10 @@ from comm import Communicator, GlooCommunicator, Local, PendingAllReduce
 from comm.interface import Schedule
 from config import ModelConfig, Reduces, with_variant
 from model import MLP, Attention, ParallelBlock, Transformer
+from sharded_linear import ShardedLinear
 from tests.support.paged import CachedSequences
 from tests.support.ranks import Ranks
-from tp import ShardedLinear, World
+from tp import World
 
 CPU = torch.device("cpu")
 LAYERS = 4

@@ -16,8 +16,9 @@ from checkpoint import load_model
 from communicators import choose
 from eagle import EagleHead
 from engine import SamplingParams, draft_models
-from engine.core import Engine, EngineLimits
-from engine.drafts import Costs
+from engine.core import Engine
+from engine.draft_costs import Costs
+from engine.limits import EngineLimits
 from engine.protocol import Submit
 from presets import model_config
 from tests import MODELS
@@ -34,7 +35,7 @@ PROMPTS, NEW_TOKENS = ("Once upon a time there was", "The dog", "One day a littl
 
 
 def submits_of(name: str) -> list[Submit]:
-    """Greedy requests of different lengths, so that their chains have different lengths at the end."""
+    """Greedy requests of different lengths, so that their drafts have different lengths at the end."""
     tokenizer = load_tokenizer(MODELS / f"tiny-{name}")
     return [
         Submit(str(i), tokenizer.encode(prompt), SamplingParams(max_tokens=NEW_TOKENS - 7 * i, temperature=0))

@@ -11,7 +11,7 @@ import torch
 from checkpoint import load_model
 from communicators import choose
 from engine import LLM, SamplingParams
-from engine.core import EngineLimits
+from engine.limits import EngineLimits
 from options import OVERLAPS
 from presets import model_config
 from tests import MODELS

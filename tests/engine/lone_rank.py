@@ -8,7 +8,8 @@ import torch
 
 from checkpoint import load_model
 from communicators import choose
-from engine.core import Engine, EngineLimits
+from engine.core import Engine
+from engine.limits import EngineLimits
 from engine.protocol import SamplingParams, Submit
 from presets import model_config
 from tests import MODELS

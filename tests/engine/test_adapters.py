@@ -16,8 +16,9 @@ import torch
 import comm
 from checkpoint import load_model
 from engine.adapters import Adapters
-from engine.core import Engine, EngineLimits
-from engine.drafts import Costs
+from engine.core import Engine
+from engine.draft_costs import Costs
+from engine.limits import EngineLimits
 from engine.protocol import Abort, LoadAdapter, Pooling, SamplingParams, Submit, UnloadAdapter
 from lora import LoraLimits
 from model import Transformer

@@ -10,7 +10,7 @@ import pytest
 
 from communicators import choose
 from engine import LLM, SamplingParams
-from engine.drafts import Costs
+from engine.draft_costs import Costs
 from engine.protocol import Submit
 from tests import MODELS
 from tests.engine.gpu_drafts_rank import DRAFTS, PROMPTS, answers, check

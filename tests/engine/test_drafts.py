@@ -18,15 +18,18 @@ import torch
 from attention import Causal
 from comm import Local
 from eagle import EagleConfig, EagleHead
-from engine import LLM, draft_models, drafts
+from engine import LLM, draft_models
 from engine.core import Engine
-from engine.draft_heads import HeadChains
-from engine.drafts import END, MOST_INDEXED, Costs, Drafter, Record, Speculation, count_equal
+from engine.draft_costs import LEAST_GAIN, LEAST_PRICE, Costs
+from engine.draft_gains import FIRST_ACCEPTED, NO_DRAFT, SHARE, Acceptance, Budget, DraftPlan
+from engine.head_drafter import HeadDrafter
 from engine.prompt_index import GAP, GRAM, PromptIndex
 from engine.protocol import Abort, SamplingParams, Submit, joined
-from engine.runner import InFlightStep
-from engine.scheduler import Chunk, Sequence
+from engine.sequence import Chunk, Sequence, count_accepted
+from engine.speculation import GRANT, TEXT_GRANT, Speculation
+from engine.step import InFlightStep
 from engine.suffix_automaton import SuffixAutomaton
+from engine.text_drafter import END, MOST_INDEXED, MOST_WITH_GRAMMAR, TextDrafter
 from errors import UserError
 from kernels.sampling import exponential_noise
 from model import Transformer
@@ -97,7 +100,7 @@ def test_prompts_are_found_while_they_are_among_the_newest_tokens(seed: int) -> 
             index.add(prompt)
             seen += [*prompt[-(capacity - 1) :], GAP]
             while index._waiting:
-                index.follow(random.randint(1, 9))
+                index.index(random.randint(1, 9))
             for _ in range(5):
                 asked, count = [random.randrange(vocab) for _ in range(random.randint(1, 8))], random.randint(1, 6)
                 ends = [end for end in ends_of(seen, asked[-GRAM:]) if len(asked) >= GRAM and end > len(seen) - capacity]
@@ -133,31 +136,31 @@ def test_the_choices_of_a_request_add_their_prompt_once() -> None:
     assert engine.submit(joint) is None
     while engine.has_work():
         engine.step()
-    index = engine.speculation._others
+    index = engine.speculation._prompts
     assert index is not None and index._count == 42
     assert index.after(prompts[0][:5], 2) == prompts[0][5:7]
 
 
-def drafter_of(prompt: list[int], output: list[int], ceiling: int = 8, prediction: list[int] | None = None) -> Drafter:
+def drafter_of(prompt: list[int], output: list[int], most: int = 8, prediction: list[int] | None = None) -> TextDrafter:
     params = SamplingParams(max_tokens=1000, prediction=prediction or [])
-    drafter = Drafter(Sequence("a", prompt + output, len(prompt), params), ceiling)
-    while drafter.follow(random.randint(1, 30)):
+    drafter = TextDrafter(Sequence("a", prompt + output, len(prompt), params), most)
+    while drafter.index(random.randint(1, 30)):
         pass
     return drafter
 
 
-def draft_of(drafter: Drafter, price: float = CHEAP) -> list[int]:
-    return drafter.draft(drafter.promise(price).count)
+def draft_of(drafter: TextDrafter, price: float = CHEAP) -> list[int]:
+    return drafter.draft(drafter.plan(price).length)
 
 
 def test_a_draft_continues_the_prompt_or_the_prediction() -> None:
     drafter = drafter_of([1, 2, 3, 4, 5, 6, 7, 8, 9], [2, 3, 4])
     assert (draft_of(drafter), drafter.source) == ([5, 6, 7, 8], "ngram")
     drafter = drafter_of([1, 2, 3, 4], [7], prediction=[7, 8, 9])
-    assert (draft_of(drafter), drafter.source) == ([8, 9], "prediction")  # and not what follows the prediction in the index
+    assert (draft_of(drafter), drafter.source) == ([8, 9], "prediction")  # and not what reads the prediction in the index
     assert draft_of(drafter_of([1, 2, 3, 4], [7, 8, 9], prediction=[7, 8, 9])) == []
     assert draft_of(drafter_of([1, 2, 3, 4], [9], prediction=[7, 8, 9])) == []
-    assert draft_of(drafter_of([5, 6, 5, 6, 5], [6], ceiling=3)) == [5, 6, 5]
+    assert draft_of(drafter_of([5, 6, 5, 6, 5], [6], most=3)) == [5, 6, 5]
     assert draft_of(drafter_of([1, 2, 3], [4])) == []
     assert END not in draft_of(drafter_of([1, 2], [3], prediction=[1, 2, 3]))
 
@@ -173,26 +176,26 @@ def test_two_tokens_are_enough_while_drafts_are_right() -> None:
 
 def test_a_draft_waits_until_the_whole_text_is_indexed() -> None:
     sequence = Sequence("a", [1, 2, 3, 4] * 5, 4, SamplingParams(max_tokens=100))
-    drafter = Drafter(sequence, 4)
-    assert drafter.follow(19) == 19
-    assert drafter.promise(CHEAP).count == 4 and draft_of(drafter) == []
-    assert (drafter.follow(19), drafter.follow(19)) == (1, 0)
+    drafter = TextDrafter(sequence, 4)
+    assert drafter.index(19) == 19
+    assert drafter.plan(CHEAP).length == 4 and draft_of(drafter) == []
+    assert (drafter.index(19), drafter.index(19)) == (1, 0)
     assert draft_of(drafter) == [1, 2, 3, 4]
     sequence.tokens += [1] * (MOST_INDEXED - 19)
-    while drafter.follow(100_000):
+    while drafter.index(100_000):
         pass
     assert draft_of(drafter) == [], "a longer text than the limit is not drafted"
 
 
 def test_a_grammar_shortens_drafts() -> None:
     params = SamplingParams(max_tokens=100, grammar="any")
-    assert Drafter(Sequence("a", [1, 2] * 5, 10, params), 8).ceiling == drafts.MOST_WITH_GRAMMAR < 8
+    assert TextDrafter(Sequence("a", [1, 2] * 5, 10, params), 8).most == MOST_WITH_GRAMMAR < 8
 
 
 def test_the_index_is_bounded(monkeypatch: pytest.MonkeyPatch) -> None:
     """A step indexes few tokens, and all requests together have a limit."""
-    monkeypatch.setattr(drafts, "INDEXED_A_STEP", 10)
-    monkeypatch.setattr(drafts, "MOST_INDEXED_TOGETHER", 50)
+    monkeypatch.setattr("engine.speculation.INDEXED_A_STEP", 10)
+    monkeypatch.setattr("engine.speculation.MOST_INDEXED_TOGETHER", 50)
     params = SamplingParams(max_tokens=100)
     running = [Sequence(str(i), [1, 2] * 20, 20, params, computed=39) for i in range(2)]
     speculation = Speculation(4, lambda: Costs({1: 1.0, 2: 1.0}))
@@ -201,22 +204,22 @@ def test_the_index_is_bounded(monkeypatch: pytest.MonkeyPatch) -> None:
         assert sum(s.drafter.indexed for s in running) == min(10 * step, 50)
         assert list(found) == ([running[0]] if step >= 4 else [])
     longer = [running[0], Sequence("new", [1, 2] * 3, 6, params, computed=5)]
-    monkeypatch.setattr(drafts, "MOST_INDEXED_TOGETHER", 100)
+    monkeypatch.setattr("engine.speculation.MOST_INDEXED_TOGETHER", 100)
     running[0].tokens += [1, 2] * 500
     speculation.expects(longer)
     assert longer[1].drafter.missing == 0, "a long text holds up a short one"
-    assert running[0].drafter.promise(CHEAP) == drafts.NOTHING, "there is no draft before all is indexed"
+    assert running[0].drafter.plan(CHEAP) == NO_DRAFT, "there is no draft before all is indexed"
     assert Speculation(0, lambda: Costs({})).plan(running) == {}
 
 
 def test_the_length_adapts_to_what_was_right_and_to_the_price(seed: int) -> None:
-    drafter = drafter_of([1] * 20, [1], ceiling=16)
-    rate = drafts.FIRST_RIGHT / (drafts.FIRST_RIGHT + 1)
+    drafter = drafter_of([1] * 20, [1], most=16)
+    rate = FIRST_ACCEPTED / (FIRST_ACCEPTED + 1)
     for price in (0.05, 0.1, 0.3, 0.5, 0.59):
-        promise = drafter.promise(price)
+        plan = drafter.plan(price)
         gains = [rate**i - price for i in range(1, 17)]  # of each token of a draft
-        assert promise.count == sum(gain >= 0 for gain in gains)
-        assert promise.gain == pytest.approx(sum(gain for gain in gains if gain >= 0))
+        assert plan.length == sum(gain >= 0 for gain in gains)
+        assert plan.gain == pytest.approx(sum(gain for gain in gains if gain >= 0))
     lengths = []
     for _ in range(8):
         lengths.append(len(draft_of(drafter)))
@@ -228,24 +231,24 @@ def test_the_length_adapts_to_what_was_right_and_to_the_price(seed: int) -> None
 def test_trials_cost_a_small_share_of_the_tokens(seed: int) -> None:
     """But there are some, and after drafts that were right there are drafts again."""
     price, fixed = random.choice([0.1, 0.4, 0.9]), random.choice([0.0, 1.0])
-    drafter, lost = drafter_of([1] * 20, [1], ceiling=16), 0.0
+    drafter, lost = drafter_of([1] * 20, [1], most=16), 0.0
     for _ in range(20):
         drafter.learn("ngram", 0, 1, 0.0)
     for tokens in range(1, 10_000):
-        trial, hoped = drafter.trial(price, fixed), drafter.records["ngram"].rate
-        if trial.count:
-            assert trial == drafts.Promise(1, 0.0, price, fixed)
+        trial, hoped = drafter.trial(price, fixed), drafter.acceptance["ngram"].rate
+        if trial.length:
+            assert trial == DraftPlan(1, 0.0, price, fixed)
             drafter.learn("ngram", 0, 1, price + fixed)
             lost += price + fixed
-            assert lost - hoped <= drafts.SHARE * tokens
+            assert lost - hoped <= SHARE * tokens
         drafter.sequence.tokens.append(1)
-        drafter.follow(1)
-    assert lost + price + fixed >= drafts.SHARE * 9_999
+        drafter.index(1)
+    assert lost + price + fixed >= SHARE * 9_999
     drafter.learn("ngram", 1, 1, 0.5)
-    assert drafter.records["ngram"].lost == pytest.approx(lost - 0.5), "a token brings back what it is worth, and no more"
+    assert drafter.acceptance["ngram"].lost == pytest.approx(lost - 0.5), "a token brings back what it is worth, and no more"
     for _ in range(100):
         drafter.learn("ngram", 1, 1, price)
-    assert drafter.promise(price).count >= 1
+    assert drafter.plan(price).length >= 1
 
 
 @pytest.mark.parametrize(
@@ -257,11 +260,11 @@ def test_drafts_that_are_sometimes_right_lose_little_and_return(
 ) -> None:
     """Tokens of a text or a model, right with a chance at which they do not pay, take little more than SHARE of the time. When all
     are right, they save time again, whatever the costs."""
-    link = 0.1 if by_model else 0.0
+    draft_step = 0.1 if by_model else 0.0
     steps = {1: 1.0, 4: 1 + 3 * row, 64: 1 + 63 * row}
-    costs, chains = Costs(steps, {1: link, 2: link}, {1: 0.0, 2: 0.0}, ahead), OnDemand()
-    chains.longest = 100_000
-    speculation = Speculation(7, lambda: costs, chains if by_model else None)  # type: ignore[arg-type]
+    costs, model_drafter = Costs(steps, {1: draft_step, 2: draft_step}, {1: 0.0, 2: 0.0}, ahead), OnDemand()
+    model_drafter.longest = 100_000
+    speculation = Speculation(7, lambda: costs, model_drafter if by_model else None)  # type: ignore[arg-type]
     speculation.prepare()
     text = list(range(20)) if by_model else [1, 2, 3] * 15
     sequence = Sequence("a", [*text, -1 if by_model else 1], len(text), SamplingParams(max_tokens=10**6), computed=len(text))
@@ -273,7 +276,7 @@ def test_drafts_that_are_sometimes_right_lose_little_and_return(
             drafted = speculation.plan([sequence]).get(sequence, 0)
             chunk = Chunk(sequence, sequence.length - 1, 1 + drafted, True, True, [7] * drafted)
             right = next((i for i in range(drafted) if random.random() >= chance), drafted)
-            time += costs.seconds(1 + drafted) + link * drafted + (ahead if drafted else 0.0)
+            time += costs.seconds(1 + drafted) + draft_step * drafted + (ahead if drafted else 0.0)
             if by_model:
                 speculation.observe(InFlightStep([chunk], [chunk], None, bool(drafted)), True)  # type: ignore[arg-type]
             if drafted:
@@ -283,7 +286,7 @@ def test_drafts_that_are_sometimes_right_lose_little_and_return(
             sequence.computed = sequence.length - 1
         return time
 
-    assert seconds(3000, chance) <= (1 + drafts.SHARE) * 3000 + 20
+    assert seconds(3000, chance) <= (1 + SHARE) * 3000 + 20
     seconds(600, 1.0)
     assert seconds(1000, 1.0) < 900
 
@@ -306,7 +309,7 @@ def answer_by_text(
         if done:
             chunk = Chunk(sequence, sequence.length - 1, 1 + len(draft), True, True, draft)
             seconds += costs.seconds(1 + len(draft)) + (costs.host_seconds if draft else 0.0)
-        right = count_equal(draft, answer[done:])
+        right = count_accepted(draft, answer[done:])
         sequence.tokens += answer[done : done + right + 1]
         sequence.computed = sequence.length - 1
         drafter = sequence.drafter
@@ -338,12 +341,12 @@ def test_text_stops_to_draft_where_it_saves_nothing(row: float, ahead: float, be
         assert seconds - costs.seconds(40) < 0.7 * len(long), "drafts pay"
         answers = [answer_by_text(speculation, prompt, short, short, used) for _ in range(1000)]
         time, most = sum(seconds for seconds, _ in answers), costs.seconds(8) - 1 + ahead
-        assert time - 1000 * (costs.seconds(40) + 1) <= drafts.TEXT_GRANT + most + drafts.SHARE * time
+        assert time - 1000 * (costs.seconds(40) + 1) <= TEXT_GRANT + most + SHARE * time
         assert all(right == count for _, rows in answers for count, right in rows)
     assert speculation.total["ngram"].drafts == 0
 
 
-def test_text_drafts_long_copies_at_the_ceiling() -> None:
+def test_text_drafts_long_copies_at_full_length() -> None:
     """The ends of answers do not discourage it."""
     speculation = Speculation(7, lambda: Costs({1: 1.0, 8: 2.4}))
     prompt = [1, 2, 3, *range(10, 70), LAST, 1, 2, 3]
@@ -353,10 +356,10 @@ def test_text_drafts_long_copies_at_the_ceiling() -> None:
 
 
 def test_a_row_costs_what_it_adds_to_a_step() -> None:
-    assert Costs({1: 5.0, 4: 5.0, 16: 5.0}).price(8) == drafts.LEAST_PRICE
+    assert Costs({1: 5.0, 4: 5.0, 16: 5.0}).row_price(8) == LEAST_PRICE
     for rows in (1, 3, 7, 20):
-        assert Costs({1: 2.0, 4: 8.0, 16: 32.0}).price(rows) == pytest.approx(1.0)  # a token takes as long as a row
-        assert Costs({1: 12.0, 4: 15.0, 16: 27.0}).price(rows) == pytest.approx(max(drafts.LEAST_PRICE, rows / (11 + rows)))
+        assert Costs({1: 2.0, 4: 8.0, 16: 32.0}).row_price(rows) == pytest.approx(1.0)  # a token takes as long as a row
+        assert Costs({1: 12.0, 4: 15.0, 16: 27.0}).row_price(rows) == pytest.approx(max(LEAST_PRICE, rows / (11 + rows)))
     assert Costs({1: 12.0, 4: 10.0, 16: 40.0}).seconds(1) == 10.0, "a disturbance takes time, and never gives it back"
     bent = Costs({1: 10.0, 4: 10.0, 16: 40.0})
     assert [bent.seconds(rows) for rows in (1, 2, 4, 8, 16, 32)] == [10.0, 10.0, 10.0, 20.0, 40.0, 80.0]
@@ -365,8 +368,8 @@ def test_a_row_costs_what_it_adds_to_a_step() -> None:
 def test_a_step_in_which_only_some_sequences_have_drafts_costs_more(seed: int) -> None:
     """On a CPU. Then a draft of one sequence must bring that, too; for a single sequence it is free."""
     params = SamplingParams(max_tokens=100)
-    for apart, expected in ((0.0, 1), (10.0, 0)):
-        speculation = Speculation(4, lambda apart=apart: Costs({1: 1.0, 8: 1.2}, apart=apart))  # type: ignore[misc]
+    for mixed, expected in ((0.0, 1), (10.0, 0)):
+        speculation = Speculation(4, lambda mixed=mixed: Costs({1: 1.0, 8: 1.2}, mixed=mixed))  # type: ignore[misc]
         copying = Sequence("copying", [1, 2, 3] * 7, 18, params, computed=20)
         others = [Sequence(str(i), random.sample(range(10, 1000), 21), 18, params, computed=20) for i in range(3)]
         assert len(speculation.plan([copying, *others])) == expected
@@ -387,25 +390,25 @@ def test_costs_are_measured(seed: int) -> None:
     """Of an engine on a CPU: all are above 0, but for what only a GPU's host adds."""
     engine = engine_of(random_model(config_of("standard")), draft_tokens=4, max_num_seqs=4)
     costs = engine.speculation.measure()
-    assert costs.seconds(1) > 0 and costs.indexing > 0 and costs.apart >= 0 and costs.host_seconds == 0.0
+    assert costs.seconds(1) > 0 and costs.indexing > 0 and costs.mixed >= 0 and costs.host_seconds == 0.0
     alone = engine_of(random_model(config_of("standard")), draft_tokens=4, max_num_seqs=1)
-    assert alone.speculation.measure().apart == 0.0
+    assert alone.speculation.measure().mixed == 0.0
     engine.runner.seconds = lambda rows, sequences=20: rows + 5.0 * (rows > sequences)  # type: ignore[method-assign]
     costs = engine.speculation.measure()
-    assert (costs.seconds(1), costs.seconds(16), costs.apart) == (1.0, 16.0, 6.0)
+    assert (costs.seconds(1), costs.seconds(16), costs.mixed) == (1.0, 16.0, 6.0)
 
 
-class FakeChains:
+class FakeDrafter:
     name, longest = "model", 100
 
     def __init__(self) -> None:
         self.lost: set[Sequence] = set()
         self.paused: set[Sequence] = set()
 
-    def reach(self, sequence: Sequence) -> int:
+    def longest_draft(self, sequence: Sequence) -> int:
         return 0 if sequence in self.lost else self.longest - sequence.length
 
-    def follows(self, sequence: Sequence) -> bool:
+    def reads_each_step(self, sequence: Sequence) -> bool:
         return sequence not in self.lost | self.paused
 
     def give_up(self, sequence: Sequence) -> None:
@@ -422,36 +425,38 @@ class FakeChains:
         return {s: [7] * count for s, count in counts.items()}
 
 
-class OnDemand(FakeChains):
-    def follows(self, sequence: Sequence) -> bool:
+class OnDemand(FakeDrafter):
+    def reads_each_step(self, sequence: Sequence) -> bool:
         return False
 
 
-def test_chains_are_as_long_as_they_pay_for_all_together() -> None:
-    def plan(links: dict[int, float], count: int = 1, text: int = 0, length: int = 3) -> dict[Sequence, int]:
+def test_a_model_drafts_as_long_as_it_pays_for_all_together() -> None:
+    def plan(draft_steps: dict[int, float], count: int = 1, text: int = 0, length: int = 3) -> dict[Sequence, int]:
         """Counts of drafts for `count` sequences, of which the first `text` repeat themselves; steps take 1 s for any number of
         rows."""
-        chains = FakeChains()
-        speculation = Speculation(7, lambda: Costs({1: 1.0, 2: 1.0}, links), chains)  # type: ignore[arg-type]
+        model_drafter = FakeDrafter()
+        speculation = Speculation(7, lambda: Costs({1: 1.0, 2: 1.0}, draft_steps), model_drafter)  # type: ignore[arg-type]
         texts = [[5] * length if i < text else list(range(i, i + length)) for i in range(count)]
         running = [
             Sequence(str(i), tokens, length - 1, SamplingParams(max_tokens=90), computed=length - 1)
             for i, tokens in enumerate(texts)
         ]
         counts = speculation.plan(running)
-        assert speculation.drafts(counts).keys() == counts.keys() == set(running) - chains.paused
+        assert speculation.drafts(counts).keys() == counts.keys() == set(running) - model_drafter.paused
         return counts
 
     def lengths(*args: Any, **more: Any) -> list[int]:
         return list(plan(*args, **more).values())
 
-    rate, price = drafts.FIRST_RIGHT / (drafts.FIRST_RIGHT + 1), drafts.LEAST_PRICE
-    for link in (0.0, 0.05, 0.1, 0.5):
-        [length] = alone = lengths({1: link, 2: link})
-        assert rate**length >= price + link > rate ** (length + 1)
-        assert lengths({1: link, 4: link}, count=4) == alone * 4, "a link takes as long for 4 chains, and brings 4 tokens"
-        assert lengths({1: link / 4, 4: link}, count=4) == alone * 4
-    assert lengths({1: 0.9, 2: 0.9}) == [], "a chain that costs as much as a step"
+    rate, price = FIRST_ACCEPTED / (FIRST_ACCEPTED + 1), LEAST_PRICE
+    for draft_step in (0.0, 0.05, 0.1, 0.5):
+        [length] = alone = lengths({1: draft_step, 2: draft_step})
+        assert rate**length >= price + draft_step > rate ** (length + 1)
+        assert lengths({1: draft_step, 4: draft_step}, count=4) == alone * 4, (
+            "a draft step takes as long for 4 sequences, and brings 4 tokens"
+        )
+        assert lengths({1: draft_step / 4, 4: draft_step}, count=4) == alone * 4
+    assert lengths({1: 0.9, 2: 0.9}) == [], "a draft step that costs as much as a step"
     assert lengths({1: 0.0, 2: 0.0}, length=99) == [1], "the draft model's context"
     assert lengths({1: 0.0, 2: 0.0}, count=2, text=1, length=20) == lengths({1: 0.0, 2: 0.0}) * 2
 
@@ -460,11 +465,13 @@ def test_drafts_of_a_model_lose_a_bounded_time(seed: int) -> None:
     """Whatever prompts, answers and steps cost: requests whose drafts do not bring the time of their prompts get none, but for a
     share of the time. Requests whose drafts do get them."""
     for pays in (True, False):
-        step, link, prompt = random.uniform(0.5, 20), random.uniform(0, 0.3), random.uniform(0.01, 0.1)
-        costs = Costs({1: step, 2: step}, {1: link * step, 2: link * step}, {1: prompt * step, 2: 2 * prompt * step})
-        chains = FakeChains()
-        chains.longest = 10_000
-        speculation = Speculation(3, lambda costs=costs: costs, chains)  # type: ignore[arg-type,misc]
+        step, draft_step, prompt = random.uniform(0.5, 20), random.uniform(0, 0.3), random.uniform(0.01, 0.1)
+        costs = Costs(
+            {1: step, 2: step}, {1: draft_step * step, 2: draft_step * step}, {1: prompt * step, 2: 2 * prompt * step}
+        )
+        model_drafter = FakeDrafter()
+        model_drafter.longest = 10_000
+        speculation = Speculation(3, lambda costs=costs: costs, model_drafter)  # type: ignore[arg-type,misc]
         time = lost = 0.0
         served: list[bool] = []
         for request in range(400):
@@ -476,7 +483,7 @@ def test_drafts_of_a_model_lose_a_bounded_time(seed: int) -> None:
                 drafted = speculation.plan([sequence]).get(sequence, 0)
                 chunk = Chunk(sequence, len(sequence.tokens) - 1, 1 + drafted, True, True, [7] * drafted)
                 begun |= bool(drafted)
-                lost += (link * step * drafted + drafts.LEAST_PRICE * step * drafted) if drafted else 0.0
+                lost += (draft_step * step * drafted + LEAST_PRICE * step * drafted) if drafted else 0.0
                 time += step
                 speculation.observe(InFlightStep([chunk], [chunk], None, bool(drafted)), True)  # type: ignore[arg-type]
                 if drafted:
@@ -484,12 +491,12 @@ def test_drafts_of_a_model_lose_a_bounded_time(seed: int) -> None:
                     lost -= right * step
                     speculation.learn(chunk, right, right)
                 sequence.computed = len(sequence.tokens)
-            lost += costs.prompt(len(tokens)) if begun else 0.0
+            lost += costs.prompt_seconds(len(tokens)) if begun else 0.0
             served.append(begun)
             sequence.finish_reason = "stop"
-        assert lost <= (drafts.GRANT + 4) * step + drafts.SHARE * time
+        assert lost <= (GRANT + 4) * step + SHARE * time
         if pays:  # each of the first ones brings a SHARE of 40 steps, until that is enough for the longest prompt, of 30 steps
-            assert all(served[round((30 - drafts.GRANT) / (40 * drafts.SHARE)) :])
+            assert all(served[round((30 - GRANT) / (40 * SHARE)) :])
         else:
             assert sum(served) < 100
 
@@ -512,11 +519,11 @@ def serve_with(speculation: Speculation, prompt: int, steps: int = 300) -> bool:
 
 def test_a_long_prompt_waits_until_its_price_is_saved() -> None:
     """A prompt that costs more than the grant gets drafts after a while, and then so do all."""
-    costs, chains = Costs({1: 1.0, 2: 1.0}, {1: 0.1, 2: 0.1}, {1: 0.03, 2: 0.06}), FakeChains()
-    chains.longest = 10_000
-    speculation = Speculation(3, lambda: costs, chains)  # type: ignore[arg-type]
+    costs, model_drafter = Costs({1: 1.0, 2: 1.0}, {1: 0.1, 2: 0.1}, {1: 0.03, 2: 0.06}), FakeDrafter()
+    model_drafter.longest = 10_000
+    speculation = Speculation(3, lambda: costs, model_drafter)  # type: ignore[arg-type]
     begun = [serve_with(speculation, 1000) for _ in range(24)]
-    assert costs.prompt(1000) > 3 * drafts.GRANT and not any(begun[:12]) and all(begun[18:])
+    assert costs.prompt_seconds(1000) > 3 * GRANT and not any(begun[:12]) and all(begun[18:])
 
 
 def test_a_model_drafts_after_a_busy_start() -> None:
@@ -532,36 +539,41 @@ def test_a_model_drafts_after_a_busy_start() -> None:
 
 def test_a_head_comes_back_after_a_burst() -> None:
     """Drafts that do not pay beside many requests do again when these have ended. Meanwhile the head sees no steps."""
-    costs, chains = Costs({1: 1.0, 4: 1.0, 16: 1.0, 64: 8.0, 256: 32.0}, {1: 0.05, 2: 0.05}, {1: 0.0, 2: 0.0}), FakeChains()
-    speculation = Speculation(3, lambda: costs, chains)  # type: ignore[arg-type]
+    costs, model_drafter = (
+        Costs({1: 1.0, 4: 1.0, 16: 1.0, 64: 8.0, 256: 32.0}, {1: 0.05, 2: 0.05}, {1: 0.0, 2: 0.0}),
+        FakeDrafter(),
+    )
+    speculation = Speculation(3, lambda: costs, model_drafter)  # type: ignore[arg-type]
     params = SamplingParams(max_tokens=90)
     running = [Sequence(str(i), [*range(20), -1], 20, params, computed=20) for i in range(64)]
     for _ in range(2):
         counts = speculation.plan(running[:2])
         speculation.drafts(counts)
-        assert set(counts) == set(running[:2]) and all(map(chains.follows, running[:2]))
+        assert set(counts) == set(running[:2]) and all(map(model_drafter.reads_each_step, running[:2]))
         counts = speculation.plan(running)
         speculation.drafts(counts)
-        assert not counts and not any(map(chains.follows, running[:2]))
+        assert not counts and not any(map(model_drafter.reads_each_step, running[:2]))
 
 
-def test_text_pays_for_a_head_that_follows() -> None:
+def test_text_pays_for_a_head_that_reads_each_step() -> None:
     """Where a head reads each step, text drafts only what pays for that, too; else the head pauses, and text drafts next."""
     text = [5] * 30
-    for link, follows in ((0.2, True), (0.95, False)):
-        chains = FakeChains()
-        speculation = Speculation(2, lambda link=link: Costs({1: 1.0, 2: 1.0}, {1: link, 2: link}), chains)  # type: ignore[arg-type,misc]
+    for draft_step, reads in ((0.2, True), (0.95, False)):
+        model_drafter = FakeDrafter()
+        speculation = Speculation(
+            2, lambda draft_step=draft_step: Costs({1: 1.0, 2: 1.0}, {1: draft_step, 2: draft_step}), model_drafter
+        )  # type: ignore[arg-type,misc]
         sequence = Sequence("a", text, 29, SamplingParams(max_tokens=90), computed=29)
         planned = [speculation.plan([sequence]) for _ in range(2)]
-        gain = sum(Record().rate ** i - drafts.LEAST_PRICE for i in (1, 2))
-        assert (gain > link) == follows == chains.follows(sequence)
-        assert planned == [{sequence: 2} if follows else {}, {sequence: 2}]
+        gain = sum(Acceptance().rate ** i - LEAST_PRICE for i in (1, 2))
+        assert (gain > draft_step) == reads == model_drafter.reads_each_step(sequence)
+        assert planned == [{sequence: 2} if reads else {}, {sequence: 2}]
         assert speculation._planned[sequence][0] == "ngram"
 
 
 def test_the_price_of_a_long_prompt_is_never_that_of_a_short_one() -> None:
     costs = Costs({1: 1.0, 2: 1.0}, prompts={1: 1.0, 64: 2.0, 256: 2.0})
-    assert [costs.prompt(tokens) for tokens in (64, 256, 2560)] == [2.0, 2.0, 20.0]
+    assert [costs.prompt_seconds(tokens) for tokens in (64, 256, 2560)] == [2.0, 2.0, 20.0]
 
 
 # --- answers with drafts -----------------------------------------------------------------------------------------------------
@@ -697,7 +709,7 @@ def test_a_model_that_drafts_for_itself_is_always_right(place: int, in_turn: Cal
     if limits.get("max_batch_tokens") != 1:  # which leaves no room for drafts
         assert total.tokens > 50 and total.accepted >= 0.95 * total.tokens  # they may differ at a near-tie
     if setting == "room for all":
-        assert engine.meter.steps < 45 if engine.speculation.ceiling > 1 else 70
+        assert engine.meter.steps < 45 if engine.speculation.draft_tokens > 1 else 70
 
 
 def head_draft(
@@ -731,9 +743,9 @@ def check_drafts_of_head(
 ) -> dict[str, Answer]:
     """Serve the requests, and check each draft of the engine's head against `head` and `model`, which have its weights on the
     CPU."""
-    chains, checked = engine.speculation.chains, 0
-    assert chains is not None
-    made = chains.draft
+    model_drafter, checked = engine.speculation.model_drafter, 0
+    assert model_drafter is not None
+    made = model_drafter.draft
 
     def checking(counts: dict[Sequence, int]) -> dict[Sequence, list[int]]:
         nonlocal checked
@@ -747,7 +759,7 @@ def check_drafts_of_head(
                 assert max(head_draft(model, head, sequence.tokens, sequence.params, draft)) < 1e-3
         return found
 
-    with patch.object(chains, "draft", checking), patch.object(drafts.Record, "learn"):
+    with patch.object(model_drafter, "draft", checking), patch.object(Acceptance, "learn"):
         answers = serve(engine, submits, at_once)
     assert checked > 0 and engine.speculation.total["head"].tokens > 0
     return answers
@@ -759,19 +771,28 @@ def test_a_head_that_missed_steps_reads_their_tokens_alone(in_turn: Callable[...
     model = random_model(config_of(in_turn(("standard", "hybrid:2", "parallel"), 0)))
     head = random_head(model)
     engine = engine_of(model, draft=head, draft_tokens=4, max_batch_tokens=random.choice([13, 100]), max_num_seqs=4)
-    chains, planned, missed, came_back = engine.speculation.chains, engine.speculation._promises, dict[Sequence, set[int]](), 0
-    assert isinstance(chains, HeadChains)
-    made = chains.draft
+    model_drafter, planned, missed, came_back = (
+        engine.speculation.model_drafter,
+        engine.speculation._plans,
+        dict[Sequence, set[int]](),
+        0,
+    )
+    assert isinstance(model_drafter, HeadDrafter)
+    made = model_drafter.draft
 
-    def promises(running: list[Sequence]) -> Any:
-        return {s: promise for s, promise in planned(running).items() if promise[0] == "head" and s.generated % 10 < 5}
+    def plans(running: list[Sequence]) -> Any:
+        return {s: plan for s, plan in planned(running).items() if plan[0] == "head" and s.generated % 10 < 5}
 
     def checking(counts: dict[Sequence, int]) -> dict[Sequence, list[int]]:
         nonlocal came_back
-        computed = [(c.sequence, c.start, c.sequence.computed) for c in (chains._last.chunks if chains._last else ())]
+        computed = [
+            (c.sequence, c.start, c.sequence.computed) for c in (model_drafter._last.chunks if model_drafter._last else ())
+        ]
         found = made(counts)
         for s, start, stop in computed:
-            if s not in chains._shadows or chains._shadows[s].done < stop:  # it pauses, or still fills what it missed
+            if (
+                s not in model_drafter._shadows or model_drafter._shadows[s].done < stop
+            ):  # it pauses, or still fills what it missed
                 missed.setdefault(s, set()).update(range(start, stop))
         for s, draft in found.items():
             came_back += s in missed
@@ -783,9 +804,9 @@ def test_a_head_that_missed_steps_reads_their_tokens_alone(in_turn: Callable[...
         for i in range(6)
     ]
     with (
-        patch.object(engine.speculation, "_promises", promises),
-        patch.object(chains, "draft", checking),
-        patch.object(drafts.Record, "learn"),
+        patch.object(engine.speculation, "_plans", plans),
+        patch.object(model_drafter, "draft", checking),
+        patch.object(Acceptance, "learn"),
     ):
         answers = serve(engine, submits, 2)
     assert came_back > 6 and not engine.scheduler.preemptions
@@ -807,16 +828,16 @@ def test_a_head_drafts_what_its_definition_says(place: int, in_turn: Callable[..
         assert_same(model, submit, answers[submit.request_id].tokens)
 
 
-def test_the_device_waits_from_the_last_chain_only_after_a_chain(seed: int) -> None:
+def test_the_device_waits_from_the_last_draft_only_after_a_draft(seed: int) -> None:
     """Not from one of an earlier step: the time since then was no waiting."""
     model = random_model(config_of("standard"))
     engine = engine_of(model, draft=model, draft_tokens=4)
-    chains = engine.speculation.chains
-    assert chains is not None
+    model_drafter = engine.speculation.model_drafter
+    assert model_drafter is not None
     submit = Submit("a", [5], SamplingParams(max_tokens=30, temperature=0, logit_bias={7: 1000.0}))
     stale: Any = object()
-    chains.ready = stale
-    with patch.object(chains, "reach", return_value=0), patch.object(engine.runner, "wait_from") as wait:
+    model_drafter.ready = stale
+    with patch.object(model_drafter, "longest_draft", return_value=0), patch.object(engine.runner, "wait_from") as wait:
         serve(engine, [submit])
     assert engine.speculation.total["ngram"].tokens > 0
     assert all(call.args[0] is not stale for call in wait.call_args_list)
@@ -894,7 +915,7 @@ def test_grammars(seed: int) -> None:
         engine = engine_of(model, tokenizer=tokenizer, draft_tokens=5)
         answer = serve(engine, [replace_params(submit, predicted)])["a"]
         total += accepted(engine)
-        same = count_equal(answer.tokens, plain.tokens)
+        same = count_accepted(answer.tokens, plain.tokens)
         if answer.tokens != plain.tokens:  # only at a near-tie
             row = scores(model, submit.prompt_ids, plain.tokens[:same], params)
             assert abs(row[plain.tokens[same]] - row[answer.tokens[same]]) < 1e-3
@@ -953,8 +974,8 @@ def test_a_draft_saves_the_steps_that_an_answer_takes_without_it(end: str, seed:
 def test_a_right_guess_of_the_end_of_short_answers_pays_for_no_prompt(seed: int) -> None:
     """The model always guesses the second of two tokens, which ends the answer. That saves no step."""
     model, plain = random_model(config_of("standard")), SamplingParams(max_tokens=2, temperature=0)
-    engine, link = engine_of(model, draft=model, draft_tokens=1), 0.5
-    engine.speculation.costs = Costs({1: 1.0, 2: 1.0}, {1: link, 2: link}, {1: 0.01, 2: 0.02})
+    engine, draft_step = engine_of(model, draft=model, draft_tokens=1), 0.5
+    engine.speculation.costs = Costs({1: 1.0, 2: 1.0}, {1: draft_step, 2: draft_step}, {1: 0.01, 2: 0.02})
     for i in range(60):
         prompt = random.sample(range(101), 6)
         first, second = serve(engine_of(model), [Submit("a", prompt, plain)])["a"].tokens
@@ -962,14 +983,14 @@ def test_a_right_guess_of_the_end_of_short_answers_pays_for_no_prompt(seed: int)
             serve(engine, [Submit(str(i), prompt, msgspec.structs.replace(plain, max_tokens=9, stop_token_ids=[second]))])
     total = engine.speculation.total["model"]
     assert total.accepted == total.tokens == total.drafts > 5
-    cost = link + drafts.LEAST_PRICE + drafts.LEAST_GAIN + engine.speculation.costs.prompt(7)
-    assert total.drafts * cost <= drafts.GRANT + cost + drafts.SHARE * engine.meter.steps
+    cost = draft_step + LEAST_PRICE + LEAST_GAIN + engine.speculation.costs.prompt_seconds(7)
+    assert total.drafts * cost <= GRANT + cost + SHARE * engine.meter.steps
 
 
 def test_tokens_behind_a_stop_string_pay_for_no_prompt(seed: int) -> None:
     """The model guesses all tokens. A stop string ends each answer after its second one, which a step draws without a draft, too."""
-    engine, link = engine_of(model := random_model(config_of("standard")), draft=model, draft_tokens=3), 0.1
-    engine.speculation.costs = Costs({1: 1.0, 2: 1.0}, {1: link, 2: link}, {1: 0.01, 2: 0.02})
+    engine, draft_step = engine_of(model := random_model(config_of("standard")), draft=model, draft_tokens=3), 0.1
+    engine.speculation.costs = Costs({1: 1.0, 2: 1.0}, {1: draft_step, 2: draft_step}, {1: 0.01, 2: 0.02})
     for i in range(60):
         assert engine.submit(Submit(str(i), random.sample(range(101), 6), SamplingParams(max_tokens=60, temperature=0))) is None
         sent = 0
@@ -978,8 +999,8 @@ def test_tokens_behind_a_stop_string_pay_for_no_prompt(seed: int) -> None:
         engine.abort(Abort(str(i), used=2))
     total = engine.speculation.total["model"]
     assert total.drafts > 5 and total.tokens == 3 * total.drafts
-    cost = 3 * (link + drafts.LEAST_PRICE) + drafts.LEAST_GAIN + engine.speculation.costs.prompt(7)
-    assert total.drafts * cost <= drafts.GRANT + cost + drafts.SHARE * engine.meter.steps
+    cost = 3 * (draft_step + LEAST_PRICE) + LEAST_GAIN + engine.speculation.costs.prompt_seconds(7)
+    assert total.drafts * cost <= GRANT + cost + SHARE * engine.meter.steps
 
 
 def test_sampled_tokens_follow_the_distribution(seed: int) -> None:
@@ -993,7 +1014,7 @@ def test_sampled_tokens_follow_the_distribution(seed: int) -> None:
         Submit(str(i), prompt, SamplingParams(max_tokens=3, seed=seed * 10_000 + i, prediction=prediction)) for i in range(2000)
     ]
     counts = np.zeros((12, 12))
-    with patch.object(drafts.Record, "learn"):  # drafts go on, although many are wrong
+    with patch.object(Acceptance, "learn"), patch.object(Budget, "take"):  # drafts go on, although many are wrong
         answers = serve(engine, submits, 12)
     for answer in answers.values():
         counts[answer.tokens[0], answer.tokens[1]] += 1
@@ -1017,7 +1038,7 @@ def test_a_rate_stands_in_for_agreement(rate: float, seed: int) -> None:
         right, wrong = right + accepted, wrong + (accepted < len(chunk.draft) and chunk.sequence.finish_reason is None)
         learn(chunk, accepted, saved)
 
-    with patch.object(engine.speculation, "learn", counting), patch.object(drafts.Record, "learn"):
+    with patch.object(engine.speculation, "learn", counting), patch.object(Acceptance, "learn"):
         answers = serve(engine, submits, 8)
     assert all(len(answer.tokens) == 60 for answer in answers.values())
     total = engine.speculation.total
@@ -1064,8 +1085,8 @@ def rank_speculates(
     served = list(serve(engine, submits, 3).values()), accepted(engine)
     costs = engine.speculation.measure()
     assert costs.seconds(1) > 0
-    assert source == "text" or min(costs.link_price(1, 1), costs.prompt(1)) > 0
-    return *served, [costs.seconds(rows) for rows in (1, 20)], costs.prompt(9)
+    assert source == "text" or min(costs.draft_step_price(1, 1), costs.prompt_seconds(1)) > 0
+    return *served, [costs.seconds(rows) for rows in (1, 20)], costs.prompt_seconds(9)
 
 
 def test_ranks_agree_and_give_the_same_tokens(ranks: Ranks, tmp_path: Path, in_turn: Callable[..., str], seed: int) -> None:
@@ -1088,7 +1109,7 @@ def test_steps_are_measured_when_the_first_draft_needs_it(seed: int) -> None:
         engine = engine_of(random_model(config_of("mistral")), draft_tokens=3, **limits)
         engine.speculation.costs = None
         assert serve(engine, [submit])["a"].tokens == [7] * 30
-        assert engine.speculation.costs is not None and engine.speculation.costs.price(1) >= drafts.LEAST_PRICE
+        assert engine.speculation.costs is not None and engine.speculation.costs.row_price(1) >= LEAST_PRICE
 
 
 @pytest.mark.parametrize("kv_dtype", ["auto", "fp8"])

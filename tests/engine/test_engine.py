@@ -5,7 +5,6 @@ import json
 import random
 import time
 from collections.abc import Callable
-from collections.abc import Sequence as List
 from dataclasses import dataclass, field, replace
 from functools import cache
 from pathlib import Path
@@ -23,10 +22,11 @@ import comm
 from attention import Causal
 from config import ModelConfig, Reduces, with_variant
 from eagle import EagleHead
-from engine.core import Engine, EngineLimits
-from engine.draft_heads import HeadModel
-from engine.drafts import Costs
+from engine.core import Engine
+from engine.draft_costs import Costs
 from engine.grammars import Grammars
+from engine.head_model import HeadModel
+from engine.limits import EngineLimits
 from engine.logits import allowed
 from engine.paged_cache import PagedCache
 from engine.protocol import Abort, Refused, SamplingParams, Submit, TokenLogprobs, TokenOutput
@@ -270,7 +270,7 @@ def bent(logits: Tensor, prompt: list[int], output: list[int], params: SamplingP
     return logits
 
 
-def draws(logits: Tensor, positions: list[int], params: SamplingParams, masks: List[Tensor] = ()) -> list[int]:
+def draws(logits: Tensor, positions: list[int], params: SamplingParams, masks: list[Tensor] = ()) -> list[int]:
     """One token from each row of logits (B, V), drawn with this request's parameters. positions: of the drawn tokens. masks: what
     a late grammar allows there."""
     batch = SamplingBatch.of([params] * len(logits), CPU)

@@ -11,7 +11,8 @@ from hypothesis import strategies as st
 
 from engine.block_manager import BlockManager
 from engine.protocol import SamplingParams, Turn
-from engine.scheduler import Scheduler, Sequence, fair_shares
+from engine.scheduler import Scheduler, fair_shares
+from engine.sequence import Sequence
 
 
 class Server:

@@ -20,10 +20,11 @@ from checkpoint import load_model
 from comm.interface import SCHEDULES
 from config import with_variant
 from engine import LLM, SamplingParams
-from engine.core import Engine, EngineLimits
-from engine.drafts import Costs
+from engine.core import Engine
+from engine.draft_costs import Costs
+from engine.limits import EngineLimits
 from engine.protocol import Submit
-from engine.scheduler import Chunk
+from engine.sequence import Chunk
 from engine.tuning import quantized_shapes, shapes, tune
 from kernels import linear_config, linear_quantized_config
 from kernels.linear import linear, linear_swiglu
@@ -104,13 +105,13 @@ def test_drafts_give_what_the_cpu_gives(name: str, seed: int) -> None:
 
 @pytest.mark.parametrize("name", [*PLAIN, "mistral"])
 def test_a_model_that_drafts_for_itself_gives_what_the_cpu_gives(name: str, seed: int) -> None:
-    """Chains are replays of the draft runner's decode graphs. Almost all of their tokens are right, also behind steps that are
+    """Draft steps are replays of the draft runner's decode graphs. Almost all of their tokens are right, also behind steps that are
     launched ahead and prompts in the cache."""
     model = random_model(replace(config_of(name), head_dim=16))
     twin, submits = on_gpu(model), random_submits(8, max_tokens=20)
     engine = Engine(twin, None, EngineLimits(draft_tokens=5, max_num_seqs=5, max_batch_tokens=70), ALONE, twin)
     engine.capture()
-    assert engine.speculation.costs is not None and engine.speculation.costs.link_price(1, 1) > 0
+    assert engine.speculation.costs is not None and engine.speculation.costs.draft_step_price(1, 1) > 0
     engine.speculation.costs = Costs({1: 1.0, 2: 1.0})
     for order in (submits, submits[::-1]):
         answers = serve(engine, order, 3)

@@ -14,8 +14,9 @@ import checkpoint
 import determinism
 from comm import Local
 from engine import grammars as grammars_module
-from engine.core import Engine, EngineLimits
+from engine.core import Engine
 from engine.grammars import CACHED, CACHED_TEXT, MAX_COMPILING, MAX_TEXT, Grammars
+from engine.limits import EngineLimits
 from engine.protocol import Abort, Refused, SamplingParams, Submit, joined
 from errors import UserError
 from presets import model_config

@@ -11,7 +11,8 @@ from torch import Tensor
 
 from attention import Causal, Heads
 from engine import LLM, SamplingParams
-from engine.core import Engine, EngineLimits
+from engine.core import Engine
+from engine.limits import EngineLimits
 from engine.paged_cache import CODES, PagedCache
 from engine.protocol import Submit
 from errors import UserError

@@ -16,7 +16,7 @@ import engine.draft_costs
 import engine.llm
 import engine.runner
 from engine import LLM, SamplingParams
-from engine.core import EngineLimits
+from engine.limits import EngineLimits
 from engine.llm import Completion, Timing
 from engine.protocol import Abort, Submit
 from errors import UserError

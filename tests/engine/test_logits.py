@@ -14,9 +14,10 @@ from torch import Tensor
 from transformers import MinNewTokensLengthLogitsProcessor, RepetitionPenaltyLogitsProcessor
 
 from engine.grammars import Grammars
-from engine.logits import advance, allowed, check_ids, new_state, process, token_logprobs
+from engine.logits import advance, allowed, check_ids, new_state, process
+from engine.logprobs import token_logprobs
 from engine.protocol import SamplingParams
-from engine.scheduler import Draw, Sequence
+from engine.sequence import Draw, Sequence
 from errors import UserError
 from tests import MODELS
 from tokenizer_files import load_tokenizer

@@ -16,13 +16,14 @@ import torch
 import engine.core
 import engine.paged_cache
 import engine.runner
-from engine.core import Engine, EngineLimits
-from engine.drafts import Costs
+from engine.core import Engine
+from engine.draft_costs import Costs
 from engine.graphs import Captured, Graphs
+from engine.limits import EngineLimits
 from engine.paged_cache import PagedCache
 from engine.protocol import SamplingParams, Submit
 from engine.runner import LARGEST_GRAPH, Runner, decode_buckets, prefill_buckets
-from engine.scheduler import Sequence
+from engine.sequence import Sequence
 from model import Transformer
 from tests.engine.test_drafts import JSON, check_drafts_of_head, random_head
 from tests.engine.test_engine import (
@@ -422,7 +423,7 @@ def test_ranks_draw_again_together(ranks: Ranks, tmp_path: Path, seed: int) -> N
 
 @pytest.mark.parametrize("source", ["itself", "head"])
 def test_drafts_of_models(source: str, in_turn: Callable[..., str], seed: int) -> None:
-    """Chains are replays of decode graphs behind span or decode steps. However many tokens each has, the host writes inputs once
+    """Draft steps are replays of decode graphs behind span or decode steps. However many tokens each draft has, the host writes inputs once
     and waits once."""
     model = random_model(config_of(in_turn(("standard", "hybrid:2", "desync-2x:4"), len(source))))
     head = random_head(model)
@@ -432,20 +433,20 @@ def test_drafts_of_models(source: str, in_turn: Callable[..., str], seed: int) -
     )
     made.capture()
     made.speculation.costs = Costs({1: 1.0, 2: 1.0})
-    room, chains, lengths = made.scheduler.draft_room, made.speculation.chains, set[int]()
-    assert chains is not None
-    draft, runner = chains.draft, chains.runner
-    link = chains._link
+    room, drafter, lengths = made.scheduler.draft_room, made.speculation.model_drafter, set[int]()
+    assert drafter is not None
+    draft, runner = drafter.draft, drafter.runner
+    link = drafter._draft_step
 
     def linking(going: list[Sequence], *more: Any) -> Any:
-        assert (runner.decode.positions[len(going) :] == -1).all() or not runner.decode._rows, "a chain that ended goes on"
+        assert (runner.decode.positions[len(going) :] == -1).all() or not runner.decode._rows, "a draft that ended goes on"
         return link(going, *more)
 
     def drafting(counts: dict[Sequence, int]) -> Any:
         with (
             patch.object(runner, "collect", wraps=runner.collect) as collect,
             patch.object(runner.decode, "write", wraps=runner.decode.write) as write,
-            patch.object(chains, "_link", linking),
+            patch.object(drafter, "_draft_step", linking),
         ):
             found = draft(counts)
         assert collect.call_count == bool(found) and write.call_count <= 1
@@ -453,9 +454,9 @@ def test_drafts_of_models(source: str, in_turn: Callable[..., str], seed: int) -
         return found
 
     shorter = lambda wanted: {s: random.randint(1, n) for s, n in room(wanted).items()}  # noqa: E731
-    with patch.object(made.scheduler, "draft_room", shorter), patch.object(chains, "draft", drafting):
+    with patch.object(made.scheduler, "draft_room", shorter), patch.object(drafter, "draft", drafting):
         answers = check_drafts_of_head(made, model, head, submits, 3) if source == "head" else serve(made, submits, 3)
-    assert max(lengths) > 1, "all chains had the same length"
+    assert max(lengths) > 1, "all drafts had the same length"
     for submit in submits:
         assert_same(model, submit, answers[submit.request_id].tokens)
     if source == "itself":

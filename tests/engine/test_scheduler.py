@@ -7,7 +7,6 @@ token is a hash of all tokens before it, so the output of a request served alone
 
 import random
 import zlib
-from collections.abc import Sequence as List
 from dataclasses import dataclass, field
 from unittest.mock import patch
 
@@ -17,13 +16,14 @@ from hypothesis import strategies as st
 
 from engine.block_manager import BlockManager
 from engine.protocol import SamplingParams
-from engine.scheduler import Chunk, Scheduler, Sequence
+from engine.scheduler import Scheduler
+from engine.sequence import Chunk, Sequence
 from errors import UserError
 
 VOCAB = 5  # few ids, so that unrelated texts share prefixes
 
 
-def draw(tokens: List[int]) -> int:
+def draw(tokens: list[int]) -> int:
     return zlib.crc32(bytes(tokens)) % VOCAB
 
 
@@ -66,7 +66,7 @@ class Simulation:
         self.holds: dict[int, int] = {}  # cache position to the number of the prefix that ends with the token computed there
         self.steps = 0
 
-    def beginnings(self, tokens: List[int]) -> list[int]:
+    def beginnings(self, tokens: list[int]) -> list[int]:
         """A number for each prefix of `tokens`. Only equal prefixes have the same number."""
         numbers, last = [], 0
         for token in tokens:

@@ -18,12 +18,13 @@ import engine.step_inputs
 from comm import GlooCommunicator, PendingAllReduce
 from comm.interface import LEAST_COPIED, SCHEDULES, Schedule
 from comm.table import Table
-from engine.core import Engine, EngineLimits
+from engine.core import Engine
 from engine.graphs import Captured
+from engine.limits import EngineLimits
 from engine.paged_cache import PagedCache, PagedContext
 from engine.protocol import SamplingParams
-from engine.scheduler import Chunk, Sequence
 from engine.schedules import LIMIT, MOST_REPLAYS, TURNS, Schedules
+from engine.sequence import Chunk, Sequence
 from engine.step_inputs import INVENTED, Capacity, DecodeInputs, SpanInputs
 from model import Transformer
 from tests.engine.test_engine import assert_same, config_of, load, random_model, random_submits, serve

@@ -10,7 +10,8 @@ import pytest
 import torch
 
 from engine import step_tokens as module
-from engine.core import Engine, EngineLimits
+from engine.core import Engine
+from engine.limits import EngineLimits
 from engine.step_tokens import USUAL, Entry, default_tokens, entries, kind, step_tokens
 from errors import UserError
 from presets import model_config

@@ -24,10 +24,11 @@ from kernels.linear_quantized_tuning import TILES, QuantizedProblem, QuantizedSh
 from kernels.linear_tuning import GEMV_IN_A_MODEL, KEPT_MARGIN, ROWS, TIE, USUAL_MARGIN, Problem, Shape, candidates, winner
 from model import Transformer
 from presets import model_config
+from sharded_linear import ShardedLinear
 from tests.engine.test_drafts import draft_for
 from tests.engine.test_engine import ALONE, config_of, random_model
 from tests.support.ranks import Ranks
-from tp import ShardedLinear, World
+from tp import World
 
 KEY = {"gpu": "a GPU without a table"}
 
@@ -218,7 +219,7 @@ QUANTIZED = {  # the formats of a tiny model's layers, with the numbers of rows;
 def test_quantized_layers_are_measured_and_their_configs_used(
     weights: str, measured: list[str], monkeypatch: pytest.MonkeyPatch, seed: int
 ) -> None:
-    monkeypatch.setattr("tp.quantized_supports", lambda dtype: True)
+    monkeypatch.setattr("sharded_linear.quantized_supports", lambda dtype: True)
     model = load_model("tiny:2", model_config("tiny:2", None, 1, weights), ALONE, torch.bfloat16)
     for module in model.modules():
         if isinstance(module, ShardedLinear):

@@ -24,6 +24,7 @@ from kernels.linear_quantized import Packed
 from kernels.linear_quantized_config import QuantizedConfig, QuantizedGemv, QuantizedStream
 from quantized.scheme import on_load
 from quantized.weight import dequantize, quantize
+from sharded_linear import ShardedLinear
 from tests.comm.test_symmetric import CPU, bits_by_rank, run_programs_in_threads, symmetric
 from tests.kernels.test_linear_quantized import (
     GEMV,
@@ -39,7 +40,7 @@ from tests.kernels.test_linear_quantized import (
 from tests.support import gluon
 from tests.support.gpus import most_ranks, torchrun
 from tests.support.ranks import Ranks
-from tp import World
+from tp import Shard, World
 
 pytest.importorskip("triton", reason="Triton is not installed; pip install triton")
 
@@ -252,16 +253,14 @@ def test_a_communicator_pushes_what_few_rows_of_quantized_layers_sum(interpreter
 
 
 def test_what_a_kernel_may_multiply_instead_of_a_layer(monkeypatch: pytest.MonkeyPatch) -> None:
-    import tp
-
-    monkeypatch.setattr(tp, "quantized_supports", lambda dtype: True)
+    monkeypatch.setattr("sharded_linear.quantized_supports", lambda dtype: True)
     config = ModelConfig(
         vocab_size=96, hidden_size=64, n_layers=1, n_heads=4, n_kv_heads=2, head_dim=16, intermediate_size=256, max_seq_len=64
     )
-    shard = tp.Shard(0, 2)
-    plain = tp.ShardedLinear(config, shard, ("down_proj",), 0, dtype=BF16)
+    shard = Shard(0, 2)
+    plain = ShardedLinear(config, shard, ("down_proj",), 0, dtype=BF16)
     assert plain.multiplied is plain.weight
-    layer = tp.ShardedLinear(replace(config, quantization=on_load("int4")), shard, ("down_proj",), 0, dtype=BF16)
+    layer = ShardedLinear(replace(config, quantization=on_load("int4")), shard, ("down_proj",), 0, dtype=BF16)
     assert layer.quantized is not None and layer.multiplied is None
     layer.quantized[0].fill(quantize(torch.randn(64, 128), on_load("int4").rules[0].scheme, "layer"))  # type: ignore[operator]
     layer.pack(BF16)

@@ -17,9 +17,9 @@ from kernels.row_codes import RowCodes, quantize_rows
 from model import Transformer
 from quantized.scheme import SCHEMES, on_load
 from quantized.weight import quantize, quantized_input
+from sharded_linear import ShardedLinear
 from tests.support.kernels import codes_as_on_a_gpu, kernels_always
 from tests.support.ranks import Ranks
-from tp import ShardedLinear
 
 GPU = pytest.mark.skipif(
     not torch.cuda.is_available() or torch.cuda.get_device_capability()[0] != 9, reason="needs a Hopper GPU"
@@ -142,7 +142,7 @@ def residual_streams(seed: int, device: str, variant: str) -> list[str]:
     model = Transformer(config, Local(), torch.device(device), torch.bfloat16).eval().requires_grad_(False)
     layers = [module for module in model.modules() if isinstance(module, ShardedLinear)]
     product = torch._scaled_mm if device == "cuda" else exact_product
-    supported = mock.patch("tp.quantized_supports", return_value=True)
+    supported = mock.patch("sharded_linear.quantized_supports", return_value=True)
     always = kernels_always(norm, activation, linear_quantized)
     with always, codes_as_on_a_gpu(), supported, mock.patch("torch._scaled_mm", product):
         for layer in layers:

@@ -19,9 +19,10 @@ from config import ModelConfig, with_variant
 from memory import weight_bytes
 from model import Transformer
 from presets import model_config
+from sharded_linear import ShardedLinear
 from tests.quantized.writers import FORMATS, FP8, write
 from tests.support.ranks import Ranks
-from tp import ShardedLinear, World, checkpoint_name
+from tp import World, checkpoint_name
 
 CPU = torch.device("cpu")
 ALONE = World(0, 1, CPU, Local())

@@ -44,7 +44,7 @@ class Parsed(Exception):
     """A rank has read its flags and would now join the others."""
 
 
-def stop(*_: object) -> None:
+def stop(*_: object, **__: object) -> None:
     raise Parsed
 
 

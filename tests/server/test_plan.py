@@ -14,8 +14,9 @@ from safetensors import safe_open
 
 from engine.block_manager import BlockManager
 from engine.protocol import SamplingParams
-from engine.scheduler import Chunk, Scheduler
-from engine.scheduler import Sequence as Request
+from engine.scheduler import Scheduler
+from engine.sequence import Chunk
+from engine.sequence import Sequence as Request
 from scripts.report.plan_serving import servers
 from server.plan import __main__ as program
 from server.plan.choice import GPU_SHARE, RESERVE, largest_batch, measured

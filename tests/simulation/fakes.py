@@ -1,7 +1,6 @@
 """The engine without a model: a runner whose tokens are hashes, and grammars that end or fail after a number of tokens."""
 
 from collections.abc import Callable
-from collections.abc import Sequence as List
 from dataclasses import dataclass
 from functools import cache
 from typing import Any
@@ -11,14 +10,15 @@ import torch
 import comm
 from config import ModelConfig
 from engine.adapters import Adapter, Adapters
-from engine.core import Engine, EngineLimits
-from engine.drafts import Costs
+from engine.core import Engine
+from engine.draft_costs import Costs
 from engine.grammars import COMPILED, FAILED
+from engine.limits import EngineLimits
 from engine.logits import has_grammar
 from engine.paged_cache import PagedCache
 from engine.protocol import Submit
-from engine.runner import InFlightStep, StepResult
-from engine.scheduler import Chunk, Sequence
+from engine.sequence import Chunk, Sequence
+from engine.step import InFlightStep, StepResult
 from errors import UserError
 from lora import LoraLimits
 from model import Transformer
@@ -181,7 +181,7 @@ class FakeRunner:
     def forget(self) -> None:
         pass
 
-    def launch(self, chunks: List[Chunk], after: InFlightStep | None = None) -> InFlightStep:
+    def launch(self, chunks: list[Chunk], after: InFlightStep | None = None) -> InFlightStep:
         chunks = list(chunks)
         self.check(chunks)
         ahead = dict(zip([c.sequence for c in after.sampling], after.drawn, strict=True)) if after and after.drawn else {}
@@ -190,7 +190,7 @@ class FakeRunner:
             self._verify(chunk)
         sampling = [c for c in chunks if c.samples]
         step = InFlightStep(chunks, sampling, None, any(c.draft for c in chunks))  # type: ignore[arg-type]
-        step.scores = [row for row, c in zip(rows, chunks, strict=True) if c.samples]  # type: ignore[assignment]
+        step.logprobs = [row for row, c in zip(rows, chunks, strict=True) if c.samples]  # type: ignore[assignment]
         if all(c.is_known or not has_grammar(c.sequence) for c in sampling):
             self.draw(step)
         if len(self.prefixes) > 4 * len(chunks) + 16:
@@ -235,7 +235,7 @@ class FakeRunner:
         if step.drawn is not None:
             return
         tokens = []
-        for chunk, rows in zip(step.sampling, step.scores or [], strict=True):  # type: ignore[call-overload]
+        for chunk, rows in zip(step.sampling, step.logprobs or [], strict=True):  # type: ignore[call-overload]
             state, params = chunk.sequence.state, chunk.sequence.params
             if params.late_grammar:
                 drawn = [draw(*row, params.seed) for row in rows]

@@ -11,14 +11,14 @@ themselves what ends the ranks, at one of their tokens or in each decode step. A
 import contextlib
 import random
 from collections import Counter, deque
-from collections.abc import Sequence as List
 from dataclasses import dataclass, field
 from functools import partial
 from typing import Any
 
 import msgspec
 
-from engine.core import Engine, EngineLimits
+from engine.core import Engine
+from engine.limits import EngineLimits
 from engine.protocol import (
     Abort,
     Attach,
@@ -36,7 +36,7 @@ from engine.protocol import (
     encode,
     joined,
 )
-from engine.scheduler import Chunk
+from engine.sequence import Chunk
 from engine.worker import apply, ready_now
 from server.engine_client import EngineClient, OutputQueue
 from server.journal import Kept
@@ -256,7 +256,7 @@ class Frontend(EngineClient):
         self._life.deaths.on_sent(message)
         self._life.to_engine.put(self._life.now, encode(message))
 
-    def _deliver(self, outputs: List[TokenOutput]) -> None:
+    def _deliver(self, outputs: list[TokenOutput]) -> None:
         for output in outputs:  # one after the other: an earlier one may send the request of a later one again
             if output.request_id in self._active:
                 self._life.deaths.on_output(output)
@@ -731,7 +731,7 @@ def name_of(request_id: str) -> str:
     return request_id.partition("-")[0]
 
 
-def encode_tokens(texts: List[List[int]]) -> bytes:
+def encode_tokens(texts: list[list[int]]) -> bytes:
     return msgspec.msgpack.encode(texts)
 
 

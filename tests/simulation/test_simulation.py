@@ -8,7 +8,8 @@ import pytest
 
 from engine.block_manager import BlockManager
 from engine.core import Engine
-from engine.scheduler import Scheduler, Sequence
+from engine.scheduler import Scheduler
+from engine.sequence import Sequence
 from engine.waiting import WaitingQueue
 from server import recovery
 from server.engine_client import OutputQueue

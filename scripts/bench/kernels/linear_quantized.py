@@ -38,7 +38,8 @@ from options import whole_number
 from presets import model_config
 from scripts.lib.machine import machine
 from scripts.lib.results import check_output
-from tp import ShardedLinear, World
+from sharded_linear import ShardedLinear
+from tp import World
 
 RANKS = {"llama-3-8b": (1,), "llama-3-70b": (1, 2)}  # of each model
 ROWS = (1, 2, 4, 8, 16, 64)

@@ -1,9 +1,9 @@
-"""The times of a step by its rows, and of a chain of drafted tokens by a one-layer EAGLE-3 head, with random weights.
+"""The times of a step by its rows, and of a draft by a one-layer EAGLE-3 head, with random weights.
 
     python -m scripts.bench.serving.draft_times --models llama-3-8b
     python launch.py --ranks 2 -m scripts.bench.serving.draft_times --models llama-3-70b:16 --rows 1 5
 
-The head has the model's width and knows --draft-vocab of its ids; it uses the model's embedding, as most published heads. A chain
+The head has the model's width and knows --draft-vocab of its ids; it uses the model's embedding, as most published heads. A draft
 is timed as the engine makes it, with the host's work and the wait for its tokens. host_us is by how much a step with drafts, which
 cannot be launched before the last one has ended, takes longer besides. On a GPU a step of 5 rows is padded to 8. Prints a JSON line
 for each model.
@@ -19,9 +19,10 @@ import torch
 from checkpoint import DTYPES, load_model
 from cli import Parser, run
 from eagle import random_config, random_head
-from engine.core import Engine, EngineLimits
+from engine.core import Engine
+from engine.limits import EngineLimits
 from engine.tuning import tune
-from options import ModelOptions, add_options, dtype_name, whole_number
+from options import ModelOptions, add_options, dtype_name, rank_options, whole_number
 from presets import model_config
 from tp import World, init_world
 
@@ -37,10 +38,10 @@ def measure(name: str, args: argparse.Namespace, world: World) -> dict[str, obje
     limits = EngineLimits(CONTEXT, SEQUENCES, max_batch_tokens=256, draft_tokens=args.tokens, kv_dtype=args.kv_dtype)
     engine = Engine(model, None, limits, world, head)
     engine.capture()
-    chains = engine.speculation.chains
-    assert chains is not None
+    drafter = engine.speculation.model_drafter
+    assert drafter is not None
     steps = {rows: median(engine.runner.seconds(rows) for _ in range(args.repeats)) for rows in args.rows}
-    chain = args.tokens * median(chains.seconds(1, args.tokens) for _ in range(args.repeats))
+    draft = args.tokens * median(drafter.seconds(1, args.tokens) for _ in range(args.repeats))
     host = median(engine.runner.host_seconds() for _ in range(args.repeats))
     first = steps[args.rows[0]]
     return {
@@ -50,8 +51,8 @@ def measure(name: str, args: argparse.Namespace, world: World) -> dict[str, obje
         "step_us": {rows: round(1e6 * seconds, 1) for rows, seconds in steps.items()},
         "step_ratio": {rows: round(seconds / first, 3) for rows, seconds in steps.items()},
         "chain_tokens": args.tokens,
-        "chain_us": round(1e6 * chain, 1),
-        "chain_share_of_step": round(chain / first, 3),
+        "chain_us": round(1e6 * draft, 1),
+        "chain_share_of_step": round(draft / first, 3),
         "host_us": round(1e6 * host, 1),
     }
 
@@ -65,14 +66,14 @@ def main() -> None:
     parser.add_argument(
         "--rows", nargs="+", type=whole_number(1, 2 * SEQUENCES), default=[1, 2, 3, 5, 9], help="default: 1 2 3 5 9"
     )
-    parser.add_argument("--tokens", type=whole_number(1, 7), default=4, help="of a chain (default: 4)")
+    parser.add_argument("--tokens", type=whole_number(1, 7), default=4, help="of a draft (default: 4)")
     parser.add_argument("--draft-vocab", type=whole_number(1), default=32000, help="ids that the head knows (default: 32000)")
     parser.add_argument(
         "--tune-seconds", type=whole_number(0), default=30, help="to find the fastest kernels, as in the server (default: 30)"
     )
     parser.add_argument("--repeats", type=whole_number(1), default=50, help="default: 50")
     args = parser.parse_args()
-    world = init_world(args.device, args.comm, args.simulate_link, args.comm_error_budget, args.overlap, args.deterministic)
+    world = init_world(**rank_options(args))
     for name in args.models:
         with torch.inference_mode():
             result = measure(name, args, world)

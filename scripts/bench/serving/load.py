@@ -14,7 +14,7 @@ checkpoint or a preset with random weights. --seconds and --drain bound the time
 Prompts are random token ids, and answers continue past EOS.
 
 With --clients there are no arrivals: each of so many clients sends --requests, the next one when it has the last answer.
---speculate is the server's. Of models with random weights no draft is right, so --accept-rate stands in for agreement.
+--speculate is the server's. Of models with random weights no draft is right, so --accept-rate simulates an acceptance rate.
 """
 
 import argparse

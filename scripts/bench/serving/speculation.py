@@ -39,12 +39,13 @@ from checkpoint import DTYPES, load_model
 from cli import Parser, run
 from comm.table import digest
 from eagle import EagleHead
-from engine.core import Engine, EngineLimits
+from engine.core import Engine
 from engine.draft_models import EMBEDDED, find_draft
-from engine.drafts import Chains
+from engine.limits import EngineLimits
 from engine.llm import read_tokenizer
+from engine.model_drafter import ModelDrafter
 from engine.protocol import SamplingParams, Submit
-from engine.scheduler import Sequence
+from engine.sequence import Sequence
 from errors import UserError
 from options import MOST_DRAFT_TOKENS, ModelOptions, add_options, dtype_name, whole_number
 from presets import has_random_weights, model_config
@@ -146,17 +147,17 @@ def serve(engine: Engine, submits: list[Submit], clients: int) -> Served:
 
 
 class Agreeing:
-    """Chains of a model with random weights, each token of which is replaced by that of the answer with the probability `rate`."""
+    """Drafts of a model with random weights, each token of which is replaced by that of the answer with the probability `rate`."""
 
-    def __init__(self, chains: Chains, rate: float, vocab_size: int) -> None:
-        self.chains, self.rate, self.vocab_size = chains, rate, vocab_size
+    def __init__(self, drafter: ModelDrafter, rate: float, vocab_size: int) -> None:
+        self.drafter, self.rate, self.vocab_size = drafter, rate, vocab_size
         self.answers: dict[str, list[int]] = {}
 
     def __getattr__(self, name: str) -> Any:
-        return getattr(self.chains, name)
+        return getattr(self.drafter, name)
 
     def draft(self, counts: Mapping[Sequence, int]) -> dict[Sequence, list[int]]:
-        found = self.chains.draft(counts)
+        found = self.drafter.draft(counts)
         return {s: [self._token(s, i) for i in range(len(draft))] for s, draft in found.items()}
 
     def _token(self, sequence: Sequence, place: int) -> int:
@@ -178,11 +179,11 @@ def compare(engines: dict[str, Engine], submits: list[Submit], clients: int, arg
     started = time.monotonic()
     plain = serve(engines["off"], submits, clients)
     predicted = predicting(submits, plain.answers, engines["off"].vocab_size, args.accept_rate)
-    chained = [name for name in engines if name not in ("off", "ngram")]
-    runs: dict[str, list[Served]] = {name: [] for name in ("off", "ngram", "prediction", *chained)}
+    by_model = [name for name in engines if name not in ("off", "ngram")]
+    runs: dict[str, list[Served]] = {name: [] for name in ("off", "ngram", "prediction", *by_model)}
     for engine in engines.values():
-        if isinstance(engine.speculation.chains, Agreeing):
-            engine.speculation.chains.answers = plain.answers
+        if isinstance(engine.speculation.model_drafter, Agreeing):
+            engine.speculation.model_drafter.answers = plain.answers
     turns = random.Random(args.seed)  # the same on all ranks
     while another(len(runs["off"]), time.monotonic() - started, args):
         for name in runs:
@@ -229,9 +230,9 @@ def measure(name: str, args: argparse.Namespace, world: World) -> list[dict[str,
         limits = EngineLimits(longest, max(args.clients), kv_memory=share, draft_tokens=most)
         engines[key] = Engine(model, tokenizer, limits, world, one)
         engines[key].capture()
-        chains = engines[key].speculation.chains
-        if chains is not None and has_random_weights(name):
-            engines[key].speculation.chains = Agreeing(chains, args.accept_rate, config.vocab_size)
+        drafter = engines[key].speculation.model_drafter
+        if drafter is not None and has_random_weights(name):
+            engines[key].speculation.model_drafter = Agreeing(drafter, args.accept_rate, config.vocab_size)  # type: ignore[assignment]
     rows = []
     for task in tqdm(args.tasks if tokenizer else [RANDOM_IDS], desc=Path(name).name, disable=world.rank > 0):
         for clients in args.clients:

@@ -20,11 +20,12 @@ import torch
 import engine.bench as bench
 from checkpoint import DTYPES, load_model
 from cli import Parser, run
-from engine.core import Engine, EngineLimits
+from engine.core import Engine
+from engine.limits import EngineLimits
 from engine.step_tokens import TABLE, Entry, entries, kind
 from errors import UserError
 from model import Transformer
-from options import ModelOptions, add_options, dtype_name, whole_number
+from options import ModelOptions, add_options, dtype_name, rank_options, whole_number
 from presets import model_config
 from scripts.lib.machine import machine
 from scripts.lib.markdown import table_lines
@@ -56,7 +57,7 @@ def measured(model: Transformer, tokens: int, args: argparse.Namespace, world: W
 
 
 def measure(args: argparse.Namespace) -> None:
-    world = init_world(args.device, args.comm, args.simulate_link, args.comm_error_budget, args.overlap, args.deterministic)
+    world = init_world(**rank_options(args))
     config = model_config(args.model, args.variant, world.world_size, args.quantize)
     model = load_model(args.model, config, world, DTYPES[dtype_name(args.dtype, world.device.type)])
     content = {

@@ -1,13 +1,13 @@
-"""Drafts by an EAGLE-3 head (`eagle.py`), which reads the base's hidden states.
+"""Drafts by an EAGLE-3 draft head (`eagle.py`), which reads the target model's hidden states.
 
-A head's row of token t + 1 has the base's features of t. It lies at position t of the head's cache, so the head's sequence is the
-base's without its first token, and it draws the token after the next. The features exist only until the next step, so a head
-follows: between two steps it computes the rows of the first one, with the tokens that this has drawn. These rows are exact; those
-of a chain, whose features are the head's own output, are overwritten by them.
+A head's row of token t + 1 has the target's features of t. It lies at position t of the head's cache, so the head's sequence is the
+target's without its first token, and it draws the token after the next. The features exist only until the next step, so a head
+reads each step: between two steps it computes the rows of the first one, with the tokens that this has drawn. These rows are exact; those
+of a draft, whose features are the head's own output, are overwritten by them.
 
 While drafts do not pay, a head sees no steps. When it comes back, or if a prompt was in the prefix cache without it, it lacks the
 features of the tokens that it missed. It computes their rows with zeros instead, from the tokens alone. Drafts may then be worse,
-which their record shows, and no other sequence gets these rows.
+which their acceptance rate shows, and no other sequence gets these rows.
 """
 
 from collections.abc import Mapping
@@ -17,54 +17,20 @@ from weakref import WeakSet
 import torch
 from torch import Tensor
 
-from comm import Local
-from eagle import STREAMS, EagleHead
+from eagle import STREAMS
 from engine.block_manager import BlockManager
-from engine.draft_models import Chains, Shadow
-from engine.runner import InFlightStep, Runner
-from engine.scheduler import Chunk, Sequence
-from engine.step_inputs import ROUND
+from engine.head_model import HeadModel
+from engine.model_drafter import ModelDrafter, Shadow
+from engine.runner import Runner
+from engine.sequence import Chunk, Sequence
+from engine.step import InFlightStep
 from engine.transfers import to_device
-from model import Transformer
 
 MISSED = -1  # instead of a row of the last step: a token whose features are lost
 
 
-class HeadModel:
-    """A head with what a runner takes from a model. features: (T, D), of the rows of the next step, at a fixed address."""
-
-    attention_slots = 1
-
-    def __init__(self, head: EagleHead, base: Transformer, rows: int) -> None:
-        """rows: most of a step."""
-        self.guesser, self.base, self.config = head, base, head.config.layer
-        self.comm = Local()  # every rank has all logits, also those of a head that is split
-        self.norm, self.n_kv_heads, self.vocab = head.norm, head.n_kv_heads, range(self.config.vocab_size)
-        self.features = torch.zeros(
-            -(-rows // ROUND) * ROUND, self.config.hidden_size, dtype=head.norm.weight.dtype, device=head.norm.weight.device
-        )
-        self._all_ids = head.config.draft_vocab_size == self.config.vocab_size
-
-    def hidden_and_streams(
-        self, tokens: Tensor, context: object, layers: object, rows: Tensor | None = None
-    ) -> tuple[Tensor, list[Tensor]]:
-        embedded = self.guesser.embed(tokens, self.base)
-        hidden = self.guesser(embedded, self.features[None, : tokens.shape[1]], context)
-        return (hidden if rows is None else hidden[:, rows]), []
-
-    def head(self, normed: Tensor) -> Tensor:
-        """(T, D) to (T, vocab_size) fp32; -inf for the ids that the head does not know."""
-        logits = self.guesser.lm_head(normed).float()
-        if self._all_ids:
-            return logits
-        return logits.new_full((len(logits), len(self.vocab)), -torch.inf).index_copy_(1, self.guesser.targets, logits)
-
-    def logits(self, hidden: Tensor) -> Tensor:
-        return self.head(self.norm(hidden))
-
-
-class HeadChains(Chains):
-    """Drafts of a head."""
+class HeadDrafter(ModelDrafter):
+    """The draft head of an engine."""
 
     name = "head"
 
@@ -74,7 +40,7 @@ class HeadChains(Chains):
         self._last: InFlightStep | None = None  # the step whose rows are to be computed
         self._paused: WeakSet[Sequence] = WeakSet()
 
-    def follows(self, sequence: Sequence) -> bool:
+    def reads_each_step(self, sequence: Sequence) -> bool:
         return sequence not in self._lost and sequence not in self._paused
 
     def pause(self, sequence: Sequence) -> None:
@@ -90,7 +56,7 @@ class HeadChains(Chains):
     @torch.inference_mode()
     def _catch_up(self, counts: Mapping[Sequence, int]) -> tuple[dict[Sequence, Shadow], list[Chunk]]:
         """The shadows of the sequences of the last step, and chunks of its rows but for rejected ones, by falling length of the
-        chains."""
+        drafts."""
         last, self._last = self._last, None
         self._paused -= counts.keys()
         if last is None:
@@ -100,7 +66,7 @@ class HeadChains(Chains):
         firsts = accumulate([chunk.count for chunk in last.chunks], initial=0)
         for chunk, first in sorted(zip(last.chunks, firsts, strict=False), key=lambda one: -counts.get(one[0].sequence, 0)):
             sequence = chunk.sequence
-            if sequence.finish_reason is not None or not sequence.blocks or not self.follows(sequence):
+            if sequence.finish_reason is not None or not sequence.blocks or not self.reads_each_step(sequence):
                 continue
             if sequence.computed == chunk.start:  # its token is to be drawn again
                 continue
@@ -135,7 +101,7 @@ class HeadChains(Chains):
             features.zero_()
         if not seen:
             return
-        fused = self.model.guesser.fuse([_rows(stream, seen) for stream in last.streams])
+        fused = self.model.draft_head.fuse([_rows(stream, seen) for stream in last.streams])
         if len(seen) == len(rows):
             features.copy_(fused)
         else:
@@ -143,13 +109,13 @@ class HeadChains(Chains):
             features.index_copy_(0, to_device(places, torch.int64, features.device), fused)
 
     @torch.inference_mode()
-    def _link(self, going: list[Sequence], step: int, after: InFlightStep) -> InFlightStep:
+    def _draft_step(self, going: list[Sequence], step: int, after: InFlightStep) -> InFlightStep:
         self.model.features[: len(going)] = after.hidden[: len(going)]
-        return super()._link(going, step, after)
+        return super()._draft_step(going, step, after)
 
     def _invented_step(self, sequences: list[Sequence]) -> InFlightStep:
         step, features = super()._invented_step(sequences), self.model.features
-        shape = sum([s.computed for s in sequences]), self.model.guesser.config.base_hidden_size
+        shape = sum([s.computed for s in sequences]), self.model.draft_head.config.base_hidden_size
         step.streams = [features.new_zeros(shape) for _ in range(STREAMS)]
         return step
 

@@ -1,0 +1,121 @@
+"""Drafts from text, for one sequence: what followed its last tokens where they occurred before (n-gram or prompt lookup).
+
+They are looked up in a text that the request predicts (`SamplingParams.prediction`), its prompt and its answer (`SuffixAutomaton`);
+if nothing is found, perhaps in the prompts of other requests (`PromptIndex`).
+"""
+
+from collections.abc import Mapping
+from dataclasses import replace
+
+from engine.draft_costs import LEAST_PRICE
+from engine.draft_gains import NO_DRAFT, SHARE, Acceptance, DraftPlan
+from engine.prompt_index import PromptIndex
+from engine.sequence import Sequence
+from engine.suffix_automaton import SuffixAutomaton
+
+MOST_INDEXED = 1 << 16  # tokens of a request and its prediction; a longer one gets no more drafts from text
+MOST_WITH_GRAMMAR = 2  # drafted tokens: each takes a mask, which the host computes
+LEAST_MATCH = 2, 3  # tokens, if the sequence's last draft was right and otherwise; what follows fewer is hardly ever the same
+TAIL = 8  # tokens of the prompt that are put before a prediction, so that the first tokens of the answer find it
+END = -1  # stands behind a prediction; no token's id
+# sources of drafts from text: the request's own, and the prompts of other requests
+NGRAM, PREDICTION, PROMPTS = TEXTS = "ngram", "prediction", "prompts"
+
+
+class TextDrafter:
+    """Drafts for one sequence from text, and how many of its drafts from each source were accepted. Their length adapts to that, and to
+    what a row costs."""
+
+    def __init__(
+        self,
+        sequence: Sequence,
+        most: int,
+        acceptance: Mapping[str, Acceptance] | None = None,
+        prompts: PromptIndex | None = None,
+    ) -> None:
+        """most: tokens of a draft. acceptance: what it begins with, of each source that may draft. prompts: of all requests."""
+        self.sequence = sequence
+        masked = sequence.params.grammar is not None and not sequence.params.late_grammar
+        self.most = min(most, MOST_WITH_GRAMMAR) if masked else most
+        prediction = (sequence.params.prediction or [])[: MOST_INDEXED // 2]
+        tail = sequence.tokens[: sequence.prompt_length][-TAIL:]
+        self._prefix = [*tail, *prediction, END] if prediction else []  # comes before the sequence's tokens in the index
+        self._text = SuffixAutomaton()
+        begun = dict.fromkeys(TEXTS, Acceptance()) if acceptance is None else acceptance
+        self.acceptance, self._prompts = {source: replace(one) for source, one in begun.items()}, prompts
+        self.of_model: Acceptance | None = None  # of a model's drafts; None before it was decided whether it makes some
+        self._least_match = LEAST_MATCH[1]
+        self.last_source: str | None = None  # of a draft
+
+    def index(self, most: int) -> int:
+        """Index at most `most` of the tokens that are not indexed yet. Returns how many."""
+        done = self.indexed
+        stop = min(done + most, MOST_INDEXED)
+        new = self._prefix[done:stop]
+        first = done + len(new) - len(self._prefix)
+        new += self.sequence.tokens[first : max(first, stop - len(self._prefix))]
+        for token in new:
+            self._text.append(token)
+        return len(new)
+
+    @property
+    def indexed(self) -> int:
+        """How many tokens the automaton holds."""
+        return len(self._text.tokens)
+
+    @property
+    def missing(self) -> int:
+        """How many tokens are not indexed."""
+        return len(self._prefix) + len(self.sequence.tokens) - self.indexed
+
+    @property
+    def may_pay(self) -> bool:
+        """Whether there can be a draft or a trial, at the least price. If not, nothing needs to be indexed yet."""
+        least = LEAST_PRICE - SHARE * self.sequence.generated
+        return any(one.rate >= least for one in self.acceptance.values())
+
+    @property
+    def source(self) -> str:
+        """Where the next token will probably find a draft, if it does."""
+        if not self._finds_own:
+            return PROMPTS
+        return PREDICTION if self._text.match[1] < len(self._prefix) else NGRAM
+
+    @property
+    def _finds_own(self) -> bool:
+        """Whether the next token will probably find a draft in the request's own text. The newest one may still be on the device."""
+        return self.missing <= 1 and self._text.match[0] >= self._least_match
+
+    @property
+    def finds(self) -> bool:
+        """Whether the next token will probably find a draft."""
+        return self._finds_own or (self._prompts is not None and self._prompts.finds(self.sequence.tokens))
+
+    @property
+    def _current(self) -> Acceptance | None:
+        """Of this source."""
+        return self.acceptance[self.source] if self.finds else None
+
+    def plan(self, price: float) -> DraftPlan:
+        """The draft that pays at this price of a token, if the next token finds one at all."""
+        return current.plan(price, self.most) if (current := self._current) else NO_DRAFT
+
+    def trial(self, price: float, fixed: float) -> DraftPlan:
+        """The same where drafts do not pay."""
+        return current.trial(price, fixed, self.sequence.generated) if (current := self._current) else NO_DRAFT
+
+    def draft(self, count: int) -> list[int]:
+        """The next tokens, perhaps fewer than `count`. All tokens of the sequence must be known."""
+        if not self._finds_own and self._prompts is not None:
+            return self._prompts.after(self.sequence.tokens, count)
+        found = [] if self.missing or not count else self._text.after_match(count)
+        return found[: found.index(END)] if END in found else found
+
+    def learn(self, source: str, accepted: int, drafted: int, cost: float = 0.0) -> None:
+        """Note how many tokens of the last draft were accepted, how many it had, and what it has cost, in tokens."""
+        acceptance = self.acceptance[source] if source in TEXTS else self.of_model
+        assert acceptance is not None
+        if source in (NGRAM, PREDICTION):
+            self._least_match = LEAST_MATCH[0 if accepted else 1]
+        acceptance.learn(accepted, drafted, cost)
+        self.last_source = source
