@@ -16,6 +16,7 @@ from checkpoint import Source
 from cli import note
 from config import ModelConfig
 from errors import UserError
+from files import check_folder
 from hf_config import config_to_hf
 from tokenizer_files import find_tokenizer
 from tp import World, agree_on_error
@@ -92,10 +93,7 @@ def _check(args: argparse.Namespace, world: World, setup: Setup) -> tuple[Global
     batches = GlobalBatches(tokens, args.sequence_length, args.global_batch, args.seed)
     mesh = ranks_mesh(args, world.world_size)
     empty_model(setup.config, world.device, dtype_of(args, world.device))
-    try:
-        args.out.mkdir(parents=True, exist_ok=True)
-    except OSError as e:
-        raise UserError(f"--out {args.out} cannot be made ({e.strerror}); name a folder that you may write to") from None
+    check_folder(args.out)
     return batches, plan(args, setup.config, mesh, world.device)
 
 

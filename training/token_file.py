@@ -14,6 +14,7 @@ from typing import Any
 import numpy as np
 
 from errors import UserError
+from files import writing
 
 FORMAT = 1
 HEADER_KEYS = {"format", "dtype", "tokens", "vocab_size", "tokenizer", "window"}
@@ -74,13 +75,11 @@ class TokenWriter:
         self.header = Header(token_dtype(vocab_size), 0, vocab_size, tokenizer, window)
 
     def __enter__(self) -> "TokenWriter":
-        try:
+        with writing(self.path):
             for suffix in (".json", ".mask"):
                 self.path.with_suffix(suffix).unlink(missing_ok=True)
             self._tokens = self.path.open("wb")
             self._mask = self.path.with_suffix(".mask").open("wb") if self.masked else None
-        except OSError as e:
-            raise UserError(f"{self.path} cannot be written ({e.strerror}); name another place") from None
         return self
 
     def append(self, ids: np.ndarray, mask: np.ndarray | None = None) -> None:
@@ -89,24 +88,26 @@ class TokenWriter:
         outside = ids[(ids < 0) | (ids >= self.header.vocab_size)]
         if len(outside):
             raise UserError(f"token id {outside[0]} is outside the vocabulary of {self.header.vocab_size}; check the tokenizer")
-        try:
+        with writing(self.path):
             self._tokens.write(ids.astype(_little_endian(self.header.dtype)).tobytes())
             if self._mask is not None:
                 assert mask is not None and len(mask) == len(ids), "a masked file needs one mask entry a token"
                 self._mask.write(mask.astype(np.uint8).tobytes())
-        except OSError as e:
-            raise UserError(f"{self.path} cannot be written ({e.strerror}); free some space or name another place") from None
         self.header = replace(self.header, tokens=self.header.tokens + len(ids))
 
     def __exit__(self, kind: type[BaseException] | None, *_: object) -> None:
-        for file in (self._tokens, self._mask):
-            if file is not None:
-                file.close()
-        if kind is None:
-            self.path.with_suffix(".json").write_text(json.dumps(asdict(self.header), indent=1) + "\n")
-            return
-        for suffix in (".bin", ".mask"):
-            self.path.with_suffix(suffix).unlink(missing_ok=True)
+        is_whole = False
+        try:
+            with writing(self.path):
+                for file in (self._tokens, self._mask):
+                    if file is not None:
+                        file.close()
+                if kind is None:
+                    self.path.with_suffix(".json").write_text(json.dumps(asdict(self.header), indent=1) + "\n")
+                    is_whole = True
+        finally:
+            for suffix in () if is_whole else (".bin", ".mask", ".json"):
+                self.path.with_suffix(suffix).unlink(missing_ok=True)
 
 
 def write_tokens(

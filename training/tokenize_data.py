@@ -31,6 +31,7 @@ from tqdm import tqdm
 
 from cli import Parser, run
 from errors import UserError
+from files import writing
 from tokenizer import Tokenizer
 from tokenizer_files import load_tokenizer
 from training.chat_data import packed
@@ -70,6 +71,7 @@ def write_text(path: Path, task: Task, items: Sequence[WorkItem], processes: int
             counts.add(encoded)
         if not counts.examples:
             raise UserError("the inputs hold no document; name files with text")
+        keep_tokenizer(task.model, path)
     return counts
 
 
@@ -95,6 +97,7 @@ def write_chat(path: Path, task: Task, items: Sequence[WorkItem], processes: int
             for ids, mask in tqdm(windows, desc="packing", unit="window"):
                 writer.append(ids, mask)
                 counts.windows += 1
+            keep_tokenizer(task.model, path)
     finally:
         for suffix in (".bin", ".mask", ".json"):
             spool.with_suffix(suffix).unlink(missing_ok=True)
@@ -104,6 +107,14 @@ def write_chat(path: Path, task: Task, items: Sequence[WorkItem], processes: int
 def _require_end(tokenizer: Tokenizer, model: Path) -> None:
     if not tokenizer.eos_ids:
         raise UserError(f"the tokenizer of {model} names no end token; add eos_token_id to its generation_config.json")
+
+
+def keep_tokenizer(model: Path, path: Path) -> None:
+    """Copy the tokenizer beside the token file `path`, before that has its header. Raises UserError."""
+    folder = tokenizer_folder(path)
+    with writing(folder):
+        folder.mkdir(exist_ok=True)
+        copy_tokenizer(model, folder)
 
 
 def fingerprint(model: Path) -> str:
@@ -159,8 +170,6 @@ def main() -> None:
     task = Task(args.model, args.chat, (args.sequence_length or 0) + 1, args.last_answer, args.too_long == "truncate")
     items = work_items(args.inputs, args.chat)
     counts = (write_chat if args.chat else write_text)(args.out, task, items, args.processes)
-    tokenizer_folder(args.out).mkdir(exist_ok=True)
-    copy_tokenizer(args.model, tokenizer_folder(args.out))
     print(f"{args.out}: {counts.tokens:,} tokens of {counts.examples:,} {'conversations' if args.chat else 'documents'}")
     if args.chat:
         room = counts.windows * task.window

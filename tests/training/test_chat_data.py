@@ -420,6 +420,26 @@ def test_errors_of_the_command_line(command: Command, tmp_path: Path, checkpoint
         assert code == 2 and says in said and said.count("error:") == 1, (arguments, said)
 
 
+def test_empty_files_hold_no_document(command: Command, tmp_path: Path) -> None:
+    data = write_lines(tmp_path / "d.jsonl", [])
+    code, said = command("--model", EMBEDDED, "--out", tmp_path / "t.bin", data, "--processes", 2)
+    assert code == 2 and "the inputs hold no document" in said and "Traceback" not in said
+
+
+@pytest.mark.parametrize("chat", [[], ["--chat", "--sequence-length", 20]])
+def test_no_token_file_without_its_tokenizer(
+    chat: list[object], command: Command, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def full(*_: object) -> None:
+        raise OSError(28, "No space left on device")
+
+    monkeypatch.setattr(tokenize_data, "copy_tokenizer", full)
+    data = write_lines(tmp_path / "d.jsonl", [{"messages": [USER, ANSWER], "text": "a"}])
+    code, said = command("--model", EMBEDDED, "--out", tmp_path / "t.bin", data, *chat, "--processes", 1)
+    assert code == 2 and "t.tokenizer cannot be written (No space left on device)" in said and "Traceback" not in said
+    assert not list(tmp_path.glob("t.[bjm]*"))
+
+
 def test_an_error_of_another_process_is_one_line(command: Command, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     data = write_lines(tmp_path / "d.jsonl", [{"text": "a" * 50}] * 8 + ["{"])
     monkeypatch.setattr(encode, "ITEM_BYTES", 300)
