@@ -25,7 +25,7 @@ from cli import Parser, run
 from config import ModelConfig, validate
 from errors import UserError
 from hf_config import config_to_hf, read_config
-from training.export import MODELING, TOKENIZER_FILES, add_modeling, copy_tokenizer
+from training.export import MODELING, TOKENIZER_FILES, add_modeling, copy_tokenizer, save_config
 
 
 def to_hybrid_ladder(config: ModelConfig, ladder_layers: int | Sequence[int]) -> ModelConfig:
@@ -74,8 +74,7 @@ def convert(model: Path, out: Path, ladder_layers: int | Sequence[int], link: bo
         for file in tqdm(weights, desc="linking weights" if link else "copying weights", unit="file"):
             (os.link if link else shutil.copyfile)(file.resolve(), out / file.name)
         copy_tokenizer(model, out)
-        (out / "config.json").write_text(json.dumps(hybrid_json(model, config), indent=2) + "\n")
-        add_modeling(out, config)
+        save_config(hybrid_json(model, config) | add_modeling(out, config), out)
     except OSError as e:
         how = "--link needs one file system; leave it out" if link else "free some space or name another place"
         raise UserError(f"{out} cannot be written ({e.strerror}); {how}") from None
