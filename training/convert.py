@@ -18,13 +18,16 @@ from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
 
+import torch
 from tqdm import tqdm
 
-from checkpoint import INDEX, PTH, SINGLE, SafetensorsSource, open_source
+from checkpoint import INDEX, PTH, SINGLE, SafetensorsSource, check_source, open_source
 from cli import Parser, run
+from comm import Local
 from config import ModelConfig, validate
 from errors import UserError
 from hf_config import config_to_hf, read_config
+from tp import World
 from training.export import MODELING, TOKENIZER_FILES, add_modeling, copy_tokenizer, save_config
 
 
@@ -82,8 +85,10 @@ def convert(model: Path, out: Path, ladder_layers: int | Sequence[int], link: bo
 
 
 def weight_files(model: Path, config: ModelConfig) -> list[Path]:
-    """The weight files of a checkpoint directory, and their index. Raises UserError if one is missing or damaged."""
+    """The weight files of a checkpoint directory, and their index. Raises UserError if one is missing or damaged, or if their
+    tensors are not those of `config`."""
     source = open_source(str(model), config)
+    check_source(str(model), config, World(0, 1, torch.device("cpu"), Local()), torch.bfloat16)
     if not isinstance(source, SafetensorsSource):
         return [model / PTH]
     index = [model / INDEX] if (model / INDEX).exists() else []
