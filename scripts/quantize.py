@@ -285,7 +285,8 @@ def costs(seconds: list[float], device: torch.device) -> str:
 
 def begin(out: Path, settings: dict[str, Any]) -> None:
     """Make the new folder, or check that an earlier run of the same command has made it. Raises UserError."""
-    if out.exists() and any(out.iterdir()):
+    check_folder(out)
+    if any(out.iterdir()):
         try:
             earlier = read_json(out / STATE, CONFIG_BYTES)
         except FileNotFoundError:
@@ -295,7 +296,6 @@ def begin(out: Path, settings: dict[str, Any]) -> None:
                 raise UserError(
                     f"{out} was begun with other settings: {name} {earlier.get(name)}, now {now}; repeat these, or name a new folder"
                 )
-    check_folder(out)
     (out / STATE).write_text(json.dumps(settings, indent=2) + "\n")
 
 
@@ -336,6 +336,10 @@ def parse_args() -> argparse.Namespace:
     args.method = args.method or ("gptq" if args.weights == "int4" else "rtn")
     if args.method == "gptq" and args.weights == "fp8":
         raise UserError("--method gptq rounds to integers; use it with --weights int4 or int8")
+    if args.method != "gptq" and args.calibration is not None:
+        raise UserError(
+            "--calibration is text for --method gptq, and this rounds to nearest; leave it out, or add --method gptq"
+        )
     return args
 
 

@@ -14,6 +14,7 @@ from safetensors import SafetensorError
 from safetensors.torch import load_file, save_file
 from torch import Tensor
 
+import scripts.quantize
 from attention import Causal
 from checkpoint import SafetensorsSource, load_model
 from comm import Local
@@ -233,8 +234,9 @@ def test_a_full_disk_gets_one_line(tmp_path: Path, seed: int, monkeypatch: pytes
     with pytest.raises(UserError, match=r"^[^\n]*model-00001-of-00003.safetensors cannot be written[^\n]*No space left[^\n]*$"):
         make(source, tmp_path / "made", "int8")
     (tmp_path / "file").touch()
-    with pytest.raises(UserError, match="cannot be written"):
-        make(source, tmp_path / "file" / "below", "int8")
+    for out in (tmp_path / "file", tmp_path / "file" / "below"):
+        with pytest.raises(UserError, match="cannot be written"):
+            make(source, out, "int8")
 
 
 @pytest.mark.parametrize(("variant", "weights"), [*(("standard", weights) for weights in SCHEMES), ("hybrid:1", "int4")])
@@ -267,6 +269,17 @@ def test_the_command_quantizes_with_text(tmp_path: Path, seed: int) -> None:
     for name, message in ((str(tmp_path / "made"), "quantized already"), ("tiny", "no weights")):
         with pytest.raises(UserError, match=message):
             quantize_model(name, tmp_path / "other", "int8", "rtn", None, 1, 1)
+
+
+def test_text_that_would_not_be_used_is_refused(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
+) -> None:
+    text = tmp_path / "text"
+    text.write_text("text")
+    here = Here(monkeypatch, capfd, scripts.quantize.main, flags=())
+    for flags in (["--weights", random.choice(["fp8", "int8"])], ["--method", "rtn"]):
+        asked = ["--model", MODELS / "tiny-hybrid", "--out", tmp_path / "out", "--calibration", text, *flags]
+        assert "--calibration is text for --method gptq" in here.refuses(*asked)
 
 
 def test_a_checkpoint_with_random_weights_is_quantized(
