@@ -37,7 +37,7 @@ from comm import Local
 from config import ModelConfig
 from eagle import STREAMS, EagleConfig, EagleHead, default_streams
 from errors import UserError, first_line
-from files import check_folder, writing
+from files import check_folder, model_folder, writing
 from model import Transformer
 from options import DTYPE_NAMES
 from presets import has_random_weights, model_config
@@ -50,7 +50,7 @@ from training.metrics import cut_after, plot_losses
 from training.optimizer import AdamSettings
 from training.options import add_batch_options, check_numbers, dtype_of, schedule_of
 from training.step import check_batch
-from training.token_file import TokenFile, open_tokens
+from training.token_file import TokenFile, check_tokenizer, open_tokens
 
 COUNTED = 1 << 26  # most tokens of the text that are counted for the draft vocabulary
 SNAPSHOT = "snapshot.pt"
@@ -284,7 +284,9 @@ def prepare(args: argparse.Namespace, world: World) -> tuple[ModelConfig, Global
     if drafted > base.vocab_size:
         raise UserError(f"--draft-vocab {drafted} is larger than the model's vocabulary of {base.vocab_size} tokens")
     check_batch(args.global_batch, 1, args.micro_batch)
-    batches = GlobalBatches(open_tokens(args.data, base.vocab_size), args.sequence_length, args.global_batch, args.seed)
+    tokens = open_tokens(args.data, base.vocab_size)
+    check_tokenizer(tokens, model_folder(args.model))
+    batches = GlobalBatches(tokens, args.sequence_length, args.global_batch, args.seed)
     config = head_config(args, base, drafted)
     if (args.out / "config.json").exists():
         raise UserError(f"--out {args.out} holds a finished head or another checkpoint; name another folder")

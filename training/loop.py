@@ -31,7 +31,7 @@ from training.sharding_choice import Planned, execution_of, plan, workload_of
 from training.snapshot import Snapshots
 from training.snapshot_folder import check_fits, read_manifest
 from training.step import Loss, Trainer, check_batch
-from training.token_file import open_tokens
+from training.token_file import check_tokenizer, open_tokens
 
 T = TypeVar("T")
 
@@ -90,6 +90,8 @@ def _check(args: argparse.Namespace, world: World, setup: Setup) -> tuple[Global
     if args.sequence_length > setup.config.max_seq_len:
         raise UserError(f"--sequence-length {args.sequence_length} is beyond the model's {setup.config.max_seq_len} positions")
     tokens = open_tokens(setup.data, setup.config.vocab_size)
+    if setup.tokenizer_from is not None:
+        check_tokenizer(tokens, setup.tokenizer_from)
     batches = GlobalBatches(tokens, args.sequence_length, args.global_batch, args.seed)
     mesh = ranks_mesh(args, world.world_size)
     empty_model(setup.config, world.device, dtype_of(args, world.device))

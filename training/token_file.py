@@ -14,7 +14,8 @@ from typing import Any
 import numpy as np
 
 from errors import UserError
-from files import writing
+from files import TOKENIZER_BYTES, read_file, writing
+from tokenizer_files import find_tokenizer
 
 FORMAT = 1
 HEADER_KEYS = {"format", "dtype", "tokens", "vocab_size", "tokenizer", "window"}
@@ -122,6 +123,21 @@ def write_tokens(
 def tokenizer_folder(path: Path) -> Path:
     """The folder with the tokenizer of a token file: NAME.tokenizer/ next to NAME.bin."""
     return path.with_suffix(".tokenizer")
+
+
+def tokenizer_fingerprint(folder: Path) -> str:
+    """A hash of the tokenizer's file in a checkpoint's folder; "none" without one. Raises UserError if it cannot be read."""
+    file = find_tokenizer(folder)
+    return "none" if file is None else hashlib.sha256(read_file(file, TOKENIZER_BYTES)).hexdigest()[:16]
+
+
+def check_tokenizer(tokens: TokenFile, folder: Path) -> None:
+    """Raise UserError if a checkpoint's folder has another tokenizer than that with which the tokens were made."""
+    if tokenizer_fingerprint(folder) not in ("none", tokens.header.tokenizer):
+        raise UserError(
+            f"{tokens.path} was made with another tokenizer than that of {folder}, so its ids mean other text; "
+            f"write it with python -m training.tokenize_data --model {folder}"
+        )
 
 
 def open_tokens(path: Path, vocab_size: int) -> TokenFile:

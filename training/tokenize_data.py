@@ -20,7 +20,6 @@ tokens.tokenizer/, which training copies to its result.
 """
 
 import argparse
-import hashlib
 import os
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -37,7 +36,7 @@ from tokenizer_files import load_tokenizer
 from training.chat_data import packed
 from training.encode import Encoded, Task, WorkItem, encode_all, work_items
 from training.export import copy_tokenizer
-from training.token_file import TokenWriter, open_tokens, tokenizer_folder
+from training.token_file import TokenWriter, open_tokens, tokenizer_fingerprint, tokenizer_folder
 
 # --- the token file ------------------------------------------------------------------------------------------------------
 
@@ -65,7 +64,7 @@ def write_text(path: Path, task: Task, items: Sequence[WorkItem], processes: int
     """Tokenize documents into the token file `path`."""
     tokenizer, counts = load_tokenizer(task.model), Counts()
     _require_end(tokenizer, task.model)
-    with TokenWriter(path, tokenizer.vocab_size, fingerprint(task.model)) as writer:
+    with TokenWriter(path, tokenizer.vocab_size, tokenizer_fingerprint(task.model)) as writer:
         for encoded in encode_all(task, items, processes):
             writer.append(encoded.ids)
             counts.add(encoded)
@@ -82,7 +81,7 @@ def write_chat(path: Path, task: Task, items: Sequence[WorkItem], processes: int
     _require_end(tokenizer, task.model)
     spool, lengths = path.with_suffix(".unpacked.bin"), []
     try:
-        with TokenWriter(spool, tokenizer.vocab_size, fingerprint(task.model), masked=True) as writer:
+        with TokenWriter(spool, tokenizer.vocab_size, tokenizer_fingerprint(task.model), masked=True) as writer:
             for encoded in encode_all(task, items, processes):
                 writer.append(encoded.ids, encoded.mask)
                 lengths.append(encoded.lengths)
@@ -92,7 +91,7 @@ def write_chat(path: Path, task: Task, items: Sequence[WorkItem], processes: int
             raise UserError(f"there is no conversation to pack: {why}; see --too-long and --sequence-length in --help")
         examples = open_tokens(spool, tokenizer.vocab_size)
         windows = packed(examples, np.concatenate(lengths), task.window, tokenizer.eos_ids[0])
-        arguments = (path, tokenizer.vocab_size, fingerprint(task.model))
+        arguments = (path, tokenizer.vocab_size, tokenizer_fingerprint(task.model))
         with TokenWriter(*arguments, masked=True, window=task.window) as writer:
             for ids, mask in tqdm(windows, desc="packing", unit="window"):
                 writer.append(ids, mask)
@@ -115,12 +114,6 @@ def keep_tokenizer(model: Path, path: Path) -> None:
     with writing(folder):
         folder.mkdir(exist_ok=True)
         copy_tokenizer(model, folder)
-
-
-def fingerprint(model: Path) -> str:
-    """A hash of the tokenizer's file in a checkpoint directory."""
-    name = "tokenizer.json" if (model / "tokenizer.json").is_file() else "tokenizer.model"
-    return hashlib.sha256((model / name).read_bytes()).hexdigest()[:16]
 
 
 # --- command line --------------------------------------------------------------------------------------------------------

@@ -24,7 +24,7 @@ from tokenizer_files import load_tokenizer
 from training import encode, tokenize_data
 from training.batches import GlobalBatches
 from training.chat_data import best_fit, encode_example, read_messages
-from training.token_file import TokenFile, open_tokens
+from training.token_file import TokenFile, open_tokens, tokenizer_fingerprint
 
 CHATML = (
     "{% for m in messages %}{{ '<|im_start|>' + m['role'] + '\\n' + m['content'] + '<|im_end|>\\n' }}{% endfor %}"
@@ -452,4 +452,4 @@ def test_mask_dtype_and_header(command: Command, tmp_path: Path) -> None:
     command("--model", EMBEDDED, "--out", tmp_path / "t.bin", "--chat", "--sequence-length", 20, data, "--processes", 1)
     file = open_tokens(tmp_path / "t.bin", 1024)
     assert file.mask is not None and file.mask.dtype == np.uint8 and file.header.window == 21
-    assert file.header.tokenizer == tokenize_data.fingerprint(EMBEDDED) and len(file.header.tokenizer) == 16
+    assert file.header.tokenizer == tokenizer_fingerprint(EMBEDDED) and len(file.header.tokenizer) == 16

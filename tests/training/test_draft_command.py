@@ -231,6 +231,13 @@ def test_no_checkpoint_is_overwritten(tokens: Path, tmp_path: Path, seed: int) -
         assert {path.name: path.read_bytes() for path in out.iterdir()} == before
 
 
+def test_text_of_another_tokenizer_is_refused(tokens: Path, tmp_path: Path, seed: int) -> None:
+    model = save_random(tiny("standard"), tmp_path / "model")
+    (model / "tokenizer.json").write_text("{}")
+    with pytest.raises(UserError, match="made with another tokenizer"):
+        run(ALONE, arguments(model, tokens, tmp_path / "out", "--steps", 2))
+
+
 @pytest.mark.parametrize("how", ["half", "text", "list"])
 def test_a_damaged_snapshot_is_named(how: str, tokens: Path, tmp_path: Path, seed: int) -> None:
     model, path = save_random(tiny("standard"), tmp_path / "model"), tmp_path / "out" / command.SNAPSHOT
