@@ -343,6 +343,11 @@ def fill(place: AnyPlace, source: Source) -> None:
             raise UserError(f"{place.name} has data type {part.dtype}, but config.json does not say how it is quantized")
         # Copies from pageable memory to a GPU run one at a time. The clone reads the file first, which threads do in parallel.
         target.copy_(part.clone(memory_format=torch.contiguous_format) if target.is_cuda else part)
+        # `aminmax` keeps NaN, and takes no memory beside the tensor
+        if not torch.stack(torch.aminmax(target)).isfinite().all():
+            raise UserError(
+                f"{place.name} has values that are not finite in {target.dtype}; download it again, or use another --dtype"
+            )
     place.tensor.narrow(place.dim, stop - start, len(place.rows) - (stop - start)).zero_()
 
 

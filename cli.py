@@ -43,10 +43,12 @@ def run(main: Callable[[], None]) -> NoReturn:
     try:
         main()
     except UserError as e:
+        end_bars()
         if local_rank() == 0:  # once on each host
             print(f"error: {' '.join(str(e).splitlines())}", file=sys.stderr, flush=True)
         code = USER_ERROR
     except KeyboardInterrupt:
+        end_bars()
         code = INTERRUPTED
     except BrokenPipeError:  # the reader of our output has ended, as in `… | head`
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
@@ -59,6 +61,12 @@ def run(main: Callable[[], None]) -> NoReturn:
         print(f"error: {what} ({first_line(e)})", file=sys.stderr)
         code = LOST_RANK
     leave(code)
+
+
+def end_bars() -> None:
+    """Close all progress bars, so that what follows is not printed behind one."""
+    for bar in list(sys.modules["tqdm"].tqdm._instances) if "tqdm" in sys.modules else []:
+        bar.close()
 
 
 def _in_process_group() -> bool:

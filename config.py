@@ -7,6 +7,7 @@ import math
 from dataclasses import dataclass, fields, replace
 
 from errors import UserError
+from json_fields import shown
 from quantized.scheme import Quantization
 from rope_scaling import RopeScaling, attention_factor
 from variants import KINDS, VARIANTS, Kind, parse_variant
@@ -122,6 +123,8 @@ def validate(config: ModelConfig) -> ModelConfig:
         config.n_heads % config.n_kv_heads == 0,
         f"{config.n_heads} attention heads cannot share {config.n_kv_heads} KV heads evenly",
     )
+    outside = [id for id in config.eos_token_ids if not 0 <= id < config.vocab_size]
+    require(not outside, f"eos_token_id {shown(outside)} is outside the vocabulary of {config.vocab_size} tokens")
     require(config.head_dim % 2 == 0, f"head_dim must be even for RoPE, not {config.head_dim}")
     require(
         config.family == "qwen2" or config.qkv_bias == config.o_bias,

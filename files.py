@@ -1,14 +1,21 @@
-"""Reading untrusted files. Only regular files are read, because a pipe could block, and only up to a given size."""
+"""Reading untrusted files, and errors of writing. Only regular files are read, because a pipe could block, and only up to a
+given size."""
 
 import json
 import os
 import stat
+import tempfile
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
-from errors import UserError
+from safetensors import SafetensorError
+
+from errors import UserError, first_line
 
 CONFIG_BYTES = 16 << 20  # most bytes of config.json and other settings; published ones have less than 2 MB
+PROBE_BYTES = 1 << 16  # free space that an output folder must have at least
 INDEX_BYTES = 64 << 20  # most bytes of an index of tensors
 TOKENIZER_BYTES = 128 << 20  # most bytes of a vocabulary
 KINDS = {
@@ -70,3 +77,22 @@ def read_json(path: Path, most: int) -> dict[str, Any]:
     if not isinstance(value, dict):
         raise UserError(f"{path} holds no JSON object; download or export it again")
     return value
+
+
+@contextmanager
+def writing(path: Path) -> Iterator[None]:
+    """Raises UserError for an error of writing `path` inside."""
+    try:
+        yield
+    except (OSError, SafetensorError) as e:
+        why = e.strerror if isinstance(e, OSError) and e.strerror else first_line(e)
+        raise UserError(f"{path} cannot be written ({why}); name another output, or make room") from None
+
+
+def check_folder(folder: Path) -> Path:
+    """Create `folder` if it is missing and return it. Raises UserError if files cannot be written there."""
+    with writing(folder):
+        folder.mkdir(parents=True, exist_ok=True)
+        with tempfile.TemporaryFile(dir=folder) as file:
+            file.write(bytes(PROBE_BYTES))
+    return folder

@@ -27,6 +27,7 @@ from typing import Any
 
 import torch
 import torch.nn.functional as F
+from safetensors import SafetensorError, safe_open
 from safetensors.torch import load_file, save_file
 from torch import Tensor, nn
 from tqdm import tqdm
@@ -37,7 +38,7 @@ from cli import Parser, note, run
 from comm import Local, Residual
 from config import ModelConfig
 from errors import UserError
-from files import CONFIG_BYTES, read_json
+from files import CONFIG_BYTES, check_folder, model_folder, read_json, writing
 from model import BLOCKS, Factory
 from options import dtype_name, whole_number
 from presets import has_random_weights, model_config
@@ -51,6 +52,7 @@ from scripts.corpus.documents import documents, render
 from sharded_linear import ShardedLinear
 from tokenizer_files import load_tokenizer
 from tp import SPLITS, World, stream_shards
+from training.export import save_config
 
 METHODS = ("rtn", "gptq")
 STATE = "quantize.json"  # in the new folder: how it was made, and which command may go on
@@ -228,19 +230,29 @@ def write(job: Job, number: int, layers: dict[str, Quantized]) -> None:
         if inside and name.removesuffix(".weight") not in layers:
             tensors[name] = job.source.read(name, 0, 0, shape[0] if shape else 0).clone()
     half = job.file(number).with_suffix(".part")
-    save_file(tensors, half, metadata={"format": "pt"})
-    half.replace(job.file(number))
+    with writing(job.file(number)):
+        save_file(tensors, half, metadata={"format": "pt"})
+        half.replace(job.file(number))
+
+
+def is_written(file: Path) -> bool:
+    """Whether an earlier run has written a file, all of it."""
+    try:
+        with safe_open(file, framework="pt"):
+            return True
+    except (FileNotFoundError, SafetensorError):
+        return False
 
 
 def quantize_checkpoint(job: Job, tokens: Tensor | None) -> list[float]:
     """Write every file that is not there yet. tokens (samples, length): GPTQ's; None rounds to nearest. Returns the seconds of each
     layer that was written."""
     seconds = []
-    if not job.file(0).exists():
+    if not is_written(job.file(0)):
         write(job, 0, {})
     inputs = Calibration(job, tokens) if tokens is not None else None
     for layer in tqdm(range(job.config.n_layers), "quantizing", unit="layer"):
-        began, is_new = time.perf_counter(), not job.file(layer + 1).exists()
+        began, is_new = time.perf_counter(), not is_written(job.file(layer + 1))
         if is_new:
             write(job, layer + 1, rounded(job, layer) if inputs is None else calibrated(job, layer, inputs))
         if inputs is not None and layer + 1 < job.config.n_layers:
@@ -254,7 +266,8 @@ def quantize_checkpoint(job: Job, tokens: Tensor | None) -> list[float]:
         tensors = load_file(job.file(number))
         weight_map |= dict.fromkeys(tensors, job.file(number).name)
         size += sum(tensor.nbytes for tensor in tensors.values())
-    (job.out / INDEX).write_text(json.dumps({"metadata": {"total_size": size}, "weight_map": weight_map}, indent=2) + "\n")
+    with writing(job.out):
+        (job.out / INDEX).write_text(json.dumps({"metadata": {"total_size": size}, "weight_map": weight_map}, indent=2) + "\n")
     return seconds
 
 
@@ -273,26 +286,30 @@ def costs(seconds: list[float], device: torch.device) -> str:
 
 def begin(out: Path, settings: dict[str, Any]) -> None:
     """Make the new folder, or check that an earlier run of the same command has made it. Raises UserError."""
-    if out.exists() and any(out.iterdir()):
+    check_folder(out)
+    if any(out.iterdir()):
         try:
             earlier = read_json(out / STATE, CONFIG_BYTES)
         except FileNotFoundError:
             raise UserError(f"{out} has other files; name a new folder") from None
-        if earlier != settings:
-            raise UserError(f"{out} was begun with other settings ({earlier}); repeat these, or name a new folder")
-    out.mkdir(parents=True, exist_ok=True)
+        for name, now in settings.items():
+            if earlier.get(name) != now:
+                raise UserError(
+                    f"{out} was begun with other settings: {name} {earlier.get(name)}, now {now}; repeat these, or name a new folder"
+                )
     (out / STATE).write_text(json.dumps(settings, indent=2) + "\n")
 
 
 def finish(model: Path, job: Job) -> None:
     """Copy what belongs to the model besides its weights, and write config.json, without which nothing loads the folder."""
-    folder = model if model.is_dir() else model.parent
-    for file in folder.iterdir():
-        weights = file.name in ("config.json", STATE) or file.name.endswith(".index.json")
-        if file.is_file() and file.suffix in COPIED and not weights and file.stat().st_size < LARGEST_COPY:
-            shutil.copyfile(file, job.out / file.name)
-    raw = read_json(folder / "config.json", CONFIG_BYTES)
-    (job.out / "config.json").write_text(json.dumps(raw | {"quantization_config": scheme_to_hf(job.scheme)}, indent=2) + "\n")
+    folder = model_folder(model)
+    with writing(job.out):
+        for file in folder.iterdir():
+            weights = file.name in ("config.json", STATE) or file.name.endswith(".index.json")
+            if file.is_file() and file.suffix in COPIED and not weights and file.stat().st_size < LARGEST_COPY:
+                shutil.copyfile(file, job.out / file.name)
+        raw = read_json(folder / "config.json", CONFIG_BYTES)
+        save_config(raw | {"quantization_config": scheme_to_hf(job.scheme)}, job.out)
 
 
 def parse_args() -> argparse.Namespace:
@@ -320,6 +337,10 @@ def parse_args() -> argparse.Namespace:
     args.method = args.method or ("gptq" if args.weights == "int4" else "rtn")
     if args.method == "gptq" and args.weights == "fp8":
         raise UserError("--method gptq rounds to integers; use it with --weights int4 or int8")
+    if args.method != "gptq" and args.calibration is not None:
+        raise UserError(
+            "--calibration is text for --method gptq, and this rounds to nearest; leave it out, or add --method gptq"
+        )
     return args
 
 
@@ -344,10 +365,20 @@ def quantize_model(
     text = corpus(samples * length) if text is None and method == "gptq" else text
     tokens = calibration(model, text, config, samples, length) if text is not None and method == "gptq" else None
     shape = None if tokens is None else list(tokens.shape)
-    begin(out, {"model": model, "method": method, "scheme": asdict(job.scheme), "calibration": shape, "text": hash_of(text)})
+    settings = {"model": model, "method": method, "scheme": asdict(job.scheme), "calibration": shape, "text": hash_of(text)}
+    begin(out, settings | {"weights": fingerprint(source)})
     seconds = quantize_checkpoint(job, tokens)
     finish(Path(model), job)
     return costs(seconds, where)
+
+
+def fingerprint(source: Source) -> str:
+    """A hash of the first row of every tensor: another one once the model has been trained further."""
+    found = 0
+    for name, shape in sorted(source.shapes().items()):
+        row = source.read(name, 0, 0, min(1, shape[0]) if shape else 0)
+        found = zlib.crc32(row.contiguous().view(-1).view(torch.uint8).numpy().tobytes(), found)
+    return f"{found:08x}"
 
 
 def hash_of(text: str | None) -> str | None:

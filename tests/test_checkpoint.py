@@ -1,6 +1,7 @@
 """Loading weights: every format against transformers and the other formats, slices, damaged files, peak memory."""
 
 import json
+import random
 import shutil
 import subprocess
 import sys
@@ -456,6 +457,20 @@ def test_missing_and_unknown_tensors(saved: Path) -> None:
     fails(lambda: load(saved), "more", "lacks")
 
 
+@pytest.mark.parametrize("value", [float("nan"), float("inf"), -float("inf")])
+def test_values_that_are_not_finite(value: float, saved: Path, seed: int) -> None:
+    """In the file, or in a dtype that is too narrow for the file's values."""
+    tensors = load_file(saved / SINGLE)
+    name = random.choice(sorted(tensors))
+    good = tensors[name].clone()
+    tensors[name].view(-1)[random.randrange(good.numel())] = value
+    save_file(tensors, saved / SINGLE)
+    fails(lambda: load(saved), f"{name} has values that are not finite in torch.float32")
+    save_file(tensors | {name: good.float() * 1e6}, saved / SINGLE)
+    load(saved)
+    fails(lambda: load(saved, dtype=torch.float16), f"{name} has values that are not finite in torch.float16")
+
+
 def test_a_pth_that_cannot_be_read(gpt_fast: tuple[Path, dict[str, Tensor], Any]) -> None:
     path, tensors = gpt_fast[0] / PTH, gpt_fast[1]
     content = path.read_bytes()
@@ -548,7 +563,7 @@ def large(tmp_path_factory: pytest.TempPathFactory) -> Any:
     )  # fmt: skip
     model = Transformer(config_from_hf(raw), Local(), CPU, torch.bfloat16).requires_grad_(False)
     for parameter in model.parameters():  # random, so that the system cannot compress or share pages; quick to make
-        parameter.view(torch.int16).random_(0, 2**15 - 1) if parameter.dim() == 2 else parameter.fill_(1)
+        parameter.view(torch.int16).random_(0, 0x7F80) if parameter.dim() == 2 else parameter.fill_(1)
     save_checkpoint(model, directory / "hf")
     (directory / "pth").mkdir()
     shutil.copy(directory / "hf" / "config.json", directory / "pth")

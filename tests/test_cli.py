@@ -6,8 +6,9 @@ import sys
 from pathlib import Path
 
 import pytest
+from tqdm import tqdm
 
-from cli import Parser
+from cli import Parser, run
 from errors import UserError
 from presets import PRESETS, preset
 from tests import ROOT
@@ -68,6 +69,17 @@ def test_every_command_explains_itself(
     assert (code, err) == (0, "")
     module = module_of(command)
     assert re.match(rf"usage: {f'python -m {module}' if module else command} ", out)
+
+
+def test_an_error_during_a_progress_bar_has_a_line_of_its_own(capfd: pytest.CaptureFixture[str]) -> None:
+    def main() -> None:
+        bar = tqdm(total=3, desc="work")
+        bar.update()
+        raise UserError("bad input")
+
+    with pytest.raises(SystemExit):
+        run(main)
+    assert re.fullmatch(r"\rwork:[^\n]*\nerror: bad input\n", capfd.readouterr().err)
 
 
 def test_all_commands_are_found() -> None:

@@ -199,8 +199,9 @@ def configs(draw: st.DrawFn) -> ModelConfig:
     elif isinstance(scaling, YarnScaling):
         length = round(scaling.original_max_position_embeddings * scaling.factor)
     attention_bias = family in ("llama", "qwen3") and draw(st.booleans())
+    vocab = draw(positive)
     config = ModelConfig(
-        vocab_size=draw(positive),
+        vocab_size=vocab,
         hidden_size=draw(positive),
         n_layers=layers,
         n_heads=kv_heads * draw(st.integers(1, 4)),
@@ -217,7 +218,7 @@ def configs(draw: st.DrawFn) -> ModelConfig:
         o_bias=attention_bias,
         mlp_bias=family == "llama" and draw(st.booleans()),
         qk_norm=family == "qwen3",
-        eos_token_ids=tuple(draw(st.lists(positive, max_size=3))),
+        eos_token_ids=tuple(draw(st.lists(st.integers(0, vocab - 1), max_size=3))),
         bos_token_id=draw(st.none() | positive),
     )
     if family != "llama" and draw(st.booleans()):
@@ -301,6 +302,8 @@ def test_transformers_reads_what_we_write_of_its_own_families(make: Any, windowe
         ("tie_word_embeddings", "false"),
         ("eos_token_id", "</s>"),
         ("eos_token_id", [1, "2"]),
+        ("eos_token_id", [1, 10**9]),
+        ("eos_token_id", -1),
         ("bos_token_id", 1.5),
         ("ladder_layers", 33),
         ("ladder_layers", -1),

@@ -51,6 +51,8 @@ def parse_args(argv: Sequence[str] | None = None) -> argparse.Namespace:
     add_run_options(parser)
     args = parser.parse_args(argv)
     check_numbers(args)
+    if not args.model.is_dir():
+        raise UserError(f"--model {args.model} is no directory; name a standard checkpoint's")
     if not 0 <= args.distill <= 1:
         raise UserError(f"--distill must be between 0 and 1, not {args.distill}")
     return args

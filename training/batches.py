@@ -12,6 +12,7 @@ import torch
 from torch import Tensor
 
 from errors import UserError
+from json_fields import shown
 from training.token_file import TokenFile
 
 IGNORED = -100  # PyTorch's ignore_index
@@ -63,8 +64,8 @@ class GlobalBatches:
                 f"{path} has {len(self.tokens.tokens)} tokens: {self.windows} windows of {self.length}, fewer than a "
                 f"batch of {self.size}; add data, or lower --global-batch or --sequence-length"
             )
-        if self.seed < 0:
-            raise UserError(f"--seed must not be negative, but is {self.seed}")
+        if not 0 <= self.seed < 2**63:  # torch's limit
+            raise UserError(f"--seed must be from 0 to 2**63 - 1, not {shown(self.seed)}")
         if self.tokens.mask is not None and not self._counts.any():
             raise UserError(f"{path} has no token that the loss counts; tokenize data with assistant messages")
 

@@ -18,14 +18,17 @@ from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
 
+import torch
 from tqdm import tqdm
 
-from checkpoint import INDEX, PTH, SINGLE, SafetensorsSource, open_source
+from checkpoint import INDEX, PTH, SINGLE, SafetensorsSource, check_source, open_source
 from cli import Parser, run
+from comm import Local
 from config import ModelConfig, validate
 from errors import UserError
 from hf_config import config_to_hf, read_config
-from training.export import MODELING, TOKENIZER_FILES, add_modeling, copy_tokenizer
+from tp import World
+from training.export import MODELING, TOKENIZER_FILES, add_modeling, copy_tokenizer, save_config
 
 
 def to_hybrid_ladder(config: ModelConfig, ladder_layers: int | Sequence[int]) -> ModelConfig:
@@ -74,8 +77,7 @@ def convert(model: Path, out: Path, ladder_layers: int | Sequence[int], link: bo
         for file in tqdm(weights, desc="linking weights" if link else "copying weights", unit="file"):
             (os.link if link else shutil.copyfile)(file.resolve(), out / file.name)
         copy_tokenizer(model, out)
-        (out / "config.json").write_text(json.dumps(hybrid_json(model, config), indent=2) + "\n")
-        add_modeling(out, config)
+        save_config(hybrid_json(model, config) | add_modeling(out, config), out)
     except OSError as e:
         how = "--link needs one file system; leave it out" if link else "free some space or name another place"
         raise UserError(f"{out} cannot be written ({e.strerror}); {how}") from None
@@ -83,8 +85,10 @@ def convert(model: Path, out: Path, ladder_layers: int | Sequence[int], link: bo
 
 
 def weight_files(model: Path, config: ModelConfig) -> list[Path]:
-    """The weight files of a checkpoint directory, and their index. Raises UserError if one is missing or damaged."""
+    """The weight files of a checkpoint directory, and their index. Raises UserError if one is missing or damaged, or if their
+    tensors are not those of `config`."""
     source = open_source(str(model), config)
+    check_source(str(model), config, World(0, 1, torch.device("cpu"), Local()), torch.bfloat16)
     if not isinstance(source, SafetensorsSource):
         return [model / PTH]
     index = [model / INDEX] if (model / INDEX).exists() else []

@@ -19,9 +19,11 @@ import argparse
 import json
 import os
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import asdict, dataclass
+from functools import partial
 from pathlib import Path
+from pickle import UnpicklingError
 from typing import Any
 
 import numpy as np
@@ -34,7 +36,8 @@ from cli import Parser, note, run
 from comm import Local
 from config import ModelConfig
 from eagle import STREAMS, EagleConfig, EagleHead, default_streams
-from errors import UserError
+from errors import UserError, first_line
+from files import check_folder, model_folder, writing
 from model import Transformer
 from options import DTYPE_NAMES
 from presets import has_random_weights, model_config
@@ -47,7 +50,7 @@ from training.metrics import cut_after, plot_losses
 from training.optimizer import AdamSettings
 from training.options import add_batch_options, check_numbers, dtype_of, schedule_of
 from training.step import check_batch
-from training.token_file import TokenFile, open_tokens
+from training.token_file import TokenFile, check_tokenizer, open_tokens
 
 COUNTED = 1 << 26  # most tokens of the text that are counted for the draft vocabulary
 SNAPSHOT = "snapshot.pt"
@@ -70,7 +73,8 @@ def parse_args(argv: Sequence[str] | None = None) -> argparse.Namespace:
         type=int,
         nargs=STREAMS,
         metavar="LAYER",
-        help="layers before which the head reads the stream, 0 to the number of layers (default: 2, the middle one, the last but two)",
+        help="layers before which the head reads the stream, 0 to the number of layers (default: 2, the middle one, the last but two, "
+        "which differ in models of 7 layers or more)",
     )
     what.add_argument("--draft-vocab", type=int, metavar="N", help="guess only the N most frequent tokens (default: all)")
     what.add_argument("--chain", type=int, default=4, metavar="TOKENS", help="length of the chains in training (default: 4)")
@@ -104,9 +108,11 @@ def parse_args(argv: Sequence[str] | None = None) -> argparse.Namespace:
 
 def head_config(args: argparse.Namespace, base: ModelConfig, drafted: int) -> EagleConfig:
     """A head with the widths and the RoPE of the model. Raises UserError."""
-    streams = tuple(sorted(set(args.streams or default_streams(base.n_layers))))
+    given = args.streams or default_streams(base.n_layers)
+    streams = tuple(sorted(set(given)))
     if len(streams) != STREAMS or streams[0] < 0 or streams[-1] > base.n_layers:
-        raise UserError(f"--streams must name {STREAMS} different layers from 0 to {base.n_layers}, not {list(streams)}")
+        wrong = f"not {list(given)}" if args.streams else f"since the default is {list(given)} with so few layers"
+        raise UserError(f"--streams must name {STREAMS} different layers from 0 to {base.n_layers}, {wrong}")
     shape = ("vocab_size", "hidden_size", "n_heads", "n_kv_heads", "head_dim", "intermediate_size", "max_seq_len")
     same = {name: getattr(base, name) for name in (*shape, "norm_eps", "rope_theta", "rope_scaling")}
     return EagleConfig(ModelConfig(n_layers=1, **same), base.hidden_size, drafted, streams)
@@ -175,7 +181,7 @@ class Meter:
         line = Measured(step, loss, agreement, norm, rate, seconds * 1e3, speed)
         self.bar.set_postfix(loss=f"{loss:.3f}", agree=" ".join(f"{share:.0%}" for share in agreement))
         if self.is_first:
-            with self.path.open("a") as file:
+            with writing(self.path), self.path.open("a") as file:
                 file.write(json.dumps(asdict(line)) + "\n")
 
     def check(self, step: int) -> None:
@@ -221,21 +227,35 @@ def save_snapshot(
     args: argparse.Namespace, batches: GlobalBatches, head: EagleHead, optimizer: torch.optim.Optimizer, step: int
 ) -> None:
     state = {"step": step, "settings": identity(args, batches), "head": head.state_dict(), "optimizer": optimizer.state_dict()}
-    partial = args.out / f"{SNAPSHOT}.partial"
-    torch.save(state, partial)
-    os.replace(partial, args.out / SNAPSHOT)
+    path, half = args.out / SNAPSHOT, args.out / f"{SNAPSHOT}.partial"
+    try:
+        torch.save(state, half)
+        os.replace(half, path)
+    except (OSError, RuntimeError) as e:  # torch has a RuntimeError for a full disk
+        half.unlink(missing_ok=True)
+        raise UserError(f"{path} cannot be written ({first_line(e)}); make room, then go on with --resume") from None
 
 
 def restore(args: argparse.Namespace, batches: GlobalBatches, head: EagleHead, optimizer: torch.optim.Optimizer) -> int:
     """Load the snapshot in --out, if --resume is given and there is one. Returns the step to go on with. Raises UserError."""
     path = args.out / SNAPSHOT
-    if not path.exists() or not args.resume:
-        if path.exists():
-            raise UserError(f"{path} is of a run that was stopped; continue it with --resume, or remove it")
+    if not path.exists():
+        if args.resume:
+            note(f"no snapshot in {args.out} yet: starting from the beginning")
         return 0
-    state = torch.load(path, map_location=head.targets.device, weights_only=True)
-    if state["settings"] != identity(args, batches):
-        raise UserError(f"{path} is of a run with other settings ({state['settings']}); resume with those, or remove it")
+    if not args.resume:
+        raise UserError(f"{path} is of a run that was stopped; continue it with --resume, or remove it")
+    try:
+        state = torch.load(path, map_location=head.targets.device, weights_only=True)
+        then = state["settings"]
+    except (OSError, RuntimeError, ValueError, EOFError, LookupError, TypeError, UnpicklingError) as e:
+        raise UserError(f"{path} is damaged ({first_line(e)}); remove it to start again") from None
+    for name, value in identity(args, batches).items():
+        if then.get(name) != value:
+            raise UserError(
+                f"{path} is of a run with another {name.replace('_', ' ')} ({then.get(name)}, now {value}); "
+                "resume with that run's settings, or remove it"
+            )
     head.load_state_dict(state["head"])
     optimizer.load_state_dict(state["optimizer"])
     return int(state["step"])
@@ -243,8 +263,11 @@ def restore(args: argparse.Namespace, batches: GlobalBatches, head: EagleHead, o
 
 def identity(args: argparse.Namespace, batches: GlobalBatches) -> dict[str, Any]:
     """The settings that a resumed run must share with the original one."""
-    names = ("model", "streams", "draft_vocab", "chain", "sequence_length", "global_batch", "steps", "seed", *RECIPE)
-    return {name: getattr(args, name) for name in names} | {"data": batches.tokens.fingerprint}
+    names = ("streams", "draft_vocab", "chain", "sequence_length", "global_batch", "steps", "seed", *RECIPE)
+    return {name: getattr(args, name) for name in names} | {
+        "model": str(Path(args.model).resolve()),
+        "data": batches.tokens.fingerprint,
+    }
 
 
 # --- the command ---------------------------------------------------------------------------------------------------------
@@ -261,13 +284,19 @@ def prepare(args: argparse.Namespace, world: World) -> tuple[ModelConfig, Global
     if drafted > base.vocab_size:
         raise UserError(f"--draft-vocab {drafted} is larger than the model's vocabulary of {base.vocab_size} tokens")
     check_batch(args.global_batch, 1, args.micro_batch)
-    batches = GlobalBatches(open_tokens(args.data, base.vocab_size), args.sequence_length, args.global_batch, args.seed)
+    tokens = open_tokens(args.data, base.vocab_size)
+    check_tokenizer(tokens, model_folder(args.model))
+    batches = GlobalBatches(tokens, args.sequence_length, args.global_batch, args.seed)
     config = head_config(args, base, drafted)
-    try:
-        args.out.mkdir(parents=True, exist_ok=True)
-    except OSError as e:
-        raise UserError(f"--out {args.out} cannot be made ({e.strerror}); name a folder that you may write to") from None
+    if (args.out / "config.json").exists():
+        raise UserError(f"--out {args.out} holds a finished head or another checkpoint; name another folder")
+    check_folder(args.out)
     return base, batches, config
+
+
+def on_first(world: World, work: Callable[[], object]) -> None:
+    """Run `work()` on rank 0. Collective: its UserError is raised on all ranks."""
+    together(world, work if world.rank == 0 else lambda: None)
 
 
 def train_head(args: argparse.Namespace, world: World) -> tuple[EagleHead, Transformer]:
@@ -290,11 +319,10 @@ def train_head(args: argparse.Namespace, world: World) -> tuple[EagleHead, Trans
         meter.add(step + 1, schedule_of(args).rate(step), train_step(args, head, model, batches, optimizer, step))
         if (step + 1) % args.save_every == 0 and step + 1 < args.steps:
             meter.check(step + 1)  # on all ranks: a snapshot must be worth resuming
-            if world.rank == 0:
-                save_snapshot(args, batches, head, optimizer, step + 1)
+            on_first(world, partial(save_snapshot, args, batches, head, optimizer, step + 1))
     meter.bar.close()
+    on_first(world, partial(save_head, head.eval().requires_grad_(False), args.out))
     if world.rank == 0:
-        save_head(head.eval().requires_grad_(False), args.out)
         (args.out / SNAPSHOT).unlink(missing_ok=True)
         try:
             plot_losses([(args.out.name, args.out / "metrics.jsonl")], args.out / "loss.png")

@@ -205,7 +205,7 @@ def encode_all(task: Task, items: Sequence[WorkItem], processes: int) -> Iterato
 
 @contextmanager
 def _results(task: Task, items: Sequence[WorkItem], processes: int) -> Iterator[Iterator[Encoded]]:
-    if processes == 1 or len(items) == 1:
+    if processes == 1 or len(items) <= 1:
         yield map(Encoder(task).encode, items)
         return
     context = multiprocessing.get_context("spawn")

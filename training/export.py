@@ -3,6 +3,7 @@
 import json
 import shutil
 from pathlib import Path
+from typing import Any
 
 import torch
 from safetensors.torch import save_file
@@ -12,6 +13,7 @@ from checkpoint import INDEX, SINGLE, places
 from config import ModelConfig
 from eagle import ARCHITECTURE, EagleHead, head_places
 from errors import UserError
+from files import writing
 from hf_config import config_to_hf
 from model import Transformer
 
@@ -27,10 +29,11 @@ CLASSES = {"llama": "LlamaLadder", "mistral": "MistralLadder", "qwen2": "Qwen2La
 def save_checkpoint(
     model: Transformer, directory: Path, dtype: torch.dtype = torch.bfloat16, tokenizer_from: Path | None = None
 ) -> None:
-    """Write `model` in the HF layout: config.json, safetensors (with an index above 4 GB), and a copy of a tokenizer's files.
+    """Write `model` in the HF layout: config.json, safetensors (with an index above 4 GB), a copy of a tokenizer's files, and for
+    ladders the code with which transformers loads them.
 
-    Raises UserError if `model` is split over several ranks, because a model is saved from one process that holds all of it, or
-    quantized.
+    Raises UserError if the directory cannot be written, or if `model` is split over several ranks, because a model is saved from one
+    process that holds all of it, or quantized.
     """
     if model.config.quantization is not None:
         raise UserError("a quantized model is not saved again; copy its checkpoint, or use scripts.quantize")
@@ -42,19 +45,19 @@ def save_checkpoint(
         stop = min(place.rows.stop, place.shape[place.dim])
         size = stop - place.rows.start
         full.narrow(place.dim, place.rows.start, size).copy_(place.tensor.narrow(place.dim, 0, size))
-    directory.mkdir(parents=True, exist_ok=True)
     raw = config_to_hf(model.config) | {"torch_dtype": str(dtype).removeprefix("torch.")}
-    (directory / "config.json").write_text(json.dumps(raw, indent=2) + "\n")
-    _save_tensors(tensors, directory)
-    if tokenizer_from is not None and tokenizer_from.resolve() != directory.resolve():
-        copy_tokenizer(tokenizer_from, directory)
+    with writing(directory):
+        _save_tensors(tensors, directory)
+        if tokenizer_from is not None and tokenizer_from.resolve() != directory.resolve():
+            copy_tokenizer(tokenizer_from, directory)
+        save_config(raw | add_modeling(directory, model.config), directory)
 
 
 def save_head(head: EagleHead, directory: Path, dtype: torch.dtype = torch.bfloat16) -> None:
     """Write a draft head in the published layout `LlamaForCausalLMEagle3`: config.json and model.safetensors.
 
     config.json has the layers whose streams the head reads twice: `eagle_aux_hidden_state_layer_ids` names the layers after the
-    streams (vLLM), the same key in `eagle_config` the layers before them (SGLang).
+    streams (vLLM), the same key in `eagle_config` the layers before them (SGLang). Raises UserError if the directory cannot be written.
     """
     config, key = head.config, "eagle_aux_hidden_state_layer_ids"
     drafted, known = config.draft_vocab_size, torch.zeros(config.layer.vocab_size, dtype=torch.bool)
@@ -70,9 +73,9 @@ def save_head(head: EagleHead, directory: Path, dtype: torch.dtype = torch.bfloa
         key: list(config.stream_layers),
         "eagle_config": {"use_aux_hidden_state": True, key: [i - 1 for i in config.stream_layers]},
     }
-    directory.mkdir(parents=True, exist_ok=True)
-    (directory / "config.json").write_text(json.dumps(raw, indent=2) + "\n")
-    _save_tensors(tensors | {"d2t": targets - torch.arange(drafted), "t2d": known}, directory)
+    with writing(directory):
+        _save_tensors(tensors | {"d2t": targets - torch.arange(drafted), "t2d": known}, directory)
+        save_config(raw, directory)
 
 
 def _save_tensors(tensors: dict[str, Tensor], directory: Path) -> None:
@@ -84,7 +87,8 @@ def _save_tensors(tensors: dict[str, Tensor], directory: Path) -> None:
             size = 0
         files[-1][name] = tensor
         size += tensor.nbytes
-    for stale in (INDEX, SINGLE):  # of an earlier checkpoint in the folder: a reader might prefer it
+    directory.mkdir(parents=True, exist_ok=True)
+    for stale in ("config.json", INDEX, SINGLE):  # of an earlier checkpoint in the folder: a reader might prefer it
         (directory / stale).unlink(missing_ok=True)
     if len(files) == 1:
         save_file(files[0], directory / SINGLE, metadata={"format": "pt"})
@@ -98,6 +102,11 @@ def _save_tensors(tensors: dict[str, Tensor], directory: Path) -> None:
     (directory / INDEX).write_text(json.dumps(index, indent=2) + "\n")
 
 
+def save_config(raw: dict[str, Any], directory: Path) -> None:
+    """Write config.json. It comes last: with it, a folder is taken for a checkpoint, and without weights for a random one."""
+    (directory / "config.json").write_text(json.dumps(raw, indent=2) + "\n")
+
+
 def copy_tokenizer(source: Path, target: Path) -> None:
     """Copy the `TOKENIZER_FILES` that exist from one folder to another."""
     for file in TOKENIZER_FILES:
@@ -105,17 +114,14 @@ def copy_tokenizer(source: Path, target: Path) -> None:
             shutil.copyfile(source / file, target / file)
 
 
-def add_modeling(directory: Path, config: ModelConfig) -> None:
-    """Add to a checkpoint with ladder layers the code with which transformers loads it.
+def add_modeling(directory: Path, config: ModelConfig) -> dict[str, Any]:
+    """Copy the code with which transformers loads a model with ladder layers, and return what its config.json needs for that.
 
-    After that, `AutoModelForCausalLM.from_pretrained(directory, trust_remote_code=True)` works. The code of the model is
-    copied, and config.json names it (`auto_map`). Does nothing for other variants: a standard model needs no code, and
-    parallel and desync models run in Rung only.
+    With both, `AutoModelForCausalLM.from_pretrained(directory, trust_remote_code=True)` works. Does nothing for other variants: a
+    standard model needs no code, and parallel and desync models run in Rung only.
     """
     if config.variant != "ladder":
-        return
-    path, name = directory / "config.json", f"modeling_rung.{CLASSES[config.family]}"
-    raw = json.loads(path.read_text(encoding="utf-8"))
-    raw["auto_map"] = {"AutoConfig": f"{name}Config", "AutoModelForCausalLM": f"{name}ForCausalLM"}
+        return {}
     shutil.copyfile(MODELING, directory / MODELING.name)
-    path.write_text(json.dumps(raw, indent=2) + "\n", encoding="utf-8")
+    name = f"modeling_rung.{CLASSES[config.family]}"
+    return {"auto_map": {"AutoConfig": f"{name}Config", "AutoModelForCausalLM": f"{name}ForCausalLM"}}

@@ -16,6 +16,7 @@ from checkpoint import Source
 from cli import note
 from config import ModelConfig
 from errors import UserError
+from files import check_folder
 from hf_config import config_to_hf
 from tokenizer_files import find_tokenizer
 from tp import World, agree_on_error
@@ -30,7 +31,7 @@ from training.sharding_choice import Planned, execution_of, plan, workload_of
 from training.snapshot import Snapshots
 from training.snapshot_folder import check_fits, read_manifest
 from training.step import Loss, Trainer, check_batch
-from training.token_file import open_tokens
+from training.token_file import check_tokenizer, open_tokens
 
 T = TypeVar("T")
 
@@ -89,13 +90,12 @@ def _check(args: argparse.Namespace, world: World, setup: Setup) -> tuple[Global
     if args.sequence_length > setup.config.max_seq_len:
         raise UserError(f"--sequence-length {args.sequence_length} is beyond the model's {setup.config.max_seq_len} positions")
     tokens = open_tokens(setup.data, setup.config.vocab_size)
+    if setup.tokenizer_from is not None:
+        check_tokenizer(tokens, setup.tokenizer_from)
     batches = GlobalBatches(tokens, args.sequence_length, args.global_batch, args.seed)
     mesh = ranks_mesh(args, world.world_size)
     empty_model(setup.config, world.device, dtype_of(args, world.device))
-    try:
-        args.out.mkdir(parents=True, exist_ok=True)
-    except OSError as e:
-        raise UserError(f"--out {args.out} cannot be made ({e.strerror}); name a folder that you may write to") from None
+    check_folder(args.out)
     return batches, plan(args, setup.config, mesh, world.device)
 
 

@@ -14,6 +14,7 @@ from tqdm import tqdm
 
 from errors import UserError
 from figures import CYCLE, VARIANT_COLOURS
+from files import writing
 from training.step import Trainer, total
 
 
@@ -77,7 +78,7 @@ class Meter:
                 )
         if trainer.rank == 0:
             measured = self._measured(shares[-1], norms[-1], seconds, exposed)
-            with self.path.open("a") as file:
+            with writing(self.path), self.path.open("a") as file:
                 file.write(json.dumps(asdict(measured)) + "\n")
             shown = {"loss": f"{measured.loss:.3f}", "TGS": f"{measured.tokens_per_gpu_second:,.0f}"}
             self.bar.set_postfix(shown | ({"MFU": f"{measured.mfu:.0%}"} if measured.mfu else {}))
@@ -124,7 +125,8 @@ def seconds_of(lines: Sequence[dict[str, Any]]) -> float:
 def cut_after(path: Path, step: int) -> None:
     """Remove the lines that a run wrote after step `step`, the snapshot from which it resumes."""
     kept = [line for line in read_metrics(path) if line["step"] <= step]
-    path.write_text("".join(json.dumps(line) + "\n" for line in kept))
+    with writing(path):
+        path.write_text("".join(json.dumps(line) + "\n" for line in kept))
 
 
 def plot_losses(runs: Sequence[tuple[str, Path]], out: Path) -> None:
@@ -151,4 +153,5 @@ def draw_losses(runs: Sequence[tuple[str, Sequence[dict[str, Any]]]], out: Path)
     axes.grid(alpha=0.3)
     if len(runs) > 1:
         axes.legend()
-    figure.savefig(out, dpi=150)
+    with writing(out):
+        figure.savefig(out, dpi=150)

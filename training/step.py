@@ -13,7 +13,7 @@ from errors import UserError
 from model import Transformer
 from training.batches import Batch, GlobalBatches
 from training.executor import Executor
-from training.export import add_modeling, save_checkpoint
+from training.export import save_checkpoint
 from training.groups import Group
 from training.optimizer import Optimizer, Schedule
 from training.snapshot import Piece, Snapshots
@@ -111,7 +111,6 @@ class Trainer:
             weight.release()
         if copy is not None:
             save_checkpoint(copy, directory, dtype, tokenizer_from)
-            add_modeling(directory, config)
 
 
 def total(values: Tensor, group: Group | None) -> Tensor:

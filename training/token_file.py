@@ -14,6 +14,8 @@ from typing import Any
 import numpy as np
 
 from errors import UserError
+from files import TOKENIZER_BYTES, read_file, writing
+from tokenizer_files import find_tokenizer
 
 FORMAT = 1
 HEADER_KEYS = {"format", "dtype", "tokens", "vocab_size", "tokenizer", "window"}
@@ -74,13 +76,11 @@ class TokenWriter:
         self.header = Header(token_dtype(vocab_size), 0, vocab_size, tokenizer, window)
 
     def __enter__(self) -> "TokenWriter":
-        try:
+        with writing(self.path):
             for suffix in (".json", ".mask"):
                 self.path.with_suffix(suffix).unlink(missing_ok=True)
             self._tokens = self.path.open("wb")
             self._mask = self.path.with_suffix(".mask").open("wb") if self.masked else None
-        except OSError as e:
-            raise UserError(f"{self.path} cannot be written ({e.strerror}); name another place") from None
         return self
 
     def append(self, ids: np.ndarray, mask: np.ndarray | None = None) -> None:
@@ -89,24 +89,26 @@ class TokenWriter:
         outside = ids[(ids < 0) | (ids >= self.header.vocab_size)]
         if len(outside):
             raise UserError(f"token id {outside[0]} is outside the vocabulary of {self.header.vocab_size}; check the tokenizer")
-        try:
+        with writing(self.path):
             self._tokens.write(ids.astype(_little_endian(self.header.dtype)).tobytes())
             if self._mask is not None:
                 assert mask is not None and len(mask) == len(ids), "a masked file needs one mask entry a token"
                 self._mask.write(mask.astype(np.uint8).tobytes())
-        except OSError as e:
-            raise UserError(f"{self.path} cannot be written ({e.strerror}); free some space or name another place") from None
         self.header = replace(self.header, tokens=self.header.tokens + len(ids))
 
     def __exit__(self, kind: type[BaseException] | None, *_: object) -> None:
-        for file in (self._tokens, self._mask):
-            if file is not None:
-                file.close()
-        if kind is None:
-            self.path.with_suffix(".json").write_text(json.dumps(asdict(self.header), indent=1) + "\n")
-            return
-        for suffix in (".bin", ".mask"):
-            self.path.with_suffix(suffix).unlink(missing_ok=True)
+        is_whole = False
+        try:
+            with writing(self.path):
+                for file in (self._tokens, self._mask):
+                    if file is not None:
+                        file.close()
+                if kind is None:
+                    self.path.with_suffix(".json").write_text(json.dumps(asdict(self.header), indent=1) + "\n")
+                    is_whole = True
+        finally:
+            for suffix in () if is_whole else (".bin", ".mask", ".json"):
+                self.path.with_suffix(suffix).unlink(missing_ok=True)
 
 
 def write_tokens(
@@ -121,6 +123,21 @@ def write_tokens(
 def tokenizer_folder(path: Path) -> Path:
     """The folder with the tokenizer of a token file: NAME.tokenizer/ next to NAME.bin."""
     return path.with_suffix(".tokenizer")
+
+
+def tokenizer_fingerprint(folder: Path) -> str:
+    """A hash of the tokenizer's file in a checkpoint's folder; "none" without one. Raises UserError if it cannot be read."""
+    file = find_tokenizer(folder)
+    return "none" if file is None else hashlib.sha256(read_file(file, TOKENIZER_BYTES)).hexdigest()[:16]
+
+
+def check_tokenizer(tokens: TokenFile, folder: Path) -> None:
+    """Raise UserError if a checkpoint's folder has another tokenizer than that with which the tokens were made."""
+    if tokenizer_fingerprint(folder) not in ("none", tokens.header.tokenizer):
+        raise UserError(
+            f"{tokens.path} was made with another tokenizer than that of {folder}, so its ids mean other text; "
+            f"write it with python -m training.tokenize_data --model {folder}"
+        )
 
 
 def open_tokens(path: Path, vocab_size: int) -> TokenFile:

@@ -20,7 +20,6 @@ tokens.tokenizer/, which training copies to its result.
 """
 
 import argparse
-import hashlib
 import os
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -31,12 +30,13 @@ from tqdm import tqdm
 
 from cli import Parser, run
 from errors import UserError
+from files import writing
 from tokenizer import Tokenizer
 from tokenizer_files import load_tokenizer
 from training.chat_data import packed
 from training.encode import Encoded, Task, WorkItem, encode_all, work_items
 from training.export import copy_tokenizer
-from training.token_file import TokenWriter, open_tokens, tokenizer_folder
+from training.token_file import TokenWriter, open_tokens, tokenizer_fingerprint, tokenizer_folder
 
 # --- the token file ------------------------------------------------------------------------------------------------------
 
@@ -64,12 +64,13 @@ def write_text(path: Path, task: Task, items: Sequence[WorkItem], processes: int
     """Tokenize documents into the token file `path`."""
     tokenizer, counts = load_tokenizer(task.model), Counts()
     _require_end(tokenizer, task.model)
-    with TokenWriter(path, tokenizer.vocab_size, fingerprint(task.model)) as writer:
+    with TokenWriter(path, tokenizer.vocab_size, tokenizer_fingerprint(task.model)) as writer:
         for encoded in encode_all(task, items, processes):
             writer.append(encoded.ids)
             counts.add(encoded)
         if not counts.examples:
             raise UserError("the inputs hold no document; name files with text")
+        keep_tokenizer(task.model, path)
     return counts
 
 
@@ -80,7 +81,7 @@ def write_chat(path: Path, task: Task, items: Sequence[WorkItem], processes: int
     _require_end(tokenizer, task.model)
     spool, lengths = path.with_suffix(".unpacked.bin"), []
     try:
-        with TokenWriter(spool, tokenizer.vocab_size, fingerprint(task.model), masked=True) as writer:
+        with TokenWriter(spool, tokenizer.vocab_size, tokenizer_fingerprint(task.model), masked=True) as writer:
             for encoded in encode_all(task, items, processes):
                 writer.append(encoded.ids, encoded.mask)
                 lengths.append(encoded.lengths)
@@ -90,11 +91,12 @@ def write_chat(path: Path, task: Task, items: Sequence[WorkItem], processes: int
             raise UserError(f"there is no conversation to pack: {why}; see --too-long and --sequence-length in --help")
         examples = open_tokens(spool, tokenizer.vocab_size)
         windows = packed(examples, np.concatenate(lengths), task.window, tokenizer.eos_ids[0])
-        arguments = (path, tokenizer.vocab_size, fingerprint(task.model))
+        arguments = (path, tokenizer.vocab_size, tokenizer_fingerprint(task.model))
         with TokenWriter(*arguments, masked=True, window=task.window) as writer:
             for ids, mask in tqdm(windows, desc="packing", unit="window"):
                 writer.append(ids, mask)
                 counts.windows += 1
+            keep_tokenizer(task.model, path)
     finally:
         for suffix in (".bin", ".mask", ".json"):
             spool.with_suffix(suffix).unlink(missing_ok=True)
@@ -106,10 +108,12 @@ def _require_end(tokenizer: Tokenizer, model: Path) -> None:
         raise UserError(f"the tokenizer of {model} names no end token; add eos_token_id to its generation_config.json")
 
 
-def fingerprint(model: Path) -> str:
-    """A hash of the tokenizer's file in a checkpoint directory."""
-    name = "tokenizer.json" if (model / "tokenizer.json").is_file() else "tokenizer.model"
-    return hashlib.sha256((model / name).read_bytes()).hexdigest()[:16]
+def keep_tokenizer(model: Path, path: Path) -> None:
+    """Copy the tokenizer beside the token file `path`, before that has its header. Raises UserError."""
+    folder = tokenizer_folder(path)
+    with writing(folder):
+        folder.mkdir(exist_ok=True)
+        copy_tokenizer(model, folder)
 
 
 # --- command line --------------------------------------------------------------------------------------------------------
@@ -159,8 +163,6 @@ def main() -> None:
     task = Task(args.model, args.chat, (args.sequence_length or 0) + 1, args.last_answer, args.too_long == "truncate")
     items = work_items(args.inputs, args.chat)
     counts = (write_chat if args.chat else write_text)(args.out, task, items, args.processes)
-    tokenizer_folder(args.out).mkdir(exist_ok=True)
-    copy_tokenizer(args.model, tokenizer_folder(args.out))
     print(f"{args.out}: {counts.tokens:,} tokens of {counts.examples:,} {'conversations' if args.chat else 'documents'}")
     if args.chat:
         room = counts.windows * task.window

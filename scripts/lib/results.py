@@ -3,18 +3,16 @@
 import argparse
 import hashlib
 import json
-import tempfile
 from collections.abc import Iterable
 from pathlib import Path
 from typing import Any
 
-from errors import UserError
+from files import check_folder, writing
 
 ROOT = Path(__file__).resolve().parents[2]
 RESULTS = ROOT / "docs" / "results"
 MADE_FROM = "made-from.json"  # in RESULTS: for each table and plot, its digest and those of the raw files it was made from
 OUT = ROOT / "out"
-PROBE_BYTES = 1 << 16  # free space that an output folder must have at least
 
 
 def write_json(name: str, content: Any, folder: Path | None = None) -> Path:
@@ -72,20 +70,9 @@ def results_folder(args: argparse.Namespace) -> Path:
     return check_folder(RESULTS if args.write else OUT)
 
 
-def check_folder(folder: Path) -> Path:
-    """Create `folder` if it is missing and return it. Raises UserError if files cannot be written there."""
-    try:
-        folder.mkdir(parents=True, exist_ok=True)
-        with tempfile.TemporaryFile(dir=folder) as file:
-            file.write(bytes(PROBE_BYTES))
-    except OSError as e:
-        raise unwritable(folder, e) from None
-    return folder
-
-
 def check_output(path: Path) -> Path:
     """Create the folder of `path` if it is missing and return `path`. Raises UserError if `path` cannot be written."""
-    try:
+    with writing(path):
         if path.exists() and not path.is_file() and not path.is_dir():  # a device or a pipe
             path.write_text("\n")
             return path
@@ -95,21 +82,13 @@ def check_output(path: Path) -> Path:
             pass
         if new:
             path.unlink()
-    except OSError as e:
-        raise unwritable(path, e) from None
     return path
 
 
 def write_text(path: Path, text: str, *raw: Path) -> None:
     """Write a result, and record the files `raw` that it was made from. Raises UserError if it cannot be written."""
-    try:
+    with writing(path):
         path.parent.mkdir(parents=True, exist_ok=True)
         path.write_text(text)
-    except OSError as e:
-        raise unwritable(path, e) from None
     if raw:
         made(path, *raw)
-
-
-def unwritable(path: Path, e: OSError) -> UserError:
-    return UserError(f"{path} cannot be written ({e.strerror or e}); name another output, or make room")

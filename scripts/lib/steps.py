@@ -12,7 +12,8 @@ from pathlib import Path
 
 from cli import note
 from errors import UserError
-from scripts.lib.results import ROOT, check_folder
+from files import check_folder
+from scripts.lib.results import ROOT
 from scripts.lib.vllm_model import add_vllm_memory
 
 GRACE_SECONDS = 20  # time that a stopped step gets to end its ranks

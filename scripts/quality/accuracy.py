@@ -30,12 +30,13 @@ from comm.quantize import WIDTHS
 from communicators import choose
 from engine import LLM, SamplingParams
 from errors import UserError
+from files import check_folder
 from presets import model_config
 from processes import on_ranks
 from scripts.corpus.documents import documents, render
 from scripts.lib.machine import describe, machine
 from scripts.lib.markdown import table_lines
-from scripts.lib.results import OUT, ROOT, add_write_option, check_folder, results_folder, write_json, write_text
+from scripts.lib.results import OUT, ROOT, add_write_option, results_folder, write_json, write_text
 from scripts.lib.rows import row_file, weights_checksum, write_row
 from scripts.quality.embedded import EXACT, TASKS
 from tokenizer import Tokenizer

@@ -31,6 +31,7 @@ import torch
 from cli import Parser, note, run
 from errors import UserError
 from figures import CYCLE
+from files import check_folder
 from hf_config import read_config
 from options import whole_number
 from processes import die_with_parent
@@ -385,7 +386,7 @@ def main() -> None:
         die_with_parent()
         work(args)
         return
-    results.check_folder(args.out / "rows")
+    check_folder(args.out / "rows")
     folder, where = results.results_folder(args), machine()
     write_data(args)
     command(args, started)

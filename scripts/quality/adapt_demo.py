@@ -22,6 +22,7 @@ from tqdm import tqdm
 
 from cli import Parser, note, run
 from errors import UserError
+from files import check_folder
 from options import whole_number
 from processes import on_ranks
 from scripts.corpus.tokens import TOKENS_PER_DOCUMENT, write_corpus
@@ -146,7 +147,7 @@ def parse_args() -> argparse.Namespace:
 
 def main() -> None:
     args = parse_args()
-    results.check_folder(args.out)
+    check_folder(args.out)
     folder = None if args.dry_run else results.results_folder(args)
     data = prepare_tokens(args.out, args.model, args.steps * BATCH * SEQUENCE)
     models = {"original": args.model}

@@ -23,6 +23,7 @@ import torch
 
 from cli import Parser, note, run
 from errors import UserError
+from files import check_folder
 from hf_config import read_config
 from presets import preset
 from processes import on_ranks
@@ -230,7 +231,7 @@ def main() -> None:
         on_rank(json.loads(sys.argv[2]))
         return
     args, where = parse_args(), machine()
-    results.check_folder(args.out)
+    check_folder(args.out)
     folder = None if args.dry_run else results.results_folder(args)
     data = corpus(args)
     # a model is done if the last line of its metrics is that of the last step

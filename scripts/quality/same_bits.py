@@ -43,6 +43,7 @@ from engine.draft_costs import FREE
 from engine.limits import EngineLimits
 from engine.paged_cache import PagedCache
 from errors import UserError
+from files import check_folder
 from kernels.optional_triton import triton
 from kernels.sampling import log_softmax
 from model import Transformer
@@ -52,7 +53,7 @@ from processes import on_ranks
 from quantized.scheme import SCHEMES
 from scripts.lib.machine import describe, machine
 from scripts.lib.markdown import table_lines
-from scripts.lib.results import OUT, ROOT, add_write_option, check_folder, results_folder, write_json, write_text
+from scripts.lib.results import OUT, ROOT, add_write_option, results_folder, write_json, write_text
 from scripts.sweep.rows import with_widths
 from tp import World, init_world
 from training.executor import Execution, Executor

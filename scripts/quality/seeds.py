@@ -28,6 +28,7 @@ from cli import Parser, note, run
 from engine import LLM, SamplingParams
 from errors import UserError
 from figures import variant_colour
+from files import check_folder
 from options import whole_number
 from presets import model_config
 from processes import die_with_parent
@@ -365,7 +366,7 @@ def parse_args() -> argparse.Namespace:
 
 def main() -> None:
     started, args = time.monotonic(), parse_args()
-    results.check_folder(args.out)
+    check_folder(args.out)
     folder = results.results_folder(args)
     seeds = [*([0] if args.embedded else []), *args.seeds]
     runs = [Run(variant, seed) for seed in seeds for variant in ORDER if variant in args.variants]

@@ -19,7 +19,7 @@ import matplotlib
 from cli import Parser, run
 from errors import UserError
 from figures import BLACK, BLUE, GREEN, ORANGE, PURPLE, SKY, VERMILION, WINE, YELLOW
-from scripts.lib.results import check_folder
+from files import check_folder
 from scripts.report.dashboard import COLUMNS, PATH
 
 matplotlib.use("Agg")

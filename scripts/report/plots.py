@@ -29,7 +29,8 @@ from matplotlib.figure import Figure
 from cli import Parser, note, run
 from errors import UserError
 from figures import MOST_LINES, PARTS, plain_log_axis, variant_colour
-from scripts.lib.results import ROOT, check_folder
+from files import check_folder
+from scripts.lib.results import ROOT
 from scripts.sweep.rows import Row, baseline, finished, ratio, read_rows
 
 MAX_PANELS = 12

@@ -16,9 +16,10 @@ from typing import Any
 import torch
 
 from errors import UserError
+from files import writing
 from processes import on_ranks
 from scripts.lib.machine import machine
-from scripts.lib.results import ROOT, check_output, unwritable
+from scripts.lib.results import ROOT, check_output
 from scripts.lib.vllm_model import write_model
 from scripts.sweep.rows import VLLM, Row, Setting, interconnect, read_rows, row_line
 from scripts.sweep.vllm_worker import MEMORY
@@ -92,11 +93,8 @@ class RowsFile:
     def add(self, setting: Setting, **found: Any) -> None:
         row = Row(setting, self.machine, self.versions, **found)
         self.rows.append(row)
-        try:
-            with self.path.open("a") as file:
-                file.write(row_line(row))
-        except OSError as e:
-            raise unwritable(self.path, e) from None
+        with writing(self.path), self.path.open("a") as file:
+            file.write(row_line(row))
 
     def is_done(self, setting: Setting, retry: bool) -> bool:
         return any(row.setting == setting and not (row.error and retry) for row in self.rows)

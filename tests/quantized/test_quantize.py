@@ -1,16 +1,20 @@
 """Making quantized checkpoints: GPTQ against its definition, and what scripts.quantize writes against what is read again."""
 
+import random
 import re
 import shutil
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
 import transformers
+from safetensors import SafetensorError
 from safetensors.torch import load_file, save_file
 from torch import Tensor
 
+import scripts.quantize
 from attention import Causal
 from checkpoint import SafetensorsSource, load_model
 from comm import Local
@@ -28,7 +32,6 @@ from tests.support.command_line import MODELS, Here
 from tests.support.ranks import Ranks
 from tests.test_tensor_parallel import save_random
 from tp import World
-from training.export import add_modeling
 
 CPU = torch.device("cpu")
 ALONE = World(0, 1, CPU, Local())
@@ -200,12 +203,47 @@ def test_a_stopped_run_goes_on(tmp_path: Path, seed: int) -> None:
         make(source, source, "int8")
 
 
+def test_a_torn_file_is_written_again(tmp_path: Path, seed: int) -> None:
+    source = save_random(CONFIG, tmp_path / "source")
+    out = make(source, tmp_path / "made", "int8")
+    files = {path.name: path.read_bytes() for path in out.iterdir()}
+    for name in ("model-00001-of-00003.safetensors", "model-00003-of-00003.safetensors"):
+        (out / name).write_bytes(files[name][: random.choice([0, 100, len(files[name]) - 1])])
+    make(source, out, "int8")
+    assert {path.name: path.read_bytes() for path in out.iterdir()} == files
+
+
+def test_a_model_that_was_trained_further_is_not_mixed_with_the_earlier_one(tmp_path: Path, seed: int) -> None:
+    source = save_random(CONFIG, tmp_path / "source")
+    command = (str(source), tmp_path / "made", "int8", "rtn", None, 1, 1)
+    quantize_model(*command)
+    quantize_model(*command)
+    weights = load_file(source / "model.safetensors")
+    weights["model.layers.1.mlp.up_proj.weight"] += 0.01
+    save_file(weights, source / "model.safetensors")
+    with pytest.raises(UserError, match=r"other settings: weights .*new folder"):
+        quantize_model(*command)
+
+
+def test_a_full_disk_gets_one_line(tmp_path: Path, seed: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    def full(*_: Any, **__: Any) -> None:
+        raise SafetensorError("I/O error: No space left on device (os error 28)")
+
+    source = save_random(CONFIG, tmp_path / "source")
+    monkeypatch.setattr("scripts.quantize.save_file", full)
+    with pytest.raises(UserError, match=r"^[^\n]*model-00001-of-00003.safetensors cannot be written[^\n]*No space left[^\n]*$"):
+        make(source, tmp_path / "made", "int8")
+    (tmp_path / "file").touch()
+    for out in (tmp_path / "file", tmp_path / "file" / "below"):
+        with pytest.raises(UserError, match="cannot be written"):
+            make(source, out, "int8")
+
+
 @pytest.mark.parametrize(("variant", "weights"), [*(("standard", weights) for weights in SCHEMES), ("hybrid:1", "int4")])
 def test_transformers_reads_it(variant: str, weights: str, tmp_path: Path, seed: int) -> None:
     pytest.importorskip("compressed_tensors")
     config = with_variant(CONFIG, variant)
     source, tokens = save_random(config, tmp_path / "source"), torch.randint(0, 101, (2, 8))
-    add_modeling(source, config)
     made = make(source, tmp_path / "made", weights, None if weights != "int4" else torch.randint(0, 101, (4, 16)))
     theirs = transformers.AutoModelForCausalLM.from_pretrained(made, dtype=torch.float32, trust_remote_code=True)
     with torch.no_grad():
@@ -231,6 +269,17 @@ def test_the_command_quantizes_with_text(tmp_path: Path, seed: int) -> None:
     for name, message in ((str(tmp_path / "made"), "quantized already"), ("tiny", "no weights")):
         with pytest.raises(UserError, match=message):
             quantize_model(name, tmp_path / "other", "int8", "rtn", None, 1, 1)
+
+
+def test_text_that_would_not_be_used_is_refused(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
+) -> None:
+    text = tmp_path / "text"
+    text.write_text("text")
+    here = Here(monkeypatch, capfd, scripts.quantize.main, flags=())
+    for flags in (["--weights", random.choice(["fp8", "int8"])], ["--method", "rtn"]):
+        asked = ["--model", MODELS / "tiny-hybrid", "--out", tmp_path / "out", "--calibration", text, *flags]
+        assert "--calibration is text for --method gptq" in here.refuses(*asked)
 
 
 def test_a_checkpoint_with_random_weights_is_quantized(

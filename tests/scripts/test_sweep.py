@@ -5,6 +5,7 @@ import json
 import re
 import subprocess
 import sys
+import tempfile
 import textwrap
 import weakref
 from dataclasses import asdict, replace
@@ -18,6 +19,7 @@ from tqdm import tqdm
 import cli
 from comm import Local, parse_link
 from errors import UserError
+from files import check_folder
 from scripts.bench.serving import load
 from scripts.lib import results
 from scripts.report import page as report
@@ -524,7 +526,7 @@ def test_an_output_is_checked_and_its_folder_made(tmp_path: Path) -> None:
             results.write_text(path, "x" * 5000)
     for folder in (tmp_path / "file", tmp_path / "file" / "deeper"):
         with pytest.raises(UserError, match="cannot be written"):
-            results.check_folder(folder)
+            check_folder(folder)
     assert results.check_output(tmp_path / "a" / "b" / "c.json").parent.is_dir()
     assert list((tmp_path / "a" / "b").iterdir()) == []  # the check leaves no file
     (tmp_path / "a" / "kept").write_text("text")
@@ -536,7 +538,7 @@ def test_a_full_disk_is_found_before_the_work(tmp_path: Path, monkeypatch: pytes
     def full(*_: Any, **__: Any) -> Any:
         raise OSError(28, "No space left on device")
 
-    monkeypatch.setattr(results.tempfile, "TemporaryFile", full)
+    monkeypatch.setattr(tempfile, "TemporaryFile", full)
     with pytest.raises(UserError, match="No space left on device"):
         results.check_output(tmp_path / "rows.jsonl")
 

@@ -25,7 +25,7 @@ from training import adapt as command
 from training.batches import GlobalBatches
 from training.export import save_checkpoint
 from training.loop import prepare, train
-from training.token_file import open_tokens, write_tokens
+from training.token_file import open_tokens, tokenizer_fingerprint, write_tokens
 
 ALONE = World(0, 1, torch.device("cpu"), Local())
 LENGTH, BATCH = 16, 8
@@ -122,13 +122,23 @@ def test_retraining_wins_back_what_the_conversion_lost(ranks: Ranks, standard: P
         (["--ladder-layers", "2-9"], "layers"),
         (["--ladder-layers", 2, "--distill", 1.5], "--distill must be between"),
         (["--ladder-layers", 2, "--sequence-length", 32], "was packed for --sequence-length 16"),
-        (["--ladder-layers", 2, "--model", "nothing"], "nothing"),
+        (["--ladder-layers", 2, "--model", "nothing"], "--model nothing is no directory"),
+        (["--ladder-layers", 2, "--model", "llama-3-8b"], "--model llama-3-8b is no directory"),
     ],
     ids=str,
 )
 def test_bad_settings_say_what_to_do(standard: Path, tokens: Path, tmp_path: Path, more: list[object], part: str) -> None:
     with pytest.raises(UserError, match=part):
         run(ALONE, arguments(standard, tokens, tmp_path / "out", "--steps", 1, *more))
+
+
+def test_text_of_another_tokenizer_is_refused(standard: Path, tokens: Path, tmp_path: Path) -> None:
+    (standard / "tokenizer.json").write_text("{}")
+    with pytest.raises(UserError, match=r"^[^\n]*made with another tokenizer than that of [^\n]*tokenize_data[^\n]*$"):
+        run(ALONE, arguments(standard, tokens, tmp_path / "out", "--ladder-layers", 2, "--steps", 1))
+    header = json.loads(tokens.with_suffix(".json").read_text())
+    tokens.with_suffix(".json").write_text(json.dumps(header | {"tokenizer": tokenizer_fingerprint(standard)}))
+    assert run(ALONE, arguments(standard, tokens, tmp_path / "out", "--ladder-layers", 2, "--steps", 1))
 
 
 def test_an_adapted_model_is_not_taken_for_one_of_another_distillation(standard: Path, tokens: Path, tmp_path: Path) -> None:

@@ -102,7 +102,8 @@ def test_without_a_mask_every_target_counts(tmp_path: Path) -> None:
         (0, None, None, 0, "0 windows"),
         (100, None, 9, 0, "packed for --sequence-length 8, not 10"),
         (100, np.zeros(100), None, 0, "no token that the loss counts"),
-        (100, None, None, -1, "--seed must not be negative"),
+        (100, None, None, -1, "--seed must be from 0 to"),
+        (100, None, None, 2**63, "--seed must be from 0 to"),
     ],
 )
 def test_files_that_make_no_batches(

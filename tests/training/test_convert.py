@@ -195,6 +195,9 @@ def test_errors_leave_what_is_there(command: Command, tmp_path: Path) -> None:
     torn = tmp_path / "torn"
     shutil.copytree(STANDARD, torn)
     (torn / SINGLE).write_bytes((STANDARD / SINGLE).read_bytes()[:-100])
+    other = tmp_path / "other"
+    shutil.copytree(STANDARD, other)
+    (other / "config.json").write_text((STANDARD / "config.json").read_text().replace('_layers": 8', '_layers": 7'))
     empty = tmp_path / "empty"
     empty.mkdir()
     (tmp_path / "file").touch()
@@ -202,6 +205,7 @@ def test_errors_leave_what_is_there(command: Command, tmp_path: Path) -> None:
     cases = [
         (parallel, "4", old, "only a standard model can be converted, and this one is parallel"),
         (torn, "4", old, "truncated or no safetensors file"),
+        (other, "4", old, "has unknown tensors model.layers.7."),
         (STANDARD, "9", old, "the model has 8 layers"),
         (STANDARD, "7-8", old, "ladder_layers must name layers from 0 to 7"),
         (STANDARD, "many", old, "takes a number"),

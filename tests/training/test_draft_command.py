@@ -197,7 +197,7 @@ def test_a_stopped_run_resumes(tokens: Path, tmp_path: Path, seed: int, monkeypa
     monkeypatch.setattr(command, "train_step", step)
     with pytest.raises(UserError, match="--resume"):
         run(ALONE, again)
-    with pytest.raises(UserError, match="other settings"):
+    with pytest.raises(UserError, match=r"another chain \(4, now 2\)"):
         run(ALONE, [*again, "--resume", "--chain", 2])
     resumed = run(ALONE, [*again, "--resume"])
     assert [line["loss"] for line in resumed] == [line["loss"] for line in whole]
@@ -217,6 +217,59 @@ def test_no_snapshot_is_kept_of_a_loss_that_is_not_finite(
     with pytest.raises(UserError, match="--learning-rate"):
         run(ALONE, arguments(model, tokens, tmp_path / "out", *more))
     assert not (tmp_path / "out" / command.SNAPSHOT).exists()
+
+
+def test_no_checkpoint_is_overwritten(tokens: Path, tmp_path: Path, seed: int) -> None:
+    """Neither the model, which may be taken for the place of its head, nor a finished head."""
+    model, steps = save_random(tiny("standard"), tmp_path / "model"), ["--steps", 2]
+    run(ALONE, arguments(model, tokens, tmp_path / "head", *steps))
+    for out in (model, tmp_path / "head"):
+        before = {path.name: path.read_bytes() for path in out.iterdir()}
+        for more in ([], ["--resume"]):
+            with pytest.raises(UserError, match="holds a finished head or another checkpoint"):
+                run(ALONE, arguments(model, tokens, out, *steps, *more))
+        assert {path.name: path.read_bytes() for path in out.iterdir()} == before
+
+
+def test_text_of_another_tokenizer_is_refused(tokens: Path, tmp_path: Path, seed: int) -> None:
+    model = save_random(tiny("standard"), tmp_path / "model")
+    (model / "tokenizer.json").write_text("{}")
+    with pytest.raises(UserError, match="made with another tokenizer"):
+        run(ALONE, arguments(model, tokens, tmp_path / "out", "--steps", 2))
+
+
+@pytest.mark.parametrize("how", ["half", "text", "list"])
+def test_a_damaged_snapshot_is_named(how: str, tokens: Path, tmp_path: Path, seed: int) -> None:
+    model, path = save_random(tiny("standard"), tmp_path / "model"), tmp_path / "out" / command.SNAPSHOT
+    path.parent.mkdir()
+    torch.save({"settings": {}, "head": torch.randn(1000)} if how != "list" else [1], path)
+    path.write_bytes({"half": path.read_bytes()[:2000], "text": b"hello", "list": path.read_bytes()}[how])
+    with pytest.raises(UserError, match=rf"^[^\n]*{command.SNAPSHOT} is damaged[^\n]*; remove it[^\n]*$"):
+        run(ALONE, arguments(model, tokens, path.parent, "--steps", 2, "--resume"))
+
+
+def test_a_full_disk_keeps_the_last_snapshot(tokens: Path, tmp_path: Path, seed: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    model, save = save_random(tiny("standard"), tmp_path / "model"), torch.save
+
+    def full(state: dict[str, Any], path: Path) -> None:
+        save(state, path)
+        if state["step"] == 4:
+            raise RuntimeError("[enforce fail at inline_container.cc:672] . unexpected pos 64 vs 0\nstack")
+
+    monkeypatch.setattr(torch, "save", full)
+    run_to = arguments(model, tokens, tmp_path / "out", "--steps", 6, "--save-every", 2)
+    with pytest.raises(UserError, match=r"^[^\n]*snapshot\.pt cannot be written[^\n]*--resume$"):
+        run(ALONE, run_to)
+    assert torch.load(tmp_path / "out" / command.SNAPSHOT)["step"] == 2
+    assert not list((tmp_path / "out").glob("*.partial"))
+    monkeypatch.setattr(torch, "save", save)
+    assert len(run(ALONE, [*run_to, "--resume", "--log-every", 1])) == 4
+
+
+def test_few_layers_need_streams_of_their_own(tokens: Path, tmp_path: Path, seed: int) -> None:
+    model = save_random(replace(tiny("standard"), n_layers=6), tmp_path / "model")
+    with pytest.raises(UserError, match=r"the default is \[2, 3, 3\]"):
+        run(ALONE, arguments(model, tokens, tmp_path / "out", "--steps", 2))
 
 
 @pytest.mark.parametrize(

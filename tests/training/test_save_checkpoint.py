@@ -7,11 +7,14 @@ from typing import Any
 import pytest
 import torch
 import transformers
+from safetensors import SafetensorError
 from safetensors.torch import load_file
 
 from checkpoint import INDEX, SINGLE
 from comm import NoCommunication
 from config import with_variant
+from errors import UserError
+from hf_config import read_config
 from tests.test_checkpoint import FAMILIES, VARIANTS, assert_equal, fails, full_tensors, load, logits, random_model, tiny
 from training import export
 from training.export import save_checkpoint
@@ -79,6 +82,27 @@ def test_a_checkpoint_replaces_the_one_before_it(tmp_path: Path, seed: int, monk
         save_checkpoint(model, tmp_path, torch.float32)
         assert_equal(full_tensors(load(tmp_path)), full_tensors(model))
         assert_equal(transformers.AutoModelForCausalLM.from_pretrained(tmp_path).state_dict(), full_tensors(model))
+
+
+@pytest.mark.parametrize(
+    ("raised", "expected"),
+    [(KeyboardInterrupt(), KeyboardInterrupt), (SafetensorError("No space left on device (os error 28)"), UserError)],
+)
+def test_a_save_that_stops_leaves_no_checkpoint(
+    raised: BaseException, expected: type[BaseException], tmp_path: Path, seed: int, monkeypatch: Any
+) -> None:
+    """Not even a config.json, which alone describes a model with random weights. The folder has an older checkpoint at first."""
+
+    def stopping(*_: Any, **__: Any) -> None:
+        raise raised
+
+    model = random_model(tiny(), seed)
+    save_checkpoint(model, tmp_path, torch.float32)
+    monkeypatch.setattr(export, "save_file", stopping)
+    with pytest.raises(expected, match=r" cannot be written .*No space left" if expected is UserError else None):
+        save_checkpoint(model, tmp_path, torch.float32)
+    with pytest.raises(UserError, match=r"config\.json is missing"):
+        read_config(tmp_path / "config.json")
 
 
 def test_a_tokenizer_is_copied_byte_by_byte(tmp_path: Path, seed: int) -> None:

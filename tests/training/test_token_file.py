@@ -65,6 +65,16 @@ def test_an_interrupted_file_is_removed(tmp_path: Path) -> None:
     assert not list(tmp_path.iterdir())
 
 
+def test_no_room_for_the_header_removes_the_file(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def full(*_: object) -> None:
+        raise OSError(28, "No space left on device")
+
+    monkeypatch.setattr(Path, "write_text", full)
+    with pytest.raises(UserError, match=r"x\.bin cannot be written \(No space left on device\)"):
+        write_tokens(tmp_path / "x.bin", np.arange(10), 100, "none", np.ones(10))
+    assert not list(tmp_path.iterdir())
+
+
 @pytest.mark.parametrize("ids", [[5, 100], [3, -1]])
 def test_ids_outside_the_vocabulary_are_not_written(ids: list[int], tmp_path: Path) -> None:
     with pytest.raises(UserError, match=f"token id {100 if 100 in ids else -1} is outside the vocabulary of 100"):

@@ -196,7 +196,7 @@ def wait_for(condition: Any, job: quick_start.Popen, seconds: float = 300.0) -> 
         (["--global-batch", 1000], "fewer than a batch"),
         (["--cluster", "atlantis"], "no cluster 'atlantis'"),
         (["--tokenizer", "nowhere"], "is no directory"),
-        (["--out", "/proc/x"], "cannot be made"),
+        (["--out", "/proc/x"], "cannot be written"),
         (["--no-overlap", "everything"], "invalid choice"),
     ],
     ids=str,

@@ -47,13 +47,14 @@ from engine.model_drafter import ModelDrafter
 from engine.protocol import SamplingParams, Submit
 from engine.sequence import Sequence
 from errors import UserError
+from files import check_folder
 from options import MOST_DRAFT_TOKENS, ModelOptions, add_options, dtype_name, whole_number
 from presets import has_random_weights, model_config
 from processes import die_with_parent, is_rank
 from scripts.corpus.documents import KINDS, documents
 from scripts.lib.machine import describe, machine
 from scripts.lib.markdown import table_lines
-from scripts.lib.results import OUT, ROOT, add_write_option, check_folder, results_folder, write_json, write_text
+from scripts.lib.results import OUT, ROOT, add_write_option, results_folder, write_json, write_text
 from scripts.lib.rows import read_row, row_file, weights_checksum, write_row
 from scripts.lib.statistics import median_error, quartiles
 from scripts.lib.workers import Workers, core_sets, time_left
