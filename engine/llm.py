@@ -224,6 +224,8 @@ class LLM:
         if self._engine is None or self._engine[0] != limits:
             self._engine = None  # frees its cache before the new one is allocated
             self._engine = limits, Engine(self.model, self.tokenizer, limits, self.world, self.draft, self.adapters)
+            if self.draft is not None:  # else the first prompt's time would contain it
+                self._engine[1].speculation.prepare()
         return self._engine[1]
 
 
