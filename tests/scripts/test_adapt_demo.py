@@ -9,6 +9,7 @@ from errors import UserError
 from scripts.quality import adapt_demo
 
 
+@pytest.mark.usefixtures("forked_commands")
 def test_a_second_command_goes_on_and_another_recipe_is_refused(
     monkeypatch: pytest.MonkeyPatch, tmp_path: Path, capfd: pytest.CaptureFixture[str]
 ) -> None:
