@@ -1,6 +1,7 @@
 """What all tests share: the repository on `sys.path`, one torch thread, a fresh seed, and fixtures for ranks and frontends."""
 
 import functools
+import gc
 import os
 import random
 import signal
@@ -56,6 +57,15 @@ def pytest_configure(config: pytest.Config) -> None:
         os.environ[SEED_VARIABLE] = str(random.SystemRandom().randrange(2**31))
     if config.getoption("--hypothesis-seed") is None:
         config.option.hypothesis_seed = os.environ[SEED_VARIABLE]
+
+
+@pytest.hookimpl(hookwrapper=True)
+def pytest_collection() -> Iterator[None]:
+    """Importing all tests makes millions of objects and hardly any garbage. No garbage collection traverses them, then or later."""
+    gc.disable()
+    yield
+    gc.freeze()
+    gc.enable()
 
 
 def pytest_xdist_auto_num_workers() -> int:
