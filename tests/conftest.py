@@ -59,6 +59,11 @@ def pytest_configure(config: pytest.Config) -> None:
         config.option.hypothesis_seed = os.environ[SEED_VARIABLE]
 
 
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    """Tests that take long come first, so that at the end of a run no worker is alone with one of them."""
+    items.sort(key=lambda item: item.get_closest_marker("long") is None)
+
+
 @pytest.hookimpl(hookwrapper=True)
 def pytest_collection() -> Iterator[None]:
     """Importing all tests makes millions of objects and hardly any garbage. No garbage collection traverses them, then or later."""

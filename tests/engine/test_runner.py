@@ -387,6 +387,7 @@ def rank_serves(world: World, directory: Path, submits: list[Submit], seed: int)
         return serve(made, submits, 2)
 
 
+@pytest.mark.long
 def test_ranks_draw_from_their_parts_of_the_vocabulary(
     in_turn: Callable[..., Any], ranks: Ranks, tmp_path: Path, seed: int
 ) -> None:

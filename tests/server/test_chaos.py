@@ -56,6 +56,7 @@ def log_of(server: ServerProcess) -> Path:
     return Path(f"/proc/{os.getpid()}/fd/{server._log.fileno()}")
 
 
+@pytest.mark.long
 def test_chaos(seed: int, in_turn: Callable[..., signal.Signals]) -> None:
     """Kills lose and change no answer, and leave nothing. After the end of the frontend, the same ranks serve the next one, and
     nothing of the requests is left. A drain in the middle of a recovery finishes what was accepted."""
@@ -130,6 +131,7 @@ def test_a_replay_has_the_same_bits_with_the_deterministic_mode(seed: int) -> No
         assert len(logprobs) == 60
 
 
+@pytest.mark.long
 def test_torchrun_starts_ranks_again(in_turn: Callable[..., tuple[int, signal.Signals]]) -> None:
     """The new rank 0 finds the frontend that the first one started, and starts one that has died again. It ends with torchrun."""
     victim, end = in_turn([(0, signal.SIGTERM), (1, signal.SIGKILL), (0, signal.SIGKILL), (1, signal.SIGTERM)], 0)
