@@ -1,6 +1,7 @@
 """What all tests share: the repository on `sys.path`, one torch thread, a fresh seed, and fixtures for ranks and frontends."""
 
 import functools
+import gc
 import os
 import random
 import signal
@@ -56,6 +57,20 @@ def pytest_configure(config: pytest.Config) -> None:
         os.environ[SEED_VARIABLE] = str(random.SystemRandom().randrange(2**31))
     if config.getoption("--hypothesis-seed") is None:
         config.option.hypothesis_seed = os.environ[SEED_VARIABLE]
+
+
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    """Tests that take long come first, so that at the end of a run no worker is alone with one of them."""
+    items.sort(key=lambda item: item.get_closest_marker("long") is None)
+
+
+@pytest.hookimpl(hookwrapper=True)
+def pytest_collection() -> Iterator[None]:
+    """Importing all tests makes millions of objects and hardly any garbage. No garbage collection traverses them, then or later."""
+    gc.disable()
+    yield
+    gc.freeze()
+    gc.enable()
 
 
 def pytest_xdist_auto_num_workers() -> int:

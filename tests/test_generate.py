@@ -354,6 +354,7 @@ def test_profile_writes_a_trace_with_module_names(here: Here, tmp_path: Path) ->
     assert {f"layer {layer} {part}" for layer in range(8) for part in ("attention", "mlp")} <= names
 
 
+@pytest.mark.long
 @pytest.mark.skipif(shutil.which("c++") is None, reason="torch.compile on a CPU needs a C++ compiler")
 def test_compiled_modules_say_the_same(story: tuple[str, list[int]], monkeypatch: pytest.MonkeyPatch) -> None:
     prompt, ids = story

@@ -142,7 +142,7 @@ def test_the_time_limit_is_for_whole_answers_and_for_the_first_event_of_streams(
     late = client(Replicas(answer(JSON, b"{", b"}", seconds=30)), timeout=0.5).post("/v1/completions", json={})
     assert (late.status_code, late.json()["error"]["code"]) == (503, "timeout")
     events = [f"data: {json.dumps(i)}\n\n".encode() for i in range(3)]
-    stream = client(Replicas(answer(EVENTS, *events, seconds=0.4)), timeout=0.5).post("/v1/completions", json={})
+    stream = client(Replicas(answer(EVENTS, *events, seconds=1.0)), timeout=2.5).post("/v1/completions", json={})
     assert (stream.status_code, stream.content) == (200, b"".join(events))
 
 

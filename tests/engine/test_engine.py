@@ -43,6 +43,7 @@ from training.export import save_checkpoint
 CPU = torch.device("cpu")
 ALONE = World(0, 1, CPU, comm.Local())
 TOLERANCE = 1e-4  # of log-probabilities
+PLENTY = 4096  # KV-cache blocks
 TINY = MODELS / "tiny-hybrid"
 PLAIN = [
     "standard",
@@ -140,16 +141,17 @@ def engine_of(
     draft: Transformer | EagleHead | None = None,
     **more: Any,
 ) -> Engine:
-    """An engine with KV-cache blocks of 4 tokens by default, exactly `n_blocks` of them if given."""
+    """An engine with KV-cache blocks of 4 tokens by default, exactly `n_blocks` of them if given. Else it has enough for all requests
+    of a test, and not more, because `step` looks at each block."""
     limits = EngineLimits(**dict(block_size=4) | more)
-    if n_blocks is not None:
+    if n_blocks is not None or limits.kv_memory is None:
         models = [model, HeadModel(draft, model, 1) if isinstance(draft, EagleHead) else draft]
         size = sum(
             PagedCache.bytes_per_block(m.attention_slots, limits.block_size, m.n_kv_heads, m.config.head_dim, torch.float32)
             for m in models
             if m is not None
         )
-        limits = replace(limits, kv_memory=n_blocks * size + random.randrange(size))
+        limits = replace(limits, kv_memory=(n_blocks or PLENTY) * size + random.randrange(size))
     engine = Engine(model, tokenizer, limits, world, draft)
     engine.speculation.costs = Costs({1: 1.0, 2: 1.0})  # what steps take must not decide what is tested
     assert n_blocks is None or engine.scheduler.blocks.n_blocks == n_blocks

@@ -10,6 +10,7 @@ from scripts.quality import accuracy
 from tests.support.command_line import MODELS
 
 
+@pytest.mark.usefixtures("forked_commands")
 def test_a_stopped_command_goes_on(monkeypatch: pytest.MonkeyPatch, tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:
     """With the evaluations that have no row; and with all if the number of items is another."""
     line = [

@@ -89,6 +89,7 @@ def test_bad_settings_say_what_to_do(monkeypatch: pytest.MonkeyPatch, tmp_path: 
         arguments(monkeypatch, tmp_path, *more)
 
 
+@pytest.mark.usefixtures("forked_commands")
 def test_a_small_curve_from_training_to_the_table(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     monkeypatch.setattr(adapt_curve.results, "OUT", tmp_path / "results")
     monkeypatch.setenv("OMP_NUM_THREADS", "1")

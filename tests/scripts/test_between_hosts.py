@@ -1,10 +1,13 @@
 """The bench of all-reduces between hosts: what it counts on the cable does not depend on how busy the machine is."""
 
+import pytest
+
 from scripts.bench.comm.between_hosts import RANKS, markdown, on_two_hosts
 from scripts.lib.machine import machine
 from tests.support.namespaces import TwoHosts
 
 
+@pytest.mark.usefixtures("forked_commands")
 def test_a_hierarchical_all_reduce_sends_a_third_less_over_the_cable() -> None:
     """2 (H - 1) / H of the message for H hosts instead of 2 (N - 1) / N for N ranks, and some percent for packets' headers."""
     with TwoHosts() as hosts:

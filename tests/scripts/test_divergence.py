@@ -130,6 +130,7 @@ def test_the_tracked_results_without_drafts_still_have_their_table_and_plot(
     assert lines == [(VERMILION, "-"), (ORANGE, "--"), (BLUE, "-"), (GREEN, "--")]
 
 
+@pytest.mark.usefixtures("forked_commands")
 def test_drafts_do_not_change_answers_of_the_deterministic_mode(
     monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:

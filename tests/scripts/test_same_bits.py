@@ -45,6 +45,7 @@ def worked(world: World, model: Path, path: Path, quantize: str | None) -> None:
         determinism.enable(False)
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("quantize", [None, "fp8"])
 def test_ranks_have_the_same_vectors_in_every_setting(ranks: Ranks, tmp_path: Path, seed: int, quantize: str | None) -> None:
     found = []

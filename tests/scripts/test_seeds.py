@@ -98,6 +98,8 @@ def test_processes_are_spread_over_the_gpus(tmp_path: Path) -> None:
     assert not workers.running
 
 
+@pytest.mark.long
+@pytest.mark.usefixtures("forked_commands")
 def test_a_few_models_from_training_to_the_table(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     """Two seeds of two variants, for two steps on a CPU. The second command trains nothing."""
     monkeypatch.setenv("OMP_NUM_THREADS", "1")

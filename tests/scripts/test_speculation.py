@@ -91,6 +91,7 @@ def test_processes_have_cores_of_their_own(monkeypatch: pytest.MonkeyPatch, tmp_
     found.stop()
 
 
+@pytest.mark.usefixtures("forked_commands")
 def test_jobs_measure_and_their_rows_are_kept(
     monkeypatch: pytest.MonkeyPatch, out: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:

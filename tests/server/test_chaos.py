@@ -22,7 +22,7 @@ import pytest
 from scripts.bench.serving import chaos, leftovers
 from scripts.bench.serving.chaos import Answer, Storm
 from scripts.lib.servers import Server
-from tests import MODELS, ROOT
+from tests import MODELS
 from tests.support.server_process import ServerProcess, runs, wait_until
 
 FLAGS = ("--model", MODELS / "tiny-hybrid", "--speculate", "ngram", "--max-restarts", 1000, "--hang-seconds", 5)
@@ -32,20 +32,21 @@ LOGPROBS = ("tokens", "token_logprobs", "top_logprobs")  # of a completion's log
 
 # in a rank, it dies whenever it is about to decode a token of a request whose prompt begins with these tokens
 DEADLY = [7, 9, 7]
-KILL_HOOK = f"""
-import os, signal, sys, time
-if "RANK" in os.environ:
-    sys.path.insert(0, {str(ROOT)!r})
-    from engine.core import Engine
-    step = Engine.step
+DEADLY_SERVER = f"""
+import os, signal, time
+from cli import run
+from engine.core import Engine
+from server.__main__ import main
+step = Engine.step
 
-    def step_or_die(self):
-        if any(s.tokens[:3] == {DEADLY} and s.generated and s.wanted == 1 for s in self.scheduler.running):
-            time.sleep(0.5)  # else the token before might not have left
-            os.kill(os.getpid(), signal.SIGKILL)
-        return step(self)
+def step_or_die(self):
+    if any(s.tokens[:3] == {DEADLY} and s.generated and s.wanted == 1 for s in self.scheduler.running):
+        time.sleep(0.5)  # else the token before might not have left
+        os.kill(os.getpid(), signal.SIGKILL)
+    return step(self)
 
-    Engine.step = step_or_die
+Engine.step = step_or_die  # also in the ranks, which are forked from this process
+run(main)
 """
 
 START_SLACK = 55  # seconds that a busy machine may take longer than the 5 s that a new frontend needs
@@ -55,6 +56,7 @@ def log_of(server: ServerProcess) -> Path:
     return Path(f"/proc/{os.getpid()}/fd/{server._log.fileno()}")
 
 
+@pytest.mark.long
 def test_chaos(seed: int, in_turn: Callable[..., signal.Signals]) -> None:
     """Kills lose and change no answer, and leave nothing. After the end of the frontend, the same ranks serve the next one, and
     nothing of the requests is left. A drain in the middle of a recovery finishes what was accepted."""
@@ -129,6 +131,7 @@ def test_a_replay_has_the_same_bits_with_the_deterministic_mode(seed: int) -> No
         assert len(logprobs) == 60
 
 
+@pytest.mark.long
 def test_torchrun_starts_ranks_again(in_turn: Callable[..., tuple[int, signal.Signals]]) -> None:
     """The new rank 0 finds the frontend that the first one started, and starts one that has died again. It ends with torchrun."""
     victim, end = in_turn([(0, signal.SIGTERM), (1, signal.SIGKILL), (0, signal.SIGKILL), (1, signal.SIGTERM)], 0)
@@ -177,11 +180,10 @@ def test_a_server_that_cannot_go_on_ends(when: str) -> None:
         assert "error: rank 0 was killed by SIGKILL" in server.log and "Traceback" not in server.log
 
 
-def test_a_request_that_ends_the_ranks_in_each_decode_step_is_refused(tmp_path: Path) -> None:
+def test_a_request_that_ends_the_ranks_in_each_decode_step_is_refused() -> None:
     """It brings a token each time, because its prompt does no harm. It is found within --max-restarts, and those beside it are
     answered. So is one that comes later."""
-    (tmp_path / "sitecustomize.py").write_text(KILL_HOOK)
-    with ServerProcess("--model", MODELS / "tiny-hybrid", ranks=1, environ={"PYTHONPATH": tmp_path}, forked=False) as server:
+    with ServerProcess("--model", MODELS / "tiny-hybrid", ranks=1, program=("-c", DEADLY_SERVER)) as server:
         server.ready()
         good = {"prompt": "Once upon a time", "max_tokens": 200, "ignore_eos": True, "seed": 3}
         bad = {"prompt": [*DEADLY, 30, 31], "max_tokens": 100, "ignore_eos": True}

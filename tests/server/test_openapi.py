@@ -28,6 +28,7 @@ PATHS = ("^/v1/completions$", "^/v1/chat/completions$", "^/v1/messages", "^/(?!v
 RUN = "import sys; from schemathesis.cli import schemathesis; sys.exit(schemathesis())"
 
 
+@pytest.mark.long
 @pytest.mark.timeout(1800)  # half a minute on an idle machine, many minutes on a busy one
 def test_the_description_is_true(tmp_path: Path, session_seed: int, in_turn: Callable[..., str]) -> None:
     pytest.importorskip("schemathesis")

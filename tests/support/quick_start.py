@@ -48,6 +48,7 @@ IMPORTS = (
     "server.frontend",
     "engine.bench",
     "training.loop",
+    "matplotlib.figure",
 )
 INTERPRETER = (
     "PYTHON",
@@ -170,9 +171,11 @@ def _receive(connection: socket.socket, size: int) -> bytes:
 def serve(descriptor: int) -> None:
     """Fork commands until the other end of the socket is closed."""
     connection = socket.socket(fileno=descriptor)
+    gc.disable()  # importing makes millions of objects and hardly any garbage
     for name in IMPORTS:
         importlib.import_module(name)
     gc.collect()
+    gc.enable()
     while True:
         header, files, _, _ = socket.recv_fds(connection, LENGTH, FILES)
         if not header:

@@ -19,6 +19,8 @@ from tests.support import quick_start
 from tests.support.command_line import environment
 from tests.support.ports import free_port
 
+# Each rank fills its KV cache with zeros when it starts. This one has 16,384 tokens of a tiny model on one rank.
+SMALL_CACHE = ("--kv-memory", "256M")
 START_SECONDS = 300.0  # importing torch is slow on a busy machine
 
 
@@ -91,7 +93,7 @@ class ServerProcess:
         start = [*program, "--tp", str(ranks)] if ranks and not torchrun else [*program]
         if torchrun:
             start = ["-m", "torch.distributed.run", "--standalone", "--nproc_per_node", str(ranks), *program]
-        command = [sys.executable, *start, "--device", "cpu", "--port", str(self.port), *map(str, flags)]
+        command = [sys.executable, *start, "--device", "cpu", *SMALL_CACHE, "--port", str(self.port), *map(str, flags)]
         self._log = tempfile.TemporaryFile()  # noqa: SIM115
         popen = quick_start.Popen if forked else subprocess.Popen
         self.process = popen(command, cwd=ROOT, env=environment(**(environ or {})), stdout=self._log, stderr=subprocess.STDOUT)

@@ -195,6 +195,7 @@ def test_one_rank_equals_plain_training(ranks: Ranks, seed: int) -> None:
     assert_equal(ranks, Run("ladder", Mesh(1, 1), Sharding.parse("1,1,1"), 2, Execution(recompute=True), seed % 1000))
 
 
+@pytest.mark.long
 def test_compiled_modules_equal_plain_training(ranks: Ranks, seed: int) -> None:
     execution = Execution(compile=True, bucket_bytes=3000)
     assert_equal(ranks, Run("hybrid:2", Mesh(2, 1), Sharding.parse("2,2,2"), 1, execution, seed % 1000))

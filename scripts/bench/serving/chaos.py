@@ -205,8 +205,8 @@ class Storm:
                 self._ended = True
             await asyncio.wait_for(asyncio.gather(*tasks), RECOVERY_SECONDS)
 
-    async def _repeat(self, client: httpx.AsyncClient, first: int) -> None:
-        at = first
+    async def _repeat(self, client: httpx.AsyncClient, number: int) -> None:
+        at = number * len(self._work) // len(self._answers)  # so that some clients always stream
         while not self._ended:
             at = (at + 1) % len(self._work)
             answer, name, start = Answer(), uuid.uuid4().hex, time.time()
@@ -227,7 +227,7 @@ class Storm:
                 self.outcomes["loading"] += 1
                 await asyncio.sleep(0.2)
                 continue
-            self._answers[first] += 1
+            self._answers[number] += 1
             difference = answer.difference(self._expected[at])
             self.outcomes["different" if difference else "the same"] += 1
             if difference:
