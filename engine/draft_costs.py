@@ -3,7 +3,7 @@
 import random
 import time
 from collections.abc import Callable, Mapping
-from functools import partial
+from functools import lru_cache, partial
 from itertools import accumulate
 
 from engine.model_drafter import ModelDrafter
@@ -11,6 +11,7 @@ from engine.runner import Runner
 from engine.suffix_automaton import SuffixAutomaton
 from tp import World
 
+Points = tuple[tuple[int, float], ...]
 Case = tuple[Callable[[int], float], int]  # a function of a number, and the largest number that it takes
 MEASURED_ROWS = 1, 4, 16, 64, 256  # of steps
 MEASURED_SECONDS = 0.5  # for which a table is measured, about; larger numbers are then extrapolated
@@ -71,13 +72,14 @@ class Costs:
         return seconds / self.token_seconds(rows) + LEAST_GAIN * rows
 
 
-def _points(seconds: Mapping[int, float] | None) -> list[tuple[int, float]]:
+def _points(seconds: Mapping[int, float] | None) -> Points:
     """Measured points, of which none is above a later one."""
     found = seconds or {1: 0.0, 2: 0.0}
-    return list(zip(found, list(accumulate([*found.values()][::-1], min))[::-1], strict=True))
+    return tuple(zip(found, list(accumulate([*found.values()][::-1], min))[::-1], strict=True))
 
 
-def _on_lines(points: list[tuple[int, float]], x: int) -> float:
+@lru_cache(maxsize=1 << 12)  # asked for the same numbers in each step
+def _on_lines(points: Points, x: int) -> float:
     last = len(points) - 1
     i = next((i for i in range(1, last) if x <= points[i][0]), last)
     (first, before), (second, after) = points[i - 1], points[i]

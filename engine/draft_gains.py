@@ -85,10 +85,17 @@ class Budget:
     not pay."""
 
     def __init__(self) -> None:
-        self.brought = 0.0  # seconds that drafts bring to a request, on average; without its prompt
+        self._brought = 0.0  # see `brought`
         self._saved = 0.0  # seconds, besides the grant; negative if that was used
         self._most = 0.0  # seconds that it may save
         self._by_request: dict[Sequence, float] = {}  # what drafts have brought
+
+    @property
+    def brought(self) -> float:
+        """Seconds that drafts bring to a request, on average of those that have ended; without its prompt."""
+        for sequence in [s for s in self._by_request if s.finish_reason is not None]:
+            self._brought += WEIGHT * (self._by_request.pop(sequence) - self._brought)
+        return self._brought
 
     def take(self, sequence: Sequence, seconds: float, grant: float) -> bool:
         """Pay for the sequence's prompt, if the budget covers what will probably be lost. grant: seconds that it holds at first."""
@@ -110,8 +117,3 @@ class Budget:
         """Drafts have brought so much less to the sequence than they seemed to."""
         if sequence in self._by_request:
             self.add(-seconds, sequence)
-
-    def settle(self) -> None:
-        """Note what drafts have brought to requests that have ended."""
-        for sequence in [s for s in self._by_request if s.finish_reason is not None]:
-            self.brought += WEIGHT * (self._by_request.pop(sequence) - self.brought)

@@ -35,6 +35,7 @@ INDEXED_A_STEP = 512  # tokens of all requests: a long prompt must not hold up a
 GRANT = 8  # steps of one row: what a model's drafts may lose besides, before they have brought anything
 TEXT_GRANT = 2  # the same for drafts from text, whose prompts cost little
 
+ModelAcceptance = tuple[Acceptance, int]  # what became of a draft model's drafts, and the most tokens of its next one
 Plans = dict[Sequence, tuple[str, DraftPlan]]  # from which source, and how long
 
 
@@ -112,7 +113,6 @@ class Speculation:
         seconds = SHARE * self._known_costs.seconds(sum([c.count for c in step.chunks]))
         for source, budget in self._budgets.items():
             budget.add(seconds / (self._texts if source in TEXTS else 1))  # all texts together have one
-            budget.settle()
         if self.model_drafter is not None and is_last:
             self.model_drafter.observe(step)
 
@@ -164,7 +164,7 @@ class Speculation:
         if self.accept_rate is not None:
             return running
         left = min(INDEXED_A_STEP, MOST_INDEXED_TOGETHER - sum([s.drafter.indexed for s in running]))
-        drafters = [s.drafter for s in running if s.drafter.may_pay]
+        drafters = [s.drafter for s in running if s.drafter.missing and s.drafter.may_pay]
         for drafter in sorted(drafters, key=lambda drafter: drafter.missing):  # long texts make none wait
             left -= drafter.index(max(left, 0))
         if self._prompts is not None:
@@ -215,7 +215,8 @@ class Speculation:
         price, fixed, reading = costs.row_price(rows), costs.fixed_price(rows), self._reading_prices(running)
         texts = {s: s.drafter.plan(price) for s in running}
         texts |= {s: texts[s].charged(cost) for s, cost in reading.items()}
-        found = self._best(texts, self._model_plans(running, price))
+        acceptance = self._model_acceptance(running)
+        found = self._best(texts, self._model_plans(acceptance, rows, price))
         if sum([plan.gain for _, plan in found.values()]) > fixed:
             each = fixed / len(found)
             found = {s: (source, replace(plan, fixed=plan.fixed + each)) for s, (source, plan) in found.items()}
@@ -223,7 +224,7 @@ class Speculation:
         else:
             found = {}
         texts = {s: s.drafter.trial(price, fixed + reading.get(s, 0.0)) for s in running}
-        return self._best(texts, self._model_trials(running, price, fixed)) | found
+        return self._best(texts, self._model_trials(acceptance, rows, price, fixed)) | found
 
     def _best(self, texts: Mapping[Sequence, DraftPlan], by_model: Mapping[Sequence, DraftPlan]) -> Plans:
         """The plan that gains more for each sequence. texts: of all sequences."""
@@ -236,14 +237,15 @@ class Speculation:
                 found[s] = s.drafter.source, plan
         return found
 
-    def _model_plans(self, running: list[Sequence], price: float) -> dict[Sequence, DraftPlan]:
+    def _model_plans(
+        self, acceptance: Mapping[Sequence, ModelAcceptance], rows: int, price: float
+    ) -> dict[Sequence, DraftPlan]:
         """price: of a row. A draft step takes time for all sequences, so there are as many as pay for all together."""
-        costs, rows, found = self._known_costs, len(running), dict[Sequence, DraftPlan]()
-        acceptance, alone = self._model_acceptance(running), self._draft_token_price(rows)
-        for s, (own, most) in acceptance.items():
-            if (plan := own.plan(alone, most)).length:
-                found[s] = plan
-        steps = 0
+        if not acceptance:
+            return {}
+        costs, alone = self._known_costs, self._draft_token_price(rows)
+        plans = {s: own.plan(alone, most) for s, (own, most) in acceptance.items()}
+        found, steps = {s: plan for s, plan in plans.items() if plan.length}, 0
         while going := [s for s, plan in found.items() if plan.length > steps]:
             gain = sum([acceptance[s][0].rate ** (steps + 1) - price for s in going])
             if gain < costs.draft_step_price(rows, len(going)):
@@ -254,15 +256,17 @@ class Speculation:
         alone = price + costs.draft_step_price(rows, len(found)) / len(found)
         return {s: acceptance[s][0].plan_of(min(plan.length, steps), alone) for s, plan in found.items()}
 
-    def _model_trials(self, running: list[Sequence], price: float, fixed: float) -> dict[Sequence, DraftPlan]:
+    def _model_trials(
+        self, acceptance: Mapping[Sequence, ModelAcceptance], rows: int, price: float, fixed: float
+    ) -> dict[Sequence, DraftPlan]:
         """price: of a row. Each pays for a draft step, as if it were the only one."""
-        if self._draft_token_price(len(running)) >= 1:
+        if not acceptance or self._draft_token_price(rows) >= 1:
             return {}
-        fixed += self._known_costs.draft_step_price(len(running), 1)
-        return {s: own.trial(price, fixed, s.generated) for s, (own, _) in self._model_acceptance(running).items()}
+        fixed += self._known_costs.draft_step_price(rows, 1)
+        return {s: own.trial(price, fixed, s.generated) for s, (own, _) in acceptance.items()}
 
-    def _model_acceptance(self, running: list[Sequence]) -> dict[Sequence, tuple[Acceptance, int]]:
-        """For each sequence that the draft model can draft for: what became of its drafts, and the most tokens of the next one."""
+    def _model_acceptance(self, running: list[Sequence]) -> dict[Sequence, ModelAcceptance]:
+        """Of each sequence that the draft model can draft for."""
         if self.model_drafter is None:
             return {}
         able = {s: min(s.drafter.most, self.model_drafter.longest_draft(s)) for s in running if s.drafter.of_model is not None}

@@ -72,7 +72,7 @@ class TextDrafter:
     def may_pay(self) -> bool:
         """Whether there can be a draft or a trial, at the least price. If not, nothing needs to be indexed yet."""
         least = LEAST_PRICE - SHARE * self.sequence.generated
-        return any(one.rate >= least for one in self.acceptance.values())
+        return least <= 0 or any(one.rate >= least for one in self.acceptance.values())
 
     @property
     def source(self) -> str:
