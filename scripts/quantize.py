@@ -28,7 +28,7 @@ from typing import Any
 import torch
 import torch.nn.functional as F
 from safetensors import SafetensorError, safe_open
-from safetensors.torch import load_file, save_file
+from safetensors.torch import load_file
 from torch import Tensor, nn
 from tqdm import tqdm
 
@@ -52,7 +52,7 @@ from scripts.corpus.documents import documents, render
 from sharded_linear import ShardedLinear
 from tokenizer_files import load_tokenizer
 from tp import SPLITS, World, stream_shards
-from training.export import save_config
+from training.export import save_config, save_tensors
 
 METHODS = ("rtn", "gptq")
 STATE = "quantize.json"  # in the new folder: how it was made, and which command may go on
@@ -231,7 +231,7 @@ def write(job: Job, number: int, layers: dict[str, Quantized]) -> None:
             tensors[name] = job.source.read(name, 0, 0, shape[0] if shape else 0).clone()
     half = job.file(number).with_suffix(".part")
     with writing(job.file(number)):
-        save_file(tensors, half, metadata={"format": "pt"})
+        save_tensors(tensors, half)
         half.replace(job.file(number))
 
 

@@ -1,7 +1,9 @@
 """Writes checkpoints: a model in the HF layout, a tokenizer's files, the code with which transformers loads ladders."""
 
 import json
+import os
 import shutil
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
@@ -47,7 +49,7 @@ def save_checkpoint(
         full.narrow(place.dim, place.rows.start, size).copy_(place.tensor.narrow(place.dim, 0, size))
     raw = config_to_hf(model.config) | {"torch_dtype": str(dtype).removeprefix("torch.")}
     with writing(directory):
-        _save_tensors(tensors, directory)
+        _save_weights(tensors, directory)
         if tokenizer_from is not None and tokenizer_from.resolve() != directory.resolve():
             copy_tokenizer(tokenizer_from, directory)
         save_config(raw | add_modeling(directory, model.config), directory)
@@ -74,11 +76,11 @@ def save_head(head: EagleHead, directory: Path, dtype: torch.dtype = torch.bfloa
         "eagle_config": {"use_aux_hidden_state": True, key: [i - 1 for i in config.stream_layers]},
     }
     with writing(directory):
-        _save_tensors(tensors | {"d2t": targets - torch.arange(drafted), "t2d": known}, directory)
+        _save_weights(tensors | {"d2t": targets - torch.arange(drafted), "t2d": known}, directory)
         save_config(raw, directory)
 
 
-def _save_tensors(tensors: dict[str, Tensor], directory: Path) -> None:
+def _save_weights(tensors: dict[str, Tensor], directory: Path) -> None:
     files: list[dict[str, Tensor]] = [{}]
     size = 0
     for name, tensor in tensors.items():
@@ -91,15 +93,23 @@ def _save_tensors(tensors: dict[str, Tensor], directory: Path) -> None:
     for stale in ("config.json", INDEX, SINGLE):  # of an earlier checkpoint in the folder: a reader might prefer it
         (directory / stale).unlink(missing_ok=True)
     if len(files) == 1:
-        save_file(files[0], directory / SINGLE, metadata={"format": "pt"})
+        save_tensors(files[0], directory / SINGLE)
         return
     weight_map: dict[str, str] = {}
     for i, file in enumerate(files):
         file_name = f"model-{i + 1:05d}-of-{len(files):05d}.safetensors"
-        save_file(file, directory / file_name, metadata={"format": "pt"})
+        save_tensors(file, directory / file_name)
         weight_map |= dict.fromkeys(file, file_name)
     index = {"metadata": {"total_size": sum(t.nbytes for t in tensors.values())}, "weight_map": weight_map}
     (directory / INDEX).write_text(json.dumps(index, indent=2) + "\n")
+
+
+def save_tensors(tensors: Mapping[str, Tensor], path: Path) -> None:
+    """Write a safetensors file, which those may read who may read other new files: safetensors alone keeps it from all but its owner."""
+    save_file(dict(tensors), path, metadata={"format": "pt"})
+    mask = os.umask(0o077)  # it can only be read by setting it
+    os.umask(mask)
+    path.chmod(0o666 & ~mask)
 
 
 def save_config(raw: dict[str, Any], directory: Path) -> None:

@@ -230,7 +230,7 @@ def test_a_full_disk_gets_one_line(tmp_path: Path, seed: int, monkeypatch: pytes
         raise SafetensorError("I/O error: No space left on device (os error 28)")
 
     source = save_random(CONFIG, tmp_path / "source")
-    monkeypatch.setattr("scripts.quantize.save_file", full)
+    monkeypatch.setattr("scripts.quantize.save_tensors", full)
     with pytest.raises(UserError, match=r"^[^\n]*model-00001-of-00003.safetensors cannot be written[^\n]*No space left[^\n]*$"):
         make(source, tmp_path / "made", "int8")
     (tmp_path / "file").touch()

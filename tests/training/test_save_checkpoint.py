@@ -1,6 +1,7 @@
 """Writing checkpoints: what is saved loads unchanged, here and in transformers, whole or in several files."""
 
 import json
+import os
 from pathlib import Path
 from typing import Any
 
@@ -103,6 +104,17 @@ def test_a_save_that_stops_leaves_no_checkpoint(
         save_checkpoint(model, tmp_path, torch.float32)
     with pytest.raises(UserError, match=r"config\.json is missing"):
         read_config(tmp_path / "config.json")
+
+
+@pytest.mark.parametrize("mask", [0o022, 0o027, 0o077])
+def test_weights_have_the_permissions_of_new_files(mask: int, tmp_path: Path, seed: int) -> None:
+    """A server of another user may have to read them."""
+    before = os.umask(mask)
+    try:
+        save_checkpoint(random_model(tiny("llama"), seed), tmp_path / "saved", torch.float32)
+    finally:
+        os.umask(before)
+    assert {oct(file.stat().st_mode & 0o777) for file in (tmp_path / "saved").iterdir()} == {oct(0o666 & ~mask)}
 
 
 def test_a_tokenizer_is_copied_byte_by_byte(tmp_path: Path, seed: int) -> None:
