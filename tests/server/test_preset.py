@@ -268,7 +268,8 @@ def test_the_load_generator_drives_a_preset(tmp_path: Path) -> None:
     for one in json.loads(out.read_text())["rates"]:
         found = one["summary"]
         assert not found["failed"] and 0 < found["requests"] < 100, one["rate"]
-        assert found["ttft_ms"]["p99"] >= found["ttft_ms"]["p50"] > 0 and found["itl_ms"]["p50"] > 0
+        assert found["end_to_end_ms"]["p99"] >= found["ttft_ms"]["p99"] >= found["ttft_ms"]["p50"] > 0
+        assert found["itl_ms"]["p99"] >= found["itl_ms"]["p50"] >= 0  # tokens may be read together
 
 
 # --- reading weights with threads --------------------------------------------------------------------------------------------
