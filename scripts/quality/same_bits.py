@@ -302,19 +302,19 @@ def launched(
 
 def measure(args: argparse.Namespace) -> list[dict[str, Any]]:
     """A row for each model, number of ranks and setting. Raises UserError if there is no time for all."""
-    deadline, rows = time.monotonic() + args.seconds, list[dict[str, Any]]()
+    deadline, rows, counts = time.monotonic() + args.seconds, list[dict[str, Any]](), (1, *args.tp)
     for model in args.models:
         name, quantize = model
-        found = [launched(model, None, ranks, args, deadline) for ranks in (1, args.tp)]
+        found = [launched(model, None, ranks, args, deadline) for ranks in counts]
         if None in found:
             with stored(name, args) as folder:
-                found = [launched(model, folder, ranks, args, deadline) for ranks in (1, args.tp)]
+                found = [launched(model, folder, ranks, args, deadline) for ranks in counts]
         if None in found:
             raise UserError(f"{args.seconds} s were not enough; run it again to go on, or give more --seconds")
         for one in found:
-            if one is not None and not all(one["counts"][count] for count in ("prefix_hits", "preemptions", "accepted")):
+            if one is not None and not all(one["counts"][kind] for kind in ("prefix_hits", "preemptions", "accepted")):
                 raise UserError(f"{name}: no prefix was found, no sequence preempted or no draft accepted; give more --items")
-        rows += compared(with_widths(name, quantize, "auto"), (1, args.tp), found)  # type: ignore[arg-type]
+        rows += compared(with_widths(name, quantize, "auto"), counts, found)  # type: ignore[arg-type]
     return rows
 
 
@@ -371,7 +371,14 @@ def main() -> None:
         help="checkpoints, or presets with random weights, also quantized while loading them "
         "(default: models/tiny-hybrid llama-3-8b:4)",
     )
-    parser.add_argument("--tp", type=whole_number(2, 8), default=2, metavar="N", help="ranks compared with one (default: 2)")
+    parser.add_argument(
+        "--tp",
+        nargs="+",
+        type=whole_number(2, 8),
+        default=[2],
+        metavar="N",
+        help="numbers of ranks compared with one (default: 2)",
+    )
     parser.add_argument("--items", type=whole_number(1), default=1000, metavar="N", help="prompts (default: 1000)")
     parser.add_argument("--tokens", type=whole_number(1, SHORT - 60), default=6, metavar="N", help="of an answer (default: 6)")
     parser.add_argument("--dtype", choices=DTYPE_NAMES, default="bfloat16", help="default: bfloat16")

@@ -25,7 +25,7 @@ SETTINGS = [one for one in same_bits.SETTINGS if one.engine != "whole" or one.ba
 
 
 def arguments(**more: Any) -> argparse.Namespace:
-    values = {"items": 16, "tokens": 6, "dtype": "bfloat16", "device": "cpu", "fast": False, "tp": 2, "seconds": 600}
+    values = {"items": 16, "tokens": 6, "dtype": "bfloat16", "device": "cpu", "fast": False, "tp": [2], "seconds": 600}
     return argparse.Namespace(**values | more)
 
 
@@ -93,10 +93,10 @@ def test_a_launch_is_kept_and_there_is_a_limit(monkeypatch: pytest.MonkeyPatch, 
 @pytest.mark.parametrize("missing", ["prefix_hits", "preemptions", "accepted"])
 def test_settings_that_compare_nothing_are_an_error(missing: str, monkeypatch: pytest.MonkeyPatch) -> None:
     counts = {"prefix_hits": 1, "preemptions": 1, "steps": 1, "accepted": 1}
-    found = [{"vectors": {"alone": []}, "counts": counts}, {"vectors": {"alone": []}, "counts": dict(counts)}]
-    monkeypatch.setattr(same_bits, "launched", lambda model, folder, ranks, *rest: found[ranks - 1])
-    assert len(same_bits.measure(arguments(models=[("m", None)]))) == 2
-    found[1]["counts"][missing] = 0
+    found = {ranks: {"vectors": {"alone": []}, "counts": dict(counts)} for ranks in (1, 2, 4)}
+    monkeypatch.setattr(same_bits, "launched", lambda model, folder, ranks, *rest: found[ranks])
+    assert [row["ranks"] for row in same_bits.measure(arguments(models=[("m", None)], tp=[2, 4]))] == [1, 2, 4]
+    found[2]["counts"][missing] = 0
     with pytest.raises(UserError, match="more --items"):
         same_bits.measure(arguments(models=[("m", None)]))
 
