@@ -184,9 +184,11 @@ def profiled_split(llm: LLM, s: Setting, world: World) -> dict[str, Any] | None:
     """The split of the mean decode step in rank 0's trace, in ms, and on a GPU what its kernels do in the prefill and in a decode step.
     None on other ranks, and without decode steps."""
     prompts = random_prompts(s.batch, s.prompt_length, llm.model.config.vocab_size, s.seed)
+    tokens = min(s.new_tokens, PROFILED_TOKENS)
+    llm.generate(prompts, benchmark_params(tokens))  # an engine of its own, which captures graphs
     with tempfile.TemporaryDirectory() as folder:
         path = Path(folder) / "trace.json"
-        record(llm, prompts, min(s.new_tokens, PROFILED_TOKENS), path, world)
+        record(llm, prompts, tokens, path, world)
         if world.rank or s.new_tokens == 1:
             return None
         events = read_trace(path)["traceEvents"]

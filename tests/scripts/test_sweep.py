@@ -18,6 +18,8 @@ from tqdm import tqdm
 
 import cli
 from comm import Local, parse_link
+from engine import LLM
+from engine.core import Engine
 from errors import UserError
 from files import check_folder
 from scripts.bench.serving import load
@@ -27,6 +29,7 @@ from scripts.report import plots
 from scripts.sweep import __main__ as sweep
 from scripts.sweep import grids, launches, tables, vllm_worker, worker
 from scripts.sweep.rows import Row, Setting, finished, read_rows, row_line
+from scripts.trace import benchmark_params
 from tests import ROOT
 from tests.support import quick_start
 from tests.support.command_line import environment
@@ -112,6 +115,23 @@ def test_variants_take_turns_if_they_fit_together() -> None:
     group = [Setting("tiny", v, 1, 1, 4, 3, runs=2, profile=True) for v in ("standard", "ladder")]
     assert [(n, s.variant[0]) for n, s in worker.turns(group, True)] == [(n, v) for n in range(4) for v in "sl"]
     assert [(n, s.variant[0]) for n, s in worker.turns(group, False)] == [(n, v) for v in "sl" for n in range(4)]
+
+
+def test_a_profile_shows_steps_alone(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The engine that it profiles has computed the same before, so that it captures no graph meanwhile."""
+    models, setting = worker.Models(World(0, 1, CPU, Local())), Setting("tiny", "standard", 1, 1, 4, 12)
+    llm, _ = models.get(setting)
+    engines = list[Engine | None]()
+
+    def record(llm: LLM, prompts: list[list[int]], new_tokens: int, path: Path, world: World) -> None:
+        engines.append(llm.engine)
+        llm.generate(prompts, benchmark_params(new_tokens))
+        engines.append(llm.engine)
+
+    monkeypatch.setattr(worker, "record", record)
+    worker.profiled_split(llm, setting, replace(models.world, rank=1))  # rank 0 would read the trace
+    before, after = engines
+    assert before is after is not None
 
 
 def messages(capsys: pytest.CaptureFixture[str], group: list[Setting], together: bool) -> list[Any]:
