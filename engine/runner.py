@@ -7,7 +7,7 @@ current one are known: they stay on the device. Only a draw with a grammar's mas
 On a GPU a decode step is one replay of a CUDA graph, and so is a step with prompt chunks of usual size. A graph contains the
 model's kernels, its collectives with their side streams, the head, the drawing of tokens, and for decode steps the copy of the
 tokens into the next step's inputs. A step is padded to the next larger bucket; padding rows do nothing. Steps of more than
-`LARGEST_GRAPH` tokens run the same code without a graph. On a CPU all steps do, without padding. Tokens that depend on more than
+`largest_graph` tokens run the same code without a graph. On a CPU all steps do, without padding. Tokens that depend on more than
 the logits, the temperature and the seed are drawn after the graph.
 """
 
@@ -46,7 +46,7 @@ from kernels.graph_times import successive_seconds
 from kernels.sampling import combine_best, local_best
 from model import Transformer
 
-LARGEST_GRAPH = 2048  # tokens; a larger step takes the device longer than the host needs to launch its kernels one by one
+LARGEST_GRAPH = 2048  # tokens, on up to 2 ranks
 LARGEST_MEASURED = 8192  # tokens of a step; larger ones, whose all-reduces are too long to be fused, use the default schedule
 
 
@@ -56,12 +56,18 @@ def decode_buckets(sequences: int) -> list[int]:
     return [*(n for n in sizes if n < sequences), sequences]
 
 
-def prefill_buckets(tokens: int) -> list[int]:
+def largest_graph(ranks: int) -> int:
+    """The most tokens that have a graph. A larger step takes the device longer than the host needs to launch its kernels one by one.
+    Each of more ranks computes less of a step, but launches no fewer kernels."""
+    return LARGEST_GRAPH * max(1, ranks // 2)
+
+
+def prefill_buckets(tokens: int, ranks: int) -> list[int]:
     """Numbers of tokens that have a graph. Large ones are close together, because padding rows take computing time. A
     step with a prompt of a round length also has one row for each decoding sequence, so there are sizes just above it."""
-    sizes = [16, 64, 128, 192, 256, 320, 384, 512, 576, 768]
-    sizes += [1024, 1088, 1152, 1216, 1280, 1536, 1792, LARGEST_GRAPH]
-    largest = min(tokens, LARGEST_GRAPH)
+    sizes = [16, 64, 128, 192, 256, 320, 384, 512, 576, 768, 1024, 1088, 1152, 1216, 1280, 1536, 1792]
+    sizes += [*range(2048, 4096, 512), *range(4096, 8192, 1024)]
+    largest = min(tokens, largest_graph(ranks))
     return [*(n for n in sizes if n < largest), largest]
 
 
@@ -91,7 +97,8 @@ class Runner:
         if self.graphs is not None and len(schedules.possible) > 1:
             # measured steps attend to this; zeros would take less power
             cache.invent()
-        self._decode_sizes, self._prefill_sizes = decode_buckets(capacity.draws), prefill_buckets(capacity.rows)
+        ranks = model.comm.world_size
+        self._decode_sizes, self._prefill_sizes = decode_buckets(capacity.draws), prefill_buckets(capacity.rows, ranks)
         self._last_batch: tuple[list[Sequence], tuple[SamplingBatch, bool]] | None = None
         self._fault = fault_word(self.device)
         self.idle_seconds = 0.0  # for which the device waited for the next step
@@ -173,8 +180,9 @@ class Runner:
 
         This compiles kernels, and a communicator may measure the fastest algorithm for such all-reduces.
         """
-        rows = 2 * LARGEST_GRAPH
-        while rows < 2 * self.capacity.rows and self.capacity.rows > LARGEST_GRAPH:
+        largest = self._prefill_sizes[-1]
+        rows = 2 * largest
+        while rows < 2 * self.capacity.rows and self.capacity.rows > largest:
             now = min(rows, self.capacity.rows)
             self._schedule_long_step(now)
             self._padding_step(now)()

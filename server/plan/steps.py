@@ -290,7 +290,7 @@ class Steps:
         """most: --max-num-seqs. budget: --max-batch-tokens."""
         self.setup, self.most, self.budget, self.heat = setup, most, budget, tables.heat(setup)
         self._decode = self._padded(tables, decode_buckets(most), most)
-        self._mixed = self._padded(tables, prefill_buckets(budget), budget)
+        self._mixed = self._padded(tables, prefill_buckets(budget, setup.tp), budget)
         self._context, self._pair = setup.seconds_per_context, setup.seconds_per_pair
 
     def _padded(self, tables: Tables, buckets: list[int], largest: int) -> list[float]:

@@ -1,6 +1,7 @@
 """The runner as on a GPU, tested on a CPU. References replace the kernels, and calling the step again replaces the replay of a
 graph. Layout, buckets, padding and the state that one step leaves for the next are the real ones."""
 
+import itertools
 import random
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
@@ -23,7 +24,7 @@ from engine.graphs import Captured, Graphs
 from engine.limits import EngineLimits
 from engine.paged_cache import PagedCache
 from engine.protocol import SamplingParams, Submit
-from engine.runner import LARGEST_GRAPH, Runner, decode_buckets, prefill_buckets
+from engine.runner import LARGEST_GRAPH, Runner, decode_buckets, largest_graph, prefill_buckets
 from engine.sequence import Sequence
 from model import Transformer
 from tests.engine.test_drafts import JSON, check_drafts_of_head, random_head
@@ -368,18 +369,25 @@ def test_log_probabilities(seed: int) -> None:
     assert_all_logprobs(model, submits, serve(engine_of(model, max_batch_tokens=9), submits))
 
 
-@pytest.mark.parametrize("most", [1, 2, 7, 16, 64, 100, 256, 2048, 5000])
+@pytest.mark.parametrize("most", [1, 2, 7, 16, 64, 100, 256, 2048, 5000, 9000])
 def test_buckets_hold_every_step(most: int) -> None:
-    for buckets, largest in ((decode_buckets(most), most), (prefill_buckets(most), min(most, LARGEST_GRAPH))):
+    prefill = [(prefill_buckets(most, ranks), min(most, largest_graph(ranks))) for ranks in (1, 2, 4, 8)]
+    for buckets, largest in ((decode_buckets(most), most), *prefill):
         assert buckets == sorted(set(buckets)), buckets
         assert buckets[0] >= 1
         assert buckets[-1] == largest
 
 
+def test_a_rank_of_many_computes_no_more_in_a_graph() -> None:
+    assert [largest_graph(ranks) for ranks in (1, 2, 3, 4, 6, 8)] == [2048, 2048, 2048, 4096, 6144, 8192]
+    assert prefill_buckets(4096, 2) == prefill_buckets(2048, 8)
+    assert max(b / a for a, b in itertools.pairwise(n for n in prefill_buckets(8192, 8) if n >= 1024)) <= 1.25
+
+
 @pytest.mark.parametrize("streams", [1, 64, 65, 96, 128, 192, 200, 256])
 def test_a_prompt_of_1024_beside_streams_is_padded_little(streams: int) -> None:
     tokens = 1024 + streams
-    assert 0 <= next(n for n in prefill_buckets(2048) if n >= tokens) - tokens < 64
+    assert 0 <= next(n for n in prefill_buckets(2048, 1) if n >= tokens) - tokens < 64
 
 
 def rank_serves(world: World, directory: Path, submits: list[Submit], seed: int) -> dict[str, Answer]:
