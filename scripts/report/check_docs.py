@@ -18,7 +18,8 @@ elsewhere (`stated`). Numbers that describe a setting (batch sizes, bytes, token
 with a measured unit (`MEASURED`) but no such comment is an error.
 
 Tables and plots in docs/results are compared with `made-from.json`, which the scripts that write them update
-(`scripts/lib/results.py`). A table or plot that was changed by hand or is older than its raw files is an error.
+(`scripts/lib/results.py`). A table or plot that was changed by hand or is older than its raw files is an error. So is a table to
+which docs/results.md has no link.
 """
 
 import argparse
@@ -184,13 +185,19 @@ def check_page(page: Path) -> list[str]:
     return found
 
 
+def unlisted(page: Path, tables: Path) -> list[str]:
+    """An error line for each table in the folder `tables` to which `page` has no link."""
+    text = page.read_text()
+    return [f"{page.name}: has no link to {path.name}" for path in sorted(tables.glob("*.md")) if f"/{path.name})" not in text]
+
+
 def main() -> None:
     parser = Parser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("pages", nargs="*", type=Path, help="default: README.md and docs/*.md, and all tables and plots")
     args = parser.parse_args()
     pages = args.pages or [ROOT / "README.md", *sorted((ROOT / "docs").glob("*.md"))]
     found = [problem for page in pages for problem in check_page(page)]
-    found += [] if args.pages else stale(RESULTS)
+    found += [] if args.pages else [*stale(RESULTS), *unlisted(ROOT / "docs" / "results.md", RESULTS)]
     if found:
         print("\n".join(found))
         raise UserError(f"{len(found)} figures of the documentation are not what their files say")

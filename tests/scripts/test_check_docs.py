@@ -81,3 +81,12 @@ def test_tables_and_plots_that_are_not_their_raw_files(tmp_path: Path, monkeypat
     assert [line.partition(":")[0] for line in results.stale(tmp_path)] == ["plot.png", "table.md"]
     plot.unlink()
     assert "plot.png: made-from.json names it, but it is gone" in results.stale(tmp_path)
+
+
+def test_a_table_that_the_results_do_not_list_is_named(tmp_path: Path) -> None:
+    page, tables = tmp_path / "results.md", tmp_path / "results"
+    tables.mkdir()
+    page.write_text("[one](results/one.md), and phone.md")
+    for name in ("one.md", "phone.md", "plot.png"):
+        (tables / name).touch()
+    assert check_docs.unlisted(page, tables) == ["results.md: has no link to phone.md"]
