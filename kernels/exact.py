@@ -167,10 +167,13 @@ def _weights(x: Tensor) -> Tensor:
 def attention(q: Tensor, keys: Tensor, values: Tensor, mask: Tensor) -> Tensor:
     """What F.scaled_dot_product_attention(enable_gqa=True) computes: q (B, H, n, D), keys and values (B, K, L, D), mask bool, True where
     a query attends: (n, L), or (B, 1, n, L) if H = K. Returns (B, H, n, D). Keys begin at position 0, because weighted values are added
-    in chunks of CHUNK positions. Finite keys and values that a mask hides change no bit."""
+    in chunks of CHUNK positions. Keys and values that a mask hides change no bit; who sees one that is not finite gets NaN."""
     (batch, _, tokens, size), (_, heads, length, _) = q.shape, keys.shape
     keys, key_units = whole(keys, FACTOR_BITS)
     values, value_units = whole(values, FACTOR_BITS)
+    if (broken := value_units.isinf()).any():  # a value is inf or NaN: its weight of 0, too, would make a sum NaN
+        key_units, value_units = key_units.masked_fill(broken, torch.nan), value_units.masked_fill(broken, 0.0)
+        values.masked_fill_(broken, 0.0)
     out = torch.empty_like(q)
     shares = q.shape[1] // heads  # query heads of a KV head, which become more rows
     step = max(1, SCORES // (batch * q.shape[1] * length))

@@ -381,7 +381,10 @@ def test_bits_depend_on_the_row_alone(seed: int) -> None:
             assert torch.equal(all_of[i : i + 1, first:last], noise(seeds[i : i + 1], positions[i : i + 1], ids[first:last, 0]))
     q, k, v = torch.randn(1, 4, 9, 8), wide(1, 2, 900, 8), wide(1, 2, 900, 8)
     mask = causal_mask(torch.arange(891, 900), 900, random.choice([None, 3, 700]))
-    whole, length = exact.attention(q, k, v, mask), 892 + (j := random.randrange(9))
+    length = 892 + (j := random.randrange(9))
+    random.choice([k, v])[:, :, length:, random.randrange(8)] = random.choice([torch.nan, torch.inf, -torch.inf])
+    whole = exact.attention(q, k, v, mask)
+    assert whole[:, :, j + 1 :].isnan().all()
     part = exact.attention(q[:, :, j : j + 1], k[:, :, :length], v[:, :, :length], mask[j : j + 1, :length])
     assert torch.equal(whole[:, :, j : j + 1], part)
 
