@@ -38,6 +38,14 @@ def tree_sum(values: Sequence[Any]) -> Any:
     return values[0]
 
 
+def refuse(on: bool, *, compiled: object = None, adapters: object = None) -> None:
+    """Raises UserError if the mode is on, or will be, and one of these is asked for. To be called before a model is read."""
+    if on and compiled:
+        raise UserError("--compile chooses the order of sums itself; leave it or --deterministic out")
+    if on and adapters:
+        raise UserError("--deterministic does not compute adapters; leave it or the adapters out")
+
+
 def check_split(count: int, what: str) -> None:
     """Raises UserError unless a model that `what` (`2 ranks`) hold in `count` shards has the same bits as a whole one."""
     if _enabled and PARTS % count:

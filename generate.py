@@ -28,6 +28,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 import torch.distributed as dist
 
+import determinism
 from checkpoint import DTYPES, load_model
 from cli import Parser, check_ranks, leave, note, run
 from config import ModelConfig, limit_context
@@ -132,6 +133,7 @@ def check_args(args: argparse.Namespace) -> None:
         check_ranks(args.tp, "--tp")
     if "" in args.stop:
         raise UserError("--stop is empty, which would end every text at once; give at least one character")
+    determinism.refuse(args.deterministic, compiled=args.compile, adapters=args.lora)
     if args.lora and args.compile:
         raise UserError("--compile does not compute adapters; leave it or --lora out")
     if args.interactive and (args.score or args.json or args.num_samples > 1):

@@ -30,7 +30,6 @@ import determinism
 from attention import AttentionContext, Heads
 from comm import Communicator, Local, NoCommunication, Residual
 from config import ModelConfig
-from errors import UserError
 from kernels.embedding import embedding_shard
 from kernels.norm import rms_norm
 from rope import rope_frequencies
@@ -240,8 +239,7 @@ class Transformer(nn.Module):
         The collectives are not compiled: Inductor would move the wait for a collective directly after its start. Raises UserError
         with --deterministic.
         """
-        if determinism.enabled():
-            raise UserError("--compile chooses the order of sums itself; leave it or --deterministic out")
+        determinism.refuse(determinism.enabled(), compiled=True)
         for module in self.modules():
             if isinstance(module, ShardedLinear) and module.gated and not module.only_called:
                 module.forward = torch.compile(module.forward)  # type: ignore[method-assign]

@@ -16,7 +16,6 @@ import numpy as np
 import torch
 from torch import Tensor
 
-import determinism
 from engine.protocol import Abort, AdapterDone, LoadAdapter, Submit, SubmitAll, UnloadAdapter
 from errors import UserError
 from kernels.lora import PREFILL_TILE, Groups, LowRank, group_rows, padded_rank
@@ -215,8 +214,6 @@ def single_adapter(model: Transformer, folder: str | Path, world: World) -> Adap
     """The adapters of a model that has only this one, called ADAPTER. Collective. Raises UserError on every rank."""
     error, rank = None, 1
     try:
-        if determinism.enabled():
-            raise UserError("--deterministic does not compute adapters; leave it or the adapter out")
         rank = open_adapter(Path(folder), model.config).rank
     except UserError as e:
         error = e

@@ -104,6 +104,7 @@ class LLM:
         if deterministic and world is not None and not determinism.enabled():
             raise UserError("give deterministic=True to init_world, because the ranks are connected there")
         self.world = world or init_world(deterministic=deterministic)
+        determinism.refuse(determinism.enabled(), adapters=lora)
         if not 1 <= draft_tokens <= MOST_DRAFT_TOKENS:
             raise UserError(f"draft_tokens must be from 1 to {MOST_DRAFT_TOKENS}, not {draft_tokens}")
         if isinstance(model, Transformer):

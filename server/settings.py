@@ -8,6 +8,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 
+import determinism
 from cli import Parser
 from errors import UserError
 from options import ModelOptions, SharedTextOptions, SpeculationOptions, StandInOptions, add_options, option, whole_number
@@ -433,6 +434,8 @@ def load_settings(argv: Sequence[str] | None = None, environ: Mapping[str, str] 
         raise UserError("no model; pass --model DIR (or set RUNG_MODEL), for example --model models/tiny-hybrid")
     settings = Settings(**merged)
     check_adapters(settings)
+    adapters = settings.lora or settings.allow_lora_updates
+    determinism.refuse(settings.deterministic, compiled=settings.compile, adapters=adapters)
     if settings.ngram_prompts and not settings.speculate:
         raise UserError("--ngram-prompts needs drafts; add --speculate ngram, or leave it out")
     return _with_key_file(settings)
@@ -449,8 +452,6 @@ def check_adapters(settings: Settings) -> None:
         raise UserError(
             "--allow-lora-updates needs --lora-root DIR, the folder in which all adapters lie that clients may load"
         )
-    if settings.deterministic and (settings.lora or settings.allow_lora_updates):
-        raise UserError("--deterministic does not compute adapters; leave it or --lora and --allow-lora-updates out")
 
 
 def build_parser() -> argparse.ArgumentParser:

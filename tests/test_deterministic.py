@@ -17,6 +17,7 @@ from torch import Tensor
 
 import checkpoint
 import determinism
+import generate
 import hosts
 from attention import Causal, causal_mask
 from comm import Local, TreeCommunicator
@@ -33,11 +34,13 @@ from kernels import exact
 from kernels.sampling import exponential_noise, gumbel_noise
 from model import Transformer
 from presets import model_config
+from server.settings import load_settings
 from sharded_linear import ShardedLinear
 from tests.engine.test_engine import ALONE, CPU, Answer, config_of, draws, plain_logits, random_model, random_submits, serve
 from tests.support.gpus import most_ranks, torchrun
 from tests.support.ranks import Ranks
 from tp import Shard, World, init_world, stream_shards
+from training import adapt, train
 from training.batches import IGNORED, Batch
 from training.executor import Execution, Executor
 from training.export import save_checkpoint
@@ -408,6 +411,26 @@ def test_what_the_mode_cannot_do_is_refused_by_name() -> None:
             stream_shards(config_of("upper-bound"), 0, 2)
         with pytest.raises(UserError, match="--compile"):
             random_model(standard).compile_modules()
+
+
+@pytest.mark.parametrize("parse", [generate.parse_args, load_settings, train.parse_args, adapt.parse_args])
+def test_flags_are_refused_before_a_model_is_read(parse: Callable[[list[str]], Any]) -> None:
+    """Which need not exist."""
+    flags = ["--model", "missing", "--deterministic"]
+    if parse in (train.parse_args, adapt.parse_args):
+        flags += ["--data", "missing", "--steps", "1", "--out", "missing"]
+    if parse is adapt.parse_args:
+        flags += ["--ladder-layers", "2"]
+    with pytest.raises(UserError, match="--compile chooses the order"):
+        parse([*flags, "--compile"])
+    if parse in (generate.parse_args, load_settings):
+        with pytest.raises(UserError, match="does not compute adapters"):
+            parse([*flags, "--lora", "a=missing"])
+
+
+def test_adapters_are_refused_before_a_model_is_read() -> None:
+    with deterministic(), pytest.raises(UserError, match="does not compute adapters"):
+        LLM("missing", world=ALONE, lora="missing")
 
 
 @pytest.mark.parametrize("capabilities", [[(9, 0), (9, 0)], [(9, 0), (8, 0)], [(10, 0), (9, 0)]])

@@ -15,6 +15,7 @@ from pathlib import Path
 import torch
 from torch import Tensor
 
+import determinism
 from attention import Causal
 from checkpoint import build_model, open_source
 from cli import Parser, run
@@ -51,6 +52,7 @@ def parse_args(argv: Sequence[str] | None = None) -> argparse.Namespace:
     add_run_options(parser)
     args = parser.parse_args(argv)
     check_numbers(args)
+    determinism.refuse(args.deterministic, compiled=args.compile)
     if not args.model.is_dir():
         raise UserError(f"--model {args.model} is no directory; name a standard checkpoint's")
     if not 0 <= args.distill <= 1:

@@ -14,6 +14,7 @@ from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
 
+import determinism
 from checkpoint import open_source
 from cli import Parser, run
 from errors import UserError
@@ -49,6 +50,7 @@ def parse_args(argv: Sequence[str] | None = None) -> argparse.Namespace:
     add_run_options(parser)
     args = parser.parse_args(argv)
     check_numbers(args)
+    determinism.refuse(args.deterministic, compiled=args.compile)
     return args
 
 
