@@ -100,9 +100,9 @@ class LLM:
         variant, dtype, quantize, kv_dtype: as `generate.py` takes them. limits: of the engine, with a kv_dtype and draft_tokens of
         their own; None makes an engine for each call that is just large enough for its prompts, and keeps it while calls need the
         same; then speculate and draft_tokens are `generate.py`'s. deterministic: for this and all further models of the process; with a
-        `world`, `tp.init_world` takes it. lora: an adapter's folder, for all calls. Raises UserError."""
-        if deterministic and world is not None and not determinism.enabled():
-            raise UserError("give deterministic=True to init_world, because the ranks are connected there")
+        `world` or a loaded model, `tp.init_world` takes it. lora: an adapter's folder, for all calls. Raises UserError."""
+        if deterministic and not determinism.enabled() and (world is not None or isinstance(model, Transformer)):
+            raise UserError("give deterministic=True to init_world, before the ranks are connected and a model is loaded")
         self.world = world or init_world(deterministic=deterministic)
         determinism.refuse(determinism.enabled(), adapters=lora)
         if not 1 <= draft_tokens <= MOST_DRAFT_TOKENS:

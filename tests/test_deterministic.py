@@ -428,6 +428,13 @@ def test_flags_are_refused_before_a_model_is_read(parse: Callable[[list[str]], A
             parse([*flags, "--lora", "a=missing"])
 
 
+def test_a_model_that_was_loaded_without_the_mode_is_refused() -> None:
+    """Its RoPE frequencies may have other last bits."""
+    with pytest.raises(UserError, match="deterministic=True to init_world, before"):
+        LLM(random_model(config_of("standard")), deterministic=True)
+    assert not determinism.enabled()
+
+
 def test_adapters_are_refused_before_a_model_is_read() -> None:
     with deterministic(), pytest.raises(UserError, match="does not compute adapters"):
         LLM("missing", world=ALONE, lora="missing")
