@@ -163,10 +163,15 @@ def init_world(
     (`options.rank_options`).
 
     facts: what must be the same on all hosts, by name; see `hosts.join`. error: of this rank, so that on several hosts no other waits.
-    Raises UserError for a device that does not exist or a communicator that does not support it, and as `hosts.join`.
+    Raises UserError for a device that does not exist or a communicator that does not support it, if it was called before on several
+    ranks, and as `hosts.join`.
     """
     rank, world_size = int(os.environ.get("RANK", 0)), int(os.environ.get("WORLD_SIZE", 1))
     kind = device or ("cuda" if torch.cuda.is_available() else "cpu")
+    if world_size > 1 and dist.is_initialized():
+        raise UserError(
+            "the ranks are connected already; reuse the world of the first model, such as LLM(…, world=first.world)"
+        )
     if deterministic:
         determinism.enable()
     try:

@@ -274,3 +274,10 @@ def test_ranks_say_what_one_process_says(n: int, ranks: Ranks, tmp_path: Path, s
         for submit, answer in zip(submits, answers, strict=True):
             assert_same(model, submit, answer.token_ids)
         assert scores.logprobs[1:] == pytest.approx(score(model, prompts[0])[1:], abs=1e-4)
+
+
+def test_a_second_model_on_several_ranks_needs_the_world_of_the_first(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("WORLD_SIZE", "2")
+    monkeypatch.setattr("tp.dist.is_initialized", lambda: True)
+    with pytest.raises(UserError, match=r"world=first\.world"):
+        LLM(str(TINY))
