@@ -6,7 +6,7 @@
 
 The linear layers of the blocks are quantized; embedding, norms and head stay as they are. Every residual variant can be
 quantized. fp8: weights by row, activations by token at run time. int8: weights by row. int4: weights in groups of 128, or
-fewer if 128 does not divide the layers' widths.
+fewer if 128 does not divide the layers' widths. A draft head of the checkpoint's own is copied as it is.
 
 Layers are read, quantized and written one after the other, so memory, or that of the GPU, holds one layer and, for GPTQ, the inputs
 of the next one for all samples. If the command is stopped, the same command goes on after the last layer that was written.
@@ -37,6 +37,7 @@ from checkpoint import DTYPES, INDEX, Place, Source, check_source, fill, full_sh
 from cli import Parser, note, run
 from comm import Local, Residual
 from config import ModelConfig
+from engine.draft_models import EMBEDDED
 from errors import UserError
 from files import CONFIG_BYTES, check_folder, model_folder, read_json, writing
 from model import BLOCKS, Factory
@@ -308,6 +309,8 @@ def finish(model: Path, job: Job) -> None:
             weights = file.name in ("config.json", STATE) or file.name.endswith(".index.json")
             if file.is_file() and file.suffix in COPIED and not weights and file.stat().st_size < LARGEST_COPY:
                 shutil.copyfile(file, job.out / file.name)
+        if (folder / EMBEDDED).is_dir():
+            shutil.copytree(folder / EMBEDDED, job.out / EMBEDDED, dirs_exist_ok=True)
         raw = read_json(folder / "config.json", CONFIG_BYTES)
         save_config(raw | {"quantization_config": scheme_to_hf(job.scheme)}, job.out)
 

@@ -257,7 +257,10 @@ def test_the_command_quantizes_with_text(tmp_path: Path, seed: int) -> None:
     shutil.copyfile(MODELS / "tiny-hybrid" / "tokenizer.json", source / "tokenizer.json")
     stored = {name: tensor.bfloat16() for name, tensor in load_file(source / "model.safetensors").items()}
     save_file(stored, source / "model.safetensors")
+    (source / "draft").mkdir()
+    (source / "draft" / "config.json").write_text("a head's")
     quantize_model(str(source), tmp_path / "made", "int4", "gptq", None, samples=2, length=32)
+    assert (tmp_path / "made" / "draft" / "config.json").read_text() == "a head's"
     config = model_config(str(tmp_path / "made"), None, 1)
     assert config.quantization is not None and config.is_hybrid
     assert (tmp_path / "made" / "tokenizer.json").exists()
