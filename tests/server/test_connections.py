@@ -129,6 +129,16 @@ def test_a_client_that_leaves_its_previous_answer_unread_is_left(make_site: Call
     assert site.server.client.active == 0
 
 
+def bounded(make_site: Callable[..., Site], monkeypatch: pytest.MonkeyPatch, most: int, **settings: Any) -> Site:
+    """A server of at most so many connections, which has none yet."""
+    connections = Connections(most)
+    monkeypatch.setattr(frontend, "Connections", lambda: connections)
+    site = make_site(**settings)
+    site.http.close()
+    wait_for(lambda: not connections._open)
+    return site
+
+
 @pytest.mark.parametrize("what", [b"", GET, CHUNKED + b"1\r\n{\r\n"], ids=["idle", "half a head", "half a body"])
 def test_connections_that_wait_keep_nobody_out(
     make_site: Callable[..., Site], monkeypatch: pytest.MonkeyPatch, what: bytes
@@ -176,11 +186,7 @@ def test_the_rest_of_a_body_keeps_no_connection_after_the_answer(make_site: Call
 def test_a_connection_that_was_answered_early_keeps_nobody_out(
     make_site: Callable[..., Site], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    connections = Connections(most=1)
-    monkeypatch.setattr(frontend, "Connections", lambda: connections)
-    site = make_site(api_key=("k",))
-    site.http.close()
-    wait_for(lambda: not connections._open)
+    site = bounded(make_site, monkeypatch, 1, api_key=("k",))
     with connect(site) as first:
         first.sendall(EARLY)
         assert first.recv(12) == b"HTTP/1.1 401"
@@ -194,11 +200,7 @@ def test_a_connection_that_was_answered_early_keeps_nobody_out(
 def test_a_connection_beyond_the_bound_is_closed_if_all_are_answered(
     make_site: Callable[..., Site], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    connections = Connections(most=2)
-    monkeypatch.setattr(frontend, "Connections", lambda: connections)
-    site = make_site()
-    site.http.close()
-    wait_for(lambda: not connections._open)
+    site = bounded(make_site, monkeypatch, 2)
     site.engine.hold = True
     with connect(site) as first, connect(site) as second:
         for raw in (first, second):
@@ -236,11 +238,7 @@ def test_the_server_takes_the_descriptors_that_it_may_have(
 
 def test_the_answers_of_a_client_keep_out_no_other_one(make_site: Callable[..., Site], monkeypatch: pytest.MonkeyPatch) -> None:
     """If all connections are being answered, the newest one of who has most makes room for a client that has fewer."""
-    connections = Connections(most=3)
-    monkeypatch.setattr(frontend, "Connections", lambda: connections)
-    site = make_site()
-    site.http.close()
-    wait_for(lambda: not connections._open)
+    site = bounded(make_site, monkeypatch, 3)
     site.engine.hold = True
     with contextlib.ExitStack() as stack:
         many = list[socket.socket]()
