@@ -3,6 +3,7 @@ interpreter and on GPUs. The kernels of quantized layers run in the simulator of
 processes receive."""
 
 import json
+import math
 import os
 import random
 import sys
@@ -159,7 +160,8 @@ def wrong_quantized_sums(world: World, cases: list[Case], seed: int) -> list[str
     from kernels.all_reduce import one_shot, one_shot_add_norm, one_shot_bytes
     from kernels.linear_push import linear_push, quantized_push_config, receive, receive_add_norm
 
-    workspaces = [open_workspace(one_shot_bytes, 8192, CPU) for _ in range(2)]  # the mappings last as long as these objects
+    most = math.ceil(max(2 * case.rows * case.n for case in cases) / 64) * 64  # bytes of a message
+    workspaces = [open_workspace(one_shot_bytes, most, CPU) for _ in range(2)]  # the mappings last as long as these objects
     ours, other = (workspace.exchange for workspace in workspaces)
     draw, found = random.Random(seed), []
     with simulated(seed, workspaces[0].owner) as simulators:

@@ -5,6 +5,7 @@ import subprocess
 import sys
 import tempfile
 from collections.abc import Mapping
+from pathlib import Path
 from typing import TextIO
 
 import torch
@@ -28,8 +29,10 @@ def most_ranks() -> int:
 def torchrun(ranks: int, *program: str, timeout: float, env: Mapping[str, str] | None = None) -> str:
     """What `ranks` ranks of a program print: a script, or `-m` and a module, with its arguments. timeout: in seconds. Raises
     AssertionError with the ranks' errors if one fails or they take longer."""
-    command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc_per_node", str(ranks), *program]
-    with tempfile.TemporaryFile("w+") as stdout, tempfile.TemporaryFile("w+") as stderr:
+    with tempfile.TemporaryFile("w+") as stdout, tempfile.TemporaryFile("w+") as stderr, tempfile.TemporaryDirectory() as logs:
+        # Each rank's stderr has its own file: in a shared one, lines of tracebacks that ranks write at once can mix.
+        launch = ["-m", "torch.distributed.run", "--standalone", "--redirects", "2", "--log-dir", logs]
+        command = [sys.executable, *launch, "--nproc-per-node", str(ranks), *program]
         started = subprocess.Popen(command, cwd=ROOT, env=env, stdout=stdout, stderr=stderr)
         ended: int | str
         try:
@@ -38,8 +41,9 @@ def torchrun(ranks: int, *program: str, timeout: float, env: Mapping[str, str] |
             ended = f"not ended after {timeout:g} s"
             started.terminate()  # torchrun ends the ranks
             started.wait(timeout=60)
-        printed, errors = (_text(file) for file in (stdout, stderr))
-    assert ended == 0, f"{ended}\n{printed[-MOST_PRINTED:]}\n{ranks_errors(errors)}"
+        printed = _text(stdout)
+        errors = [path.read_text() for path in sorted(Path(logs).rglob("stderr.log"))] + [_text(stderr)]
+    assert ended == 0, "\n".join([str(ended), printed[-MOST_PRINTED:], *map(ranks_errors, errors)])
     return printed
 
 
