@@ -119,6 +119,26 @@ def union(spans: Sequence[Span]) -> list[Span]:
     return merged
 
 
+def intersection(a: list[Span], b: list[Span]) -> list[Span]:
+    """The intersection of two lists of disjoint, ordered spans."""
+    common, i, j = [], 0, 0
+    while i < len(a) and j < len(b):
+        begin, end = max(a[i][0], b[j][0]), min(a[i][1], b[j][1])
+        if begin < end:
+            common.append((begin, end))
+        if a[i][1] < b[j][1]:
+            i += 1
+        else:
+            j += 1
+    return common
+
+
+def difference(a: list[Span], b: list[Span]) -> list[Span]:
+    """The parts of `a` that are not in `b`. Both are disjoint and ordered."""
+    edges = [float("-inf"), *(edge for span in b for edge in span), float("inf")]
+    return intersection(a, list(zip(edges[::2], edges[1::2], strict=True)))
+
+
 def length(spans: list[Span]) -> float:
     return sum(end - begin for begin, end in spans)
 

@@ -36,7 +36,9 @@ from profiling import (
     GpuTime,
     Span,
     annotate,
+    difference,
     gpu_time,
+    intersection,
     length,
     profiled,
     read_trace,
@@ -53,29 +55,6 @@ STEP = re.compile(r"prefill|decode \d+")
 MODULE = re.compile(r"layer \d+ (attention|mlp)\b")  # not the span of a whole block, which includes waits
 SHOWN_KERNELS = 20
 OVERLAP_PID = 1 << 30  # a process id that does not occur in traces
-
-
-# --- spans ---------------------------------------------------------------------------------------------------------------
-
-
-def intersection(a: list[Span], b: list[Span]) -> list[Span]:
-    """The intersection of two lists of disjoint, ordered spans."""
-    common, i, j = [], 0, 0
-    while i < len(a) and j < len(b):
-        begin, end = max(a[i][0], b[j][0]), min(a[i][1], b[j][1])
-        if begin < end:
-            common.append((begin, end))
-        if a[i][1] < b[j][1]:
-            i += 1
-        else:
-            j += 1
-    return common
-
-
-def difference(a: list[Span], b: list[Span]) -> list[Span]:
-    """The parts of `a` that are not in `b`. Both are disjoint and ordered."""
-    edges = [float("-inf"), *(edge for span in b for edge in span), float("inf")]
-    return intersection(a, list(zip(edges[::2], edges[1::2], strict=True)))
 
 
 # --- reading a trace -----------------------------------------------------------------------------------------------------

@@ -57,8 +57,8 @@ def test_spans_are_sets_of_moments(seed: int) -> None:
         assert all(x[1] < y[0] for x, y in pairwise(one))
         for found, expected in (
             (one, painted(a)),
-            (trace.intersection(one, other), painted(a) & painted(b)),
-            (trace.difference(one, other), painted(a) & ~painted(b)),
+            (profiling.intersection(one, other), painted(a) & painted(b)),
+            (profiling.difference(one, other), painted(a) & ~painted(b)),
         ):
             assert (painted(found) == expected).all()
             assert profiling.length(found) == expected.sum()

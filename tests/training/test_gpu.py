@@ -21,7 +21,8 @@ from torch import Tensor
 from attention import Causal
 from config import ModelConfig
 from presets import preset
-from scripts.bench.training.rank import covered, kernels, merged
+from profiling import length, union
+from scripts.bench.training.rank import covered, kernels
 from training.batches import Batch
 from training.executor import Execution, Executor, Overlap
 from training.initialize import empty_model, materializer
@@ -270,7 +271,7 @@ def hidden_share(rank: int, run: Run) -> float:
     state.close()
     gathers = [span for name, spans in communication.items() if "AllGather" in name for span in spans]
     assert gathers, f"no all-gather kernel among {sorted(communication)}"
-    return covered(gathers, computation) / sum(end - begin for begin, end in merged(gathers))
+    return covered(gathers, computation) / length(union(gathers))
 
 
 def test_all_gathers_hide_behind_computation_unless_told_not_to(gpus: Gpus, seed: int) -> None:

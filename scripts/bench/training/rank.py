@@ -29,6 +29,7 @@ from cli import Parser, run
 from config import ModelConfig
 from errors import UserError
 from presets import preset
+from profiling import Span, intersection, length, union
 from scripts.bench.training.fsdp2 import PREFETCH, Fsdp2Trainer, prefetch, shard
 from tp import World, init_world
 from training import profile_collectives
@@ -60,8 +61,6 @@ SYSTEMS = {
 }
 TRACED = 3  # steps
 TUNING = 3  # steps with each depth of prefetching; the first one is not counted
-
-Span = tuple[float, float]  # begin and end, any unit
 
 
 def add_trace_and_tuning_options(parser: argparse.ArgumentParser) -> None:
@@ -233,28 +232,9 @@ def tune(trainer: Fsdp2Trainer, world: World, steps: int) -> dict[int, float]:
     return found
 
 
-def merged(spans: Sequence[Span]) -> list[Span]:
-    """The union of spans as disjoint spans in ascending order."""
-    union: list[Span] = []
-    for begin, end in sorted(spans):
-        if union and begin <= union[-1][1]:
-            union[-1] = (union[-1][0], max(end, union[-1][1]))
-        else:
-            union.append((begin, end))
-    return union
-
-
 def covered(spans: Sequence[Span], by: Sequence[Span]) -> float:
     """The length of the part of the union of `spans` that lies inside the union of `by`."""
-    inside, a, b = 0.0, merged(spans), merged(by)
-    i = j = 0
-    while i < len(a) and j < len(b):
-        inside += max(0.0, min(a[i][1], b[j][1]) - max(a[i][0], b[j][0]))
-        if a[i][1] < b[j][1]:
-            i += 1
-        else:
-            j += 1
-    return inside
+    return length(intersection(union(spans), union(by)))
 
 
 def kernels(step: Callable[[], object], steps: int) -> tuple[dict[str, list[Span]], list[Span]]:
