@@ -37,9 +37,10 @@ from scripts.bench.training import launches
 from scripts.bench.training import tables as training_tables
 from scripts.lib.machine import describe
 from scripts.lib.results import RESULTS, add_write_option, made, results_folder, write_text
+from scripts.lib.rows import read_row
 from scripts.report import linear_quantized, paper_tables, step_profile
 from scripts.report.compare import compare, lengths_of
-from scripts.sweep.rows import ORDER, VLLM, Row, Setting, finished, read_rows
+from scripts.sweep.rows import ORDER, VLLM, Row, Setting
 
 NCCL = "µs nccl"
 EXACT = ("µs one-shot", "µs two-shot")
@@ -58,6 +59,7 @@ QUANTIZED = {
     **{f"µs portable quantized {width}": f"{width}, over NCCL" for width in WIDTHS},
 }
 LINEAR = ("linear.json", "linear-[0-9]*.json")  # not linear-quantized.json
+TRAINING = "training/rows.jsonl training/traces.jsonl"
 PUSHED = {"o": "wo", "down": "w_down", "o and down": "both in turn"}  # layer names in push.json: names in the table
 
 NOT_A_CASE = {"kernel", "us", "peer_us", "gb_per_second", "tflop_per_second", "error", "peer_error", "right", "config"}
@@ -70,7 +72,7 @@ def markdown(head: list[str], rows: Iterable[list[str]], caption: str) -> str:
 
 def decode(folder: Path) -> str | None:
     """A table of ms per decode step and per prefill, one column per variant. None if there are no rows."""
-    rows: list[Row] = [row for path in sorted(folder.glob("sweep*.jsonl")) for row in finished(read_rows(path))]
+    rows = step_profile.swept(folder, "sweep*.jsonl")
     if not rows:
         return None
     variants = sorted({row.setting.variant for row in rows}, key=_place)
@@ -112,7 +114,7 @@ def _ms(row: Row | None, figure: str) -> str:
 
 def widths(folder: Path) -> str | None:
     """A table of variants by the widths of weights and of all-reduces, with each variant's gain over standard."""
-    rows = [row for path in sorted(folder.glob("widths*.jsonl")) for row in finished(read_rows(path))]
+    rows = step_profile.swept(folder, "widths*.jsonl")
     if not rows:
         return None
     variants = sorted({row.setting.variant for row in rows}, key=_place)
@@ -143,7 +145,7 @@ def _gain(row: Row | None, standard: Row | None) -> str:
 
 def paper(folder: Path) -> str | None:
     """The ladder paper's tables with our closest rows: the most ranks and the longest runs measured, often below the paper's."""
-    rows: list[Row] = [row for path in sorted(folder.glob("sweep*.jsonl")) for row in finished(read_rows(path))]
+    rows = step_profile.swept(folder, "sweep*.jsonl")
     on_several = [row.setting for row in rows if row.setting.tp > 1]
     single = [setting for setting in on_several if setting.model == "llama-3-70b" and setting.batch == 1]
     if not single:
@@ -153,7 +155,7 @@ def paper(folder: Path) -> str | None:
 
 
 def comm(folder: Path) -> str | None:
-    found = read(folder / "comm.json")
+    found = read_row(folder / "comm.json")
     if found is None:
         return None
     times = {algorithm: found["found"][name] for name, algorithm in ALGORITHMS.items() if name in found["found"]}
@@ -171,7 +173,9 @@ def comm(folder: Path) -> str | None:
 
 def quantized(folder: Path) -> str | None:
     """µs by message size and the speedup over NCCL, for every quantized width measured and the exact all-reduces."""
-    files = [found for path in sorted(folder.glob("quantized*.json")) if (found := read(path)) and "µs nccl" in found["found"]]
+    files = [
+        found for path in sorted(folder.glob("quantized*.json")) if (found := read_row(path)) and "µs nccl" in found["found"]
+    ]
     tables = []
     for found in sorted(files, key=lambda found: not found.get("p2p", True)):
         times = {name: by_size for name, by_size in found["found"].items() if name in QUANTIZED}
@@ -196,7 +200,7 @@ def _faster(times: dict[str, float], nccl: dict[str, float], size: int) -> str:
 
 def push(folder: Path) -> str | None:
     """A table that compares the linear layer that pushes its partial sums with the two kernels that it replaces."""
-    found = read(folder / "push.json")
+    found = read_row(folder / "push.json")
     if found is None:
         return None
     by_rows = {  # "16", or of quantized layers "fp8 16"
@@ -216,7 +220,7 @@ def push(folder: Path) -> str | None:
 
 def overlap(folder: Path) -> str | None:
     """The table of gemm-overlap.json: GEMMs fused with their collectives."""
-    found = read(folder / "gemm-overlap.json")
+    found = read_row(folder / "gemm-overlap.json")
     return None if found is None else overlap_table(*overlap_rows(found))
 
 
@@ -255,7 +259,7 @@ def plot_comm(files: list[Any], where: str, out: Path) -> None:
 
 def linear(folder: Path) -> str | None:
     """A table that compares our best kernel with cuBLAS, for the shapes of Llama-70B, and of 8B on one GPU."""
-    files = [read(path) for pattern in LINEAR for path in sorted(folder.glob(pattern))]
+    files = [read_row(path) for pattern in LINEAR for path in sorted(folder.glob(pattern))]
     cases: dict[tuple[str, int, int, int], dict[bool, float]] = {}
     for entry in (entry for file in files if file for entry in file["times"]):
         shape = entry["shape"].removeprefix("llama-")
@@ -279,7 +283,7 @@ def linear(folder: Path) -> str | None:
 
 
 def kernels(folder: Path) -> str | None:
-    found = read(folder / "kernels.json")
+    found = read_row(folder / "kernels.json")
     if found is None:
         return None
     lines = [
@@ -295,7 +299,7 @@ def kernels(folder: Path) -> str | None:
 
 def attention(folder: Path) -> str | None:
     """A table of all tried launch configurations of attention that gave correct results."""
-    found = read(folder / "decode.json")
+    found = read_row(folder / "decode.json")
     if found is None:
         return None
     lines = [
@@ -312,7 +316,7 @@ def attention(folder: Path) -> str | None:
 
 def long_attention(folder: Path) -> str | None:
     """A table of attention to many keys beside SDPA on contiguous tensors. Decode has a share of the read ceiling."""
-    found = read(folder / "kernels.json")
+    found = read_row(folder / "kernels.json")
     rows = [row for row in found["rows"] if row.get("share_of_ceiling") or row.get("keys")] if found else []
     if found is None or not rows:
         return None
@@ -344,7 +348,7 @@ def _case(row: dict[str, Any]) -> str:
 
 
 def startup(folder: Path) -> str | None:
-    found = read(folder / "startup.json")
+    found = read_row(folder / "startup.json")
     if found is None:
         return None
     phases = list(found["runs"][0]["phases"])
@@ -359,7 +363,7 @@ def startup(folder: Path) -> str | None:
 
 def load(folder: Path) -> str | None:
     tables = []
-    for found in (found for path in sorted(folder.glob("load*.json")) if (found := read(path)) and found.get("rates")):
+    for found in (found for path in sorted(folder.glob("load*.json")) if (found := read_row(path)) and found.get("rates")):
         s = found["settings"]
         variant = f", {s['variant']}" if s.get("variant") else ""
         step = f", steps of at most {s['max_batch_tokens']} tokens" if s.get("max_batch_tokens") else ""
@@ -390,28 +394,26 @@ def training(folder: Path) -> str | None:
     return None if found is None else training_tables.table(*found)
 
 
-def read(path: Path) -> dict[str, Any] | None:
-    return dict(json.loads(path.read_text())) if path.exists() else None
-
-
-TABLES: dict[str, Callable[[Path], str | None]] = {
-    "decode": decode,
-    "profile": step_profile.table,
-    "widths": widths,
-    "paper": paper,
-    "comm": comm,
-    "linear": linear,
-    "linear-quantized": linear_quantized.table,
-    "kernels": kernels,
-    "attention": attention,
-    "long-attention": long_attention,
-    "startup": startup,
-    "load": load,
-    "compare": compare,
-    "quantized": quantized,
-    "push": push,
-    "overlap": overlap,
-    "training": training,
+TABLES: dict[
+    str, tuple[Callable[[Path], str | None], str]
+] = {  # what makes each from a folder, and glob patterns of its raw files
+    "decode": (decode, "sweep*.jsonl"),
+    "profile": (step_profile.table, step_profile.FILES),
+    "widths": (widths, "widths*.jsonl"),
+    "paper": (paper, "sweep*.jsonl"),
+    "comm": (comm, "comm.json quantized.json"),
+    "linear": (linear, " ".join(LINEAR)),
+    "linear-quantized": (linear_quantized.table, linear_quantized.FILES),
+    "kernels": (kernels, "kernels.json"),
+    "attention": (attention, "decode.json"),
+    "long-attention": (long_attention, "kernels.json"),
+    "startup": (startup, "startup.json"),
+    "load": (load, "load*.json"),
+    "compare": (compare, "sweep*.jsonl load*.json"),
+    "quantized": (quantized, "quantized*.json"),
+    "push": (push, "push.json"),
+    "overlap": (overlap, "gemm-overlap.json"),
+    "training": (training, TRAINING),
 }
 
 
@@ -422,7 +424,7 @@ def plot_grid(folder: Path, out: Path) -> None:
     """
     from matplotlib.figure import Figure
 
-    rows: list[Row] = [row for path in sorted(folder.glob("sweep-grid*.jsonl")) for row in finished(read_rows(path))]
+    rows = step_profile.swept(folder, "sweep-grid*.jsonl")
     based = [row.setting for row in rows if (row.setting.variant, row.communicator) == ("standard", "nccl")]
     cases = list(dict.fromkeys((s.interconnect, s.batch) for s in based))
     if not cases:
@@ -471,64 +473,39 @@ def points(panel: Any, rows: list[Row], metric: str) -> None:
 
 
 PLOTS = (  # files, suffix of the title, name of the plot
-    (("comm.json", "quantized.json"), "", "comm"),
-    (("quantized-no-p2p.json",), ", through host memory", "comm-no-p2p"),
+    ("comm.json quantized.json", "", "comm"),
+    ("quantized-no-p2p.json", ", through host memory", "comm-no-p2p"),
 )
 
 
 def show(raw: Path, folder: Path) -> None:
     """Write all tables and figures of the raw files in `raw` into `folder`, and record their sources with `made`."""
-    for name, table in TABLES.items():
+    for name, (table, files) in TABLES.items():
         text = table(raw)
         if text is not None:
-            path = folder / f"{raw.name}-{name}.md"
-            write_text(path, text)
-            _made(path, raw)
-    for names, where, plotted in PLOTS:
-        files = [found for name in names if (found := read(raw / name))]
-        plot_comm(files, where, path := folder / f"{raw.name}-{plotted}.png")
-        _made(path, raw)
+            write_text(path := folder / f"{raw.name}-{name}.md", text)
+            _made(path, raw, files)
+    for files, where, plotted in PLOTS:
+        some = [found for name in files.split() if (found := read_row(raw / name))]
+        plot_comm(some, where, path := folder / f"{raw.name}-{plotted}.png")
+        _made(path, raw, files)
     plot_grid(raw, path := folder / f"{raw.name}-grid.png")
-    _made(path, raw)
-    found = read(raw / "gemm-overlap.json")
+    _made(path, raw, "sweep-grid*.jsonl")
+    found = read_row(raw / "gemm-overlap.json")
     if found is not None:
         plot_overlap(*overlap_rows(found), path := folder / f"{raw.name}-overlap.png")
-        _made(path, raw)
+        _made(path, raw, "gemm-overlap.json")
     if (rows := trained(raw)) is not None:
         training_tables.plot(*rows, path := folder / f"{raw.name}-training.png")
-        _made(path, raw)
+        _made(path, raw, TRAINING)
 
 
-SOURCES = {  # glob patterns of the raw files that each table and figure is made from
-    "decode": "sweep*.jsonl",
-    "profile": step_profile.FILES,
-    "widths": "widths*.jsonl",
-    "paper": "sweep*.jsonl",
-    "grid": "sweep-grid*.jsonl",
-    "comm": "comm.json quantized.json",
-    "comm-no-p2p": "quantized-no-p2p.json",
-    "linear": " ".join(LINEAR),
-    "linear-quantized": linear_quantized.FILES,
-    "kernels": "kernels.json",
-    "attention": "decode.json",
-    "long-attention": "kernels.json",
-    "startup": "startup.json",
-    "load": "load*.json",
-    "compare": "sweep*.jsonl load*.json",
-    "quantized": "quantized*.json",
-    "push": "push.json",
-    "overlap": "gemm-overlap.json",
-    "training": "training/rows.jsonl training/traces.jsonl",
-}
-
-
-def _made(path: Path, raw: Path) -> None:
-    """Call `made` for a table or figure of `show`, if it was written."""
+def _made(path: Path, raw: Path, files: str) -> None:
+    """Call `made` for a table or figure of `show`, if it was written. files: glob patterns of the raw files that it is made from."""
     if path.exists():
-        patterns = SOURCES[path.stem.removeprefix(f"{raw.name}-")].split()
         note(f"wrote {path}")
         if raw.parent == RESULTS:
-            made(path, *(file for pattern in patterns for file in sorted(raw.glob(pattern))))
+            made(path, *(file for pattern in files.split() for file in sorted(raw.glob(pattern))))
 
 
 def main() -> None:

@@ -9,7 +9,6 @@ figures, and `make plot-hidden` draws overlap.svg directly from the trace.
 import argparse
 import json
 from pathlib import Path
-from typing import Any
 
 from cli import Parser, note, run
 from scripts.bench.training.tables import plot, table
@@ -31,13 +30,9 @@ def main() -> None:
             losses(path, folder)
 
 
-def read(path: Path) -> dict[str, Any]:
-    return dict(json.loads(path.read_text()))
-
-
 def training(path: Path, folder: Path) -> None:
     """Draw the figure and write the table of a result file of `make bench-training`."""
-    found, out = read(path), folder / f"{path.stem}.png"
+    found, out = json.loads(path.read_text()), folder / f"{path.stem}.png"
     args = argparse.Namespace(**found["settings"])
     plot(found["rows"], args, out)
     out.with_suffix(".md").write_text(table(found["rows"], args))
@@ -49,7 +44,7 @@ def training(path: Path, folder: Path) -> None:
 def losses(path: Path, folder: Path) -> None:
     """Draw the loss curves of a result file of adapt_demo.py or pretrain_variants.py."""
     out = folder / f"{path.stem}.png"
-    draw_losses(list(read(path)["metrics"].items()), out)
+    draw_losses(list(json.loads(path.read_text())["metrics"].items()), out)
     made(out, path)
     note(f"drew {out}")
 

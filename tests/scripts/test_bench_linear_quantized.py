@@ -142,7 +142,7 @@ def test_the_table_of_a_raw_file(tmp_path: Path, seed: int) -> None:
     linear_quantized.write(content, path := tmp_path / "linear-quantized-8b.json")
     assert json.loads(path.read_text()) == content
     text = report.table(tmp_path)
-    assert text is not None and performance.TABLES["linear-quantized"](tmp_path) == text
+    assert text is not None and performance.TABLES["linear-quantized"][0](tmp_path) == text
     head, _, *lines = [line.strip("| ").split(" | ") for line in text.splitlines() if line.startswith("|")]
     assert head[-3:] == ["at the ceiling, µs", "1 row, µs (TB/s)", "64 rows, µs (TB/s)"]
     cell = {key: f"{time:.1f} ({(16.777216 if key[0] == 'bfloat16' else 4.325376) / time:.2f})" for key, time in us.items()}

@@ -22,13 +22,13 @@ RESULTS = ROOT / "docs" / "results"
 @pytest.mark.parametrize("folder", ["gpu-2", "gpu-4", "h100-1", "h200-2"])
 @pytest.mark.parametrize("name", performance.TABLES)
 def test_the_committed_tables_are_those_of_the_raw_files(name: str, folder: str) -> None:
-    text, path = performance.TABLES[name](RESULTS / folder), RESULTS / f"{folder}-{name}.md"
+    text, path = performance.TABLES[name][0](RESULTS / folder), RESULTS / f"{folder}-{name}.md"
     assert text == (path.read_text() if path.exists() else None)
 
 
 @pytest.mark.parametrize("name", performance.TABLES)
 def test_a_folder_without_measurements_gives_no_tables(name: str, tmp_path: Path) -> None:
-    assert performance.TABLES[name](tmp_path) is None
+    assert performance.TABLES[name][0](tmp_path) is None
 
 
 def test_widths_are_compared_with_standard_in_the_same_line(tmp_path: Path, seed: int) -> None:
@@ -72,7 +72,7 @@ def test_profiled_runs_are_shown_by_phase_and_kind(tmp_path: Path, seed: int) ->
     sample = {"decode_ms_per_token": 1.0, "prefill_ms": 1.0, "step_ms": []}
     rows = [Row(s, where, {}, "standard", "local", [sample], split) for s, split in zip(settings, splits, strict=True)]
     (tmp_path / "profile-8b.jsonl").write_text("".join(map(row_line, rows)))
-    text = performance.TABLES["profile"](tmp_path)
+    text = performance.TABLES["profile"][0](tmp_path)
     assert text is not None
     _, _, *lines = [line.strip("| ").split(" | ") for line in text.splitlines() if line.startswith("|")]
     assert [line[3:6] for line in lines] == [["1", "1024 + 48", "prefill"], ["1", "1024 + 48", "decode"]]
@@ -88,7 +88,7 @@ def test_training_is_shown_with_the_last_try_of_each_configuration(tmp_path: Pat
     (tmp_path / "training").mkdir()
     again = json.dumps({"settings": failed["settings"], "machine": failed["machine"], "error": "out of memory"})
     (tmp_path / "training" / "rows.jsonl").write_text("\n".join([again, *lines]) + "\n")
-    text = performance.TABLES["training"](tmp_path)
+    text = performance.TABLES["training"][0](tmp_path)
     assert text is not None and "out of memory" not in text
     shown = {tuple(line.strip("| ").split(" | ")[:3]): line for line in text.splitlines() if line.startswith("| ")}
     assert len(shown) == len(rows) + 1  # and the head
@@ -134,11 +134,11 @@ def test_a_panel_has_six_lines_at_most(tmp_path: Path, monkeypatch: pytest.Monke
     drawn = []
     monkeypatch.setattr(figure.Figure, "savefig", lambda self, *_, **__: drawn.append(self))
     for path in RESULTS.glob("gpu-*/*.json"):
-        raw = performance.read(path)
+        raw = performance.read_row(path)
         if raw and "µs nccl" in raw.get("found", {}):
             performance.plot_comm([raw], "", tmp_path / "comm.png")
     comms = len(drawn)
-    overlap = performance.read(RESULTS / "gpu-2" / "gemm-overlap.json")
+    overlap = performance.read_row(RESULTS / "gpu-2" / "gemm-overlap.json")
     assert overlap is not None
     performance.plot_overlap(*performance.overlap_rows(overlap), tmp_path / "overlap.png")
     assert comms >= 3 and len(drawn) == comms + 1
