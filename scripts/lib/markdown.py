@@ -9,5 +9,10 @@ def table_lines(head: Sequence[str], rows: Iterable[Iterable[object]]) -> list[s
     return lines + [_line(row) for row in rows]
 
 
+def cell(value: float | None, form: str) -> str:
+    """A figure that may be missing."""
+    return "" if value is None else format(value, form)
+
+
 def _line(cells: Iterable[object]) -> str:
     return f"| {' | '.join(map(str, cells))} |"

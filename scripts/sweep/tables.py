@@ -2,7 +2,7 @@
 
 from collections.abc import Sequence
 
-from scripts.lib.markdown import table_lines
+from scripts.lib.markdown import cell, table_lines
 from scripts.quality.embedded import quality
 from scripts.sweep.rows import Row, finished, ratio
 
@@ -19,14 +19,14 @@ def table(rows: Sequence[Row]) -> str:
     for row in done:
         s, gain = row.setting, ratio(row, done, "throughput")
         figures = [("prefill_ms", ".2f"), ("decode_ms_per_token", ".3f"), ("throughput", ".1f")]
-        shown = [_shown(row.median(name), form) for name, form in figures]
+        shown = [cell(row.median(name), form) for name, form in figures]
         embedded = quality(s)
         shown += [
-            _shown(gain, ".2f"),
-            _shown(embedded.perplexity if embedded else None, ".4f"),
-            _shown(embedded.exact_match * 100 if embedded else None, ".1f"),
-            _shown(row.median("weight_gb_per_second"), ".1f"),
-            _shown(row.median("peak_memory_gb"), ".2f"),
+            cell(gain, ".2f"),
+            cell(embedded.perplexity if embedded else None, ".4f"),
+            cell(embedded.exact_match * 100 if embedded else None, ".1f"),
+            cell(row.median("weight_gb_per_second"), ".1f"),
+            cell(row.median("peak_memory_gb"), ".2f"),
             str(len(row.samples)),
         ]
         all_reduce = (
@@ -56,7 +56,3 @@ def latency_table(rows: Sequence[Row]) -> str | None:
         cells.setdefault(where, {})[s.variant] = text
     lines = [[*where, *(by.get(name, "") for name in names)] for where, by in cells.items()]
     return "\n".join(table_lines(["model", "tp", "tokens", "all-reduce", "interconnect", *names], lines))
-
-
-def _shown(value: float | None, form: str) -> str:
-    return "" if value is None else format(value, form)

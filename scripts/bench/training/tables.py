@@ -12,6 +12,7 @@ from figures import BLUE, CYCLE, GREY
 from scripts.bench.training.launches import EXPOSED, Row
 from scripts.bench.training.rank import SYSTEMS
 from scripts.lib.machine import describe
+from scripts.lib.markdown import cell
 
 
 def quartiles(row: Row) -> tuple[float, float, float]:
@@ -39,10 +40,6 @@ def label(row: Row) -> str:
         name = "as asked"
     exposed = tuple(row["settings"]["no_overlap"])
     return name if not exposed else f"{name}, {next(n for n, e in EXPOSED.items() if e == exposed)}"
-
-
-def cell(value: float | None, form: str) -> str:
-    return "" if value is None else format(value, form)
 
 
 def table_row(row: Row) -> str:
