@@ -7,6 +7,8 @@ grey with the purple.
 
 from typing import Any
 
+from errors import UserError
+
 BLACK, ORANGE, SKY, GREEN, YELLOW, BLUE, VERMILION, PURPLE = (
     "#000000", "#e69f00", "#56b4e9", "#009e73", "#d9cb00", "#0072b2", "#d55e00", "#cc79a7"
 )  # fmt: skip
@@ -61,6 +63,15 @@ def size_text(count: float) -> str:
     while count >= 1024 and unit < len(UNITS) - 1:
         count, unit = count / 1024, unit + 1
     return f"{count:.4g} {UNITS[unit]}"
+
+
+def new_figure(width: float, height: float) -> Any:
+    """A matplotlib Figure of so many inches. Raises UserError if matplotlib is missing."""
+    try:
+        from matplotlib.figure import Figure
+    except ImportError:
+        raise UserError("drawing needs matplotlib; run `make setup-dev`, or pip install matplotlib") from None
+    return Figure(figsize=(width, height), layout="constrained")
 
 
 def byte_axis(axes: Any) -> None:

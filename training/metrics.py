@@ -13,7 +13,7 @@ from torch import Tensor
 from tqdm import tqdm
 
 from errors import UserError
-from figures import CYCLE, VARIANT_COLOURS
+from figures import CYCLE, VARIANT_COLOURS, new_figure
 from files import writing
 from training.step import Trainer, total
 
@@ -136,11 +136,7 @@ def plot_losses(runs: Sequence[tuple[str, Path]], out: Path) -> None:
 
 def draw_losses(runs: Sequence[tuple[str, Sequence[dict[str, Any]]]], out: Path) -> None:
     """Like `plot_losses`, for metrics that have been read. A label that names a variant gets that variant's colour."""
-    try:
-        from matplotlib.figure import Figure
-    except ImportError:
-        raise UserError("drawing needs matplotlib; run `make setup-dev`, or pip install matplotlib") from None
-    figure = Figure(figsize=(5, 3.4), layout="constrained")
+    figure = new_figure(5, 3.4)
     axes = figure.subplots()
     for i, (label, lines) in enumerate(runs):
         look: dict[str, Any] = {

@@ -20,10 +20,11 @@ def machine() -> dict[str, Any]:
     }
 
 
-def describe(machine: dict[str, Any], device: str) -> str:
-    """One line for a table's caption. device: `cpu` or `cuda`, the device that was measured."""
-    cpu = f"{machine['cores']} cores of {machine['cpu']}"
-    return f"{machine['gpus'] if device == 'cuda' else cpu}, torch {machine['torch']}"
+def describe(machine: dict[str, Any], device: str | None = None) -> str:
+    """One line for a table's caption. device: `cpu` or `cuda`, the device that was measured; None: the GPUs if there are any."""
+    on_cpu = machine["gpus"] == "none" if device is None else device != "cuda"
+    measured = f"{machine['cores']} cores of {machine['cpu']}" if on_cpu else machine["gpus"]
+    return f"{measured}, torch {machine['torch']}"
 
 
 def _cpu_name() -> str:

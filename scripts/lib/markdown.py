@@ -9,6 +9,11 @@ def table_lines(head: Sequence[str], rows: Iterable[Iterable[object]]) -> list[s
     return lines + [_line(row) for row in rows]
 
 
+def captioned(head: Sequence[str], rows: Iterable[Iterable[object]], caption: str) -> str:
+    """The text of a table, as of `table_lines`, with a caption below."""
+    return "\n".join([*table_lines(head, rows), "", caption, ""])
+
+
 def cell(value: float | None, form: str) -> str:
     """A figure that may be missing."""
     return "" if value is None else format(value, form)

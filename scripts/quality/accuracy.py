@@ -35,8 +35,8 @@ from presets import model_config
 from processes import on_ranks
 from scripts.corpus.documents import documents, render
 from scripts.lib.machine import describe, machine
-from scripts.lib.markdown import table_lines
-from scripts.lib.results import OUT, ROOT, add_write_option, results_folder, write_json, write_text
+from scripts.lib.markdown import captioned
+from scripts.lib.results import OUT, ROOT, add_write_option, results_folder, write_table
 from scripts.lib.rows import row_file, weights_checksum, write_row
 from scripts.quality.embedded import EXACT, TASKS
 from tokenizer import Tokenizer
@@ -154,7 +154,7 @@ def table(rows: list[dict[str, Any]], where: dict[str, Any]) -> str:
         f"Exact match in %, {rows[0]['items_per_task']} held-out items a task, greedy, fp32; a single figure is the same at "
         f"tp {', '.join(map(str, sizes))}. Made on {describe(where, 'cpu')}."
     )
-    return "\n".join([*table_lines(head, lines), "", caption, ""])
+    return captioned(head, lines, caption)
 
 
 def quantized_table(rows: list[dict[str, Any]], where: dict[str, Any]) -> str:
@@ -175,7 +175,7 @@ def quantized_table(rows: list[dict[str, Any]], where: dict[str, Any]) -> str:
         f"Change against exact fp32 sums: of perplexity in %; of the mean exact match in points, {rows[0]['items_per_task']} "
         f"held-out items a task, greedy, fp32. Groups of 128 values unless named. Made on {describe(where, 'cpu')}."
     )
-    return "\n".join([*table_lines(head, lines), "", caption, ""])
+    return captioned(head, lines, caption)
 
 
 def _task(row: dict[str, Any], task: str) -> float:
@@ -225,8 +225,7 @@ def main() -> None:
     name, text = ("accuracy-quantized", quantized_table(rows, where)) if quantized else ("accuracy", table(rows, where))
     print(text)
     if folder:
-        write_json(name, {"machine": where, "rows": rows}, folder)
-        write_text(folder / f"{name}.md", text, folder / f"{name}.json")
+        write_table(name, {"machine": where, "rows": rows}, text, folder)
         print(f"wrote {name}.json and {name}.md in {folder.relative_to(ROOT)}")
 
 

@@ -30,7 +30,7 @@ import torch
 
 from cli import Parser, note, run
 from errors import UserError
-from figures import CYCLE
+from figures import CYCLE, new_figure
 from files import check_folder
 from hf_config import read_config
 from options import whole_number
@@ -38,7 +38,7 @@ from processes import die_with_parent
 from scripts.corpus.tokens import TOKENS_PER_DOCUMENT, write_corpus
 from scripts.lib import results
 from scripts.lib.machine import describe, machine
-from scripts.lib.markdown import table_lines
+from scripts.lib.markdown import captioned
 from scripts.lib.rows import read_row, row_file, write_row
 from scripts.lib.statistics import mean_error
 from scripts.lib.workers import Workers, visible_gpus
@@ -298,25 +298,19 @@ def table(entries: list[dict[str, Any]], args: argparse.Namespace, where: dict[s
         lost = entry.get("difference")
         cells.append(f"{100 * lost[0]:+.1f} (± {100 * lost[1]:.1f})" if lost else "")
         lines.append([*cells, f"{100 * entry['recovered']:.0f}" if "recovered" in entry else ""])
-    device = "cuda" if torch.cuda.is_available() else "cpu"
     caption = (
         f"Means over seeds ± their standard error; in brackets the error over prompts. Recovered: of the mean exact match that "
         f"conversion takes. Learning rates searched among {', '.join(f'{rate:g}' for rate in args.rates)} on other held-out stories, "
         f"{args.batch} windows of {args.sequence_length} tokens a step. Perplexity over {args.stories} held-out stories; exact match in "
         f"%, {args.items} held-out items a task, greedy. The original was trained on {args.training_tokens / 1e6:,.0f}M tokens. Made on "
-        f"{describe(where, device)}."
+        f"{describe(where)}."
     )
-    return "\n".join([*table_lines(head, lines), "", caption, ""])
+    return captioned(head, lines, caption)
 
 
 def draw(entries: list[dict[str, Any]], path: Path) -> None:
     """The mean exact match and the perplexity against the tokens, a line for each number of layers and distillation."""
-    try:
-        from matplotlib.figure import Figure
-    except ImportError:
-        raise UserError("drawing needs matplotlib; run `make setup-dev`, or pip install matplotlib") from None
-
-    figure = Figure(figsize=(9, 3.6), layout="constrained")
+    figure = new_figure(9, 3.6)
     layers = sorted({entry["layers"] for entry in entries} - {0})
     shares = sorted({entry["distill"] for entry in entries if entry["tokens"]})
     labels = ("mean", 100, "exact match, %, mean of tasks"), ("perplexity", 1, "held-out perplexity")
@@ -394,8 +388,8 @@ def main() -> None:
     if entries:
         text = table(entries, args, where)
         print(text)
-        raw = results.write_json("adapt-curve", {"machine": where, "summary": entries, "rows": rows_of(args)}, folder)
-        results.write_text(folder / "adapt-curve.md", text, raw)
+        content = {"machine": where, "summary": entries, "rows": rows_of(args)}
+        raw = results.write_table("adapt-curve", content, text, folder)
         draw(entries, folder / "adapt-curve.png")
         results.made(folder / "adapt-curve.png", raw)
         note(f"wrote adapt-curve.json, .md and .png in {folder}")

@@ -28,7 +28,7 @@ from processes import on_ranks
 from scripts.corpus.tokens import TOKENS_PER_DOCUMENT, write_corpus
 from scripts.lib import results
 from scripts.lib.machine import describe, machine
-from scripts.lib.markdown import table_lines
+from scripts.lib.markdown import captioned
 from scripts.lib.rows import kept, row_file, weights_checksum
 from scripts.quality.embedded import TASKS
 from scripts.quality.seeds import evaluate, nats, share
@@ -107,7 +107,7 @@ def table(rows: list[dict[str, Any]], about: dict[str, Any]) -> str:
         f"{BATCH} x {SEQUENCE} tokens, {about['distill']:.0%} of the loss by distillation, peak learning rate "
         f"{about['learning_rate']:g}. Made on {describe(about['machine'], about['device'])}."
     )
-    return "\n".join([*table_lines(head, lines), "", caption, ""])
+    return captioned(head, lines, caption)
 
 
 def parse_args() -> argparse.Namespace:
@@ -170,8 +170,7 @@ def main() -> None:
         return
     runs = [(f"{layers} ladder layers", args.out / f"hybrid-{layers}" / "metrics.jsonl") for layers in args.ladder_layers]
     losses = {label: read_metrics(path) for label, path in runs}
-    raw = results.write_json("adapt", about | {"rows": rows, "metrics": losses}, folder)
-    results.write_text(folder / "adapt.md", text, raw)
+    raw = results.write_table("adapt", about | {"rows": rows, "metrics": losses}, text, folder)
     plot_losses(runs, folder / "adapt.png")
     results.made(folder / "adapt.png", raw)
     note(

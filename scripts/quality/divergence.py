@@ -27,13 +27,13 @@ from engine import LLM, SamplingParams
 from engine.draft_models import AUTO, EMBEDDED, TEXT
 from engine.llm import Completion
 from errors import UserError
-from figures import BLUE, GREEN, ORANGE, VERMILION
+from figures import BLUE, GREEN, ORANGE, VERMILION, new_figure
 from options import DTYPE_NAMES, whole_number
 from processes import on_ranks
 from scripts.corpus.documents import documents, render
 from scripts.lib.machine import describe, machine
-from scripts.lib.markdown import table_lines
-from scripts.lib.results import ROOT, add_write_option, made, results_folder, write_json, write_text
+from scripts.lib.markdown import captioned
+from scripts.lib.results import ROOT, add_write_option, made, results_folder, write_table
 from scripts.quality.accuracy import SEED
 from tokenizer_files import load_tokenizer
 from tp import init_world
@@ -136,20 +136,17 @@ def table(rows: list[dict[str, Any]], args: argparse.Namespace, where: dict[str,
     caption = f"Greedy answers of {args.tokens} tokens, `{Path(args.model).name}` in {args.dtype}. Made on {describe(where, args.device)}."
     head = ["compared", "mode", "answers that differ", "first token that differs: earliest", "median"]
     head += ["tokens from drafts"] if with_drafts else []
-    return "\n".join([*table_lines(head, lines), "", caption, ""])
+    return captioned(head, lines, caption)
 
 
 def plot(rows: list[dict[str, Any]], tokens: int, path: Path) -> None:
     """The share of answers that are still the same, by tokens. Comparisons with drafts have a panel of their own."""
-    import matplotlib.pyplot as plt
-
     panels = [[row for row in rows if row["compared"].startswith(WITHOUT) == own] for own in (False, True)]
     panels = [panel for panel in panels if panel]
-    figure, all_axes = plt.subplots(len(panels), figsize=(6, 3.2 * len(panels)), layout="constrained", squeeze=False)
-    for axes, panel in zip(all_axes.flat, panels, strict=True):
+    figure = new_figure(6, 3.2 * len(panels))
+    for axes, panel in zip(figure.subplots(len(panels), squeeze=False).flat, panels, strict=True):
         draw(axes, panel, tokens)
     figure.savefig(path, dpi=150)
-    plt.close(figure)
 
 
 def draw(axes: Any, rows: list[dict[str, Any]], tokens: int) -> None:
@@ -204,8 +201,8 @@ def main() -> None:
     text, name = table(rows, args, where), file_name(args)
     print(text)
     if folder:
-        raw = write_json(name, {"machine": where, "device": args.device, "tokens": args.tokens, "rows": rows}, folder)
-        write_text(folder / f"{name}.md", text, raw)
+        content = {"machine": where, "device": args.device, "tokens": args.tokens, "rows": rows}
+        raw = write_table(name, content, text, folder)
         plot(rows, args.tokens, folder / f"{name}.png")
         made(folder / f"{name}.png", raw)
         print(f"wrote {name}.json, {name}.md and {name}.png in {folder.relative_to(ROOT)}")

@@ -30,7 +30,7 @@ from processes import on_ranks
 from scripts.corpus.tokens import TOKENS_PER_DOCUMENT, write_corpus
 from scripts.lib import results
 from scripts.lib.machine import describe, machine
-from scripts.lib.markdown import table_lines
+from scripts.lib.markdown import captioned
 from scripts.lib.rows import read_row, write_row
 from scripts.lib.statistics import mean_error
 from tp import World, init_world
@@ -218,12 +218,11 @@ def table(args: argparse.Namespace, found: dict[str, Lines], where: dict[str, An
     batch = f"{args.global_batch} windows of {args.sequence_length} tokens a step, {args.streams} desync streams"
     tokens = f"{step * args.global_batch * args.sequence_length / 1e6:,.1f}M tokens until step {step}"
     known = "" if math.isnan(noise) else f" Two seeds of {BASE} differ by {noise:.4f} (standard deviation of a difference)."
-    device = "cuda" if torch.cuda.is_available() else "cpu"
     caption = (
         f"{args.model} on {args.ranks} ranks, {batch}, {tokens}, synthetic corpus. Losses are means of up to {LAST} log lines, "
-        f"{LOG_EVERY} steps apart.{known} Step times are medians. Made on {describe(where, device)}."
+        f"{LOG_EVERY} steps apart.{known} Step times are medians. Made on {describe(where)}."
     )
-    return "\n".join([*table_lines(head, rows), "", caption, ""])
+    return captioned(head, rows, caption)
 
 
 def main() -> None:
@@ -246,8 +245,7 @@ def main() -> None:
         shown = {key: value for key, value in vars(args).items() if not isinstance(value, Path)}
         lost, noise = differences(found)
         about = {"machine": where, "settings": shown, "common_step": common_step(found), "differences": lost, "noise": noise}
-        raw = results.write_json(name, about | {"metrics": found}, folder)
-        results.write_text(folder / f"{name}.md", text, raw)
+        raw = results.write_table(name, about | {"metrics": found}, text, folder)
         draw_losses(list(found.items()), folder / f"{name}.png")
         results.made(folder / f"{name}.png", raw)
         note(f"wrote {name}.json, .md and .png in {folder.relative_to(results.ROOT)}")

@@ -33,7 +33,7 @@ from processes import on_ranks
 from scripts.corpus.documents import documents, render
 from scripts.lib.machine import describe, machine
 from scripts.lib.markdown import table_lines
-from scripts.lib.results import ROOT, add_write_option, results_folder, write_json, write_text
+from scripts.lib.results import ROOT, add_write_option, results_folder, write_table
 from scripts.quality.accuracy import SEED, perplexity
 from tokenizer_files import load_tokenizer
 from tp import World, init_world
@@ -201,8 +201,7 @@ def main() -> None:
     text = table(rows, where)
     print(text)
     if folder:
-        write_json("quantization", {"machine": where, "rows": rows}, folder)
-        write_text(folder / "quantization.md", text, folder / "quantization.json")
+        write_table("quantization", {"machine": where, "rows": rows}, text, folder)
         print(f"wrote quantization.json and quantization.md in {folder.relative_to(ROOT)}")
 
 

@@ -52,8 +52,8 @@ from presets import has_random_weights, model_config
 from processes import on_ranks
 from quantized.scheme import SCHEMES
 from scripts.lib.machine import describe, machine
-from scripts.lib.markdown import table_lines
-from scripts.lib.results import OUT, ROOT, add_write_option, results_folder, write_json, write_text
+from scripts.lib.markdown import captioned
+from scripts.lib.results import OUT, ROOT, add_write_option, results_folder, write_table
 from scripts.sweep.rows import with_widths
 from tp import World, init_world
 from training.executor import Execution, Executor
@@ -358,7 +358,7 @@ def table(rows: list[dict[str, Any]], args: argparse.Namespace, where: dict[str,
         f"Answers of {args.tokens} tokens in {args.dtype}{', without --deterministic' if args.fast else ''}. Prompt tokens found in the "
         f"prefix cache and preemptions in chunks, and accepted tokens of drafts: {'; '.join(counts)}. Made on {describe(where, args.device)}."
     )
-    return "\n".join([*table_lines(head, lines), "", caption, ""])
+    return captioned(head, lines, caption)
 
 
 def main() -> None:
@@ -401,8 +401,7 @@ def main() -> None:
     if folder:
         content = {"machine": where, "device": args.device, "dtype": args.dtype, "tokens": args.tokens, "rows": rows}
         name = "same-bits-quantized" if all(width for _, width in args.models) else "same-bits"
-        raw = write_json(name, content, folder)
-        write_text(folder / f"{name}.md", text, raw)
+        write_table(name, content, text, folder)
         print(f"wrote {name}.json and {name}.md in {folder.relative_to(ROOT)}")
     if any(row["differ"] for row in rows):
         sys.exit(1)

@@ -27,7 +27,7 @@ import torch
 from cli import Parser, note, run
 from engine import LLM, SamplingParams
 from errors import UserError
-from figures import variant_colour
+from figures import new_figure, variant_colour
 from files import check_folder
 from options import whole_number
 from presets import model_config
@@ -37,7 +37,7 @@ from scripts.corpus.documents import documents, render
 from scripts.corpus.tokens import TOKENS_PER_DOCUMENT, write_corpus
 from scripts.lib import results
 from scripts.lib.machine import describe, machine
-from scripts.lib.markdown import table_lines
+from scripts.lib.markdown import captioned
 from scripts.lib.rows import read_row, write_row
 from scripts.lib.statistics import mean_error, paired_test
 from scripts.lib.workers import Workers, time_left, visible_gpus
@@ -295,7 +295,7 @@ def table(entries: list[dict[str, Any]], rows: list[dict[str, Any]]) -> str:
         f"{len(first['stories'])} held-out stories; exact match in %, {len(first['answers'][TASKS[0]])} held-out items a task, greedy, "
         f"{first['dtype']}. Trained on {first['training']['tokens_in_corpus'] / 1e6:,.0f}M tokens each. Made on {where}."
     )
-    return "\n".join([*table_lines(head, lines), "", caption, ""])
+    return captioned(head, lines, caption)
 
 
 def pair(value: float, error: float, form: str = "{:.1f}") -> str:
@@ -309,12 +309,7 @@ def _probability(p: float) -> str:
 
 def draw(rows: list[dict[str, Any]], entries: list[dict[str, Any]], path: Path) -> None:
     """Each seed as a dot, and the mean with its standard error, for perplexity and mean exact match."""
-    try:
-        from matplotlib.figure import Figure
-    except ImportError:
-        raise UserError("drawing needs matplotlib; run `make setup-dev`, or pip install matplotlib") from None
-
-    figure = Figure(figsize=(8, 3.2), layout="constrained")
+    figure = new_figure(8, 3.2)
     measures = {"perplexity": lambda row: math.exp(nats(row)), "mean": lambda row: 100 * share(row, "mean")}
     for axes, (name, measure) in zip(figure.subplots(1, 2), measures.items(), strict=True):
         for place, entry in enumerate(entries):
@@ -387,8 +382,7 @@ def main() -> None:
         entries = summary(rows)
         text = table(entries, rows)
         print(text)
-        raw = results.write_json("accuracy-seeds", {"summary": entries, "rows": rows}, folder)
-        results.write_text(folder / "accuracy-seeds.md", text, raw)
+        raw = results.write_table("accuracy-seeds", {"summary": entries, "rows": rows}, text, folder)
         draw(rows, entries, folder / "accuracy-seeds.png")
         results.made(folder / "accuracy-seeds.png", raw)
         note(f"wrote accuracy-seeds.json, .md and .png in {folder}")

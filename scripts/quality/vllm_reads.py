@@ -29,8 +29,8 @@ from options import dtype_name, whole_number
 from presets import model_config
 from scripts.corpus.documents import documents, render
 from scripts.lib.machine import describe, machine
-from scripts.lib.markdown import table_lines
-from scripts.lib.results import ROOT, add_write_option, results_folder, write_json, write_text
+from scripts.lib.markdown import captioned
+from scripts.lib.results import ROOT, add_write_option, results_folder, write_table
 from scripts.quality.accuracy import SEED
 from scripts.quality.vllm_scores import MARK
 from scripts.quantize import LENGTH, SAMPLES, quantize_model
@@ -132,7 +132,7 @@ def table(rows: list[dict[str, Any]], version: str, args: argparse.Namespace, wh
         f"`{args.model.name}` as scripts.quantize writes it, read by vLLM {version} and by Rung in {args.dtype}: changes of a token's "
         f"log-probability between the two, over {args.prompts} prompts. Made on {describe(where, args.device)}."
     )
-    return "\n".join([*table_lines(head, lines), "", caption, ""])
+    return captioned(head, lines, caption)
 
 
 def parse_args() -> argparse.Namespace:
@@ -163,8 +163,7 @@ def main() -> None:
     text = table(rows, version, args, where)
     print(text)
     settings = {"model": args.model.name, "dtype": args.dtype, "prompts": args.prompts, "tolerance": args.tolerance}
-    write_json("vllm-reads", {"machine": where, "vllm": version, "settings": settings, "rows": rows}, folder)
-    write_text(folder / "vllm-reads.md", text, folder / "vllm-reads.json")
+    write_table("vllm-reads", {"machine": where, "vllm": version, "settings": settings, "rows": rows}, text, folder)
     if failed := [f"{row['width']}: {row['error']}" for row in rows if "error" in row]:
         raise UserError("; ".join(failed))
     if apart := [row["width"] for row in rows if not row["mean_change"] <= args.tolerance]:

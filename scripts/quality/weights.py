@@ -28,9 +28,10 @@ from options import dtype_name, whole_number
 from presets import model_config
 from scripts.corpus.documents import documents, render
 from scripts.lib.machine import describe, machine
-from scripts.lib.markdown import table_lines
-from scripts.lib.results import OUT, ROOT, add_write_option, results_folder, write_json, write_text
+from scripts.lib.markdown import captioned
+from scripts.lib.results import OUT, ROOT, add_write_option, results_folder, write_table
 from scripts.lib.rows import kept, row_file, weights_checksum
+from scripts.lib.statistics import mean_error
 from scripts.quality.accuracy import BATCH, SEED, matches
 from scripts.quality.embedded import TASKS
 from scripts.quantize import LENGTH, SAMPLES, quantize_model
@@ -106,7 +107,7 @@ def _pairs(of: dict[str, Any], to: dict[str, Any]) -> list[tuple[Tensor, Tensor]
 def _mean_of_tokens(stories: list[Tensor]) -> tuple[float, float]:
     sums, tokens = torch.stack([values.sum() for values in stories]), torch.tensor([float(len(values)) for values in stories])
     mean = sums.sum() / tokens.sum()
-    return mean.item(), _error_of_mean(sums - mean * tokens) / tokens.mean().item()
+    return mean.item(), mean_error((sums - mean * tokens).tolist())[1] / tokens.mean().item()
 
 
 def exact_match(found: dict[str, Any]) -> tuple[float, float]:
@@ -115,10 +116,6 @@ def exact_match(found: dict[str, Any]) -> tuple[float, float]:
     shares = [right.mean().item() for right in tasks]
     variance = sum(p * (1 - p) / len(right) for p, right in zip(shares, tasks, strict=True))
     return sum(shares) / len(shares), math.sqrt(variance) / len(shares)
-
-
-def _error_of_mean(values: Tensor) -> float:
-    return values.std().item() / math.sqrt(len(values))
 
 
 def rows_of(path: Path, found: dict[str, dict[str, Any]]) -> list[dict[str, Any]]:
@@ -162,7 +159,7 @@ def table(rows: list[dict[str, Any]], args: argparse.Namespace, where: dict[str,
         f"error. int4 in groups that divide all widths, rounded to nearest, or by GPTQ with at most {SAMPLES} samples of {LENGTH} tokens; "
         f"fp8-kv: keys and values in fp8. Computed in {dtype_name(None, device)}. Made on {describe(where, device)}."
     )
-    return "\n".join([*table_lines(head, lines), "", caption, ""])
+    return captioned(head, lines, caption)
 
 
 def _change(row: dict[str, Any], name: str) -> str:
@@ -203,8 +200,8 @@ def main() -> None:
     where, rows = machine(), [row for path in args.models for row in rows_of(path, found[path])]
     text = table(rows, args, where)
     print(text)
-    write_json("accuracy-weights", {"machine": where, "stories": args.stories, "items": args.items, "rows": rows}, folder)
-    write_text(folder / "accuracy-weights.md", text, folder / "accuracy-weights.json")
+    content = {"machine": where, "stories": args.stories, "items": args.items, "rows": rows}
+    write_table("accuracy-weights", content, text, folder)
     print(f"wrote accuracy-weights.json and accuracy-weights.md in {folder}")
 
 

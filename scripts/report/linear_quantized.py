@@ -6,7 +6,7 @@ from pathlib import Path
 from typing import Any
 
 from scripts.lib.machine import describe
-from scripts.lib.markdown import table_lines
+from scripts.lib.markdown import captioned
 
 FILES = "linear-quantized*.json"
 
@@ -29,7 +29,7 @@ def _table(found: dict[str, Any]) -> str:
         f"long as this GPU needs to read so many bytes, at {ceiling / 1e12:.2f} TB/s. Inputs are bf16{untuned}. "
         f"Made on {describe(found['machine'], 'cuda')}."
     )
-    return "\n".join([*table_lines(head, _lines(found["rows"], counts, ceiling)), "", caption, ""])
+    return captioned(head, _lines(found["rows"], counts, ceiling), caption)
 
 
 def _lines(rows: list[dict[str, Any]], counts: list[int], ceiling: float) -> Iterator[list[str]]:

@@ -28,7 +28,7 @@ from typing import Any
 from cli import Parser, note, run
 from comm.quantize import WIDTHS
 from errors import UserError
-from figures import GREY, byte_axis, communicator_colour, plain_log_axis, size_text
+from figures import GREY, byte_axis, communicator_colour, new_figure, plain_log_axis, size_text
 from scripts.bench.comm.fused.plot import plot as plot_overlap
 from scripts.bench.comm.fused.tables import markdown as overlap_table
 from scripts.bench.comm.fused.tables import rows_of as overlap_rows
@@ -234,14 +234,12 @@ def plot_comm(files: list[Any], where: str, out: Path) -> None:
 
     Every panel shows NCCL's all-reduce too. There are no error bars because the files hold only medians.
     """
-    from matplotlib.figure import Figure
-
     times = {name: found["found"][name] for found in files for name in (*ALGORITHMS, *QUANTIZED) if name in found["found"]}
     groups = [[name for name in times if kind_of(name) == kind] for kind in ("exact", "quantized", "carried by NCCL")]
     panels = [list(dict.fromkeys([NCCL, *names])) for names in groups if set(names) - {NCCL}]
     if not times:
         return
-    figure = Figure(figsize=(5, 3.1 * len(panels) + 0.3), layout="constrained")
+    figure = new_figure(5, 3.1 * len(panels) + 0.3)
     for axes, names in zip(figure.subplots(len(panels), 1, squeeze=False).flat, panels, strict=True):
         for name in (name for name in names if name in times):
             points = sorted((int(size), us) for size, us in times[name].items())
@@ -422,8 +420,6 @@ def plot_grid(folder: Path, out: Path) -> None:
 
     For each interconnect and batch size there is one panel for prefill and one for decode.
     """
-    from matplotlib.figure import Figure
-
     rows = step_profile.swept(folder, "sweep-grid*.jsonl")
     based = [row.setting for row in rows if (row.setting.variant, row.communicator) == ("standard", "nccl")]
     cases = list(dict.fromkeys((s.interconnect, s.batch) for s in based))
@@ -431,7 +427,7 @@ def plot_grid(folder: Path, out: Path) -> None:
         return
     metrics = (("prompts", "prefill_ms"), ("decode step", "decode_ms_per_token"))
     panels = [(case, *metric) for case in cases for metric in metrics]
-    figure = Figure(figsize=(5, 2.5 * len(panels) + 0.6), layout="constrained")
+    figure = new_figure(5, 2.5 * len(panels) + 0.6)
     axes = figure.subplots(len(panels), 1, squeeze=False)[:, 0]
     for axis, ((interconnect, batch), what, metric) in zip(axes, panels, strict=True):
         those = [row for row in rows if (row.setting.interconnect, row.setting.batch) == (interconnect, batch)]

@@ -23,7 +23,7 @@ from cli import Parser, run
 from cluster import Cluster, load_cluster
 from presets import preset
 from scripts.lib.markdown import table_lines
-from scripts.lib.results import add_write_option, made, results_folder, write_json, write_text
+from scripts.lib.results import add_write_option, made, results_folder, write_table
 from scripts.report.plan_fit import FITTED, TABLE_IV, flops_of_table_v, report_fit
 from training.plan import parse_args
 from training.planner.collectives import Point, Profile, synthesize
@@ -354,8 +354,7 @@ def main() -> None:
         "varied": varied,
         "mfu": {name: predicted_mfu(name, cluster) for name in TABLE_IV},
     }
-    path, text = write_json("plan-paper", result, folder), markdown(result)
-    write_text(path.with_suffix(".md"), text, path)
+    path = write_table("plan-paper", result, text := markdown(result), folder)
     plots = {name: folder / f"plan-{name}.png" for name in TABLE_IV}
     draw_choices(cluster, path.with_suffix(".png"))
     for name, plot in plots.items():

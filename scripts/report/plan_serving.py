@@ -13,7 +13,6 @@ times of each set of equal layers from all other rows, as for a model or a numbe
 import argparse
 import json
 from collections.abc import Iterable, Sequence
-from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -22,7 +21,7 @@ from cli import Parser, run
 from errors import UserError
 from scripts.lib.client_steps import SeenStep, seen_steps
 from scripts.lib.markdown import table_lines
-from scripts.lib.results import RESULTS, add_write_option, results_folder, write_json, write_text
+from scripts.lib.results import RESULTS, add_write_option, results_folder, write_table, write_text
 from server.plan.choice import measured
 from server.plan.load import serve, simulate
 from server.plan.steps import READ, Steps, Tables, gpu, setup_of
@@ -266,10 +265,9 @@ def main() -> None:
         "engines": engines(tables),
         "unseen_steps": unseen_steps(tables),
     }
-    raw = write_json("plan-serving", found, folder)
-    write_text(Path(folder) / "plan-serving.md", markdown(found), raw)
-    write_text(Path(folder) / "plan-serving-errors.md", errors(found), raw)
-    print(markdown(found))
+    raw = write_table("plan-serving", found, text := markdown(found), folder)
+    write_text(folder / "plan-serving-errors.md", errors(found), raw)
+    print(text)
 
 
 if __name__ == "__main__":

@@ -5,7 +5,7 @@ from pathlib import Path
 from typing import Any
 
 from scripts.lib.machine import describe
-from scripts.lib.markdown import table_lines
+from scripts.lib.markdown import captioned
 from scripts.sweep.rows import Row, finished, read_rows
 
 FILES = "sweep*.jsonl profile*.jsonl"
@@ -32,7 +32,7 @@ def table(folder: Path) -> str | None:
         "for the one that began first. A profiler makes short steps longer, because the host launches later: read times where no profiler "
         f"ran. Made on {describe(first.machine, 'cuda')}."
     )
-    return "\n".join([*table_lines(head, list(_lines(profiles, kinds))), "", caption, ""])
+    return captioned(head, _lines(profiles, kinds), caption)
 
 
 def _lines(profiles: Sequence[tuple[Row, dict[str, Any]]], kinds: Sequence[str]) -> Iterator[list[str]]:

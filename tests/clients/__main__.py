@@ -30,7 +30,7 @@ from tqdm import tqdm
 from cli import Parser, note, run
 from errors import UserError
 from scripts.lib.markdown import table_lines
-from scripts.lib.results import OUT, ROOT, add_write_option, results_folder, write_json, write_text
+from scripts.lib.results import OUT, ROOT, add_write_option, results_folder, write_table, write_text
 from scripts.lib.servers import rung_server
 from tests.clients.recorder import Request, fixture, recording
 from tests.clients.thinking import thinking_server
@@ -217,8 +217,7 @@ def main() -> None:
     files = {name: OUT / "clients" / f"{name}.json" for name in TITLES}
     results = {name: json.loads(file.read_text()) for name, file in files.items() if file.exists()}
     shown = {name: {"version": result["version"], "rows": result["rows"]} for name, result in results.items()}
-    raw = write_json("clients", shown, folder)
-    write_text(folder / "clients.md", table(results), raw)
+    write_table("clients", shown, table(results), folder)
     for name, result in results.items():
         for row in failed(result):
             note(f"{name}, {row['api']}, {row['feature']}: {row['detail']}")

@@ -18,7 +18,7 @@ from typing import Any
 from cli import Parser, run
 from errors import UserError
 from scripts.lib.markdown import table_lines
-from scripts.lib.results import ROOT, add_write_option, results_folder, write_json, write_text
+from scripts.lib.results import ROOT, add_write_option, results_folder, write_table
 from tests.deploy.test_ray_serve import COUNTS, KINDS, PYTHON
 
 
@@ -46,8 +46,7 @@ def main() -> None:
     version = (
         next((PYTHON.parent.parent / "lib").glob("*/site-packages/ray-*.dist-info")).name.split("-")[1].removesuffix(".dist")
     )
-    raw = write_json("ray-serve", {"ray": version, "rows": rows}, folder)
-    write_text(folder / "ray-serve.md", table(rows), raw)
+    write_table("ray-serve", {"ray": version, "rows": rows}, table(rows), folder)
     print(f"wrote {(folder / 'ray-serve.md').relative_to(ROOT)}")
 
 

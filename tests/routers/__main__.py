@@ -32,7 +32,7 @@ from cli import Parser, note, run
 from errors import UserError
 from scripts.lib.markdown import table_lines
 from scripts.lib.process_tree import kill, process_tree
-from scripts.lib.results import OUT, RESULTS, ROOT, add_write_option, results_folder, write_json, write_text
+from scripts.lib.results import OUT, RESULTS, ROOT, add_write_option, results_folder, write_table, write_text
 from scripts.lib.servers import READY_SECONDS, free_port, is_healthy, running, stop
 from tests.clients.recorder import Request, recording, shape_of
 from tests.support.environments import install
@@ -368,8 +368,7 @@ def main() -> None:
     results = json.loads((RESULTS / "routers.json").read_text())  # of the routers that were not run here
     files = {name: kept / f"{name}.json" for name in TITLES}
     results |= {name: json.loads(file.read_text()) for name, file in files.items() if file.exists()}
-    raw = write_json("routers", results, folder)
-    write_text(folder / "routers.md", table(results), raw)
+    write_table("routers", results, table(results), folder)
     print(f"wrote {(folder / 'routers.md').relative_to(ROOT)}")
     fail_if_any_failed(ran)
 

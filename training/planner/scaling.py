@@ -1,13 +1,13 @@
 """Predicted MFU by the number of GPUs: the chosen plan and those of other systems, as a plot."""
 
 import argparse
-import os
 from dataclasses import replace
 from pathlib import Path
 
 from tqdm import tqdm
 
 from errors import UserError
+from figures import new_figure
 from training.planner.collectives import synthesize
 from training.planner.search import alternatives, choose
 from training.planner.workload import Workload
@@ -45,13 +45,8 @@ def draw(lines: dict[str, list[tuple[int, float]]], title: str, path: Path) -> N
     cannot be written."""
     if not lines:
         raise UserError("--plot has nothing to draw: at no power of two of nodes a plan fits and is profiled; leave --plot out")
-    os.environ.setdefault("MPLBACKEND", "Agg")
-    try:
-        import matplotlib.pyplot as plt
-    except ImportError:
-        raise UserError("--plot needs matplotlib, which is for developers; make setup-dev installs it") from None
-
-    figure, axis = plt.subplots(figsize=(8, 4.5), layout="constrained")
+    figure = new_figure(8, 4.5)
+    axis = figure.subplots()
     for name, points in lines.items():
         gpus, mfu = zip(*points, strict=True)
         axis.plot(
@@ -70,4 +65,3 @@ def draw(lines: dict[str, list[tuple[int, float]]], title: str, path: Path) -> N
         figure.savefig(path)
     except OSError as e:
         raise UserError(f"--plot {path} cannot be written ({e.strerror}); name a file in a folder that exists") from None
-    plt.close(figure)

@@ -26,9 +26,9 @@ from comm import GlooCommunicator, HierarchicalCommunicator
 from comm.interface import Communicator
 from errors import UserError
 from scripts.lib.machine import describe, machine
-from scripts.lib.markdown import table_lines
+from scripts.lib.markdown import captioned
 from scripts.lib.namespaces import DEVICE, TwoHosts
-from scripts.lib.results import ROOT, add_write_option, results_folder, write_json, write_text
+from scripts.lib.results import ROOT, add_write_option, results_folder, write_table
 from scripts.lib.servers import free_port
 from tp import init_world
 
@@ -111,7 +111,7 @@ def markdown(found: dict[str, Any]) -> str:
     where = f"Two hosts of {RANKS} CPU ranks (gloo) on {describe(found['machine'], 'cpu')}; medians of {RUNS} runs, while the "
     where += f"machine's load average was {found['load_average']:.0f}. "
     caption = "*sends*: bytes that leave a host for each byte of a message, with the headers of packets."
-    return "\n".join([*table_lines(head, cells), "", where + caption]) + "\n"
+    return captioned(head, cells, where + caption)
 
 
 def main() -> None:
@@ -128,7 +128,7 @@ def main() -> None:
             cables[cable] = on_two_hosts(hosts, SIZES)
             note(f"{cable}: {cables[cable]}")
     found = {"machine": machine(), "tc": SLOW, "load_average": os.getloadavg()[0], "cables": cables}
-    write_text(folder / "between-hosts.md", markdown(found), write_json("between-hosts", found, folder))
+    write_table("between-hosts", found, markdown(found), folder)
     print(f"wrote {(folder / 'between-hosts.md').relative_to(ROOT)}")
 
 

@@ -22,12 +22,11 @@ from statistics import median
 from typing import Any
 
 import httpx
-import torch
 
 from cli import Parser, run
 from errors import UserError
 from scripts.lib.machine import describe, machine
-from scripts.lib.markdown import table_lines
+from scripts.lib.markdown import captioned
 from scripts.lib.results import add_write_option, check_output, results_folder, write_text
 from scripts.lib.servers import rung_server
 
@@ -150,7 +149,7 @@ def table(rows: list[dict[str, Any]], caption: str) -> str:
         *(f"{name}{part}" for name in names for part in (" alone, ms", " in the crowd, ms", ", ratio")),
     ]
     cells = [[one["max_num_seqs"], *(cell for name in names.values() for cell in _cells(one[name]))] for one in rows]
-    return "\n".join([*table_lines(heads, cells), "", caption]) + "\n"
+    return captioned(heads, cells, caption)
 
 
 def _cells(one: dict[str, Any]) -> list[str]:
@@ -189,8 +188,7 @@ def main() -> None:
         settings = {name: value for name, value in vars(args).items() if name not in ("out", "write")}
         here = machine()
         out.write_text(json.dumps({"machine": here, "settings": settings, "rows": rows}, indent=1) + "\n")
-        device = "cuda" if torch.cuda.is_available() else "cpu"
-        caption = f"Medians. {Path(args.model).name}, tensor-parallel size {args.ranks}, {args.requests:,} requests. Made on {describe(here, device)}."
+        caption = f"Medians. {Path(args.model).name}, tensor-parallel size {args.ranks}, {args.requests:,} requests. Made on {describe(here)}."
         write_text(out.with_suffix(".md"), table(rows, caption), out)
     print(table(rows, caption), end="")
 

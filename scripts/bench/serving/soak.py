@@ -26,9 +26,9 @@ from tqdm import tqdm
 from cli import Parser, run
 from errors import UserError
 from scripts.lib.machine import describe, machine
-from scripts.lib.markdown import table_lines
+from scripts.lib.markdown import captioned
 from scripts.lib.process_tree import process_tree
-from scripts.lib.results import ROOT, add_write_option, results_folder, write_json, write_text
+from scripts.lib.results import ROOT, add_write_option, results_folder, write_table
 from scripts.lib.servers import Server, rung_server
 
 LIMITS = ("--max-num-seqs", "64", "--max-queue", "256")  # of the server
@@ -165,7 +165,7 @@ def table(result: dict[str, Any], args: argparse.Namespace, where: str) -> str:
         "resident memory of all processes, before and after": f"{before['memory_mb']} MB, {after['memory_mb']} MB",
     }
     caption = f"{Path(args.model).name} on {args.ranks} ranks, clients on the same machine. Made on {where}."
-    return "\n".join([*table_lines(["what", "seen"], rows.items()), "", caption, ""])
+    return captioned(["what", "seen"], rows.items(), caption)
 
 
 def verdict(result: dict[str, Any], memory_mb: int) -> list[str]:
@@ -207,9 +207,8 @@ def main() -> None:
         result = asyncio.run(soak(args, server))
     where = machine()
     settings = {key: value for key, value in vars(args).items() if key != "write"}
-    path = write_json("soak", {"machine": where, "settings": settings, **result}, folder)
     text = table(result, args, describe(where, "cpu"))
-    write_text(path.with_suffix(".md"), text, path)
+    path = write_table("soak", {"machine": where, "settings": settings, **result}, text, folder)
     print(f"{text}\nwrote {path.relative_to(ROOT)}")
     if wrong := verdict(result, args.memory_mb):
         raise UserError("; ".join(wrong))

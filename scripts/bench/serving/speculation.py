@@ -53,8 +53,8 @@ from presets import has_random_weights, model_config
 from processes import die_with_parent, is_rank
 from scripts.corpus.documents import KINDS, documents
 from scripts.lib.machine import describe, machine
-from scripts.lib.markdown import table_lines
-from scripts.lib.results import OUT, ROOT, add_write_option, results_folder, write_json, write_text
+from scripts.lib.markdown import captioned
+from scripts.lib.results import OUT, ROOT, add_write_option, results_folder, write_table
 from scripts.lib.rows import read_row, row_file, weights_checksum, write_row
 from scripts.lib.statistics import median_error, quartiles
 from scripts.lib.workers import Workers, core_sets, time_left
@@ -381,7 +381,7 @@ def table(rows: list[dict[str, Any]], caption: str) -> str:
         speeds += ["{:.2f} – {:.2f}".format(*row["quartiles"]), row["repeats"]]
         cells = [row[key] for key in ("model", "task", "source", "clients")]
         lines.append([*cells, accepted, f"{row['tokens_per_step']:.2f}", *speeds])
-    return "\n".join([*table_lines(head, lines), "", caption, ""])
+    return captioned(head, lines, caption)
 
 
 def caption_of(rows: list[dict[str, Any]], settings: dict[str, Any], where: str) -> str:
@@ -420,9 +420,8 @@ def main() -> None:
     device = "cpu" if args.jobs else world.device.type
     names = ("draft_tokens", "accept_rate", "requests", "long_requests", "new_tokens", "repeats", "pair_seconds", "seed")
     settings = {key: getattr(args, key) for key in (*names, "jobs", "cores")} | found
-    path = write_json("speculation", {"machine": where, "settings": settings, "rows": rows}, folder)
     text = table(rows, caption_of(rows, settings, describe(where, device)))
-    write_text(path.with_suffix(".md"), text, path)
+    path = write_table("speculation", {"machine": where, "settings": settings, "rows": rows}, text, folder)
     print(f"{text}\nwrote {path.relative_to(ROOT)}\n{json.dumps(settings)}")
 
 

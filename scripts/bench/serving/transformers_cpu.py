@@ -24,8 +24,8 @@ from engine import LLM, SamplingParams
 from errors import UserError
 from presets import model_config
 from scripts.lib.machine import describe, machine
-from scripts.lib.markdown import table_lines
-from scripts.lib.results import ROOT, add_write_option, results_folder, write_json, write_text
+from scripts.lib.markdown import captioned
+from scripts.lib.results import ROOT, add_write_option, results_folder, write_table
 from tokenizer_files import load_tokenizer
 from tp import init_world
 
@@ -92,7 +92,7 @@ def table(rows: list[dict[str, Any]], caption: str) -> str:
         ours, theirs = row["tokens_per_second"]["rung"], row["tokens_per_second"]["transformers"]
         lines.append([row["batch"], f"{ours:.0f}", f"{theirs:.0f}", f"{ours / theirs:.2f}"])
     head = ["batch", "Rung, tokens/s", "transformers, tokens/s", "ratio"]
-    return "\n".join([*table_lines(head, lines), "", caption, ""])
+    return captioned(head, lines, caption)
 
 
 def main() -> None:
@@ -104,9 +104,8 @@ def main() -> None:
     rows = [compare(programs, batch, args) for batch in args.batch_size]
     where = machine()
     settings = {"model": args.model.name, "threads": args.threads, "new_tokens": args.new_tokens}
-    path = write_json("bench-cpu", {"machine": where, "settings": settings, "rows": rows}, folder)
     text = table(rows, f"{args.threads} thread(s), median of {args.repeats} runs. Made on {describe(where, 'cpu')}.")
-    write_text(path.with_suffix(".md"), text, path)
+    path = write_table("bench-cpu", {"machine": where, "settings": settings, "rows": rows}, text, folder)
     print(f"{text}\nwrote {path.relative_to(ROOT)}")
 
 

@@ -20,7 +20,7 @@ from errors import UserError
 from presets import model_config
 from processes import on_ranks
 from scripts.lib.machine import describe, machine
-from scripts.lib.markdown import table_lines
+from scripts.lib.markdown import captioned
 from scripts.lib.results import ROOT, add_write_option, results_folder, write_json, write_text
 
 MODELS = ("llama-3-8b", "llama-3-70b:16")
@@ -62,9 +62,9 @@ def table(rows: list[dict[str, Any]], where: dict[str, Any], args: argparse.Name
     flags = f", {' '.join(args.flags)}" if args.flags else ""
     caption = (
         f"Batch 1, {args.prompt_length} + {args.new_tokens} tokens, random weights, {args.ranks} rank(s){flags}, median of "
-        f"{SAMPLES}. Made on {describe(where, 'cpu' if where['gpus'] == 'none' else 'cuda')}."
+        f"{SAMPLES}. Made on {describe(where)}."
     )
-    return "\n".join([*table_lines(head, lines), "", caption, ""])
+    return captioned(head, lines, caption)
 
 
 def main() -> None:

@@ -1,14 +1,13 @@
 """The table and the plot of the training benchmark's rows."""
 
 import argparse
-import os
 from itertools import cycle
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 
-from figures import BLUE, CYCLE, GREY
+from figures import BLUE, CYCLE, GREY, new_figure
 from scripts.bench.training.launches import EXPOSED, Row
 from scripts.bench.training.rank import SYSTEMS
 from scripts.lib.machine import describe
@@ -94,12 +93,9 @@ def figure_of(row: Row) -> tuple[float, float, float]:
 
 def plot(rows: list[Row], args: argparse.Namespace, path: Path) -> None:
     """Plot bars of each model's systems, or with --ablation lines over micro-batches. The whiskers are quartiles."""
-    os.environ.setdefault("MPLBACKEND", "Agg")
-    from matplotlib.figure import Figure
-
     good = [row for row in rows if "error" not in row]
     unit = "MFU, %" if good and good[0]["peak_flops"] else "TGS, tokens a GPU and second"
-    figure = Figure(figsize=(5, 2.7 * len(args.models) + (1.2 if args.ablation else 0.5)), layout="constrained")
+    figure = new_figure(5, 2.7 * len(args.models) + (1.2 if args.ablation else 0.5))
     for axis, model in zip(figure.subplots(len(args.models), 1, squeeze=False)[:, 0], args.models, strict=True):
         mine = [row for row in good if row["settings"]["model"] == model]
         draw = draw_lines if args.ablation else draw_bars

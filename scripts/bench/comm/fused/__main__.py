@@ -65,7 +65,7 @@ def write(report: dict[str, Any], folder: Path) -> None:
     note(markdown(rows, title))
     try:
         plot(rows, title, folder / f"{NAME}.svg")
-    except ImportError:
+    except UserError:
         note(f"no plot without matplotlib; --report {folder / NAME}.json draws it elsewhere")
 
 

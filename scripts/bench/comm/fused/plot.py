@@ -4,7 +4,7 @@ from collections import Counter
 from pathlib import Path
 from typing import Any
 
-from figures import BLACK, CYCLE, MOST_LINES
+from figures import BLACK, CYCLE, MOST_LINES, new_figure
 from scripts.bench.comm.fused.tables import TORCH, UNFUSED, Row
 
 
@@ -13,18 +13,13 @@ def plot(rows: list[Row], title: str, path: Path) -> None:
 
     Algorithms that are not drawn are in the table. There are no error bars because the report holds only medians.
     """
-    import matplotlib as mpl
-
-    mpl.use("agg")
-    import matplotlib.pyplot as plt
-
     layers = list(dict.fromkeys(row.layer for row in rows))
     if not layers:
         return
     columns = min(len(layers), 2)
     lines_of_panels = -(-len(layers) // columns)
-    size = 3.4 * columns, 2.9 * lines_of_panels + 0.6
-    figure, panels = plt.subplots(lines_of_panels, columns, figsize=size, squeeze=False, layout="constrained", sharey=True)
+    figure = new_figure(3.4 * columns, 2.9 * lines_of_panels + 0.6)
+    panels = figure.subplots(lines_of_panels, columns, squeeze=False, sharey=True)
     styles = line_styles(list(dict.fromkeys(row.way for row in rows)))
     for panel, layer in zip(panels.flat, layers, strict=False):
         draw_layer(panel, [row for row in rows if row.layer == layer], styles)
@@ -34,7 +29,6 @@ def plot(rows: list[Row], title: str, path: Path) -> None:
     figure.supxlabel("m, rows", fontsize=9)
     figure.suptitle(title, fontsize=9)
     figure.savefig(path, dpi=120)
-    plt.close(figure)
 
 
 def draw_layer(panel: Any, rows: list[Row], styles: dict[str, dict[str, str]]) -> None:
