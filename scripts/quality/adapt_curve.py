@@ -157,8 +157,7 @@ def measure(args: argparse.Namespace, cell: Cell) -> dict[str, Any]:
     torch.set_float32_matmul_precision("highest")  # which training has lowered
     gc.collect()  # frees the trainer, whose hooks refer to each other
     torch.compiler.reset()  # what was compiled for it counts against the limit of the next one
-    if torch.cuda.is_available():
-        torch.cuda.empty_cache()
+    torch.cuda.empty_cache()
     path = folder / "model" if cell.layers else args.model
     row = asdict(cell) | {"heldout": evaluate(path, args.stories, args.items, SEED)}
     if cell.tokens:

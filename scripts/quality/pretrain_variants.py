@@ -95,8 +95,7 @@ def on_rank(command_lines: list[list[str]]) -> None:
     for words in command_lines:
         train(world, words)
         gc.collect()  # frees modules and hooks, which refer to each other
-        if world.device.type == "cuda":
-            torch.cuda.empty_cache()
+        torch.cuda.empty_cache()
 
 
 # --- the command ----------------------------------------------------------------------------------------------------------

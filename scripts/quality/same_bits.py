@@ -257,8 +257,7 @@ def stored(name: str, args: argparse.Namespace) -> Iterator[str]:
         model = build_model(name, model_config(name, None, 1), alone, DTYPES[args.dtype], 0)
         save_checkpoint(model, Path(folder), DTYPES[args.dtype])
         del model
-        if args.device == "cuda":
-            torch.cuda.empty_cache()
+        torch.cuda.empty_cache()
         yield folder
 
 

@@ -110,8 +110,7 @@ def work(args: argparse.Namespace, one: Run) -> None:
     started = time.monotonic()
     torch.set_float32_matmul_precision("highest")  # which training has lowered
     gc.collect()  # frees the trainer, whose hooks refer to each other
-    if torch.cuda.is_available():
-        torch.cuda.empty_cache()
+    torch.cuda.empty_cache()
     record = json.loads((path / "training.json").read_text())
     record = {key: record[key] for key in ("settings", "tokens_in_corpus", "seconds", "machine", "torch")}
     found = {"variant": one.variant, "seed": one.seed, "asked": asked(args), "training": record, "machine": machine()}

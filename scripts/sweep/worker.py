@@ -90,8 +90,7 @@ class Models:
         kept = {self.key(s) for s in settings}
         self.loaded = {key: found for key, found in self.loaded.items() if key in kept}
         gc.collect()
-        if self.world.device.type == "cuda":
-            torch.cuda.empty_cache()
+        torch.cuda.empty_cache()
 
     def get(self, s: Setting) -> tuple[LLM, Communicator]:
         """The model of a setting and its communicator; loads them if necessary. Collective. Raises UserError."""

@@ -80,8 +80,7 @@ def main() -> None:
         if world.rank == 0:
             print(json.dumps(result), flush=True)
         gc.collect()  # the next model needs the memory
-        if world.device.type == "cuda":
-            torch.cuda.empty_cache()
+        torch.cuda.empty_cache()
 
 
 if __name__ == "__main__":

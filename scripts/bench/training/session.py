@@ -50,8 +50,7 @@ def main() -> None:
             with Path(wanted["into"]).open("a") as file:
                 file.write(json.dumps(wanted["row"] | row) + "\n")
         gc.collect()  # frees modules and hooks, which refer to each other
-        if world.device.type == "cuda":
-            torch.cuda.empty_cache()
+        torch.cuda.empty_cache()
 
 
 if __name__ == "__main__":
