@@ -154,10 +154,7 @@ def paper(folder: Path) -> str | None:
     return paper_tables.markdown(rows, tp=closest.tp, new_tokens=closest.new_tokens)
 
 
-def comm(folder: Path) -> str | None:
-    found = read_row(folder / "comm.json")
-    if found is None:
-        return None
+def comm(found: dict[str, Any]) -> str:
     times = {algorithm: found["found"][name] for name, algorithm in ALGORITHMS.items() if name in found["found"]}
     sizes = sorted({int(size) for by_size in times.values() for size in by_size})
     lines = [[size_text(size), *(f"{t[str(size)]:.1f}" if str(size) in t else "" for t in times.values())] for size in sizes]
@@ -198,11 +195,8 @@ def _faster(times: dict[str, float], nccl: dict[str, float], size: int) -> str:
     return "" if us is None else f"{us:.1f} ({nccl[str(size)] / us:.2f}x)"
 
 
-def push(folder: Path) -> str | None:
+def push(found: dict[str, Any]) -> str:
     """A table that compares the linear layer that pushes its partial sums with the two kernels that it replaces."""
-    found = read_row(folder / "push.json")
-    if found is None:
-        return None
     by_rows = {  # "16", or of quantized layers "fp8 16"
         name.replace("µs, ", "").removesuffix(" rows"): times for name, times in found["found"].items() if "µs, " in name
     }
@@ -218,10 +212,9 @@ def push(folder: Path) -> str | None:
     return markdown(head, lines, caption)
 
 
-def overlap(folder: Path) -> str | None:
-    """The table of gemm-overlap.json: GEMMs fused with their collectives."""
-    found = read_row(folder / "gemm-overlap.json")
-    return None if found is None else overlap_table(*overlap_rows(found))
+def overlap(found: dict[str, Any]) -> str:
+    """GEMMs fused with their collectives."""
+    return overlap_table(*overlap_rows(found))
 
 
 def kind_of(name: str) -> str:
@@ -280,10 +273,7 @@ def linear(folder: Path) -> str | None:
     return markdown(head, lines, caption)
 
 
-def kernels(folder: Path) -> str | None:
-    found = read_row(folder / "kernels.json")
-    if found is None:
-        return None
+def kernels(found: dict[str, Any]) -> str | None:
     lines = [
         [f"`{row['kernel']}`", _case(row), f"{row['us']:.1f}", f"{row['peer_us']:.1f}", f"{row['gb_per_second']:.0f}"]
         for row in found["rows"]
@@ -295,11 +285,8 @@ def kernels(folder: Path) -> str | None:
     return markdown(["kernel", "case", "µs", "PyTorch, µs", "GB/s"], lines, caption)
 
 
-def attention(folder: Path) -> str | None:
+def attention(found: dict[str, Any]) -> str:
     """A table of all tried launch configurations of attention that gave correct results."""
-    found = read_row(folder / "decode.json")
-    if found is None:
-        return None
     lines = [
         [f"`{row['kernel']}`", _case(row), ", ".join(str(value) for value in row["config"].values()), f"{row['us']:.1f}"]
         for row in found["rows"]
@@ -312,11 +299,10 @@ def attention(folder: Path) -> str | None:
     return markdown(["kernel", "case", "configuration", "µs"], lines, caption)
 
 
-def long_attention(folder: Path) -> str | None:
+def long_attention(found: dict[str, Any]) -> str | None:
     """A table of attention to many keys beside SDPA on contiguous tensors. Decode has a share of the read ceiling."""
-    found = read_row(folder / "kernels.json")
-    rows = [row for row in found["rows"] if row.get("share_of_ceiling") or row.get("keys")] if found else []
-    if found is None or not rows:
+    rows = [row for row in found["rows"] if row.get("share_of_ceiling") or row.get("keys")]
+    if not rows:
         return None
     lines = [
         [
@@ -345,10 +331,7 @@ def _case(row: dict[str, Any]) -> str:
     return ", ".join(f"{name} {value}" for name, value in row.items() if name not in NOT_A_CASE)
 
 
-def startup(folder: Path) -> str | None:
-    found = read_row(folder / "startup.json")
-    if found is None:
-        return None
+def startup(found: dict[str, Any]) -> str:
     phases = list(found["runs"][0]["phases"])
     lines = [
         [run_["cache"], *(f"{run_['phases'].get(phase, 0):.1f}" for phase in phases), f"{run_['first_token']:.1f}"]
@@ -392,25 +375,31 @@ def training(folder: Path) -> str | None:
     return None if found is None else training_tables.table(*found)
 
 
-TABLES: dict[
-    str, tuple[Callable[[Path], str | None], str]
-] = {  # what makes each from a folder, and glob patterns of its raw files
+Table = tuple[Callable[[Path], str | None], str]  # what makes it from a folder, None without raw files; their glob patterns
+
+
+def of(make: Callable[[dict[str, Any]], str | None], file: str, *more: str) -> Table:
+    """A table of the content of one file. more: other patterns of its raw files."""
+    return lambda folder: None if (found := read_row(folder / file)) is None else make(found), " ".join((file, *more))
+
+
+TABLES: dict[str, Table] = {
     "decode": (decode, "sweep*.jsonl"),
     "profile": (step_profile.table, step_profile.FILES),
     "widths": (widths, "widths*.jsonl"),
     "paper": (paper, "sweep*.jsonl"),
-    "comm": (comm, "comm.json quantized.json"),
+    "comm": of(comm, "comm.json", "quantized.json"),
     "linear": (linear, " ".join(LINEAR)),
     "linear-quantized": (linear_quantized.table, linear_quantized.FILES),
-    "kernels": (kernels, "kernels.json"),
-    "attention": (attention, "decode.json"),
-    "long-attention": (long_attention, "kernels.json"),
-    "startup": (startup, "startup.json"),
+    "kernels": of(kernels, "kernels.json"),
+    "attention": of(attention, "decode.json"),
+    "long-attention": of(long_attention, "kernels.json"),
+    "startup": of(startup, "startup.json"),
     "load": (load, "load*.json"),
     "compare": (compare, "sweep*.jsonl load*.json"),
     "quantized": (quantized, "quantized*.json"),
-    "push": (push, "push.json"),
-    "overlap": (overlap, "gemm-overlap.json"),
+    "push": of(push, "push.json"),
+    "overlap": of(overlap, "gemm-overlap.json"),
     "training": (training, TRAINING),
 }
 

@@ -67,15 +67,12 @@ def configuration(row: Row) -> tuple[Any, ...]:
     )
 
 
-def grid(shown: Sequence[Panel], width: float = 5.0, height: float = 3.4) -> tuple[Figure, list[Any]]:
-    columns = 1  # because a page may be only 500 pixels wide
-    lines = -(-len(shown) // columns)
-    figure, axes = plt.subplots(lines, columns, figsize=(width * columns, height * lines), layout="constrained", squeeze=False)
-    for axis in axes.flat[len(shown) :]:
-        axis.set_axis_off()
-    for axis, (title, _) in zip(axes.flat, shown, strict=False):
+def column(shown: Sequence[Panel], height: float = 3.4) -> tuple[Figure, list[Any]]:
+    """A figure with the panels one below the other, because a page may be only 500 pixels wide."""
+    figure, axes = plt.subplots(len(shown), figsize=(5, height * len(shown)), layout="constrained", squeeze=False)
+    for axis, (title, _) in zip(axes.flat, shown, strict=True):
         axis.set_title(fill(title, 42), loc="left", fontsize=9)
-    return figure, list(axes.flat[: len(shown)])
+    return figure, list(axes.flat)
 
 
 def of_few(shown: Sequence[Panel]) -> list[Panel]:
@@ -152,7 +149,7 @@ def throughput(rows: Sequence[Row]) -> Figure | None:
     """Figure 2: one group of points for each number of ranks, with one point per batch size."""
     if not (shown := compared(rows)):
         return None
-    figure, axes = grid(shown)
+    figure, axes = column(shown)
     for axis, (_, found) in zip(axes, shown, strict=True):
         places = sorted({(r.setting.tp, r.setting.batch) for r in found})
         top = ceiling(found)
@@ -189,7 +186,7 @@ def bars(rows: Sequence[Row]) -> Figure | None:
     """Figure 3: one group of bars for each batch size, at the largest number of ranks. The standard model is the line at 1."""
     if not (shown := compared(rows)):
         return None
-    figure, axes = grid(shown)
+    figure, axes = column(shown)
     for axis, (_, found) in zip(axes, shown, strict=True):
         tp = max(r.setting.tp for r in found)
         sizes = sorted({r.setting.batch for r in found if r.setting.tp == tp})
@@ -229,7 +226,7 @@ def pareto(rows: Sequence[Row]) -> Figure | None:
     """Figure 4: completion time and throughput per rank of all ranks and batch sizes, with each variant's Pareto front."""
     if not (shown := of_few(panels(finished(rows), configuration))):
         return None
-    figure, axes = grid(shown)
+    figure, axes = column(shown)
     for axis, (_, found) in zip(axes, shown, strict=True):
         for variant in variants(found):
             points, look = [], {"color": variant_colour(variant), "fmt": "o", "markersize": 4, "elinewidth": 0.8}
@@ -262,7 +259,7 @@ def split(rows: Sequence[Row]) -> Figure | None:
 
     shown = panels(known, place)
     longest = max(len(found) for _, found in shown)
-    figure, axes = grid(shown, height=2.4 + 0.28 * longest)
+    figure, axes = column(shown, height=2.4 + 0.28 * longest)
     for axis, (_, found) in zip(axes, shown, strict=True):
         labels = [f"{r.setting.variant}, tp {r.setting.tp}, batch {r.setting.batch}" for r in found]
         left = [0.0] * len(found)

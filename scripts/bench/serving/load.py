@@ -49,6 +49,11 @@ from scripts.lib.vllm_model import QUANTIZES, add_vllm_memory, write_model
 UNSHARED = ("tp", "max_model_len", "compile")  # model options that `engine.bench` does not take
 STEP_SECONDS = ("engine_step_seconds", "gpu_idle_seconds")  # metrics of the server
 STATS_SECONDS = 0.5  # until the server's metrics have the last steps: the engine sends them every 0.25 s
+SPREADS = {  # of latencies, by their names in a summary
+    "ttft_ms": "TTFT, ms: p50 / p90 / p99",
+    "itl_ms": "ITL, ms: p50 / p90 / p99",
+    "end_to_end_ms": "end to end, ms: p50 / p90 / p99",
+}
 HEALTHY_SECONDS = 120.0  # time limit for the server of --url to answer
 
 
@@ -60,25 +65,21 @@ def parse_range(text: str) -> Range:
     return int(low), int(high or low)
 
 
+def spread(summary: dict[str, Any]) -> list[str]:
+    """The cells of SPREADS: p50, p90 and p99."""
+    return [" / ".join(f"{ms:.1f}" for ms in (summary[name] or {}).values()) for name in SPREADS]
+
+
 def table(result: dict[str, Any]) -> str:
     """A Markdown table with one line per rate. Cells with three figures hold p50, p90 and p99."""
     limits = f"goodput, TTFT ≤ {result['settings']['ttft_limit']:g} ms, ITL ≤ {result['settings']['itl_limit']:g} ms"
-    spreads = [f"{name}, ms: p50 / p90 / p99" for name in ("TTFT", "ITL", "end to end")]
     idle = any(one.get("gpu_idle_share") is not None for one in result["rates"])
-    head = [
-        "offered, requests/s",
-        "served, requests/s",
-        "tokens/s",
-        *spreads,
-        limits,
-        "failed",
-        *(("GPU idle",) if idle else ()),
-    ]
+    head = ["offered, requests/s", "served, requests/s", "tokens/s", *SPREADS.values(), limits, "failed"]
+    head += ["GPU idle"] if idle else []
     lines: list[list[str]] = []
     for one in result["rates"]:
         s = one["summary"]
-        spread = [" / ".join(f"{ms:.1f}" for ms in (s[name] or {}).values()) for name in ("ttft_ms", "itl_ms", "end_to_end_ms")]
-        figures = [f"{one['rate']:g}", f"{s['requests_per_second']:.2f}", f"{s['tokens_per_second']:.1f}", *spread]
+        figures = [f"{one['rate']:g}", f"{s['requests_per_second']:.2f}", f"{s['tokens_per_second']:.1f}", *spread(s)]
         share = one.get("gpu_idle_share")
         cell = ("" if share is None else f"{share:.1%}",) if idle else ()
         lines.append([*figures, f"{s['goodput']:.2f}", f"{sum(s['failed'].values())} of {s['requests']}", *cell])
@@ -228,15 +229,13 @@ def drafted(url: str) -> tuple[int, int]:
 
 def table_by_clients(result: dict[str, Any]) -> str:
     """A Markdown table with one line per number of clients, and a caption if agreement was not real."""
-    spreads = [f"{name}, ms: p50 / p90 / p99" for name in ("TTFT", "ITL", "end to end")]
-    head = ["clients", "tokens/s", *spreads, "accepted of a draft", "failed"]
+    head = ["clients", "tokens/s", *SPREADS.values(), "accepted of a draft", "failed"]
     lines: list[list[str]] = []
     for one in result["clients"]:
         s = one["summary"]
-        spread = [" / ".join(f"{ms:.1f}" for ms in (s[name] or {}).values()) for name in ("ttft_ms", "itl_ms", "end_to_end_ms")]
         accepted = f"{one['accepted'] / one['drafts']:.2f}" if one["drafts"] else "–"
         failed = f"{sum(s['failed'].values())} of {s['requests']}"
-        lines.append([str(one["clients"]), f"{s['tokens_per_second']:.1f}", *spread, accepted, failed])
+        lines.append([str(one["clients"]), f"{s['tokens_per_second']:.1f}", *spread(s), accepted, failed])
     rate = result["settings"]["accept_rate"]
     caption = [] if rate is None else ["", f"A drafted token counts as right with probability {rate:g}: agreement is not real."]
     return "\n".join([*table_lines(head, lines), *caption])
