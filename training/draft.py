@@ -46,7 +46,7 @@ from training.batches import GlobalBatches
 from training.chains import chain_loss
 from training.export import save_head
 from training.loop import together
-from training.metrics import cut_after, plot_losses
+from training.metrics import cut_after, plot_run
 from training.optimizer import AdamSettings
 from training.options import add_batch_options, check_numbers, dtype_of, schedule_of
 from training.step import check_batch
@@ -324,10 +324,7 @@ def train_head(args: argparse.Namespace, world: World) -> tuple[EagleHead, Trans
     on_first(world, partial(save_head, head.eval().requires_grad_(False), args.out))
     if world.rank == 0:
         (args.out / SNAPSHOT).unlink(missing_ok=True)
-        try:
-            plot_losses([(args.out.name, args.out / "metrics.jsonl")], args.out / "loss.png")
-        except UserError as e:
-            note(f"no loss.png: {e}")
+        plot_run(args.out)
     return head, model
 
 

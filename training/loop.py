@@ -2,7 +2,6 @@
 
 import argparse
 import json
-import sys
 import uuid
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -23,7 +22,7 @@ from tp import World, agree_on_error
 from training.batches import GlobalBatches
 from training.executor import Executor
 from training.initialize import empty_model, materializer
-from training.metrics import Meter, plot_losses
+from training.metrics import Meter, plot_run
 from training.optimizer import Optimizer
 from training.options import adam_of, dtype_of, ranks_mesh, schedule_of
 from training.planner.cost import forward_flops
@@ -189,7 +188,7 @@ def train(args: argparse.Namespace, world: World, trainer: Trainer, snapshots: S
     meter.close()
     together(world, snapshots.wait)
     if trainer.rank == 0:
-        _plot(args.out)
+        plot_run(args.out)
     if last < args.steps:
         note(f"stopped after step {last} of {args.steps}; go on with --resume")
         return
@@ -205,10 +204,3 @@ def _flops(args: argparse.Namespace, trainer: Trainer) -> tuple[float, float | N
     workload = workload_of(args, config, ranks_mesh(args, trainer.world_size), trainer.device)
     peak = workload.cluster.peak_flops(workload.precision) if workload is not None and trainer.device.type == "cuda" else None
     return 3 * forward_flops(config, args.sequence_length, args.global_batch), peak
-
-
-def _plot(out: Path) -> None:
-    try:
-        plot_losses([(out.name, out / "metrics.jsonl")], out / "loss.png")
-    except UserError as e:
-        print(f"no loss.png: {e}", file=sys.stderr)

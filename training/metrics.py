@@ -12,6 +12,7 @@ import torch
 from torch import Tensor
 from tqdm import tqdm
 
+from cli import note
 from errors import UserError
 from figures import CYCLE, VARIANT_COLOURS, new_figure
 from files import writing
@@ -129,13 +130,17 @@ def cut_after(path: Path, step: int) -> None:
         path.write_text("".join(json.dumps(line) + "\n" for line in kept))
 
 
-def plot_losses(runs: Sequence[tuple[str, Path]], out: Path) -> None:
-    """Draw the loss over steps of each (label, metrics.jsonl) into `out` (.png, .svg or .pdf)."""
-    draw_losses([(label, read_metrics(path)) for label, path in runs], out)
+def plot_run(folder: Path) -> None:
+    """Draw the metrics of the run in a folder into its loss.png, or say why that is impossible."""
+    try:
+        draw_losses([(folder.name, read_metrics(folder / "metrics.jsonl"))], folder / "loss.png")
+    except UserError as e:
+        note(f"no loss.png: {e}")
 
 
 def draw_losses(runs: Sequence[tuple[str, Sequence[dict[str, Any]]]], out: Path) -> None:
-    """Like `plot_losses`, for metrics that have been read. A label that names a variant gets that variant's colour."""
+    """Draw the loss over steps of each run, given as its label and metrics, into `out` (.png, .svg or .pdf). A label that names a
+    variant gets that variant's colour."""
     figure = new_figure(5, 3.4)
     axes = figure.subplots()
     for i, (label, lines) in enumerate(runs):

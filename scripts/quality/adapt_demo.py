@@ -33,7 +33,7 @@ from scripts.lib.rows import kept, row_file, weights_checksum
 from scripts.quality.embedded import TASKS
 from scripts.quality.seeds import evaluate, nats, share
 from training.convert import convert
-from training.metrics import plot_losses, read_metrics
+from training.metrics import draw_losses, read_metrics
 
 SEED = 77  # of the retraining corpus
 SEQUENCE, BATCH = 512, 16  # tokens, windows
@@ -168,13 +168,13 @@ def main() -> None:
     print(text)
     if folder is None:
         return
-    runs = [(f"{layers} ladder layers", args.out / f"hybrid-{layers}" / "metrics.jsonl") for layers in args.ladder_layers]
-    losses = {label: read_metrics(path) for label, path in runs}
+    runs = {f"{layers} ladder layers": args.out / f"hybrid-{layers}" for layers in args.ladder_layers}
+    losses = {label: read_metrics(run / "metrics.jsonl") for label, run in runs.items()}
     raw = results.write_table("adapt", about | {"rows": rows, "metrics": losses}, text, folder)
-    plot_losses(runs, folder / "adapt.png")
+    draw_losses(list(losses.items()), folder / "adapt.png")
     results.made(folder / "adapt.png", raw)
     note(
-        f"wrote adapt.json, .md and .png in {folder.relative_to(results.ROOT)}; serve one with make serve MODEL={runs[0][1].parent}/model"
+        f"wrote adapt.json, .md and .png in {folder.relative_to(results.ROOT)}; serve one with make serve MODEL={next(iter(runs.values()))}/model"
     )
 
 
