@@ -3,15 +3,27 @@
 import os
 from pathlib import Path
 
+from errors import UserError
+from hf_config import read_config
 from scripts.corpus.encode import encode_corpus
 from tokenizer_files import load_tokenizer
-from training.token_file import tokenizer_fingerprint, write_tokens
+from training.token_file import open_tokens, tokenizer_fingerprint, write_tokens
 
 TOKENS_PER_DOCUMENT = 90  # on average
 
 
-def write_corpus(path: Path, tokenizer: Path, seed: int, documents: int) -> None:
-    """Write the first `documents` documents of the corpus with this seed as a token file, with the tokenizer in the folder
-    `tokenizer`. Raises UserError as `encode_corpus` does."""
-    ids = encode_corpus(tokenizer, seed, documents, processes=os.cpu_count() or 1)
+def write_corpus(path: Path, tokenizer: Path, seed: int, tokens: int) -> None:
+    """Write the first documents of the corpus with this seed as a token file of about so many tokens, with the tokenizer in the folder
+    `tokenizer`, unless the file exists. Raises UserError as `encode_corpus` does."""
+    if path.with_suffix(".json").exists():
+        return
+    ids = encode_corpus(tokenizer, seed, tokens // TOKENS_PER_DOCUMENT, processes=os.cpu_count() or 1)
     write_tokens(path, ids, load_tokenizer(tokenizer).vocab_size, tokenizer_fingerprint(tokenizer))
+
+
+def write_enough(path: Path, model: Path, seed: int, tokens: int) -> None:
+    """The same with the tokenizer of `model` and at least so many tokens. Raises UserError if the file exists and has fewer."""
+    write_corpus(path, model, seed, int(1.05 * tokens) + 100 * TOKENS_PER_DOCUMENT)
+    count = len(open_tokens(path, read_config(model / "config.json").vocab_size).tokens)
+    if count < tokens:
+        raise UserError(f"{path} has {count:,} tokens of {tokens:,}, so some would repeat; remove it, to have it written again")

@@ -28,7 +28,7 @@ from engine.llm import LLM
 from engine.protocol import SamplingParams
 from scripts.bench.serving.speculation import submits_of
 from scripts.corpus.documents import KINDS
-from scripts.corpus.tokens import TOKENS_PER_DOCUMENT, write_corpus
+from scripts.corpus.tokens import write_corpus
 from tp import World, init_world
 from training import draft as command
 from training.chains import accepted_lengths
@@ -101,8 +101,8 @@ def main() -> None:
     args = parser.parse_args()
     args.out.mkdir(parents=True, exist_ok=True)
     data = args.out / f"drafts-{args.seed}-{int(args.tokens)}.bin"
-    if not args.measure and not data.with_suffix(".json").exists():
-        write_corpus(data, args.models[0], args.seed, int(args.tokens) // TOKENS_PER_DOCUMENT)
+    if not args.measure:
+        write_corpus(data, args.models[0], args.seed, int(args.tokens))
     for model in args.models:
         path = model / "draft" / "training.json"
         record = json.loads(path.read_text()) if args.measure else train(args, model, data)

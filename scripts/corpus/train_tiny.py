@@ -25,7 +25,7 @@ from cli import Parser, note, run
 from config import ModelConfig, with_variant
 from presets import preset
 from scripts.corpus.tokenizer import train_tokenizer
-from scripts.corpus.tokens import TOKENS_PER_DOCUMENT, write_corpus
+from scripts.corpus.tokens import write_corpus
 from tp import World, init_world
 from training import train as command
 from training.loop import Setup, prepare, train
@@ -58,14 +58,6 @@ EXAMPLES: dict[str, Any] = {
 def tiny_config(variant: str) -> ModelConfig:
     name = f"{variant}:{STREAMS}" if variant.startswith("desync") else variant
     return replace(with_variant(preset("tiny"), name), bos_token_id=BOS, eos_token_ids=(EOS,))
-
-
-def prepare_tokens(args: argparse.Namespace, tokenizer: Path, path: Path) -> None:
-    """Write the tokenizer and the token file, unless they exist."""
-    if not (tokenizer / "tokenizer.json").exists():
-        train_tokenizer(tokenizer, seed=args.seed)
-    if not path.with_suffix(".json").exists():
-        write_corpus(path, tokenizer, args.seed, int(args.tokens) // TOKENS_PER_DOCUMENT)
 
 
 def train_variant(args: argparse.Namespace, world: World, variant: str, data: Path, tokenizer: Path) -> None:
@@ -125,7 +117,9 @@ def main(argv: Sequence[str] | None = None) -> None:
     tokenizer = args.out / "tokenizer"
     data = args.data or args.out / f"tokens-{args.seed}-{int(args.tokens)}.bin"
     if world.rank == 0:
-        prepare_tokens(args, tokenizer, data)
+        if not (tokenizer / "tokenizer.json").exists():
+            train_tokenizer(tokenizer, seed=args.seed)
+        write_corpus(data, tokenizer, args.seed, int(args.tokens))
     if world.world_size > 1:
         dist.barrier()
     if args.prepare:

@@ -4,6 +4,7 @@ import heapq
 import os
 import signal
 import subprocess
+import sys
 from collections.abc import Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
@@ -12,6 +13,13 @@ import torch
 
 from errors import UserError
 from scripts.lib.results import ROOT
+
+
+def same_command(module: str, *more: str) -> list[str]:
+    """The command line of this script, with more flags before what follows `--`."""
+    words = sys.argv[1:]
+    end = words.index("--") if "--" in words else len(words)
+    return [sys.executable, "-m", module, *words[:end], *more, *words[end:]]
 
 
 def visible_gpus() -> list[str]:

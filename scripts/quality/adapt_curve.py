@@ -18,7 +18,6 @@ import itertools
 import json
 import math
 import shutil
-import sys
 import time
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
@@ -35,13 +34,13 @@ from files import check_folder
 from hf_config import read_config
 from options import whole_number
 from processes import die_with_parent
-from scripts.corpus.tokens import TOKENS_PER_DOCUMENT, write_corpus
+from scripts.corpus.tokens import write_enough
 from scripts.lib import results
 from scripts.lib.machine import describe, machine
 from scripts.lib.markdown import captioned
 from scripts.lib.rows import read_row, row_file, write_row
 from scripts.lib.statistics import mean_error
-from scripts.lib.workers import Workers, visible_gpus
+from scripts.lib.workers import Workers, same_command, visible_gpus
 from scripts.quality.accuracy import SEED
 from scripts.quality.embedded import TASKS
 from scripts.quality.seeds import difference, evaluate, nats, pair, prompts_error, share
@@ -49,7 +48,6 @@ from tp import init_world
 from training import adapt
 from training.convert import convert, to_hybrid_ladder
 from training.loop import prepare, train
-from training.token_file import open_tokens
 
 DATA_SEED = 77  # of the retraining corpus, which shares no document with the original one or the held-out ones
 SEARCH_SEED = 3  # of the held-out documents on which learning rates are compared
@@ -188,16 +186,6 @@ def data_of(args: argparse.Namespace) -> Path:
     return path
 
 
-def write_data(args: argparse.Namespace) -> None:
-    """Write enough tokens that none is seen twice, unless they exist. Raises UserError if they are too few."""
-    vocabulary, needed = read_config(args.model / "config.json").vocab_size, max(tokens_of(args))
-    if not data_of(args).with_suffix(".json").exists():
-        write_corpus(data_of(args), args.model, DATA_SEED, int(1.05 * needed) // TOKENS_PER_DOCUMENT + 100)
-    count = len(open_tokens(data_of(args), vocabulary).tokens)
-    if count < needed:
-        raise UserError(f"{data_of(args)} has {count:,} tokens, and {needed:,} are needed; remove it, to have it written again")
-
-
 def total(args: argparse.Namespace) -> int:
     """How many models there are in all."""
     cells = searched(args)
@@ -228,9 +216,7 @@ def command(args: argparse.Namespace, started: float) -> None:
     workers, said, deadline = Workers(visible_gpus()), 0.0, started + args.minutes * 60
     if len(rows_of(args)) == total(args):
         return
-    words = [sys.executable, "-m", "scripts.quality.adapt_curve", *sys.argv[1:]]
-    before = words.index("--") if "--" in words else len(words)
-    words[before:before] = ["--work"]
+    words = same_command("scripts.quality.adapt_curve", "--work")
     for i in range(args.workers):
         workers.start(f"worker-{i}", words, args.out / f"worker-{i}.log")
     while workers.running:
@@ -381,7 +367,7 @@ def main() -> None:
         return
     check_folder(args.out / "rows")
     folder, where = results.results_folder(args), machine()
-    write_data(args)
+    write_enough(data_of(args), args.model, DATA_SEED, max(tokens_of(args)))
     command(args, started)
     entries = summary(args)
     if entries:

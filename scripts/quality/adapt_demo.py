@@ -40,14 +40,6 @@ SEQUENCE, BATCH = 512, 16  # tokens, windows
 PROBE_STEPS, PROBE_SHARE = 3, 10  # steps, and one in so many items, from which the duration is estimated
 
 
-def prepare_tokens(out: Path, model: Path, tokens: int) -> Path:
-    """Write the token file for the retraining unless it exists, and return its path."""
-    path = out / f"tokens-{tokens}.bin"
-    if not path.with_suffix(".json").exists():
-        write_corpus(path, model, SEED, tokens // TOKENS_PER_DOCUMENT + 1)
-    return path
-
-
 def retrain(args: argparse.Namespace, layers: int, data: Path, out: Path, *more: object) -> None:
     """Adapt the model to `layers` ladder layers. Its metrics and the model are written to `out`. Raises UserError."""
     line: list[object] = ["--model", args.model, "--ladder-layers", layers, "--data", data, "--out", out]
@@ -149,7 +141,8 @@ def main() -> None:
     args = parse_args()
     check_folder(args.out)
     folder = None if args.dry_run else results.results_folder(args)
-    data = prepare_tokens(args.out, args.model, args.steps * BATCH * SEQUENCE)
+    tokens = args.steps * BATCH * SEQUENCE
+    write_corpus(data := args.out / f"tokens-{tokens}.bin", args.model, SEED, tokens + TOKENS_PER_DOCUMENT)
     models = {"original": args.model}
     for layers in args.ladder_layers:
         models[f"{layers} ladder layers, zero-shot"] = args.out / f"zero-shot-{layers}" / "model"

@@ -24,10 +24,9 @@ import torch
 from cli import Parser, note, run
 from errors import UserError
 from files import check_folder
-from hf_config import read_config
 from presets import preset
 from processes import on_ranks
-from scripts.corpus.tokens import TOKENS_PER_DOCUMENT, write_corpus
+from scripts.corpus.tokens import write_enough
 from scripts.lib import results
 from scripts.lib.machine import describe, machine
 from scripts.lib.markdown import captioned
@@ -37,7 +36,6 @@ from tp import World, init_world
 from training.loop import prepare, together
 from training.loop import train as train_one
 from training.metrics import draw_losses, read_metrics
-from training.token_file import open_tokens
 from training.train import parse_args as training_args
 from training.train import setup
 from variants import TRAINABLE
@@ -124,19 +122,11 @@ def words(args: argparse.Namespace, label: str, data: Path) -> list[str]:
     return [*map(str, line), *args.more]
 
 
-def needed(args: argparse.Namespace) -> int:
-    """The tokens of a training. A window has one more, its last target."""
-    return int(args.steps * args.global_batch * (args.sequence_length + 1))
-
-
 def corpus(args: argparse.Namespace) -> Path:
     """Write a token file with enough windows for all steps, unless there is one. Returns its path. Raises UserError."""
-    data: Path = args.out / f"tokens-{needed(args)}.bin"
-    if not data.with_suffix(".json").exists():
-        write_corpus(data, TOKENIZER, 1, int(1.05 * needed(args)) // TOKENS_PER_DOCUMENT + 100)
-    count = len(open_tokens(data, read_config(TOKENIZER / "config.json").vocab_size).tokens)
-    if count < needed(args):
-        raise UserError(f"{data} has {count:,} tokens of {needed(args):,}, so some would repeat; remove it, to write it again")
+    needed = args.steps * args.global_batch * (args.sequence_length + 1)  # a window has one more, its last target
+    data: Path = args.out / f"tokens-{needed}.bin"
+    write_enough(data, TOKENIZER, 1, needed)
     return data
 
 

@@ -15,7 +15,6 @@ import gc
 import json
 import math
 import shutil
-import sys
 import time
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
@@ -34,13 +33,13 @@ from presets import model_config
 from processes import die_with_parent
 from scripts.corpus import train_tiny
 from scripts.corpus.documents import documents, render
-from scripts.corpus.tokens import TOKENS_PER_DOCUMENT, write_corpus
+from scripts.corpus.tokens import write_corpus
 from scripts.lib import results
 from scripts.lib.machine import describe, machine
 from scripts.lib.markdown import captioned
 from scripts.lib.rows import read_row, write_row
 from scripts.lib.statistics import mean_error, paired_test
-from scripts.lib.workers import Workers, time_left, visible_gpus
+from scripts.lib.workers import Workers, same_command, time_left, visible_gpus
 from scripts.quality.accuracy import MAX_ANSWER, SEED
 from scripts.quality.embedded import TASKS
 from tokenizer_files import load_tokenizer
@@ -154,9 +153,7 @@ class Crew:
         self.evaluations: list[float] = []  # seconds of those that are done
 
     def start(self, one: Run) -> None:
-        words = [sys.executable, "-m", "scripts.quality.seeds", *sys.argv[1:]]
-        before = words.index("--") if "--" in words else len(words)
-        words[before:before] = ["--one", one.name]
+        words = same_command("scripts.quality.seeds", "--one", one.name)
         self.workers.start(one.name, words, self.args.out / f"{one.name}.log")
         self.running[one.name] = one
 
@@ -371,9 +368,8 @@ def main() -> None:
     for one in runs:
         model_config(str(results.ROOT / "models" / f"tiny-{one.variant}"), None, 1)
     todo = [one for one in runs if row_of(args, one) is None]
-    if any(one.seed for one in todo) and not args.data.with_suffix(".json").exists():
-        tokenizer = results.ROOT / "models" / "tiny-standard"
-        write_corpus(args.data, tokenizer, CORPUS_SEED, int(args.tokens) // TOKENS_PER_DOCUMENT)
+    if any(one.seed for one in todo):
+        write_corpus(args.data, results.ROOT / "models" / "tiny-standard", CORPUS_SEED, int(args.tokens))
     crew = Crew(args, todo, started + args.minutes * 60)
     crew.work()
     rows = [row for one in runs if (row := row_of(args, one)) is not None]
