@@ -107,13 +107,13 @@ def program() -> str:
 
 
 class Parser(argparse.ArgumentParser):
-    """An argument parser that raises UserError, so that N ranks do not print N usage texts.
+    """An argument parser that shows its description as it is, and raises UserError, so that N ranks do not print N usage texts.
 
     Unknown flags are reported first: for a misspelt required flag, argparse itself would only report that it is missing.
     """
 
     def __init__(self, prog: str | None = None, **options: Any) -> None:
-        super().__init__(prog or program(), **options)
+        super().__init__(prog or program(), **{"formatter_class": argparse.RawDescriptionHelpFormatter, **options})
 
     def error(self, message: str) -> NoReturn:
         raise UserError(f"{message}; see {self.prog} --help")

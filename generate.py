@@ -57,7 +57,7 @@ NO_TOKENIZER = (
 
 def parse_args(argv: Sequence[str] | None = None) -> argparse.Namespace:
     """Raises UserError for values that exclude each other or mean nothing."""
-    parser = Parser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = Parser(description=__doc__)
     add_options(parser, ModelOptions, "the model")
     parser.add_argument("--lora", metavar="DIR", help="add the LoRA adapter in this folder, as PEFT saves it, to the model")
     add_prompt_options(parser)

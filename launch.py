@@ -334,7 +334,7 @@ def exit_code(failures: Sequence[ProcessFailure], passed_on: int | None) -> int:
 
 
 def parse_args() -> argparse.Namespace:
-    parser = Parser(prog="launch.py", description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = Parser(prog="launch.py", description=__doc__)
     parser.add_argument("--ranks", type=int, required=True, metavar="N", help="processes to start on this host")
     parser.add_argument(
         "--hosts",

@@ -173,7 +173,7 @@ def add_load(parser: argparse.ArgumentParser, requests: int = 64, prompt_length:
 
 
 def main() -> None:
-    parser = Parser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = Parser(description=__doc__)
     add_options(parser, ModelOptions, "the model", without=("tp", "max_model_len", "compile"))
     add_options(parser, SpeculationOptions, "speculation")
     add_load(parser)

@@ -61,7 +61,7 @@ def _load(model: str, name: str, server: str, args: argparse.Namespace, widths: 
 
 
 def parse_args() -> argparse.Namespace:
-    parser = Parser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = Parser(description=__doc__)
     parser.add_argument("--models", nargs="+", default=["llama-3-8b"], metavar="MODEL", help="presets (default: llama-3-8b)")
     parser.add_argument(
         "--variants",

@@ -316,7 +316,7 @@ def finish(model: Path, job: Job) -> None:
 
 
 def parse_args() -> argparse.Namespace:
-    parser = Parser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = Parser(description=__doc__)
     parser.add_argument("--model", required=True, metavar="DIR", help="a checkpoint in 16 or 32 bits")
     parser.add_argument(
         "--out", type=Path, required=True, metavar="DIR", help="the new folder, or that of a run that was stopped"

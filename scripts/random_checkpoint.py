@@ -6,7 +6,6 @@
 The tokenizer is that of the embedded models, whose ids every preset has. The text of such a model has no meaning.
 """
 
-import argparse
 from pathlib import Path
 
 import torch
@@ -25,7 +24,7 @@ TOKENIZER = ROOT / "models" / "tiny-standard"
 
 
 def main() -> None:
-    parser = Parser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = Parser(description=__doc__)
     parser.add_argument("--model", required=True, metavar="PRESET", help="as generate.py takes it")
     parser.add_argument("--out", type=Path, required=True, metavar="DIR", help="a new folder")
     parser.add_argument("--variant", help="residual variant, as generate.py takes it (default: the preset's)")

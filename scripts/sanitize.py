@@ -57,7 +57,7 @@ def summary(found: Sequence[Step], raw: Path) -> str:
 
 
 def parse_args() -> argparse.Namespace:
-    parser = Parser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = Parser(description=__doc__)
     parser.add_argument("--compute-sanitizer", default="compute-sanitizer", metavar="PATH", help="default: that of PATH")
     add_run_options(parser, ROOT / "out" / "sanitizer")
     args = parser.parse_args()

@@ -261,7 +261,7 @@ def write_record(args: argparse.Namespace, times: dict[str, GpuTime]) -> None:
 
 
 def main() -> None:
-    parser = Parser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = Parser(description=__doc__)
     add_options(parser, ModelOptions, "the model", without=("tp", "max_model_len"), optional=("model",))
     parser.add_argument(
         "--read", type=Path, metavar="FILE", help="analyse this trace (.json or .json.gz) instead of recording one"

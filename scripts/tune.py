@@ -4,7 +4,6 @@ A server does the same at a model's first start, for at most --tune-seconds, and
 Here there is no time limit. The result is in $RUNG_CACHE, else in ~/.cache/rung; server, generate.py and benchmarks use it.
 """
 
-import argparse
 import math
 
 from checkpoint import DTYPES, load_model
@@ -17,7 +16,7 @@ from tp import init_world
 
 
 def main() -> None:
-    parser = Parser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = Parser(description=__doc__)
     add_options(
         parser,
         ModelOptions,

@@ -87,7 +87,7 @@ def start(ranks: int, command: list[str], device: str | None) -> int:
 
 
 def main() -> None:
-    parser = Parser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = Parser(description=__doc__)
     parser.add_argument("--ranks", type=int, default=4, help="ranks of both hosts together (default: 4)")
     parser.add_argument(
         "--device", choices=("cpu", "cuda"), help="device of the ranks; on cpu they need no GPU (default: CUDA if there is any)"

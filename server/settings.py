@@ -462,6 +462,7 @@ def build_parser() -> argparse.ArgumentParser:
         epilog="Each flag may also be an environment variable (--max-num-seqs: RUNG_MAX_NUM_SEQS; lists are separated by commas) "
         "or a key of the --config file (max-num-seqs). The command line takes precedence over the environment, the environment "
         "over the file.",
+        formatter_class=argparse.HelpFormatter,  # wraps the epilog
         allow_abbrev=False,
         argument_default=argparse.SUPPRESS,
     )

@@ -222,7 +222,7 @@ def results(args: argparse.Namespace) -> Iterator[Counter[str]]:
 
 
 def main() -> None:
-    parser = Parser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = Parser(description=__doc__)
     parser.add_argument("--prompts", type=whole_number(1), default=10_000, help="at least so many (default: 10000)")
     parser.add_argument("--minutes", type=float, default=float("inf"), help="stop after so many (default: no limit)")
     parser.add_argument("--jobs", type=whole_number(1), default=1, help="processes, each with 4 ranks and 1 GB (default: 1)")

@@ -33,7 +33,7 @@ from training.options import add_batch_options, add_execution_options, add_run_o
 
 
 def parse_args(argv: Sequence[str] | None = None) -> argparse.Namespace:
-    parser = Parser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = Parser(description=__doc__)
     what = parser.add_argument_group("what becomes what")
     what.add_argument("--model", type=Path, required=True, metavar="DIR", help="a standard checkpoint")
     what.add_argument("--ladder-layers", required=True, metavar="K|LIST", help="the last K layers, or a list such as 12-31")

@@ -120,7 +120,7 @@ def clear(out: Path, model: Path, force: bool) -> None:
 
 
 def parse_args(argv: Sequence[str] | None = None) -> argparse.Namespace:
-    parser = Parser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = Parser(description=__doc__)
     parser.add_argument("--model", type=Path, required=True, metavar="DIR", help="standard checkpoint with config.json")
     parser.add_argument(
         "--ladder-layers", required=True, metavar="K|LIST", help="the last K layers, or a list: 12-31 or 12,14,16-31"

@@ -62,7 +62,7 @@ POSITIVE = (
 
 
 def parse_args(argv: Sequence[str] | None = None) -> argparse.Namespace:
-    parser = Parser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = Parser(description=__doc__)
     what = parser.add_argument_group("what is trained")
     what.add_argument("--model", required=True, metavar="DIR", help="the checkpoint that the head is for")
     what.add_argument(

@@ -137,7 +137,7 @@ def _add_output_options(parser: argparse.ArgumentParser) -> None:
 
 
 def parse_args(argv: Sequence[str] | None = None) -> argparse.Namespace:
-    parser = Parser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = Parser(description=__doc__)
     _add_model_and_cluster_options(parser)
     _add_batch_options(parser)
     _add_execution_options(parser)

@@ -42,7 +42,7 @@ LEAST = 3  # the smallest number of runs
 
 
 def parse_args(argv: Sequence[str] | None = None) -> argparse.Namespace:
-    parser = Parser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = Parser(description=__doc__)
     parser.add_argument("--out", type=Path, required=True, metavar="FILE", help="the profile that is written, as JSON")
     parser.add_argument(
         "--device", choices=("cpu", "cuda"), help="default: CUDA with NCCL if there is a GPU, else CPU with gloo"

@@ -120,7 +120,7 @@ def keep_tokenizer(model: Path, path: Path) -> None:
 
 
 def parse_args(argv: Sequence[str] | None = None) -> argparse.Namespace:
-    parser = Parser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = Parser(description=__doc__)
     parser.add_argument("inputs", nargs="+", type=Path, metavar="FILE|FOLDER", help="texts or conversations")
     parser.add_argument("--model", type=Path, required=True, metavar="DIR", help="checkpoint whose tokenizer is used")
     parser.add_argument("--out", type=Path, required=True, metavar="FILE.bin", help="token file to write")

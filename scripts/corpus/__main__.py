@@ -30,7 +30,6 @@ def parse_args() -> argparse.Namespace:
             "  python -m scripts.corpus --stats --documents 5000 --tokenizer out/tokenizer\n\n"
             "kinds and their shares:\n  " + ", ".join(f"{kind} {share:.0%}" for kind, share in MIXTURE.items())
         ),
-        formatter_class=argparse.RawDescriptionHelpFormatter,
     )
     parser.add_argument("--seed", type=int, default=1, help="random seed of the whole corpus (default 1)")
     parser.add_argument("--documents", type=int, default=10, metavar="N", help="how many documents (default 10)")

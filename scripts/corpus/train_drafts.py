@@ -87,7 +87,7 @@ def measure(args: argparse.Namespace, model: Path) -> dict[str, float]:
 
 
 def main() -> None:
-    parser = Parser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = Parser(description=__doc__)
     parser.add_argument("--models", type=Path, nargs="+", default=MODELS, help="checkpoints (default: the three embedded ones)")
     parser.add_argument("--steps", type=int, default=700, help="training steps of each head (default: 700)")
     parser.add_argument("--batch", type=int, default=64, help=f"windows of {WINDOW} tokens in a step (default: 64)")

@@ -96,7 +96,7 @@ def train_variant(args: argparse.Namespace, world: World, variant: str, data: Pa
 
 
 def main(argv: Sequence[str] | None = None) -> None:
-    parser = Parser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = Parser(description=__doc__)
     parser.add_argument("--variant", choices=TRAINABLE, help="train only this one (default: all)")
     parser.add_argument("--tokens", type=float, default=300e6, help="training tokens (default: 300e6)")
     parser.add_argument("--seed", type=int, default=1, help="random seed of corpus, initial weights and order (default: 1)")

@@ -184,7 +184,7 @@ def _task(row: dict[str, Any], task: str) -> float:
 
 def main() -> None:
     found = [ROOT / "models" / f"tiny-{name}" for name in TRAINABLE]
-    parser = Parser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = Parser(description=__doc__)
     parser.add_argument("--models", type=Path, nargs="+", default=found, help="checkpoints (default: models/tiny-*)")
     parser.add_argument("--tp", type=int, nargs="+", default=[1, 2, 4], help="numbers of ranks (default: 1 2 4)")
     parser.add_argument("--items", type=int, default=200, help="held-out documents per task (default: 200)")

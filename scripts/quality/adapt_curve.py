@@ -319,7 +319,7 @@ def draw(entries: list[dict[str, Any]], path: Path) -> None:
 
 
 def parse_args() -> argparse.Namespace:
-    parser = Parser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = Parser(description=__doc__)
     embedded = results.ROOT / "models" / "tiny-standard"
     parser.add_argument("--model", type=Path, default=embedded, help="a standard checkpoint (default: models/tiny-standard)")
     parser.add_argument("--layers", type=whole_number(1), nargs="+", default=[4, 5, 8], help="ladder layers (default: 4 5 8)")

@@ -103,7 +103,7 @@ def table(rows: list[dict[str, Any]], about: dict[str, Any]) -> str:
 
 
 def parse_args() -> argparse.Namespace:
-    parser = Parser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = Parser(description=__doc__)
     parser.add_argument(
         "--model", type=Path, default=results.ROOT / "models" / "tiny-standard", help="default: models/tiny-standard"
     )

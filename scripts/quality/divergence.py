@@ -170,7 +170,7 @@ def file_name(args: argparse.Namespace) -> str:
 
 
 def main() -> None:
-    parser = Parser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = Parser(description=__doc__)
     parser.add_argument(
         "--model", default="models/tiny-hybrid", help="a checkpoint with a tokenizer (default: models/tiny-hybrid)"
     )

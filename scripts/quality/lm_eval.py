@@ -208,7 +208,7 @@ def check(args: argparse.Namespace, command: str) -> tuple[str, list[dict[str, A
 
 
 def main() -> None:
-    parser = Parser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = Parser(description=__doc__)
     parser.add_argument(
         "--lm-eval",
         default="lm_eval",

@@ -49,7 +49,7 @@ TRAIN = "--train"  # first word of the ranks' command line
 
 
 def parse_args() -> argparse.Namespace:
-    parser = Parser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = Parser(description=__doc__)
     parser.add_argument("--model", default="ladder-1b", metavar="PRESET", help="default: ladder-1b")
     parser.add_argument("--ranks", type=int, default=2, help="number of ranks (default: 2)")
     parser.add_argument("--variants", nargs="+", choices=TRAINABLE, default=list(TRAINABLE), help="default: all")

@@ -175,7 +175,7 @@ def table(rows: list[dict[str, Any]], where: dict[str, Any]) -> str:
 
 def main() -> None:
     found = [ROOT / "models" / f"tiny-{name}" for name in ("standard", "hybrid")]
-    parser = Parser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = Parser(description=__doc__)
     parser.add_argument("--models", type=Path, nargs="+", default=found, help="default: tiny-standard and tiny-hybrid")
     parser.add_argument(
         "--schemes",

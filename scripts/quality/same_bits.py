@@ -361,7 +361,7 @@ def table(rows: list[dict[str, Any]], args: argparse.Namespace, where: dict[str,
 
 
 def main() -> None:
-    parser = Parser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = Parser(description=__doc__)
     parser.add_argument(
         "--models",
         nargs="+",

@@ -324,7 +324,7 @@ def draw(rows: list[dict[str, Any]], entries: list[dict[str, Any]], path: Path) 
 
 
 def parse_args() -> argparse.Namespace:
-    parser = Parser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = Parser(description=__doc__)
     parser.add_argument("--seeds", type=whole_number(1), nargs="*", default=[1, 2, 3], help="default: 1 2 3")
     parser.add_argument("--variants", nargs="+", choices=TRAINABLE, default=list(TRAINABLE), help="default: all")
     parser.add_argument("--embedded", action="store_true", help="also evaluate models/tiny-*, which count as one more seed")

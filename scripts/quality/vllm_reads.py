@@ -136,7 +136,7 @@ def table(rows: list[dict[str, Any]], version: str, args: argparse.Namespace, wh
 
 
 def parse_args() -> argparse.Namespace:
-    parser = Parser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = Parser(description=__doc__)
     parser.add_argument("--vllm-python", required=True, metavar="PYTHON", help="the Python of an environment with vLLM")
     parser.add_argument("--model", type=Path, default=ROOT / "models" / "tiny-standard", help="default: models/tiny-standard")
     parser.add_argument("--widths", nargs="+", choices=tuple(WIDTHS), default=list(WIDTHS), help="default: all")

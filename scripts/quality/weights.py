@@ -176,7 +176,7 @@ def _match(row: dict[str, Any]) -> str:
 
 def main() -> None:
     embedded = [ROOT / "models" / f"tiny-{name}" for name in TRAINABLE]
-    parser = Parser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = Parser(description=__doc__)
     parser.add_argument("--models", type=Path, nargs="+", default=embedded, help="checkpoints (default: models/tiny-*)")
     parser.add_argument("--widths", nargs="+", choices=tuple(LOADED), default=list(LOADED), help="default: all")
     parser.add_argument("--stories", type=whole_number(2), default=1000, metavar="N", help="held-out stories (default: 1000)")

@@ -22,7 +22,6 @@ Tables and plots in docs/results are compared with `made-from.json`, which the s
 which docs/results.md has no link.
 """
 
-import argparse
 import ast
 import json
 import operator
@@ -192,7 +191,7 @@ def unlisted(page: Path, tables: Path) -> list[str]:
 
 
 def main() -> None:
-    parser = Parser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = Parser(description=__doc__)
     parser.add_argument("pages", nargs="*", type=Path, help="default: README.md and docs/*.md, and all tables and plots")
     args = parser.parse_args()
     pages = args.pages or [ROOT / "README.md", *sorted((ROOT / "docs").glob("*.md"))]

@@ -8,7 +8,6 @@ server/routers.py, whose content is in their labels, get none. A panel's descrip
 that the server does not have is an error.
 """
 
-import argparse
 import json
 import re
 from collections.abc import Sequence
@@ -203,7 +202,7 @@ def _variables() -> list[dict[str, Any]]:
 
 
 def main() -> None:
-    parser = Parser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = Parser(description=__doc__)
     parser.add_argument("--write", action="store_true", help=f"write {PATH.relative_to(ROOT)}")
     text = json.dumps(dashboard(), indent=1) + "\n"
     if parser.parse_args().write:

@@ -5,7 +5,6 @@ python -m scripts.report.draw_dashboard --prometheus http://127.0.0.1:9090 --min
 Each panel has Grafana's place, title, unit, legends and queries.
 """
 
-import argparse
 import itertools
 import json
 import math
@@ -77,7 +76,7 @@ def draw(axes: Axes, panel: dict[str, Any], curves: list[Series], start: float, 
 
 
 def main() -> None:
-    parser = Parser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = Parser(description=__doc__)
     parser.add_argument("--prometheus", default="http://127.0.0.1:9090", metavar="URL", help="(default: %(default)s)")
     parser.add_argument("--minutes", type=float, default=10.0, help="time span that ends now (default: 10)")
     parser.add_argument(

@@ -6,7 +6,6 @@ The page contains its plots and styles and needs no network. If the file of --sw
 out.
 """
 
-import argparse
 import datetime
 import html
 import io
@@ -228,7 +227,7 @@ def read_load(path: Path) -> dict[str, Any] | None:
 
 
 def main() -> None:
-    parser = Parser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = Parser(description=__doc__)
     parser.add_argument(
         "--sweep", type=Path, default=ROOT / "out" / "sweep.jsonl", help="rows of make sweep (default: out/sweep.jsonl)"
     )

@@ -8,7 +8,6 @@ ranks and lengths, except that --tp and --new-tokens replace the paper's values.
 run. The paper's "No NVLink" corresponds to our interconnect no-p2p. `make sweep ARGS="--grid table-2"` runs the rows of a table.
 """
 
-import argparse
 import json
 from collections.abc import Sequence
 from pathlib import Path
@@ -85,7 +84,7 @@ def markdown(rows: Sequence[Row], **ours: int) -> str:
 
 
 def main() -> None:
-    parser = Parser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = Parser(description=__doc__)
     parser.add_argument(
         "--sweep", type=Path, default=ROOT / "out" / "sweep.jsonl", help="rows of make sweep (default: out/sweep.jsonl)"
     )

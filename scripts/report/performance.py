@@ -494,7 +494,7 @@ def _made(path: Path, raw: Path, files: str) -> None:
 
 
 def main() -> None:
-    parser = Parser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = Parser(description=__doc__)
     parser.add_argument(
         "--raw",
         type=Path,

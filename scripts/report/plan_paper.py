@@ -10,7 +10,6 @@ optimal. Section VI.A.4 uses one configuration from 8 to 1,024 GPUs (for the 30B
 1,024 GPUs alone, and by its mean over all these sizes. In the second case its meshes must tile the smallest size.
 """
 
-import argparse
 import itertools
 from dataclasses import asdict, replace
 from pathlib import Path
@@ -329,7 +328,7 @@ def predicted_mfu(name: str, cluster: Cluster) -> dict[str, list[tuple[int, floa
 
 
 def main() -> None:
-    parser = Parser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = Parser(description=__doc__)
     parser.add_argument("--fit", action="store_true", help="only fit the unknown figures of the A800 cluster to table V")
     add_write_option(parser)
     args = parser.parse_args()

@@ -10,7 +10,6 @@ the times between the tokens of all clients, and what is predicted for the same 
 times of each set of equal layers from all other rows, as for a model or a number of ranks that was not measured.
 """
 
-import argparse
 import json
 from collections.abc import Iterable, Sequence
 from typing import Any
@@ -252,7 +251,7 @@ def _arrow(pair: dict[str, float]) -> str:
 
 
 def main() -> None:
-    parser = Parser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = Parser(description=__doc__)
     add_write_option(parser)
     folder = results_folder(parser.parse_args())
     tables = measured()

@@ -7,7 +7,6 @@ all-reduces' time during which no module computes. Writes overlap.json and overl
 docs/results.
 """
 
-import argparse
 import json
 import subprocess
 import tempfile
@@ -73,7 +72,7 @@ def draw(axis: Any, title: str, all_reduces: list[Span], modules: list[tuple[str
 
 
 def main() -> None:
-    parser = Parser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = Parser(description=__doc__)
     parser.add_argument("--ranks", type=int, default=2, help="gloo ranks (default: 2)")
     parser.add_argument("--prompt-length", type=int, default=512, help="tokens of the profiled prefill (default: 512)")
     add_write_option(parser)

@@ -14,7 +14,6 @@ An upper bound far above the variants is written as a number at the end of the a
 points. A panel shows at most six variants in addition to the standard model.
 """
 
-import argparse
 from collections.abc import Callable, Sequence
 from itertools import groupby
 from pathlib import Path
@@ -288,7 +287,7 @@ FIGURES: dict[str, Callable[[Sequence[Row]], Figure | None]] = {
 
 
 def main() -> None:
-    parser = Parser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = Parser(description=__doc__)
     parser.add_argument(
         "--sweep", type=Path, default=ROOT / "out" / "sweep.jsonl", help="rows of make sweep (default: out/sweep.jsonl)"
     )

@@ -4,7 +4,6 @@ python -m scripts.report.quote_tables            # rewrite the pages
 python -m scripts.report.quote_tables --check    # exit with 2 if a page is out of date
 """
 
-import argparse
 import re
 
 from cli import Parser, run
@@ -25,7 +24,7 @@ def filled(text: str, page: str) -> str:
 
 
 def main() -> None:
-    parser = Parser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = Parser(description=__doc__)
     parser.add_argument("--check", action="store_true", help="change nothing; fail if a page is out of date")
     args = parser.parse_args()
     for page in (ROOT / "README.md", *sorted((ROOT / "docs").glob("*.md"))):

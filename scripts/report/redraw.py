@@ -18,7 +18,7 @@ from training.metrics import draw_losses
 
 
 def main() -> None:
-    parser = Parser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = Parser(description=__doc__)
     add_write_option(parser)
     folder = results_folder(parser.parse_args())
     for raw in (path for path in sorted(RESULTS.glob("gpu-*")) if path.is_dir()):

@@ -43,7 +43,7 @@ from scripts.sweep.vllm_worker import MEMORY
 
 
 def parse_args() -> argparse.Namespace:
-    parser = Parser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = Parser(description=__doc__)
     axes = parser.add_argument_group("axes, each with one value or several")
     axes.add_argument("--grid", choices=GRIDS, help="a named set of axes; other axes given here replace its values")
     axes.add_argument(

@@ -12,7 +12,6 @@ answered, but the answers are nonsense. Reasoning comes from a server with a scr
 Needs Python, npm and Node 20 or newer, and a network for the first run. Runs one client at a time.
 """
 
-import argparse
 import json
 import os
 import shutil
@@ -204,7 +203,7 @@ def keep(name: str, taken: list[Request], record: bool) -> None:
 
 
 def main() -> None:
-    parser = Parser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = Parser(description=__doc__)
     parser.add_argument("--only", nargs="+", choices=TITLES, metavar="NAME", help=f"only these, again: {', '.join(TITLES)}")
     parser.add_argument("--again", action="store_true", help="run all again, also those whose result is kept in out/clients")
     parser.add_argument("--record", action="store_true", help="write the requests that were served to tests/server/fixtures")

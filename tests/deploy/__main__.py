@@ -6,7 +6,6 @@
 Needs .venv-ray, which `make cluster-test` makes. Arguments after -- are pytest's. Exits with pytest's code if a test failed.
 """
 
-import argparse
 import json
 import os
 import subprocess
@@ -29,7 +28,7 @@ def table(rows: list[dict[str, Any]]) -> str:
 
 
 def main() -> None:
-    parser = Parser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = Parser(description=__doc__)
     add_write_option(parser)
     parser.add_argument("pytest", nargs="*", metavar="-- ARGS", help="arguments of pytest")
     args = parser.parse_args()

@@ -10,7 +10,6 @@ router is not on PyPI; its requirements are. The servers have one CPU rank each 
 results of routers that this call does not run. Exits with 2 if a check that it runs fails.
 """
 
-import argparse
 import json
 import os
 import signal
@@ -336,7 +335,7 @@ def fail_if_any_failed(ran: dict[str, Any]) -> None:
 
 
 def main() -> None:
-    parser = Parser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = Parser(description=__doc__)
     parser.add_argument(
         "--only",
         nargs="*",

@@ -7,7 +7,6 @@ The hosts are network namespaces of this machine; `tc` slows the cable between t
 iproute2. Times are medians of the slowest rank; the bytes are those that the first host's end of the cable counts.
 """
 
-import argparse
 import json
 import os
 import subprocess
@@ -118,7 +117,7 @@ def main() -> None:
     if sys.argv[1:2] == ["--rank"]:
         rank_main([int(size) for size in sys.argv[2:]])
         return
-    parser = Parser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = Parser(description=__doc__)
     add_write_option(parser)
     folder = results_folder(parser.parse_args())
     cables = {}

@@ -192,7 +192,7 @@ def a_part(text: str) -> tuple[int, int]:
 
 
 def main() -> None:
-    parser = Parser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = Parser(description=__doc__)
     parser.add_argument("--out", type=Path, default=Path("linear.json"), help="the file to write (default: linear.json)")
     parser.add_argument("--device", type=int, help="the GPU's index (default: LOCAL_RANK)")
     parser.add_argument("--part", type=a_part, help="I/N: the I-th of N parts of the shapes (default: LOCAL_RANK's)")

@@ -186,7 +186,7 @@ def write(content: dict[str, Any], path: Path) -> None:
 
 
 def parse_args(arguments: Sequence[str] | None = None) -> argparse.Namespace:
-    parser = Parser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = Parser(description=__doc__)
     parser.add_argument(
         "--out", type=Path, default=Path("linear-quantized.json"), help="the file to write (default: linear-quantized.json)"
     )

@@ -399,7 +399,7 @@ def show(row: dict[str, Any], case: Case) -> None:
 
 
 def main() -> None:
-    parser = Parser(description=(__doc__ or "").splitlines()[0], formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = Parser(description=(__doc__ or "").splitlines()[0])
     parser.add_argument("--out", type=Path, help="write the rows to this JSON file")
     parser.add_argument("--only", nargs="+", choices=FAMILIES, default=list(FAMILIES), help="kernels to measure")
     parser.add_argument(

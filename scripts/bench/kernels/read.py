@@ -6,7 +6,6 @@ A kernel adds up 12 GB of random integers, with several launch configurations. E
 launches. Prints the fastest and writes the bytes/s of all as JSON.
 """
 
-import argparse
 import json
 from pathlib import Path
 from statistics import median
@@ -66,7 +65,7 @@ def read_ceiling() -> float:
 
 
 def main() -> None:
-    parser = Parser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = Parser(description=__doc__)
     parser.add_argument("--out", type=Path, help="JSON file to write")
     args = parser.parse_args()
     if not torch.cuda.is_available():

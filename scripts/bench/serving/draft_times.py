@@ -58,7 +58,7 @@ def measure(name: str, args: argparse.Namespace, world: World) -> dict[str, obje
 
 
 def main() -> None:
-    parser = Parser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = Parser(description=__doc__)
     add_options(parser, ModelOptions, "the models", without=("model", "tp", "max_model_len", "compile"))
     parser.add_argument(
         "--models", nargs="+", default=["llama-3-8b", "llama-3-70b:16"], help="default: llama-3-8b llama-3-70b:16"

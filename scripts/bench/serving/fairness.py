@@ -7,7 +7,6 @@ A client sends one request after another, first to an idle server, then once ano
 process of its own. For each number of places in the batch prints the medians of the times to the first token, as the client and as
 the server's log have them, of the engine's step, and their ratios. Writes JSON with the largest values, too, and the table."""
 
-import argparse
 import asyncio
 import json
 import re
@@ -157,7 +156,7 @@ def _cells(one: dict[str, Any]) -> list[str]:
 
 
 def main() -> None:
-    parser = Parser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = Parser(description=__doc__)
     parser.add_argument("--model", default="models/tiny-hybrid", help="a checkpoint or a preset (default: models/tiny-hybrid)")
     parser.add_argument("--ranks", type=int, default=1, help="tensor-parallel ranks (default: 1)")
     parser.add_argument("--requests", type=int, default=1000, help="of the other client (default: 1000)")

@@ -126,7 +126,7 @@ async def measure(url: str, pid: int, args: argparse.Namespace) -> dict[str, Any
 
 
 def parse_args() -> argparse.Namespace:
-    parser = Parser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = Parser(description=__doc__)
     parser.add_argument("--streams", type=int, default=64, metavar="N", help="number of requests (default: 64)")
     parser.add_argument("--rate", type=float, default=200.0, metavar="R", help="requests that arrive per second (default: 200)")
     parser.add_argument(

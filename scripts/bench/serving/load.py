@@ -340,7 +340,7 @@ def check(args: argparse.Namespace) -> None:
 
 
 def parse_args() -> argparse.Namespace:
-    parser = Parser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = Parser(description=__doc__)
     add_server_options(parser)
     add_load_options(parser)
     add_report_options(parser)

@@ -186,7 +186,7 @@ def verdict(result: dict[str, Any], memory_mb: int) -> list[str]:
 
 
 def main() -> None:
-    parser = Parser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = Parser(description=__doc__)
     parser.add_argument("--model", default="models/tiny-hybrid", help="a checkpoint (default: models/tiny-hybrid)")
     parser.add_argument("--ranks", type=int, default=2, help="tensor-parallel ranks (default: 2)")
     parser.add_argument("--clients", type=int, default=64, help="concurrent clients (default: 64)")

@@ -318,7 +318,7 @@ def launched(args: argparse.Namespace, deadline: float) -> dict[str, Any]:
 
 
 def parse_args() -> argparse.Namespace:
-    parser = Parser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = Parser(description=__doc__)
     add_options(
         parser,
         ModelOptions,

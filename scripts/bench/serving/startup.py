@@ -98,7 +98,7 @@ def table(runs: list[dict[str, Any]]) -> str:
 
 
 def parse_args() -> argparse.Namespace:
-    parser = Parser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = Parser(description=__doc__)
     parser.add_argument("--model", required=True, metavar="DIR|PRESET", help="a checkpoint, or a preset with random weights")
     parser.add_argument("--ranks", type=int, default=2, help="tensor-parallel ranks (default: 2)")
     parser.add_argument(

@@ -101,7 +101,7 @@ def merge(paths: list[Path]) -> None:
 
 
 def main() -> None:
-    parser = Parser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = Parser(description=__doc__)
     add_options(parser, ModelOptions, "the model", without=("model", "tp", "max_model_len", "compile"))
     parser.add_argument("--model", default="llama-3-8b", help="a checkpoint or a preset (default: llama-3-8b)")
     bench.add_load(parser, requests=256, prompt_length=1024, new_tokens=256)

@@ -75,7 +75,7 @@ def compare(programs: dict[str, Decode], batch: int, args: argparse.Namespace) -
 
 
 def parse_args() -> argparse.Namespace:
-    parser = Parser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = Parser(description=__doc__)
     parser.add_argument("--model", type=Path, default=ROOT / "models" / "tiny-standard", help="a standard checkpoint")
     parser.add_argument("--threads", type=int, default=1, help="threads of both programs (default: 1)")
     parser.add_argument("--batch-size", type=int, nargs="+", default=[1, 8], help="batch sizes (default: 1 8)")

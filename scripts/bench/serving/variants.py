@@ -68,7 +68,7 @@ def table(rows: list[dict[str, Any]], where: dict[str, Any], args: argparse.Name
 
 
 def main() -> None:
-    parser = Parser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = Parser(description=__doc__)
     parser.add_argument("--ranks", type=int, default=8, help="tensor-parallel ranks (default: 8)")
     parser.add_argument("--models", nargs="+", default=MODELS, help=f"presets (default: {' '.join(MODELS)})")
     parser.add_argument("--variants", nargs="+", default=VARIANTS, help=f"default: {' '.join(VARIANTS)}")

@@ -110,7 +110,7 @@ def _add_launch_options(parser: argparse.ArgumentParser) -> None:
 
 
 def parse_args(argv: Sequence[str] | None = None) -> argparse.Namespace:
-    parser = Parser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = Parser(description=__doc__)
     _add_comparison_options(parser)
     _add_step_options(parser)
     _add_launch_options(parser)

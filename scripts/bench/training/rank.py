@@ -78,7 +78,7 @@ def add_trace_and_tuning_options(parser: argparse.ArgumentParser) -> None:
 
 
 def parse_args(argv: Sequence[str] | None = None) -> argparse.Namespace:
-    parser = Parser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = Parser(description=__doc__)
     parser.add_argument("--model", required=True, metavar="PRESET", help="the model, with random weights")
     parser.add_argument("--data", type=Path, required=True, metavar="FILE.bin", help="a token file")
     parser.add_argument("--system", choices=SYSTEMS, required=True, help="what to measure; only `planner` reads --sharding")

@@ -7,7 +7,6 @@ list.json: a list of {"arguments": the command line of rank.py as a list, "row":
 that cannot be trained gets a row with the error. One that crashes or runs out of memory ends the launch.
 """
 
-import argparse
 import gc
 import json
 import time
@@ -36,7 +35,7 @@ def answer(arguments: list[str], world: World) -> dict[str, Any] | None:
 
 
 def main() -> None:
-    parser = Parser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = Parser(description=__doc__)
     parser.add_argument("list", type=Path, metavar="LIST.json")
     parser.add_argument("--device", choices=("cpu", "cuda"), required=True)
     parser.add_argument("--gpus-per-node", type=int, required=True, metavar="N")
