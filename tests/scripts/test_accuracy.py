@@ -13,18 +13,8 @@ from tests.support.command_line import MODELS
 @pytest.mark.usefixtures("forked_commands")
 def test_a_stopped_command_goes_on(monkeypatch: pytest.MonkeyPatch, tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:
     """With the evaluations that have no row; and with all if the number of items is another."""
-    line = [
-        "accuracy",
-        "--tp",
-        "1",
-        "--rows",
-        str(tmp_path),
-        "--dry-run",
-        "--items",
-        "1",
-        "--models",
-        str(MODELS / "tiny-ladder"),
-    ]
+    flags = "--tp 1 --dry-run --items 1"
+    line = ["accuracy", *flags.split(), "--rows", str(tmp_path), "--models", str(MODELS / "tiny-ladder")]
     monkeypatch.setattr(sys, "argv", line)
     accuracy.main()
     shown = capfd.readouterr()

@@ -69,31 +69,9 @@ def test_what_the_timeout_leaves_no_time_for_says_so(tmp_path: Path) -> None:
 
 
 def test_pretraining_the_variants_writes_their_losses_and_no_models(tmp_path: Path) -> None:
-    line = [
-        sys.executable,
-        "-m",
-        "scripts.quality.pretrain_variants",
-        "--model",
-        "tiny:1",
-        "--ranks",
-        "2",
-        "--steps",
-        "7",
-        "--dry-run",
-    ]
-    line += [
-        "--sequence-length",
-        "16",
-        "--global-batch",
-        "4",
-        "--streams",
-        "2",
-        "--variants",
-        "standard",
-        "hybrid",
-        "desync-2x",
-    ]
-    line += ["--seeds", "3", "4", "--out", str(tmp_path)]
+    flags = "--model tiny:1 --ranks 2 --steps 7 --dry-run --sequence-length 16 --global-batch 4 --streams 2 --seeds 3 4"
+    line = [sys.executable, "-m", "scripts.quality.pretrain_variants", *flags.split(), "--out", str(tmp_path)]
+    line += ["--variants", "standard", "hybrid", "desync-2x"]
     done = quick_start.run(line, cwd=ROOT, capture_output=True, text=True, timeout=600)
     assert done.returncode == 0, done.stderr
     labels = {"standard": "standard", "hybrid": "hybrid", "desync-2x": "desync-2x", "standard, seed 4": "standard-seed-4"}

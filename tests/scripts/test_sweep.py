@@ -365,20 +365,8 @@ def test_the_cause_is_the_ranks_own_line() -> None:
 
 def test_a_sweep_on_two_ranks_goes_on_where_it_stopped(tmp_path: Path) -> None:
     out = tmp_path / "deeper" / "rows.jsonl"
-    command = [
-        sys.executable,
-        "-m",
-        "scripts.sweep",
-        "--device",
-        "cpu",
-        "--models",
-        "tiny:2",
-        "--tp",
-        "2",
-        "--batch-sizes",
-        "1",
-    ]
-    command += ["--prompt-lengths", "4", "--new-tokens", "3", "--interconnects", "2ms,100MB/s", "--out", str(out)]
+    flags = "--device cpu --models tiny:2 --tp 2 --batch-sizes 1 --prompt-lengths 4 --new-tokens 3 --interconnects 2ms,100MB/s"
+    command = [sys.executable, "-m", "scripts.sweep", *flags.split(), "--out", str(out)]
 
     def run(*variants: str) -> str:
         done = quick_start.run(

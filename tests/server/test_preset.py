@@ -188,20 +188,8 @@ def test_the_age_of_this_process_grows() -> None:
 
 def test_startup_measures_a_server(tmp_path: Path) -> None:
     out = tmp_path / "startup.json"
-    command = [
-        sys.executable,
-        "-m",
-        "scripts.bench.serving.startup",
-        "--model",
-        "tiny:2",
-        "--ranks",
-        "2",
-        "--runs",
-        "cold",
-        "--out",
-        str(out),
-    ]
-    command += ["--", "--device", "cpu", *SMALL_CACHE]
+    flags = "--model tiny:2 --ranks 2 --runs cold -- --device cpu"
+    command = [sys.executable, "-m", "scripts.bench.serving.startup", "--out", str(out), *flags.split(), *SMALL_CACHE]
     began = time.monotonic()
     done = quick_start.run(command, cwd=ROOT, env=environment(), capture_output=True, text=True, timeout=600)
     took = time.monotonic() - began
@@ -247,23 +235,10 @@ def test_a_server_that_ends_at_once_is_noticed(tmp_path: Path, capfd: pytest.Cap
 
 def test_the_load_generator_drives_a_preset(tmp_path: Path) -> None:
     out = tmp_path / "load.json"
-    command = [
-        sys.executable,
-        "-m",
-        "scripts.bench.serving.load",
-        "--model",
-        "tiny:2",
-        "--variant",
-        "ladder",
-        "--ranks",
-        "2",
-        "--out",
-        str(out),
-    ]
-    command += ["--rates", "8", "16", "--seconds", "1.5", "--drain", "60", "--prompt-length", "20-60", "--new-tokens", "8"]
-    done = quick_start.run(
-        [*command, "--device", "cpu"], cwd=ROOT, env=environment(), capture_output=True, text=True, timeout=600
-    )
+    model = "--model tiny:2 --device cpu --variant ladder --ranks 2"
+    load = "--rates 8 16 --seconds 1.5 --drain 60 --prompt-length 20-60 --new-tokens 8"
+    command = [sys.executable, "-m", "scripts.bench.serving.load", *model.split(), *load.split(), "--out", str(out)]
+    done = quick_start.run(command, cwd=ROOT, env=environment(), capture_output=True, text=True, timeout=600)
     assert done.returncode == 0, done.stderr
     for one in json.loads(out.read_text())["rates"]:
         found = one["summary"]

@@ -91,21 +91,8 @@ def test_the_loss_is_the_mixture_that_was_asked_for(standard: Path, tokens: Path
 
 def test_retraining_wins_back_what_the_conversion_lost(ranks: Ranks, standard: Path, tokens: Path, tmp_path: Path) -> None:
     """On 2 ranks with all states sharded, the divergence from the original shrinks. The result is a hybrid checkpoint."""
-    more = [
-        "--ladder-layers",
-        "2-3",
-        "--steps",
-        60,
-        "--distill",
-        1,
-        "--learning-rate",
-        3e-3,
-        "--sharding",
-        "2,2,2",
-        "--micro-batch",
-        4,
-    ]
-    lines = ranks.run(2, run, arguments(standard, tokens, tmp_path / "out", *more, "--gpus-per-node", 2))[0]
+    flags = "--ladder-layers 2-3 --steps 60 --distill 1 --learning-rate 3e-3 --sharding 2,2,2 --micro-batch 4 --gpus-per-node 2"
+    lines = ranks.run(2, run, arguments(standard, tokens, tmp_path / "out", *flags.split()))[0]
     losses = [line["loss"] for line in lines]
     assert sum(losses[-7:]) < 0.5 * sum(losses[:7])  # an epoch is 7 batches; 12 seeds gave 0.17 to 0.24
     config = read_config(tmp_path / "out" / "model" / "config.json")

@@ -21,18 +21,6 @@ from training.planner.scaling import draw, scaling
 from training.sharding import Mesh, Sharding
 
 PAPER = ("--model", "llama-7b", "--gpus", "1024", "--cluster", "a800")
-TINY = (
-    "--model",
-    "models/tiny-hybrid",
-    "--gpus",
-    "4",
-    "--gpus-per-node",
-    "2",
-    "--sequence-length",
-    "128",
-    "--global-batch",
-    "4k",
-)
 
 
 @pytest.fixture
@@ -91,7 +79,8 @@ def test_flags_reach_the_model(command: Here) -> None:
 def test_a_checkpoint_directory_and_a_profile(command: Here, tmp_path: Path) -> None:
     profile = tmp_path / "profile.json"
     write_profile(profile, synthesize(load_cluster("a800"), 2), {})
-    refused = command.refuses(*TINY, "--profile", profile)
+    flags = "--model models/tiny-hybrid --gpus 4 --gpus-per-node 2 --sequence-length 128 --global-batch 4k"
+    refused = command.refuses(*flags.split(), "--profile", profile)
     assert "nodes of 8 GPUs" in refused and "--gpus-per-node 8" in refused
     fitting = ("--model", "models/tiny-hybrid", "--gpus", "16", "--sequence-length", "128", "--global-batch", "16k")
     record = command(*fitting, "--profile", profile, "--json").record
@@ -212,20 +201,8 @@ def test_profiling_needs_ranks_and_a_place_to_write(tmp_path: Path) -> None:
 
 def test_a_choice_that_is_not_the_shortest_says_why(command: Here) -> None:
     """The message says how much longer the step is and which tolerance allows it. --tolerance 0 chooses the shortest step."""
-    asked = (
-        "--model",
-        "ladder-1b",
-        "--gpus",
-        "8",
-        "--cluster",
-        "h200",
-        "--sequence-length",
-        "2048",
-        "--micro-batch",
-        "4",
-        "--global-batch",
-        "1M",
-    )
+    flags = "--model ladder-1b --gpus 8 --cluster h200 --sequence-length 2048 --micro-batch 4 --global-batch 1M"
+    asked = flags.split()
     shown = json.loads(command(*asked, "--json").out)
     longer = shown["chosen"]["step_seconds"] / shown["ranked"][1]["step_seconds"] - 1
     assert 0 < longer <= 0.01

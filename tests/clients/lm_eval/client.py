@@ -28,19 +28,8 @@ def task(name: str) -> str:
 def evaluate(api: str, feature: str, kind: str, path: str, tasks: str, *more: str, **settings: object) -> None:
     settings = {"model": MODEL, "base_url": URL + path, "max_retries": 1, "max_length": 1024, "timeout": 60, **settings}
     arguments = ",".join(f"{name}={value}" for name, value in settings.items())
-    command = [
-        "venv/bin/lm_eval",
-        "run",
-        "--model",
-        kind,
-        "--model_args",
-        arguments,
-        "--tasks",
-        tasks,
-        "--include_path",
-        str(Path("tasks").absolute()),
-        *more,
-    ]
+    command = ["venv/bin/lm_eval", "run", "--model", kind, "--model_args", arguments, "--tasks", tasks]
+    command += ["--include_path", str(Path("tasks").absolute()), *more]
     offline = {"HF_HUB_OFFLINE": "1", "HF_DATASETS_OFFLINE": "1", "LMEVAL_DISABLE_VERSION_CHECK": "1"}
     attempt(api, feature, command, {}, "|rung_", **offline)
 
