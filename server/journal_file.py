@@ -11,7 +11,7 @@ import sqlite3
 import time
 from collections.abc import Iterator
 from contextlib import closing, contextmanager, suppress
-from dataclasses import dataclass, replace
+from dataclasses import astuple, dataclass, replace
 from pathlib import Path
 from typing import Any, Literal
 
@@ -170,19 +170,8 @@ class JournalFile:
                     yield row
 
     def _write(self, row: Row) -> bool:
-        values = (
-            row.number,
-            row.time,
-            row.owner,
-            row.answer_id,
-            row.request_id,
-            row.status,
-            row.data,
-            row.attempts,
-            row.digest,
-        )
         self.forget(row.number)
-        self._db.execute(f"INSERT INTO {TABLE} ({FIELDS}) VALUES (?, ?, ?, ?, ?, ?, ?, ?, ?)", values)
+        self._db.execute(f"INSERT INTO {TABLE} ({FIELDS}) VALUES (?, ?, ?, ?, ?, ?, ?, ?, ?)", (*astuple(row), row.digest))
         if self._count is not None:
             self._count += 1
         return True

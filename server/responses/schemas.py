@@ -7,7 +7,7 @@ from pydantic import ConfigDict, Discriminator, Field, Tag, model_validator
 
 from engine.protocol import LIST_LIMIT
 from server.problems import field_error
-from server.schemas import INT64, MAX_NAME, STRICT, Checked, Off, SamplingBody, without_effect
+from server.schemas import INT64, MAX_NAME, STRICT, Checked, JsonSchemaFormat, Off, SamplingBody, without_effect
 
 MAX_TOOLS = 128
 MAX_PAIRS = 16  # of metadata
@@ -214,14 +214,8 @@ NamedTool = Annotated[
 ]
 
 
-class FlatSchemaFormat(Checked):
-    model_config = ConfigDict(populate_by_name=True)
-
+class FlatSchemaFormat(JsonSchemaFormat):
     type: Literal["json_schema"]
-    name: str = Field("schema", max_length=64)
-    description: str | None = None
-    schema_: dict[str, Any] = Field(alias="schema")
-    strict: bool | None = Field(None, description=STRICT)
 
 
 class PlainFormat(Checked):
