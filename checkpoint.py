@@ -392,9 +392,8 @@ def _unused(config: ModelConfig, name: str, source: Source) -> bool:
     return zero or name.endswith((".k_scale", ".v_scale"))
 
 
-def _some(names: list[str], limit: int = 3) -> str:
-    more = f" and {len(names) - limit} more" if len(names) > limit else ""
-    return ", ".join(names[:limit]) + more
+def _some(names: list[str]) -> str:
+    return ", ".join(names[:3]) + (f" and {len(names) - 3} more" if len(names) > 3 else "")
 
 
 def random_weights(model: Transformer, seed: int = 0) -> None:
@@ -473,7 +472,7 @@ def load_model(
     return model
 
 
-def build_model(name: str, config: ModelConfig, world: World, dtype: torch.dtype, seed: int) -> Transformer:
+def build_model(name: str, config: ModelConfig, world: World, dtype: torch.dtype, seed: int = 0) -> Transformer:
     """`load_model` for a single rank, without communication or the check of memory."""
     return fill_model(name, check_source(name, config, world, dtype), config, world, dtype, seed)
 

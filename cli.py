@@ -29,11 +29,11 @@ def note(text: str = "", end: str = "\n") -> None:
         print(text, end=end, file=sys.stderr, flush=True)
 
 
-def check_ranks(count: int, flag: str) -> None:
-    """Raises UserError on a rank if the launcher started another number of ranks than the user gave with `flag`."""
+def check_ranks(count: int) -> None:
+    """Raises UserError on a rank if the launcher started another number of ranks than the user gave with --tp."""
     started = os.environ.get("WORLD_SIZE", "1")
     if is_rank() and started != str(count):
-        raise UserError(f"{flag} {count}, but torchrun started {started} ranks; leave {flag} out, or start without torchrun")
+        raise UserError(f"--tp {count}, but torchrun started {started} ranks; leave --tp out, or start without torchrun")
 
 
 def run(main: Callable[[], None]) -> NoReturn:

@@ -130,7 +130,7 @@ def check_args(args: argparse.Namespace) -> None:
         if (value := getattr(args, name)) < 1:
             raise UserError(f"--{name.replace('_', '-')} must be at least 1, not {value}")
     if args.tp is not None:
-        check_ranks(args.tp, "--tp")
+        check_ranks(args.tp)
     if "" in args.stop:
         raise UserError("--stop is empty, which would end every text at once; give at least one character")
     determinism.refuse(args.deterministic, compiled=args.compile, adapters=args.lora)

@@ -221,7 +221,7 @@ def check(settings: Settings, launched: bool, agent: int | None) -> Job:
             check_port(settings.host, settings.port)
             check_journal(settings.journal, settings.journal_bounds)
     if settings.tp is not None:
-        check_ranks(settings.tp, "--tp")
+        check_ranks(settings.tp)
     config, tokenizer, draft = prepare(settings, int(os.environ.get("WORLD_SIZE", 1)))
     return Job(settings, config, tokenizer, draft, lora_limits(settings, config))
 

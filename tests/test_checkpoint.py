@@ -547,7 +547,7 @@ torch.ones(64, 64) @ torch.ones(64, 64)
 config = model_config(path, None, n)
 before = memory("VmRSS")
 comm = NoCommunication(0, n)
-model = checkpoint.build_model(path, config, World(0, n, torch.device("cpu"), comm), torch.bfloat16, 0)
+model = checkpoint.build_model(path, config, World(0, n, torch.device("cpu"), comm), torch.bfloat16)
 print(memory("VmHWM") - before, sum(p.nbytes for p in model.parameters()))
 """
 MIB = 2**20

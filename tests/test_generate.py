@@ -48,7 +48,7 @@ def here(monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]) -> 
 def load(name: str) -> tuple[Transformer, Tokenizer]:
     folder = MODELS / f"tiny-{name}"
     world = World(0, 1, torch.device("cpu"), Local())
-    model = build_model(str(folder), model_config(str(folder), None, 1), world, torch.float32, 0)
+    model = build_model(str(folder), model_config(str(folder), None, 1), world, torch.float32)
     return model, load_tokenizer(folder)
 
 

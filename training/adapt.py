@@ -83,7 +83,7 @@ class Distillation:
     def __call__(self, model: Transformer, hidden: Tensor, batch: Batch) -> Tensor:
         if self.teacher is None:
             alone = World(0, 1, self.device, Local())
-            self.teacher = build_model(str(self.args.model), self.original, alone, dtype_of(self.args, self.device), 0)
+            self.teacher = build_model(str(self.args.model), self.original, alone, dtype_of(self.args, self.device))
         with torch.no_grad():
             context = Causal(batch.inputs.shape[1], self.device)
             teacher_hidden = self.teacher.norm(self.teacher.hidden(batch.inputs, context))

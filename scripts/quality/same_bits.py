@@ -254,7 +254,7 @@ def stored(name: str, args: argparse.Namespace) -> Iterator[str]:
         return
     alone = World(0, 1, torch.device(args.device), Local())
     with tempfile.TemporaryDirectory() as folder:
-        model = build_model(name, model_config(name, None, 1), alone, DTYPES[args.dtype], 0)
+        model = build_model(name, model_config(name, None, 1), alone, DTYPES[args.dtype])
         save_checkpoint(model, Path(folder), DTYPES[args.dtype])
         del model
         torch.cuda.empty_cache()

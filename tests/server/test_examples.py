@@ -26,7 +26,7 @@ def test_the_embedded_models_answer_their_examples(folder: Path) -> None:
     assert read_examples(str(folder)) == EXAMPLES
     world = World(0, 1, torch.device("cpu"), Local())
     config, tokenizer = model_config(str(folder), None, 1), load_tokenizer(folder)
-    model = build_model(str(folder), config, world, torch.float32, 0)
+    model = build_model(str(folder), config, world, torch.float32)
     assert round(config.parameter_count() / 1e6) == 3
     for question, right in RIGHT.items():
         prompt = tokenizer.encode_chat([{"role": "user", "content": question}])

@@ -97,7 +97,7 @@ def places(args: argparse.Namespace) -> list[Place]:
 def build(place: Place, device: torch.device) -> Transformer:
     """The first rank's model with random weights, ready for the kernels of `device`."""
     world = World(0, place.ranks, device, NoCommunication(0, place.ranks))
-    return build_model(place.preset, place.config, world, DTYPE, seed=0)
+    return build_model(place.preset, place.config, world, DTYPE)
 
 
 def input_of(name: str, layer: ShardedLinear, rows: int) -> Tensor | RowCodes:
