@@ -38,9 +38,6 @@ def parse_args(argv: Sequence[str] | None = None) -> argparse.Namespace:
     what.add_argument("--model", type=Path, required=True, metavar="DIR", help="a standard checkpoint")
     what.add_argument("--ladder-layers", required=True, metavar="K|LIST", help="the last K layers, or a list such as 12-31")
     what.add_argument(
-        "--data", type=Path, required=True, metavar="FILE.bin", help="token file, written by python -m training.tokenize_data"
-    )
-    what.add_argument(
         "--distill",
         type=float,
         default=0.0,

@@ -66,9 +66,6 @@ def parse_args(argv: Sequence[str] | None = None) -> argparse.Namespace:
     what = parser.add_argument_group("what is trained")
     what.add_argument("--model", required=True, metavar="DIR", help="the checkpoint that the head is for")
     what.add_argument(
-        "--data", type=Path, required=True, metavar="FILE.bin", help="token file, written by python -m training.tokenize_data"
-    )
-    what.add_argument(
         "--streams",
         type=int,
         nargs=STREAMS,

@@ -34,7 +34,10 @@ def amount(text: str) -> float:
 
 
 def add_batch_options(parser: argparse.ArgumentParser, learning_rate: float) -> None:
-    batch = parser.add_argument_group("the batch and the optimizer")
+    batch = parser.add_argument_group("the data, the batch and the optimizer")
+    batch.add_argument(
+        "--data", type=Path, required=True, metavar="FILE.bin", help="token file, written by python -m training.tokenize_data"
+    )
     batch.add_argument(
         "--sequence-length", type=int, default=1024, metavar="TOKENS", help="length of a window of the data (default: 1024)"
     )

@@ -37,9 +37,6 @@ def parse_args(argv: Sequence[str] | None = None) -> argparse.Namespace:
         "--variant", help=f"residual variant: {usage(TRAINABLE)} (default: the checkpoint's, standard for a preset)"
     )
     what.add_argument(
-        "--data", type=Path, required=True, metavar="FILE.bin", help="token file, written by python -m training.tokenize_data"
-    )
-    what.add_argument(
         "--tokenizer",
         type=Path,
         metavar="DIR",

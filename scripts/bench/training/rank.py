@@ -80,7 +80,6 @@ def add_trace_and_tuning_options(parser: argparse.ArgumentParser) -> None:
 def parse_args(argv: Sequence[str] | None = None) -> argparse.Namespace:
     parser = Parser(description=__doc__)
     parser.add_argument("--model", required=True, metavar="PRESET", help="the model, with random weights")
-    parser.add_argument("--data", type=Path, required=True, metavar="FILE.bin", help="a token file")
     parser.add_argument("--system", choices=SYSTEMS, required=True, help="what to measure; only `planner` reads --sharding")
     parser.add_argument("--result", type=Path, required=True, metavar="FILE", help="JSON file to write")
     parser.add_argument(
