@@ -2,18 +2,14 @@
 
 import math
 from collections.abc import Sequence
-from statistics import quantiles
+from statistics import fmean, quantiles, stdev
 
 INTERVALS = 400  # of Simpson's rule, even
 
 
 def mean_error(values: Sequence[float]) -> tuple[float, float]:
     """The mean of independent values, and its standard error: the sample's deviation (n - 1) over the root of n. NaN for one value."""
-    mean = sum(values) / len(values)
-    if len(values) < 2:
-        return mean, math.nan
-    variance = sum((value - mean) ** 2 for value in values) / (len(values) - 1)
-    return mean, math.sqrt(variance / len(values))
+    return fmean(values), stdev(values) / math.sqrt(len(values)) if len(values) > 1 else math.nan
 
 
 def quartiles(values: Sequence[float]) -> tuple[float, float]:
