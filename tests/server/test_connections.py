@@ -116,9 +116,7 @@ def test_a_client_that_leaves_its_previous_answer_unread_is_left(make_site: Call
     """The answer to its next request cannot even begin."""
     site = make_site(idle_timeout=2.0)
     site.server.service.snapshot = lambda: {}["no such field"]  # type: ignore[method-assign]
-    with socket.socket() as raw:
-        raw.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, 4096)
-        raw.connect(("127.0.0.1", site.port))
+    with site.slow_reader() as raw:
         raw.sendall(b"GET /openapi.json HTTP/1.1\r\nHost: x\r\n\r\n")
         assert raw.recv(12) == b"HTTP/1.1 200"
         wait_for(lambda: site.server.service.open_requests == 0)

@@ -276,9 +276,7 @@ def test_a_reader_that_stalls_is_left(make_site: Callable[..., Site]) -> None:
     site = make_site(idle_timeout=2.0)
     site.engine.reply = lambda submit: [300] * 200
     body = {"prompt": "Hi", "max_tokens": 200, "n": 64, "stream": True, "logprobs": 20}
-    with socket.socket() as raw:
-        raw.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, 4096)
-        raw.connect(("127.0.0.1", site.port))
+    with site.slow_reader() as raw:
         raw.sendall(raw_request(body))
         assert raw.recv(10)
         wait_for(lambda: site.server.service.open_requests == 0 and site.server.client.active == 0)
@@ -295,9 +293,7 @@ def test_a_client_that_never_reads_is_dropped(make_site: Callable[..., Site], ca
     held = []
     with contextlib.ExitStack() as stack:
         for path, body in requests.items():
-            raw = stack.enter_context(socket.socket())
-            raw.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, 4096)
-            raw.connect(("127.0.0.1", site.port))
+            raw = stack.enter_context(site.slow_reader())
             raw.sendall(raw_request(body, path))
             assert raw.recv(10) == b"HTTP/1.1 2"
             held.append(sum(service.unread._held.values()))
@@ -374,9 +370,7 @@ def test_what_waits_for_slow_readers_is_bounded(make_site: Callable[..., Site], 
     with contextlib.ExitStack() as stack:
         unread = list[socket.socket]()
         for _ in range(8):
-            raw = stack.enter_context(socket.socket())
-            raw.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, 4096)
-            raw.connect(("127.0.0.1", site.port))
+            raw = stack.enter_context(site.slow_reader())
             raw.sendall(raw_request(body, path))
             assert raw.recv(10) == b"HTTP/1.1 2"
             unread.append(raw)
@@ -392,10 +386,8 @@ def test_a_slow_reader_that_goes_on_gets_all(make_site: Callable[..., Site]) -> 
     site = make_site(idle_timeout=timeout)
     site.engine.reply = lambda submit: [300] * 100
     site.engine.together = 1000
-    with socket.socket() as raw:
-        raw.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, 4096)
+    with site.slow_reader() as raw:
         raw.settimeout(100)
-        raw.connect(("127.0.0.1", site.port))
         raw.sendall(raw_request({"prompt": "Hi", "max_tokens": 100, "n": 96, "stream": True, "logprobs": 20}))
         started, size, end = time.monotonic(), 0, b""
         while not end.endswith(b"0\r\n\r\n"):

@@ -4,6 +4,7 @@ import asyncio
 import contextlib
 import json
 import queue
+import socket
 import threading
 import time
 from array import array
@@ -242,6 +243,13 @@ class Site:
 
     def last(self) -> Submit:
         return self.engine.submits[-1]
+
+    def slow_reader(self) -> socket.socket:
+        """A connection that holds little of an answer before it is read."""
+        raw = socket.socket()
+        raw.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, 4096)
+        raw.connect(("127.0.0.1", self.port))
+        return raw
 
 
 def wait_for(condition: Callable[[], Any], seconds: float = 120.0) -> None:
