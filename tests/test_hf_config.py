@@ -15,7 +15,8 @@ from config import ModelConfig, Reduces, validate, with_variant
 from hf_config import config_from_hf, config_to_hf, read_config
 from presets import PRESETS, preset
 from rope_scaling import DynamicScaling, LinearScaling, Llama3Scaling, LongRopeScaling, RopeScaling, YarnScaling
-from tests.test_presets import VARIANT_NAMES, fails, transformers_config
+from tests.test_checkpoint import fails
+from tests.test_presets import VARIANT_NAMES, transformers_config
 
 LLAMA3_ROPE = {
     "rope_type": "llama3",

@@ -10,11 +10,11 @@ import transformers
 
 import figures
 from config import Reduces, desync_pattern, validate, with_variant
-from errors import UserError
 from hf_config import config_to_hf
 from model import BLOCKS
 from presets import PRESETS, preset
 from tests import ROOT
+from tests.test_checkpoint import fails
 from variants import KINDS, TRAINABLE, VARIANTS, usage
 
 VARIANT_NAMES = [
@@ -28,16 +28,6 @@ VARIANT_NAMES = [
     "desync-4x",
     "upper-bound",
 ]
-
-
-def fails(call: Any, *names: str) -> None:
-    """Check that `call` raises a UserError whose message is one line and contains each of `names`."""
-    with pytest.raises(UserError) as error:
-        call()
-    message = str(error.value)
-    assert len(message.splitlines()) == 1, message
-    for name in names:
-        assert name in message
 
 
 def transformers_config(raw: dict[str, Any]) -> Any:
