@@ -86,16 +86,14 @@ def die_with_parent(parent: int | None = None) -> None:
         os._exit(ORPHANED)
 
 
-def when_ended(pid: int, act: Callable[[], None]) -> threading.Thread:
+def when_ended(pid: int, act: Callable[[], None]) -> None:
     """Call `act` in a thread once the process `pid`, this one's parent, has ended."""
 
     def watch() -> None:
         wait_for_end(pid)
         act()
 
-    thread = threading.Thread(target=watch, daemon=True, name=f"watch {pid}")
-    thread.start()
-    return thread
+    threading.Thread(target=watch, daemon=True, name=f"watch {pid}").start()
 
 
 def wait_for_end(pid: int) -> None:

@@ -296,8 +296,8 @@ def on_first(world: World, work: Callable[[], object]) -> None:
     together(world, work if world.rank == 0 else lambda: None)
 
 
-def train_head(args: argparse.Namespace, world: World) -> tuple[EagleHead, Transformer]:
-    """Train a head, write it to --out, and return it with its model. Collective. Raises UserError."""
+def train_head(args: argparse.Namespace, world: World) -> None:
+    """Train a head and write it to --out. Collective. Raises UserError."""
     base, batches, config = together(world, lambda: prepare(args, world))
     torch.set_float32_matmul_precision("high")
     model = load_model(args.model, base, world, dtype_of(args, world.device))
@@ -322,7 +322,6 @@ def train_head(args: argparse.Namespace, world: World) -> tuple[EagleHead, Trans
     if world.rank == 0:
         (args.out / SNAPSHOT).unlink(missing_ok=True)
         plot_run(args.out)
-    return head, model
 
 
 def main() -> None:
