@@ -26,7 +26,7 @@ from comm import Local
 from eagle import read_head
 from engine.llm import LLM
 from engine.protocol import SamplingParams
-from scripts.bench.serving.speculation import submits_of
+from scripts.bench.serving.speculation import prompts_of
 from scripts.corpus.documents import KINDS
 from scripts.corpus.tokens import write_corpus
 from tp import World, init_world
@@ -73,10 +73,9 @@ def measure(args: argparse.Namespace, model: Path) -> dict[str, float]:
     llm = LLM(model, world=ALONE)
     assert llm.tokenizer is not None
     head = read_head(model / "draft", llm.model.config, ALONE, DTYPES["float32"])
-    asked = argparse.Namespace(requests=args.documents, new_tokens=NEW_TOKENS, seed=args.seed)
     found = {}
     for kind in tqdm(KINDS, desc=f"measuring {model.name}", disable=None, leave=False):
-        prompts = [submit.prompt_ids for submit in submits_of(kind, llm.tokenizer, llm.model.config.vocab_size, asked)]
+        prompts = prompts_of(kind, llm.tokenizer, llm.model.config.vocab_size, args.documents, args.seed)
         drawn = steps = 0
         for answer in llm.generate(prompts, SamplingParams(max_tokens=NEW_TOKENS, temperature=0)):
             tokens = answer.prompt_ids + answer.token_ids

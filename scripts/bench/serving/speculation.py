@@ -76,21 +76,18 @@ def requests_of(task: str, clients: int, args: argparse.Namespace) -> int:
     return max(args.long_requests if task in LONG and args.long_requests else args.requests, clients)
 
 
-def submits_of(task: str, tokenizer: Tokenizer | None, vocab_size: int, args: argparse.Namespace) -> list[Submit]:
-    """The requests of a task, greedy."""
-    prompts: list[list[int]] = []
+def prompts_of(task: str, tokenizer: Tokenizer | None, vocab_size: int, count: int, seed: int) -> list[list[int]]:
+    """Prompts from held-out documents, or random ids if there is no tokenizer."""
     if tokenizer is None:
-        rng = random.Random(args.seed)
-        prompts = [[rng.randrange(vocab_size) for _ in range(RANDOM_PROMPT)] for _ in range(args.requests)]
-    else:
-        for document in documents(args.seed, args.requests, split="heldout", kind=task):
-            if document.text is None:
-                prompts.append(tokenizer.encode_chat([dict(message) for message in document.messages[:-1]]))
-            else:
-                prompts.append(tokenizer.encode(" ".join(document.text.split()[:STORY_WORDS])))
-    stops = sorted(tokenizer.eos_ids) if tokenizer else []
-    params = SamplingParams(max_tokens=args.new_tokens, temperature=0, stop_token_ids=stops)
-    return [Submit(str(i), prompt, params) for i, prompt in enumerate(prompts)]
+        rng = random.Random(seed)
+        return [[rng.randrange(vocab_size) for _ in range(RANDOM_PROMPT)] for _ in range(count)]
+    prompts = []
+    for document in documents(seed, count, split="heldout", kind=task):
+        if document.text is None:
+            prompts.append(tokenizer.encode_chat([dict(message) for message in document.messages[:-1]]))
+        else:
+            prompts.append(tokenizer.encode(" ".join(document.text.split()[:STORY_WORDS])))
+    return prompts
 
 
 def predicting(submits: list[Submit], answers: dict[str, list[int]], vocab_size: int, rate: float) -> list[Submit]:
@@ -234,11 +231,13 @@ def measure(name: str, args: argparse.Namespace, world: World) -> list[dict[str,
         drafter = engines[key].speculation.model_drafter
         if drafter is not None and has_random_weights(name):
             engines[key].speculation.model_drafter = Agreeing(drafter, args.accept_rate, config.vocab_size)  # type: ignore[assignment]
+    stops = sorted(tokenizer.eos_ids) if tokenizer else []
+    params = SamplingParams(max_tokens=args.new_tokens, temperature=0, stop_token_ids=stops)
     rows = []
     for task in tqdm(args.tasks if tokenizer else [RANDOM_IDS], desc=Path(name).name, disable=world.rank > 0):
         for clients in args.clients:
-            asked = argparse.Namespace(**vars(args) | {"requests": requests_of(task, clients, args)})
-            submits = submits_of(task, tokenizer, config.vocab_size, asked)
+            prompts = prompts_of(task, tokenizer, config.vocab_size, requests_of(task, clients, args), args.seed)
+            submits = [Submit(str(i), prompt, params) for i, prompt in enumerate(prompts)]
             rows += [{"model": Path(name).name, "task": task, **row} for row in compare(engines, submits, clients, args)]
     return rows
 
