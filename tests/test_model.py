@@ -275,10 +275,8 @@ class Reference:
         gate, up = (x @ self.weight(layer, f"mlp.{part}_proj.weight")[features].T for part in ("gate", "up"))
         if not self.config.mlp_bias:
             return (gate * gate.sigmoid() * up) @ self.weight(layer, "mlp.down_proj.weight")[:, features].T
-        gate, up = (
-            gate + self.weight(layer, "mlp.gate_proj.bias")[features],
-            up + self.weight(layer, "mlp.up_proj.bias")[features],
-        )
+        gate = gate + self.weight(layer, "mlp.gate_proj.bias")[features]
+        up = up + self.weight(layer, "mlp.up_proj.bias")[features]
         out = (gate * gate.sigmoid() * up) @ self.weight(layer, "mlp.down_proj.weight")[:, features].T
         return out + self.weight(layer, "mlp.down_proj.bias") / s
 

@@ -92,10 +92,8 @@ def _of_rate(steps: Steps, answers: Sequence[dict[str, Any]], prompt: int, answe
     """Measured and predicted figures of the answers that were complete."""
     count, done = len(answers), np.array([one["outcome"] == "complete" for one in answers])
     arrivals = [one["arrival"] for one in answers]
-    found, complete = (
-        serve(steps, arrivals, [prompt] * count, [answer] * count),
-        [a for a in answers if a["outcome"] == "complete"],
-    )
+    found = serve(steps, arrivals, [prompt] * count, [answer] * count)
+    complete = [a for a in answers if a["outcome"] == "complete"]
     first = np.array([one["first"] for one in complete])
     gap = (np.array([one["end"] for one in complete]) - first) / (answer - 1)
     tokens, last = done.sum() * answer, max(one["arrival"] + one["end"] for one in complete)

@@ -66,11 +66,9 @@ def wrong_sums(world: World, names: list[str], units: list[float], seed: int) ->
         for job, unit in enumerate(units):
             n, dtype, overlap = max(1, int(unit * 256 * world.world_size)), EXACT[job % 2], draw.random() < 0.5
             mine = values(generator, world, n, dtype=dtype)
-            place, bad, of = (
-                draw.randrange(n),
-                draw.choice((1.5, torch.nan, torch.inf, -torch.inf)),
-                draw.randrange(world.world_size),
-            )
+            place = draw.randrange(n)
+            bad = draw.choice((1.5, torch.nan, torch.inf, -torch.inf))
+            of = draw.randrange(world.world_size)
             if world.rank == of:
                 mine[place] = bad
             expected = quantized_all_reduce(mine, scheme, None)
@@ -89,10 +87,8 @@ def test_the_same_bits_as_the_two_steps(
 ) -> None:
     """Messages of one value, of complete and incomplete groups, of one round and of several rounds."""
     n = in_turn([1, 2, 4, 3], place)
-    names, units = (
-        [name, random.choice([f"{name}:32", f"{name}:64"])],
-        [0.0, 1.0, random.uniform(0.01, 2), random.uniform(2, 3)],
-    )
+    names = [name, random.choice([f"{name}:32", f"{name}:64"])]
+    units = [0.0, 1.0, random.uniform(0.01, 2), random.uniform(2, 3)]
     assert interpreters.run(n, wrong_sums, names, units, seed) == [[]] * n, f"seed {seed}"
 
 

@@ -101,10 +101,8 @@ def wrong_norms(world: World, kind: Any, memory: Any, seed: int) -> list[str]:
         (3, 33, torch.bfloat16),
     ):
         partial, exact = partials(world, generator, 1, rows, width, dtype=dtype)
-        x, weight = (
-            torch.randn(1, rows, width, generator=generator).to(dtype),
-            torch.randn(width, generator=generator).to(dtype),
-        )
+        x = torch.randn(1, rows, width, generator=generator).to(dtype)
+        weight = torch.randn(width, generator=generator).to(dtype)
         total, normed = comm.begin_all_reduce(partial).add_norm(x, weight, 1e-5)
         expected = F.rms_norm(total.double(), (width,), weight.double(), 1e-5)
         # the two-shot kernel rounds the sum before the addition

@@ -539,10 +539,8 @@ def test_a_model_drafts_after_a_busy_start() -> None:
 
 def test_a_head_comes_back_after_a_burst() -> None:
     """Drafts that do not pay beside many requests do again when these have ended. Meanwhile the head sees no steps."""
-    costs, model_drafter = (
-        Costs({1: 1.0, 4: 1.0, 16: 1.0, 64: 8.0, 256: 32.0}, {1: 0.05, 2: 0.05}, {1: 0.0, 2: 0.0}),
-        FakeDrafter(),
-    )
+    costs = Costs({1: 1.0, 4: 1.0, 16: 1.0, 64: 8.0, 256: 32.0}, {1: 0.05, 2: 0.05}, {1: 0.0, 2: 0.0})
+    model_drafter = FakeDrafter()
     speculation = Speculation(3, lambda: costs, model_drafter)  # type: ignore[arg-type]
     params = SamplingParams(max_tokens=90)
     running = [Sequence(str(i), [*range(20), -1], 20, params, computed=20) for i in range(64)]
@@ -771,12 +769,10 @@ def test_a_head_that_missed_steps_reads_their_tokens_alone(in_turn: Callable[...
     model = random_model(config_of(in_turn(("standard", "hybrid:2", "parallel"), 0)))
     head = random_head(model)
     engine = engine_of(model, draft=head, draft_tokens=4, max_batch_tokens=random.choice([13, 100]), max_num_seqs=4)
-    model_drafter, planned, missed, came_back = (
-        engine.speculation.model_drafter,
-        engine.speculation._plans,
-        dict[Sequence, set[int]](),
-        0,
-    )
+    model_drafter = engine.speculation.model_drafter
+    planned = engine.speculation._plans
+    missed = dict[Sequence, set[int]]()
+    came_back = 0
     assert isinstance(model_drafter, HeadDrafter)
     made = model_drafter.draft
 

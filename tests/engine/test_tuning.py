@@ -265,12 +265,10 @@ def test_keys_of_quantized_layers(seed: int) -> None:
         Format("int4", 64, True),
         Format("int4"),
     ):
-        rows, n, k, gated = (
-            random.choice((*ROWS, *PROMPT_ROWS)),
-            16 * random.randint(1, 999),
-            128 * random.randint(1, 99),
-            random.random() < 0.5,
-        )
+        rows = random.choice((*ROWS, *PROMPT_ROWS))
+        n = 16 * random.randint(1, 999)
+        k = 128 * random.randint(1, 99)
+        gated = random.random() < 0.5
         shape = QuantizedShape(n, k, gated, format=fmt, scaled=fmt == Format("fp8"))
         problem = QuantizedProblem(rows, shape, [])
         assert {type(config) for config in problem.candidates()} <= {QuantizedGemv, QuantizedStream, QuantizedTiles, Stream}

@@ -258,11 +258,9 @@ def test_candidates_are_all_tilings_and_small_products_get_small_tiles() -> None
 )
 def test_operands_that_do_not_fit_are_refused(shapes: tuple[tuple[int, int], ...], complaint: str) -> None:
     x, weight = (torch.zeros(shape, dtype=torch.bfloat16) for shape in shapes)
-    epoch, fault, flags = (
-        torch.ones(1, dtype=torch.int64),
-        torch.zeros(1, dtype=torch.int32),
-        torch.zeros(4, 1, dtype=torch.int64),
-    )
+    epoch = torch.ones(1, dtype=torch.int64)
+    fault = torch.zeros(1, dtype=torch.int32)
+    flags = torch.zeros(4, 1, dtype=torch.int64)
     with pytest.raises(ValueError, match=complaint):
         gemm_reduce_scatter(x, weight, (16,) * 4, (8,) * 4, epoch, 0)
     with pytest.raises(ValueError, match=complaint):

@@ -27,10 +27,8 @@ def faults(seed: int, device: str, dtypes: tuple[torch.dtype, ...], large: bool)
         b = (torch.randn(slots, sum(sizes), rank) * rank**-0.5).to(dtype)
         chosen = np.random.default_rng(seed).integers(-1, slots, rows)
         padded = rows + random.randrange(4)  # of a step with rows of padding
-        order, tiles = (
-            torch.zeros(padded, dtype=torch.int32),
-            torch.zeros(most_tiles(padded, slots, tile), 3, dtype=torch.int32),
-        )
+        order = torch.zeros(padded, dtype=torch.int32)
+        tiles = torch.zeros(most_tiles(padded, slots, tile), 3, dtype=torch.int32)
         for whole, part in zip((order, tiles), group_rows(chosen, tile), strict=True):
             whole[: len(part)] = torch.from_numpy(part)
         expected = y.double()

@@ -48,10 +48,8 @@ def test_a_crash_costs_one_row_and_the_rest_has_another_launch(tmp_path: Path, m
 
     def launch(line: list[str], timeout: float, log: Path | None = None) -> str | None:
         """Ranks that die at the second configuration of the first launch."""
-        listed, rows = (
-            json.loads(Path(next(word for word in line if word.endswith(".json"))).read_text()),
-            tmp_path / "rows.jsonl",
-        )
+        listed = json.loads(Path(next(word for word in line if word.endswith(".json"))).read_text())
+        rows = tmp_path / "rows.jsonl"
         launched.append([wanted["row"]["settings"]["system"] for wanted in listed])
         for wanted in listed[: 1 if len(launched) == 1 else None]:
             launches.append(rows, wanted["row"] | {"step_ms": [float(len(launched))]})

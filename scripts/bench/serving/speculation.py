@@ -188,10 +188,8 @@ def compare(engines: dict[str, Engine], submits: list[Submit], clients: int, arg
             runs[name].append(Served())
         for first in range(0, len(submits), clients):
             for name in turns.sample(list(runs), len(runs)):
-                engine, asked = (
-                    engines["ngram" if name == "prediction" else name],
-                    predicted if name == "prediction" else submits,
-                )
+                engine = engines["ngram" if name == "prediction" else name]
+                asked = predicted if name == "prediction" else submits
                 runs[name][-1] += serve(engine, asked[first : first + clients], clients)
     ratios = {source: [one.speed / off.speed for one, off in zip(runs[source], runs["off"], strict=True)] for source in runs}
     return [
