@@ -26,13 +26,13 @@ from server.plan.load import serve, simulate
 from server.plan.steps import READ, Steps, Tables, gpu, setup_of
 
 LOADS = (
-    *(
-        "h100-1/load-llama-3-8b-standard.json",
-        "h100-2/load-llama-3-70b-16-standard.json",
-        "h100-2/load-llama-3-70b-16-ladder.json",
-    ),
-    *("h200-1/load-llama-3-8b-standard.json", "h200-1/load-llama-3-8b-standard-8192.json"),
-    *("gpu-4/load-standard.json", "gpu-4/load-ladder.json"),
+    "h100-1/load-llama-3-8b-standard.json",
+    "h100-2/load-llama-3-70b-16-standard.json",
+    "h100-2/load-llama-3-70b-16-ladder.json",
+    "h200-1/load-llama-3-8b-standard.json",
+    "h200-1/load-llama-3-8b-standard-8192.json",
+    "gpu-4/load-standard.json",
+    "gpu-4/load-ladder.json",
 )
 OFFLINE = (  # file, model, variant, ranks, --max-batch-tokens; a file of several lines has one for each entry
     ("h200-1/offline-4096.json", "llama-3-8b", "standard", 1, 4096),
@@ -186,6 +186,7 @@ FIGURES = {
     "itl_p90": "mean ITL p90",
 }
 ROW = "GPUs", "model", "variant", "tokens a step", "offered, requests/s"
+SERVERS = "Measured → predicted (error), latencies in ms, an answer's mean ITL. *full*: the highest rate of each server, with which it does not keep up."
 STEPS = "Steps of servers that keep up, as their clients saw them: medians in ms, measured → predicted (error)."
 
 
@@ -197,28 +198,13 @@ def summary(rows: Sequence[dict[str, Any]]) -> dict[str, dict[str, float]]:
 
 def markdown(found: dict[str, Any]) -> str:
     lines = table_lines([*ROW, *FIGURES.values()], (_cells(row, FIGURES) for row in found["servers"]))
-    lines += [
-        "",
-        "Measured → predicted (error), latencies in ms, an answer's mean ITL. *full*: the highest rate of each server, with which it does not keep up.",
-        "",
-    ]
-    lines += errors(found).splitlines()
+    lines += ["", SERVERS, "", *errors(found).splitlines()]
     lines += ["", *table_lines([*ROW, *KINDS], (_cells(row, KINDS) for row in found["steps"])), "", STEPS]
     head = ["engine, all requests at once", "GPUs", "variant", "tokens a step", "seconds"]
-    lines += [
-        "",
-        *table_lines(
-            head, ([r["file"], r["gpus"], r["variant"], r["max_batch_tokens"], _arrow(r["seconds"])] for r in found["engines"])
-        ),
-    ]
-    head = [
-        "layers that were left out",
-        "weights",
-        "hidden size",
-        "variant",
-        "decode, %: median / max",
-        "prefill, %: median / max",
-    ]
+    cells = ([r["file"], r["gpus"], r["variant"], r["max_batch_tokens"], _arrow(r["seconds"])] for r in found["engines"])
+    lines += ["", *table_lines(head, cells)]
+    head = ["layers that were left out", "weights", "hidden size", "variant"]
+    head += ["decode, %: median / max", "prefill, %: median / max"]
     cells = (
         [r["gpus"], r["width"], r["hidden"], r["variant"], *_two(r["decode"], r["prefill"])] for r in found["unseen_steps"]
     )
