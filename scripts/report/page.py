@@ -21,6 +21,7 @@ from matplotlib.figure import Figure
 from cli import Parser, note, run
 from errors import UserError
 from scripts.bench.serving.load import table as load_table
+from scripts.lib.markdown import table_lines
 from scripts.lib.results import ROOT, check_output, write_text
 from scripts.report import paper_tables
 from scripts.report.plots import FIGURES
@@ -146,12 +147,10 @@ def everything(rows: Sequence[Row]) -> str:
         "over prefill and decode together; weights and memory are a rank's."
     )
     parts = [paragraph(about, "soft"), html_table(tables.table(rows))] if finished(rows) else []
-    failed = [f"| {r.setting.label} | {(r.error or '').replace('|', '/')} |" for r in rows if r.error]
+    failed = [(r.setting.label, r.error.replace("|", "/")) for r in rows if r.error]
     if failed:
-        parts += [
-            "<h2 style='margin-top:24px'>Failed</h2>",
-            html_table("\n".join(["| configuration | error |", "|---|---|", *failed])),
-        ]
+        table = "\n".join(table_lines(["configuration", "error"], failed))
+        parts += ["<h2 style='margin-top:24px'>Failed</h2>", html_table(table)]
     return section("All configurations", *parts)
 
 
@@ -192,8 +191,7 @@ def load(result: dict[str, Any]) -> str:
 
 
 def machine(about: dict[str, Any], versions: dict[str, str]) -> str:
-    lines = [f"| {name} | {value} |" for name, value in {**about, **versions}.items()]
-    return section("Machine and versions", html_table("\n".join(["| what | value |", "|---|---|", *lines])))
+    return section("Machine and versions", html_table("\n".join(table_lines(["what", "value"], (about | versions).items()))))
 
 
 def page(rows: Sequence[Row], loaded: dict[str, Any] | None, title: str) -> str:
