@@ -141,7 +141,7 @@ class Engine:
             if not optional:
                 return Refused(submits[0].request_id, str(e), "invalid_schema")
             grammar = None
-        # the same on all ranks; which compilations `Grammars` keeps depends on a rank's speed
+        # the same on all ranks, whatever they have compiled so far
         if grammar is not None and grammar not in self.compiling:
             if len(self.compiling) < MAX_COMPILING:
                 self.compiling[grammar] = self.grammars.start(grammar), []
@@ -214,7 +214,7 @@ class Engine:
                 self.compiling[text] = compilation, left
             else:
                 del self.compiling[text]
-                self.grammars.finished(compilation)
+                compilation.wanted = False
             return
         sequence = self.scheduler.by_id.get(message.request_id)
         if sequence is not None and message.used is not None:
@@ -254,7 +254,8 @@ class Engine:
                 else:
                     why = compilation.error or "another rank could not compile the grammar"
                     self.refused.append(Refused(sequence.request_id, why, "invalid_schema"))
-            self.grammars.finished(compilation)
+            if state == COMPILED:
+                self.grammars.keep(compilation)
 
     @property
     def _uncompiled(self) -> list[Sequence]:
@@ -377,6 +378,7 @@ class Engine:
         if matcher is None or not matcher.is_stopped():
             return True
         if problem := error_of(matcher):
+            self.grammars.forget(sequence.state.grammar)
             if sequence.params.grammar_optional:
                 sequence.state.grammar = sequence.state.matcher = None
             else:

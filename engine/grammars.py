@@ -1,8 +1,8 @@
 """Compiling grammars: in a thread, once for each text, with limits that do not depend on time.
 
 A rank compiles in one thread of low priority. llguidance releases the interpreter lock meanwhile, so steps continue.
-Compiled grammars are cached, and every sequence gets a copy. The limits count llguidance's operations, not seconds, so
-that all ranks reach the same result.
+Compiled grammars are cached, and every sequence gets a copy. The limits count llguidance's operations, not seconds. What a
+copy can do also depends on those before it, which share its lexer. So all ranks cache the same ones, and reach the same result.
 
 Imports no torch: the frontend validates grammars with the same limits, in processes that should stay small.
 """
@@ -60,8 +60,7 @@ class Grammars:
     def __init__(self, tokenizer: "Tokenizer | None", vocab_size: int) -> None:
         self.tokenizer, self.vocab_size = tokenizer, vocab_size
         self._for_library: Any = None
-        self._started: dict[str, Compilation] = {}  # started by `start` and not yet given to `finished`
-        self._cache: OrderedDict[str, Compilation] = OrderedDict()  # least recently used first
+        self._cache: OrderedDict[str, Compilation] = OrderedDict()  # least recently used first; the same on all ranks
         self._queue: SimpleQueue[Compilation | None] = SimpleQueue()
         self._thread: threading.Thread | None = None
 
@@ -80,22 +79,25 @@ class Grammars:
             self._put(None)
 
     def start(self, text: str) -> Compilation:
-        """The compilation of a grammar: from the cache, already running, or new."""
-        compilation = self._cache.pop(text, None) or self._started.get(text)
-        if compilation is None:
-            compilation = self._started[text] = Compilation(text)
+        """The compilation of a grammar: from the cache, or a new one."""
+        if (compilation := self._cache.get(text)) is not None:
+            self._cache.move_to_end(text)
+        else:
+            compilation = Compilation(text)
             self._put(compilation)
-        if compilation.state:
-            self._keep(compilation)
         return compilation
 
-    def finished(self, compilation: Compilation) -> None:
-        """No request waits for the compilation any more. If it has compiled, cache it; if it has not started, it is skipped."""
-        self._started.pop(compilation.text, None)
-        if compilation.state:
-            self._keep(compilation)
-        else:
-            compilation.wanted = False
+    def keep(self, compilation: Compilation) -> None:
+        """Cache a compilation that has succeeded on all ranks."""
+        self._cache[compilation.text] = compilation
+        self._cache.move_to_end(compilation.text)
+        while len(self._cache) > CACHED or sum(map(len, self._cache)) > CACHED_TEXT:
+            self._cache.popitem(last=False)
+
+    def forget(self, matcher: Any) -> None:
+        """Drop a compilation whose copy failed, so that the next request compiles the grammar again: copies share a lexer, whose states
+        add up to the limit."""
+        self._cache = OrderedDict((text, one) for text, one in self._cache.items() if one.matcher is not matcher)
 
     def compile(self, text: str) -> Any:
         """Compile in this thread. Returns a matcher that has computed its first mask. Raises UserError."""
@@ -108,14 +110,6 @@ class Grammars:
         if problem := error_of(matcher):
             raise UserError(problem)
         return matcher
-
-    def _keep(self, compilation: Compilation) -> None:
-        if compilation.state != COMPILED:
-            return
-        self._cache[compilation.text] = compilation
-        self._cache.move_to_end(compilation.text)
-        while len(self._cache) > CACHED or sum(map(len, self._cache)) > CACHED_TEXT:
-            self._cache.popitem(last=False)
 
     def _tokenizer(self) -> Any:
         import llguidance

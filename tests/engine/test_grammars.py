@@ -2,6 +2,8 @@
 
 import json
 import os
+import random
+import threading
 import time
 from collections.abc import Iterator
 from typing import Any
@@ -129,11 +131,9 @@ def test_a_request_that_still_compiles_can_be_aborted(engine: Engine) -> None:
 
 def test_requests_wait_by_the_text_of_their_grammar(engine: Engine) -> None:
     """Ranks compile at different speeds, so their compilations may differ. But they must wait for the same number of grammars."""
-    engine.grammars.start(WORD)
     for i in range(2):
         assert engine.submit(submit(f"h{i}", WORD)) is None
         engine.grammars._cache.clear()
-        engine.grammars._started.clear()
     assert list(engine.compiling) == [WORD]
     assert set(run(engine)) == {"h0", "h1"}
 
@@ -158,6 +158,29 @@ def test_a_grammar_that_becomes_too_complex_ends_its_request_alone(engine: Engin
     assert refused.code == "invalid_schema"
     assert len(answers["e"]) > 0 and len(answers["d"]) > 0
     assert engine.scheduler.blocks.used == 0
+
+
+def test_a_grammar_whose_lexer_is_full_is_compiled_again(engine: Engine, seed: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    """All requests with a grammar share its lexer, so what each of them adds is more than a lexer may hold."""
+    names = [field for field in dir(llguidance.LLParserLimits) if not field.startswith("_")]
+    values = {name: getattr(grammars_module.limits(), name) for name in names} | {"max_lexer_states": 400}
+    monkeypatch.setattr(grammars_module, "limits", lambda: llguidance.LLParserLimits(**values))
+    words = ["".join(random.choices("abcdefghij", k=12)) for _ in range(100)]
+    texts = " | ".join(f'"{word}"' for word in words)
+    word = SamplingParams(max_tokens=40, grammar=f"start: WORD\nWORD: {texts}", stop_token_ids=[1])
+    assert engine.submit(Submit("first", [5, 6, 7], word)) is None
+    assert isinstance(run(engine)["first"], list)
+    matcher, tokenizer = engine.grammars._cache[word.grammar or ""].matcher, load_tokenizer(TINY)
+    for one in words:
+        other = matcher.deep_copy()
+        for token in tokenizer.encode(one, add_special_tokens=False):
+            other.compute_logit_bias()
+            other.consume_token(token)
+    assert "too many states" in other.get_error()
+    assert engine.submit(Submit("refused", [5, 6, 7], word)) is None
+    assert "too many states" in run(engine)["refused"].message
+    assert engine.submit(Submit("again", [5, 6, 7], word)) is None
+    assert isinstance(run(engine)["again"], list)
 
 
 def optional(request_id: str, grammar: str) -> Submit:
@@ -249,7 +272,7 @@ def test_what_is_kept_is_bounded() -> None:
     grammars = Grammars(load_tokenizer(TINY), MODEL_VOCAB)
     for i in range(CACHED + 10):
         kept(grammars, grammar_of({"const": i}))
-    assert len(grammars._cache) == CACHED and not grammars._started
+    assert len(grammars._cache) == CACHED
     for i in range(6):
         kept(grammars, grammar_of({"const": str(i), "description": "x" * (CACHED_TEXT // 5)}), compiles=False)
     assert sum(map(len, grammars._cache)) <= CACHED_TEXT and len(grammars._cache) < 6
@@ -263,7 +286,7 @@ def kept(grammars: Grammars, text: str, compiles: bool = True) -> None:
         time.sleep(0.001)
         assert time.monotonic() < end
     compilation.state = grammars_module.COMPILED
-    grammars.finished(compilation)
+    grammars.keep(compilation)
 
 
 def test_min_tokens_give_way_to_a_grammar_that_ends(engine: Engine) -> None:
@@ -277,13 +300,16 @@ def test_min_tokens_give_way_to_a_grammar_that_ends(engine: Engine) -> None:
 # --- ranks ------------------------------------------------------------------------------------------------------------------
 
 
-def rank_compiles(world: World, slow: int) -> tuple[list[int], dict[str, Any]]:
-    """One rank compiles more slowly, and a grammar fails on it. Returns the number of grammars to wait for, and all answers."""
+def rank_compiles(world: World, slow: int) -> tuple[list[int], dict[str, Any], list[str]]:
+    """One rank compiles more slowly, and a grammar fails on it. Returns the number of grammars to wait for, all answers, and what is
+    cached."""
     engine = engine_of(world)
-    compile_ = engine.grammars.compile
+    compile_, aborted = engine.grammars.compile, threading.Event()
 
     def compile_slowly(text: str) -> Any:
         time.sleep(0.3 * (world.rank == slow))
+        if world.rank == slow and text == large(50):
+            assert aborted.wait(SECONDS)
         if world.rank == slow and "unlucky" in text:
             raise UserError("no memory")
         return compile_(text)
@@ -292,16 +318,21 @@ def rank_compiles(world: World, slow: int) -> tuple[list[int], dict[str, Any]]:
     texts = [None, WORD, COMPLEX, WORD, grammar_of({"type": "nope"}), grammar_of({"const": "unlucky"}), large(50)]
     for i, text in enumerate(texts):
         assert engine.submit(submit(str(i), text, max_tokens=30, seed=i)) is None
+    compilation, _ = engine.compiling[large(50)]
+    while world.rank != slow and not compilation.state:
+        time.sleep(0.001)
     engine.abort(Abort("6"))
+    aborted.set()
     for i, text in enumerate([COMPLEX, grammar_of({"const": "unlucky"}), grammar_of({"type": "nope"})], 7):
         assert engine.submit(optional(str(i), text)) is None
-    return [len(engine.compiling)], run(engine)
+    return [len(engine.compiling)], run(engine), [*engine.grammars._cache]
 
 
 @pytest.mark.parametrize("slow", [0, 1])
 def test_ranks_admit_and_refuse_together(ranks: Ranks, slow: int) -> None:
-    (waiting, first), (_, second) = ranks.run(2, rank_compiles, slow)
+    (waiting, first, cached), (_, second, also_cached) = ranks.run(2, rank_compiles, slow)
     assert waiting == [4]
+    assert cached == also_cached == [WORD]
     assert {k: v for k, v in first.items() if isinstance(v, list)} == {k: v for k, v in second.items() if isinstance(v, list)}
     for answers in (first, second):
         assert {k for k, v in answers.items() if isinstance(v, Refused)} == {"2", "4", "5"}

@@ -153,7 +153,13 @@ class FakeGrammars:
     def start(self, text: str) -> FakeCompilation:
         return FakeCompilation(text, self.now() + FakeGrammar.of(text).steps, self.now)
 
-    def finished(self, compilation: FakeCompilation) -> None:
+    def keep(self, compilation: FakeCompilation) -> None:
+        pass
+
+    def drop(self, compilation: FakeCompilation) -> None:
+        pass
+
+    def forget(self, matcher: FakeMatcher) -> None:
         pass
 
 
