@@ -122,7 +122,7 @@ class RequestSpans:
         if "prompt_tokens" in fields:
             span.set_attribute("gen_ai.request.model", self._model_name)
             span.set_attribute("gen_ai.usage.input_tokens", fields["prompt_tokens"])
-            span.set_attribute("gen_ai.usage.output_tokens", fields["completion_tokens"])
+            span.set_attribute("gen_ai.usage.output_tokens", fields.get("completion_tokens", 0))
         if not status or status >= 500:
             span.set_status(StatusCode.ERROR)
         span.end(self._ns(time.monotonic()))

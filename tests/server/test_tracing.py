@@ -116,6 +116,16 @@ def test_the_spans_of_requests(site: Site, collector: Collector) -> None:
     assert not refused.parent_span_id and fields(refused)["http.response.status_code"] == 400 and len(collector.of(trace)) == 11
 
 
+def test_the_spans_of_embeddings(site: Site, collector: Collector) -> None:
+    assert site.http.post("/v1/embeddings", json={"input": ["One", "two"]}).status_code == 200
+    wait_for(lambda: len(collector.spans) == 6)
+    (request,) = [span for span in collector.spans if span.name == "POST /v1/embeddings"]
+    known = fields(request)
+    assert known["gen_ai.usage.input_tokens"] > 1 and known["gen_ai.usage.output_tokens"] == 0
+    inner = [span.name for span in collector.spans if span.parent_span_id == request.span_id]
+    assert sorted(inner) == sorted(["frontend", *STAGES[:2] * 2])
+
+
 def test_clients_and_collectors_that_leave(site: Site, collector: Collector) -> None:
     site.engine.hold = True
     with socket.create_connection(("127.0.0.1", site.port)) as raw:
