@@ -32,7 +32,7 @@ class Tracing:
 
     def __init__(self, endpoint: str, model_name: str) -> None:
         """Raises UserError for an endpoint that is no URL, and if packages are missing."""
-        if urlsplit(endpoint).scheme not in ("http", "https") or not urlsplit(endpoint).netloc:
+        if not _is_http(endpoint):
             advice = "give the collector's URL, such as http://localhost:4318/v1/traces"
             raise UserError(f"--otlp-traces-endpoint {endpoint} is no http URL; {advice}")
         try:
@@ -59,6 +59,14 @@ class Tracing:
     async def close(self) -> None:
         with contextlib.suppress(TimeoutError):
             await asyncio.wait_for(asyncio.to_thread(self.provider.shutdown), CLOSE_SECONDS)
+
+
+def _is_http(url: str) -> bool:
+    try:
+        parts = urlsplit(url)
+        return parts.scheme in ("http", "https") and bool(parts.hostname) and parts.port != 0
+    except ValueError:  # a port or an IPv6 address that is none
+        return False
 
 
 class Spans:

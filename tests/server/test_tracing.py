@@ -152,8 +152,9 @@ def test_a_queue_that_is_longer_than_the_answer_took(collector: Collector) -> No
 
 
 def test_what_is_needed(monkeypatch: pytest.MonkeyPatch) -> None:
-    with pytest.raises(UserError, match="is no http URL; give the collector's URL"):
-        Tracing("localhost:4317", "m")
+    for wrong in ("localhost:4317", "http://", "http://[::1", "http://localhost:99999/v1/traces"):
+        with pytest.raises(UserError, match="is no http URL; give the collector's URL"):
+            Tracing(wrong, "m")
     plain = builtins.__import__
 
     def without(name: str, *args: Any, **kwargs: Any) -> Any:
