@@ -86,13 +86,13 @@ class NameOptions:
 class BatchOptions:
     max_num_seqs: int = option(
         default=64,
-        type=whole_number(1),
+        type=whole_number(1, 1 << 16),
         metavar="N",
         help="most sequences in a step; more give more tokens/s in all and a slower stream for each (default: 64)",
     )
     max_batch_tokens: int | None = option(
         default=None,
-        type=whole_number(1),
+        type=whole_number(1, 1 << 20),
         metavar="N",
         help="most tokens in a step; longer prompts are computed in parts, so a smaller number keeps streams smooth (default: the "
         "fewest with 98 %% of the throughput on such a GPU with layers of about this size, else 2048)",

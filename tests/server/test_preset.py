@@ -230,7 +230,7 @@ def test_a_server_that_ends_at_once_is_noticed(tmp_path: Path, capfd: pytest.Cap
     flags = ["--model", "tiny", "--device", "cpu", "--max-num-seqs", "0"]
     with pytest.raises(UserError, match="or ended"), rung_server(1, flags, tmp_path / "log"):
         pass
-    assert "0 is not at least 1" in capfd.readouterr().err
+    assert "0 is not from 1 to 65536" in capfd.readouterr().err
 
 
 def test_the_load_generator_drives_a_preset(tmp_path: Path) -> None:

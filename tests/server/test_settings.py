@@ -46,6 +46,8 @@ def test_settings_precedence(tmp_path: Path) -> None:
         (["--model", "m"], {"RUNG_COMPILE": "maybe"}, "", "RUNG_COMPILE"),
         (["--model", "m", "--api-key", ""], {}, "", "api-key"),
         (["--model", "m", "--api-key", "k weight=0"], {}, "", "weight of an API key must be from 1 to 1000"),
+        (["--model", "m", "--max-num-seqs", "65537"], {}, "", "not from 1 to 65536"),
+        (["--model", "m"], {"RUNG_MAX_BATCH_TOKENS": "1048577"}, "", "not from 1 to 1048576"),
         (["--model", "m", "--ngram-prompts", "9"], {"RUNG_SPECULATE": "off"}, "", "add --speculate ngram"),
         (["--model", "m", "--trusted-proxy", "proxy.example"], {}, "", "trusted-proxy"),
         (["--model", "m"], {"RUNG_TRUSTED_PROXY": "10.0.0.1/8"}, "", "RUNG_TRUSTED_PROXY.*host bits"),
