@@ -214,7 +214,7 @@ class Engine:
                 self.compiling[text] = compilation, left
             else:
                 del self.compiling[text]
-                compilation.wanted = False
+                self.grammars.drop(compilation)
             return
         sequence = self.scheduler.by_id.get(message.request_id)
         if sequence is not None and message.used is not None:

@@ -1,6 +1,7 @@
 """Compiling grammars: in a thread, once for each text, with limits that do not depend on time.
 
-A rank compiles in one thread of low priority. llguidance releases the interpreter lock meanwhile, so steps continue.
+A rank compiles in one thread of low priority, short grammars first. llguidance releases the interpreter lock meanwhile, so
+steps continue.
 Compiled grammars are cached, and every sequence gets a copy. The limits count llguidance's operations, not seconds. What a
 copy can do also depends on those before it, which share its lexer. So all ranks cache the same ones, and reach the same result.
 
@@ -11,7 +12,6 @@ import contextlib
 import os
 import threading
 from collections import OrderedDict
-from queue import SimpleQueue
 from typing import TYPE_CHECKING, Any
 
 from errors import UserError
@@ -51,7 +51,6 @@ class Compilation:
         self.state = 0
         self.matcher: Any = None  # llguidance's, never advanced
         self.error = ""
-        self.wanted = True
 
 
 class Grammars:
@@ -61,7 +60,8 @@ class Grammars:
         self.tokenizer, self.vocab_size = tokenizer, vocab_size
         self._for_library: Any = None
         self._cache: OrderedDict[str, Compilation] = OrderedDict()  # least recently used first; the same on all ranks
-        self._queue: SimpleQueue[Compilation | None] = SimpleQueue()
+        self._waiting: list[Compilation] = []  # for the thread
+        self._changed = threading.Condition()
         self._thread: threading.Thread | None = None
 
     def check(self, text: str) -> None:
@@ -76,7 +76,7 @@ class Grammars:
     def warm_up(self) -> None:
         """Prepare llguidance's form of the tokenizer before the first grammar needs it: seconds for a large vocabulary."""
         if self.tokenizer is not None and self.tokenizer.eos_ids:
-            self._put(None)
+            self._start_thread()
 
     def start(self, text: str) -> Compilation:
         """The compilation of a grammar: from the cache, or a new one."""
@@ -84,8 +84,16 @@ class Grammars:
             self._cache.move_to_end(text)
         else:
             compilation = Compilation(text)
-            self._put(compilation)
+            with self._changed:
+                self._waiting.append(compilation)
+                self._changed.notify()
+            self._start_thread()
         return compilation
+
+    def drop(self, compilation: Compilation) -> None:
+        """No request waits for the compilation any more."""
+        with self._changed:
+            self._waiting = [one for one in self._waiting if one is not compilation]
 
     def keep(self, compilation: Compilation) -> None:
         """Cache a compilation that has succeeded on all ranks."""
@@ -120,8 +128,7 @@ class Grammars:
             self._for_library = llguidance.LLTokenizer(wrapper, eos_token=list(self.tokenizer.eos_ids))
         return self._for_library
 
-    def _put(self, compilation: Compilation | None) -> None:
-        self._queue.put(compilation)
+    def _start_thread(self) -> None:
         if self._thread is None:
             self._thread = threading.Thread(target=self._run, name="grammars", daemon=True)
             self._thread.start()
@@ -129,18 +136,25 @@ class Grammars:
     def _run(self) -> None:
         with contextlib.suppress(OSError, AttributeError):  # only Linux has priorities for single threads
             os.setpriority(os.PRIO_PROCESS, threading.get_native_id(), NICENESS)
+        with contextlib.suppress(BaseException):  # each compilation will fail with it
+            self._tokenizer()
         while True:
-            compilation = self._queue.get()
+            compilation = self._next()
             try:
-                if compilation is None:
-                    self._tokenizer()
-                elif compilation.wanted:
-                    compilation.matcher = self.compile(compilation.text)
-                    compilation.state = COMPILED
+                compilation.matcher = self.compile(compilation.text)
+                compilation.state = COMPILED
             except BaseException as e:  # also a panic of the library: requests wait for this thread, so it must not end
-                if compilation is not None:
-                    compilation.error = str(e)
-                    compilation.state = FAILED
+                compilation.error = str(e)
+                compilation.state = FAILED
+
+    def _next(self) -> Compilation:
+        """The shortest one that waits, because a long one can take seconds, for which no other client should wait."""
+        with self._changed:
+            while not self._waiting:
+                self._changed.wait()
+            found = min(self._waiting, key=lambda one: len(one.text))
+            self._waiting.remove(found)
+            return found
 
 
 def error_of(matcher: Any) -> str:

@@ -1,5 +1,6 @@
 """Grammars in the engine: compiled in a thread, once for each text, with limits. All ranks admit a request in the same step."""
 
+import gc
 import json
 import os
 import random
@@ -127,6 +128,31 @@ def test_a_request_that_still_compiles_can_be_aborted(engine: Engine) -> None:
         engine.abort(Abort(f"a{i}"))
     assert engine.stats().waiting == 1
     assert set(run(engine)) == {"a7"}
+
+
+def test_short_grammars_do_not_wait_for_long_ones(engine: Engine, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Nor for those that nobody waits for any more, and which take no memory then."""
+    compiled, begun, go = list[str](), threading.Event(), threading.Event()
+
+    def compile_(self: Grammars, text: str) -> Any:
+        compiled.append(text)
+        begun.set()
+        assert go.wait(SECONDS)
+        raise UserError("no")
+
+    monkeypatch.setattr(Grammars, "compile", compile_)
+    first, long, short = (f"{'x' * length} first" for length in (100, 10_000, 10))
+    assert engine.submit(submit("first", first)) is None
+    assert begun.wait(SECONDS)
+    for i in range(100):
+        assert engine.submit(submit(f"gone {i}", long + "!")) is None
+        engine.abort(Abort(f"gone {i}"))
+    for text in (long, short):
+        assert engine.submit(submit(str(len(text)), text)) is None
+    assert sum(isinstance(one, grammars_module.Compilation) and one.text.endswith("!") for one in gc.get_objects()) == 0
+    go.set()
+    run(engine)
+    assert compiled == [first, short, long]
 
 
 def test_requests_wait_by_the_text_of_their_grammar(engine: Engine) -> None:
