@@ -10,7 +10,6 @@ from server.json_schema import CallableTool, Compiled, SchemaError
 from server.problems import ApiError, bad
 from server.schemas import ChatBody, GenerationBody
 from server.service import Service
-from server.workers import WAIT_SECONDS
 from tokenizer import Tokenizer
 
 UNCONSTRAINED = Compiled("")
@@ -36,7 +35,7 @@ async def for_request(
     # with --deterministic, neither load nor the time that a job takes may decide whether the answer is constrained
     waits = body.insists or service.settings.deterministic
     try:
-        return await _compiled(service, demand, WAIT_SECONDS if waits else BRIEF_SECONDS)
+        return await _compiled(service, demand, None if waits else BRIEF_SECONDS)
     except ApiError as e:
         if not waits and e.code in ("overloaded", "too_complex"):
             return UNCONSTRAINED
@@ -86,7 +85,7 @@ def _special_ids(tokenizer: Tokenizer) -> dict[str, int]:
     return {text: id for id in tokenizer.special_ids if (text := tokenizer.token_text(id))}
 
 
-async def _compiled(service: Service, demand: Demand, wait_seconds: float) -> Compiled:
+async def _compiled(service: Service, demand: Demand, wait_seconds: float | None) -> Compiled:
     """Compile the demand in a worker, and cache the result for later requests with the same one. Raises SchemaError, and what
     `Workers.run` raises."""
     try:

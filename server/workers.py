@@ -36,7 +36,7 @@ from server.worker_process import HEADER, needs_memory
 T = TypeVar("T")
 
 START_SECONDS = 120.0  # time for a worker to import its modules and read the tokenizer while the machine loads weights
-WAIT_SECONDS = 10.0  # longest time in the queue, unless the job says otherwise
+WAIT_SECONDS = 10.0  # in the queue, besides the time that another client's job may take
 MAX_SLOW = 64  # most slow jobs in the queue
 LAST_RESORT_SECONDS = 5.0  # a worker ends itself this long after its job's limit: the frontend, which should kill it, has gone
 GRACE_SECONDS = 0.25  # a job whose client has left may still end: waiting for it costs less than a new worker
@@ -89,10 +89,11 @@ class Workers:
             _fail(job, _ending())
 
     async def run(
-        self, function: Callable[..., T], *arguments: Any, slow: bool = False, wait_seconds: float = WAIT_SECONDS
+        self, function: Callable[..., T], *arguments: Any, slow: bool = False, wait_seconds: float | None = None
     ) -> T:
         """Run `function(*arguments)` in a worker and return its result. If the caller is cancelled, the job ends soon.
-        wait_seconds: the longest time in the queue.
+        wait_seconds: the longest time in the queue; None: so long that one job beyond its limit, and the start of a worker for the
+        one that was killed, do not fail this job.
 
         Raises an ApiError or a UserError that the function raises, and a RuntimeError for its other exceptions; a 400 if the
         job exceeds the limit of time or memory; a 503 if too many jobs wait, or this one waits too long.
@@ -108,7 +109,8 @@ class Workers:
             _fail(drop, _busy("too many requests of this client wait to be prepared"))
         queue.append(job)
         self._wake(queue)
-        timer = asyncio.get_running_loop().call_later(wait_seconds, _expire, job, wait_seconds)
+        patience = self._seconds + WAIT_SECONDS if wait_seconds is None else wait_seconds
+        timer = asyncio.get_running_loop().call_later(patience, _expire, job, patience)
         try:
             result: T = await job.result
             return result

@@ -160,6 +160,20 @@ def test_clients_take_turns(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> 
     assert ended == ["a5 overloaded", "a4 overloaded", "a6 overloaded", "a0", "a1", "b1", "c1", "a2", "b2", "a3"]
 
 
+def test_one_job_of_another_client_does_not_use_up_the_time_to_wait(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    monkeypatch.setattr(workers, "WAIT_SECONDS", 0.1)
+
+    async def body(pool: Workers) -> None:
+        long = asyncio.create_task(pool.run(until_there, str(tmp_path / "go"), slow=True, wait_seconds=300))
+        await until(lambda: 1 in pool.pids and not pool._slow)
+        short = asyncio.create_task(pool.run(limited, slow=True))
+        await asyncio.sleep(1)
+        (tmp_path / "go").touch()
+        await asyncio.gather(long, short)
+
+    with_workers(body, seconds=300)
+
+
 def test_a_job_whose_worker_still_starts_fails_with_the_pool() -> None:
     async def body(pool: Workers) -> None:
         pool.start()
