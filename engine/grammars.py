@@ -1,9 +1,9 @@
 """Compiling grammars: in a thread, once for each text, with limits that do not depend on time.
 
-A rank compiles in one thread of low priority, short grammars first. llguidance releases the interpreter lock meanwhile, so
-steps continue.
-Compiled grammars are cached, and every sequence gets a copy. The limits count llguidance's operations, not seconds. What a
-copy can do also depends on those before it, which share its lexer. So all ranks cache the same ones, and reach the same result.
+A rank compiles in one thread of low priority, a short grammar before a long one that came a little earlier. llguidance
+releases the interpreter lock meanwhile, so steps continue. Compiled grammars are cached, and every sequence gets a copy.
+The limits count llguidance's operations, not seconds. What a copy can do also depends on those before it, which share its
+lexer. So all ranks cache the same ones, and reach the same result.
 
 Imports no torch: the frontend validates grammars with the same limits, in processes that should stay small.
 """
@@ -11,6 +11,7 @@ Imports no torch: the frontend validates grammars with the same limits, in proce
 import contextlib
 import os
 import threading
+import time
 from collections import OrderedDict
 from typing import TYPE_CHECKING, Any
 
@@ -23,6 +24,7 @@ MAX_TEXT = 1 << 20  # bytes of one grammar
 MAX_COMPILING = 32  # most different grammars that requests wait for
 CACHED = 32  # most compiled grammars in the cache
 CACHED_TEXT = 4 << 20  # most bytes of their texts; compiled, a grammar takes about 50 times as much
+CHARACTER_SECONDS = 12e-6  # of a long grammar's compilation, on a core of its own
 NICENESS = 10
 
 FAILED, COMPILED = 1, 2  # `Compilation.state`; 0: not compiled yet
@@ -48,6 +50,7 @@ class Compilation:
 
     def __init__(self, text: str) -> None:
         self.text = text
+        self.due = time.monotonic() + CHARACTER_SECONDS * len(text)  # when it would be ready if it began now
         self.state = 0
         self.matcher: Any = None  # llguidance's, never advanced
         self.error = ""
@@ -148,11 +151,12 @@ class Grammars:
                 compilation.state = FAILED
 
     def _next(self) -> Compilation:
-        """The shortest one that waits, because a long one can take seconds, for which no other client should wait."""
+        """The one that would be ready first if each was compiled as soon as it came. So a short one does not wait for all long ones
+        before it, and a long one waits only for those that come while it would have been compiled."""
         with self._changed:
             while not self._waiting:
                 self._changed.wait()
-            found = min(self._waiting, key=lambda one: len(one.text))
+            found = min(self._waiting, key=lambda one: one.due)
             self._waiting.remove(found)
             return found
 

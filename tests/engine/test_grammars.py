@@ -7,6 +7,7 @@ import random
 import threading
 import time
 from collections.abc import Iterator
+from types import SimpleNamespace
 from typing import Any
 
 import llguidance
@@ -153,6 +154,20 @@ def test_short_grammars_do_not_wait_for_long_ones(engine: Engine, monkeypatch: p
     go.set()
     run(engine)
     assert compiled == [first, short, long]
+
+
+def test_a_long_grammar_does_not_wait_for_all_short_ones(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Only for those that come while it would have been compiled."""
+    now = [100.0]
+    monkeypatch.setattr(grammars_module, "time", SimpleNamespace(monotonic=lambda: now[0]))
+    grammars = Grammars(load_tokenizer(TINY), MODEL_VOCAB)
+    monkeypatch.setattr(grammars, "_start_thread", lambda: None)
+    long, later = "x" * 500_000, {0: "first", 5: "during", 7: "after"}
+    grammars.start(long)
+    for seconds, short in later.items():
+        now[0] = 100.0 + seconds
+        grammars.start(short)
+    assert [grammars._next().text for _ in range(4)] == ["first", "during", long, "after"]
 
 
 def test_requests_wait_by_the_text_of_their_grammar(engine: Engine) -> None:
