@@ -170,6 +170,18 @@ def aligned(rows: range, bits: int) -> tuple[range, slice]:
     return range(first, last), slice(rows.start - first * size, rows.stop - first * size)
 
 
+def unless_symmetric(zeros: Tensor, part: Slice) -> Tensor | None:
+    """The zero points of `qzeros`, which symmetric layers have, too. Raises UserError if those are not 0."""
+    if not part.scheme.symmetric:
+        return zeros
+    if bool(zeros.any()):
+        raise UserError(
+            f"{part.name}.qzeros has zero points, and config.json says that there are none; correct its `sym`, `zero_point` or "
+            "`checkpoint_format`"
+        )
+    return None
+
+
 def in_bytes(values: slice, bits: int) -> slice:
     """Where the packed `values`, an even number, are in bytes."""
     return slice(values.start * bits // 8, values.stop * bits // 8)
@@ -280,15 +292,10 @@ class Gptq:
         stored = integers(tensors.read("qzeros", INT32, 1, outer), bits)[:, inner].T
         half = 2 ** (bits - 1)
         zeros = ((stored.short() + half + self.less) % (2 * half) - half).to(torch.int8)
-        if part.scheme.symmetric and bool(zeros.any()):
-            raise UserError(
-                f"{part.name}.qzeros has zero points, and config.json says that there are none; correct its `sym` or "
-                "`checkpoint_format`"
-            )
         scales, groups = tensors.scales("scales", 1, part.rows).T, tensors.groups("g_idx")
         if groups is None:
             scales, zeros = of_columns(scales, part), of_columns(zeros, part)
-        return Quantized(codes, scales, None if part.scheme.symmetric else zeros, groups)
+        return Quantized(codes, scales, unless_symmetric(zeros, part), groups)
 
 
 class Awq:
@@ -308,7 +315,7 @@ class Awq:
         codes = self._features(packed)[:, inner].T
         zeros = self._features(tensors.read("qzeros", INT32, 1, outer))[:, inner].T
         scales = tensors.scales("scales", 1, part.rows).T
-        return Quantized(pack(codes, 4), of_columns(scales, part), of_columns(zeros, part))
+        return Quantized(pack(codes, 4), of_columns(scales, part), unless_symmetric(of_columns(zeros, part), part))
 
     @staticmethod
     def _features(packed: Tensor) -> Tensor:

@@ -196,8 +196,9 @@ def _gptq(raw: dict[str, Any]) -> Quantization:
 def _awq(raw: dict[str, Any]) -> Quantization:
     what = "awq"
     raw = {"bits": raw.get("w_bit"), "group_size": raw.get("q_group_size")} | {k: v for k, v in raw.items() if v is not None}
-    _is(raw, what, bits=4, version=("gemm", "GEMM"), zero_point=True)
-    scheme = Scheme("awq", get(raw, "bits", int), group=_group(get(raw, "group_size", int), what), symmetric=False)
+    _is(raw, what, bits=4, version=("gemm", "GEMM"))
+    symmetric = not get(raw, "zero_point", bool, True)  # GPTQModel's default
+    scheme = Scheme("awq", get(raw, "bits", int), group=_group(get(raw, "group_size", int), what), symmetric=symmetric)
     return Quantization(what, (Rule(ALL, scheme),), (*_parts(_names(raw, "modules_to_not_convert")), HEAD))
 
 

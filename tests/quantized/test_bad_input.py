@@ -79,6 +79,7 @@ DAMAGE: dict[str, tuple[str, Callable[[Tensors], None], tuple[str, ...]]] = {
     "weights not rounded": ("fp8 by tensor, static", at("weight", lambda t: t.bfloat16()), ("weight", "bfloat16", "float8")),
     "groups beyond the last": ("GPTQ 8 bits act-order", at("g_idx", first(99)), ("g_idx", "groups")),
     "zero points of a symmetric layer": ("GPTQ 4 bits", at("qzeros", first(0)), ("qzeros", "zero points")),
+    "zero points of a symmetric AWQ layer": ("AWQ symmetric", at("qzeros", first(0)), ("qzeros", "zero points")),
     "another weight_shape": ("W8A16 group 64", at("weight_shape", first(1)), ("weight_shape",)),
     "tensors of another format": ("W8A16 group 64", at("weight_packed", lambda t: None), ("lacks", "weight_packed")),
 }
@@ -216,7 +217,6 @@ UNSUPPORTED: list[tuple[dict[str, Any], str]] = [
     (GPTQ | {"checkpoint_format": "marlin"}, "marlin"),
     (GPTQ | {"dynamic": {"-:.*down.*": {}}}, "dynamic"),
     (AWQ | {"version": "gemv"}, "gemv"),
-    (AWQ | {"zero_point": False}, "zero_point"),
     (AWQ | {"bits": 8}, "bits = 8"),
     (FP8 | {"weight_block_size": [64, 64]}, "weight_block_size"),
     (FP8 | {"scale_fmt": "ue8m0"}, "ue8m0"),

@@ -242,13 +242,14 @@ def gptq(bits: int, group: int, desc_act: bool = False, sym: bool = True, v2: bo
 AWQ_ORDER = (0, 2, 4, 6, 1, 3, 5, 7)  # the feature that each nibble of a word holds, as AWQ's packer writes them
 
 
-def awq(group: int, kept: tuple[str, ...] = ()) -> Format:
+def awq(group: int, kept: tuple[str, ...] = (), symmetric: bool = False) -> Format:
     def write(n: int, k: int) -> tuple[Tensors, Tensor]:
         codes, zeros, scale = integers(4, n, k), integers(4, n, k // group), scales(k, 4, n, k // group).half()
+        zeros = np.full_like(zeros, 8) if symmetric else zeros
         tensors = {"qweight": pack_rows(codes.T, 4, AWQ_ORDER), "qzeros": pack_rows(zeros.T, 4, AWQ_ORDER), "scales": scale.T}
         return tensors, dense(codes, zeros, scale, group_indices(k, group, False))
 
-    quantization = {"quant_method": "awq", "bits": 4, "group_size": group, "zero_point": True, "version": "gemm"}
+    quantization = {"quant_method": "awq", "bits": 4, "group_size": group, "zero_point": not symmetric, "version": "gemm"}
     return Format(quantization | {"modules_to_not_convert": list(kept) or None}, write, kept=kept)
 
 
@@ -277,5 +278,6 @@ FORMATS: dict[str, Format] = {
     "GPTQ 8 bits by channel": gptq(8, -1),
     "GPTQ 8 bits act-order": gptq(8, 64, desc_act=True),
     "AWQ": awq(64),
+    "AWQ symmetric": awq(64, symmetric=True),
     "AWQ group 128, some kept": awq(128, ("down_proj",)),
 }
