@@ -91,21 +91,28 @@ def _compressed(raw: dict[str, Any]) -> Quantization:
     # a layer's name counts before an expression, and this before a class
     rules.sort(key=lambda rule: (rule[0] == "Linear", rule[0].startswith("re:")))
     ignored = _names(raw, "ignore")
-    if sum(name.startswith("re:") for name in (*ignored, *(target for target, _ in rules))) > MOST_EXPRESSIONS:
-        raise UserError(f"{what} has more than {MOST_EXPRESSIONS} regular expressions; list the layers' names")
+    _few([name for name in (*ignored, *(target for target, _ in rules)) if name.startswith("re:")], what)
     found = [Rule(ALL if target == "Linear" else _pattern(target), scheme) for target, scheme in rules]
     return Quantization(what, tuple(found), tuple(map(_pattern, ignored)))
 
 
+def _few(expressions: list[str], what: str) -> None:
+    if len(expressions) > MOST_EXPRESSIONS:
+        raise UserError(f"{what} has more than {MOST_EXPRESSIONS} regular expressions; list the layers' names")
+
+
 def _pattern(name: str) -> str:
     """A name of compressed-tensors as a regular expression: `re:…` is one, anything else is a layer's whole name."""
-    if not name.startswith("re:"):
-        return _escaped(name) + "$"
+    return _expression(name[3:], name, "compressed-tensors") if name.startswith("re:") else _escaped(name) + "$"
+
+
+def _expression(pattern: str, name: str, what: str) -> str:
+    """`pattern`. Raises UserError, which shows it as the file's `name`, if it is no regular expression that `matcher` supports."""
     try:
-        matcher(name[3:])
+        matcher(pattern)
     except SchemaError:
-        raise UserError(f"compressed-tensors: {shown(name)} is not a regular expression without look-around") from None
-    return name[3:]
+        raise UserError(f"{what}: {shown(name)} is not a regular expression without look-around") from None
+    return pattern
 
 
 def _compressed_scheme(group: dict[str, Any], format: Any) -> Scheme:
@@ -185,12 +192,30 @@ def _fp8(raw: dict[str, Any]) -> Quantization:
 
 def _gptq(raw: dict[str, Any]) -> Quantization:
     what = "gptq"
-    _is(raw, what, bits=(4, 8), checkpoint_format=("gptq", "gptq_v2"), pack_dtype="int32", is_marlin_format=False)
-    _empty(raw, what, "dynamic", "modules_in_block_to_quantize")
-    v2 = raw.get("checkpoint_format") == "gptq_v2"
-    group = _group(get(raw, "group_size", int, 128), what)
-    scheme = Scheme("gptq-v2" if v2 else "gptq", get(raw, "bits", int), group=group, symmetric=get(raw, "sym", bool, True))
-    return Quantization(what, (Rule(ALL, scheme),), () if get(raw, "lm_head", bool, False) else (HEAD,))
+    _is(raw, what, checkpoint_format=("gptq", "gptq_v2"), pack_dtype="int32", is_marlin_format=False)
+    _empty(raw, what, "modules_in_block_to_quantize")
+    kept = [] if get(raw, "lm_head", bool, False) else [HEAD]
+    rules = []
+    # GPTQModel's `-:EXPRESSION` names layers that are kept, and other expressions layers that differ. There the first that matches
+    # counts. A file for which this is not the same lacks tensors under the names that are expected here, and is refused.
+    dynamic = get(raw, "dynamic", dict, {})
+    _few(_names({"dynamic": list(dynamic)}, "dynamic"), what)
+    for name in dynamic:
+        pattern = _expression(name.removeprefix("-:").removeprefix("+:"), name, what)
+        if name.startswith("-:"):
+            kept.append(pattern)
+        else:
+            changes = get(dynamic, name, dict)
+            _empty(changes, f"{what}: dynamic", "method", "quant_method", "format", "checkpoint_format", "pack_dtype")
+            rules.append(Rule(pattern, _gptq_scheme(raw | changes)))
+    return Quantization(what, (*rules, Rule(ALL, _gptq_scheme(raw))), tuple(kept))
+
+
+def _gptq_scheme(raw: dict[str, Any]) -> Scheme:
+    _is(raw, "gptq", bits=(4, 8))
+    format = "gptq-v2" if raw.get("checkpoint_format") == "gptq_v2" else "gptq"
+    group = _group(get(raw, "group_size", int, 128), "gptq")
+    return Scheme(format, get(raw, "bits", int), group=group, symmetric=get(raw, "sym", bool, True))
 
 
 def _awq(raw: dict[str, Any]) -> Quantization:

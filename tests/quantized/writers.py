@@ -6,7 +6,7 @@ Used by the tests of `quantized/`. Nothing here imports the code that is tested,
 import json
 import random
 from collections.abc import Callable
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
@@ -25,13 +25,14 @@ FP8 = torch.float8_e4m3fn
 @dataclass
 class Format:
     """quantization: of config.json. write: from (out_features, in_features) to (tensors by suffix, weight in fp32).
-    activations: how the layer's input is rounded."""
+    activations: how the layer's input is rounded. others: formats of the layers that have a part of this name."""
 
     quantization: dict[str, Any]
     write: Callable[[int, int], tuple[Tensors, Tensor]]
     activations: str = "none"
     file: str = "config.json"
     kept: tuple[str, ...] = field(default=())  # parts of the names of layers that stay in fp32
+    others: dict[str, "Format"] = field(default_factory=dict)
 
 
 def linear_shapes(config: ModelConfig) -> dict[str, tuple[int, int]]:
@@ -58,7 +59,7 @@ def write(config: ModelConfig, format: Format, quantized: Path, plain: Path) -> 
         if any(kept in name for kept in format.kept):
             ours[name + ".weight"] = theirs[name + ".weight"] = torch.randn(n, k) / k**0.5
             continue
-        tensors, weight = format.write(n, k)
+        tensors, weight = next((other for part, other in format.others.items() if part in name), format).write(n, k)
         ours |= {f"{name}.{suffix}": tensor.contiguous() for suffix, tensor in tensors.items()}
         theirs[name + ".weight"] = weight.contiguous()
     raw = config_to_hf(config) | {"torch_dtype": "float32"}
@@ -239,6 +240,18 @@ def gptq(bits: int, group: int, desc_act: bool = False, sym: bool = True, v2: bo
     return Format(quantization | {"checkpoint_format": "gptq_v2" if v2 else "gptq"}, write)
 
 
+def gptq_mixed() -> Format:
+    """GPTQModel's `dynamic`: `-:` keeps layers, and of the others the first pattern that matches counts."""
+    plain = gptq(4, 128)
+    dynamic = {
+        "-:.*k_proj": {},
+        "+:.*down_proj": {"bits": 8, "group_size": 32, "sym": False},
+        r".*layers\.0\.": {"group_size": 64},
+    }
+    others = {"down_proj": gptq(8, 32, sym=False), "layers.0.": gptq(4, 64)}
+    return replace(plain, quantization=plain.quantization | {"dynamic": dynamic}, kept=("k_proj",), others=others)
+
+
 AWQ_ORDER = (0, 2, 4, 6, 1, 3, 5, 7)  # the feature that each nibble of a word holds, as AWQ's packer writes them
 
 
@@ -277,6 +290,7 @@ FORMATS: dict[str, Format] = {
     "GPTQ 4 bits v2": gptq(4, 64, sym=False, v2=True),
     "GPTQ 8 bits by channel": gptq(8, -1),
     "GPTQ 8 bits act-order": gptq(8, 64, desc_act=True),
+    "GPTQ mixed": gptq_mixed(),
     "AWQ": awq(64),
     "AWQ symmetric": awq(64, symmetric=True),
     "AWQ group 128, some kept": awq(128, ("down_proj",)),
