@@ -227,12 +227,18 @@ def _awq(raw: dict[str, Any]) -> Quantization:
     return Quantization(what, (Rule(ALL, scheme),), (*_parts(_names(raw, "modules_to_not_convert")), HEAD))
 
 
+MODELOPT = {
+    "FP8": Scheme("plain", 8, True, None, activations="static"),
+    "FP8_PER_CHANNEL_PER_TOKEN": Scheme("plain", 8, True, activations="token"),
+}
+
+
 def _modelopt(raw: dict[str, Any]) -> Quantization:
     algorithm = get(raw, "quant_algo", str)
-    if algorithm != "FP8":
-        raise UserError(f"modelopt: quant_algo {shown(algorithm)} is not supported; supported: FP8")
+    if algorithm not in MODELOPT:
+        raise UserError(f"modelopt: quant_algo {shown(algorithm)} is not supported; supported: {', '.join(MODELOPT)}")
     kept = tuple(_escaped(name).replace(r"\x{2a}", ".*") + "$" for name in _names(raw, "exclude_modules", "ignore"))
-    return Quantization("modelopt", (Rule(ALL, Scheme("plain", 8, True, None, activations="static")),), kept)
+    return Quantization("modelopt", (Rule(ALL, MODELOPT[algorithm]),), kept)
 
 
 METHODS: dict[str, Callable[[dict[str, Any]], Quantization]] = {

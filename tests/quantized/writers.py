@@ -215,6 +215,17 @@ def modelopt(kept: tuple[str, ...] = ("o_proj",)) -> Format:
     return Format({"producer": producer, "quantization": quantization}, write, "static", "hf_quant_config.json", kept)
 
 
+def modelopt_by_channel() -> Format:
+    """As ModelOpt 0.47 writes it, also into config.json."""
+
+    def write(n: int, k: int) -> tuple[Tensors, Tensor]:
+        codes, scale = fp8(n, k), scales(k, 8, n)
+        return {"weight": codes, "weight_scale": scale}, codes.float() * scale[:, None]
+
+    quantization = {"quant_method": "modelopt", "quant_algo": "FP8_PER_CHANNEL_PER_TOKEN", "config_groups": {}}
+    return Format(quantization | {"ignore": ["lm_head", "model.embed_tokens"]}, write, "token")
+
+
 def gptq(bits: int, group: int, desc_act: bool = False, sym: bool = True, v2: bool = False) -> Format:
     def write(n: int, k: int) -> tuple[Tensors, Tensor]:
         size = k if group == -1 else group
@@ -285,6 +296,7 @@ FORMATS: dict[str, Format] = {
     "HF fp8 by tensor, static": fp8_by_tensor("weight_scale_inv", "activation_scale"),
     "AutoFP8 by tensor, static": fp8_by_tensor("weight_scale", "input_scale"),
     "ModelOpt fp8": modelopt(),
+    "ModelOpt fp8 by channel": modelopt_by_channel(),
     "GPTQ 4 bits": gptq(4, 128),
     "GPTQ 4 bits act-order asymmetric": gptq(4, 32, desc_act=True, sym=False),
     "GPTQ 4 bits v2": gptq(4, 64, sym=False, v2=True),
