@@ -174,6 +174,7 @@ def _parts(names: list[str]) -> tuple[str, ...]:
 def _fp8(raw: dict[str, Any]) -> Quantization:
     what = "quant_method fp8"
     _is(raw, what, fmt=("e4m3", "float8_e4m3fn"), scale_fmt="float")
+    _empty(raw, what, "modules_to_convert")  # of transformers 5, for embeddings in fp8
     activations = get(raw, "activation_scheme", str, "dynamic")
     _is(raw, what, activation_scheme=("dynamic", "static"))
     rows: int | None = None

@@ -226,6 +226,7 @@ UNSUPPORTED: list[tuple[dict[str, Any], str]] = [
     (FP8 | {"scale_fmt": "ue8m0"}, "ue8m0"),
     (FP8 | {"activation_scheme": "other"}, "activation_scheme"),
     (FP8 | {"fmt": "e5m2"}, "e5m2"),
+    (FP8 | {"modules_to_convert": ["embed_tokens"]}, "modules_to_convert"),
     ({"quant_method": "modelopt", "quant_algo": "NVFP4"}, "NVFP4"),
     ({"producer": {}, "quantization": {"quant_algo": "W4A8_AWQ"}}, "W4A8_AWQ"),
     (compressed("nvfp4-pack-quantized", W4), "nvfp4-pack-quantized"),
