@@ -143,12 +143,12 @@ class Engine:
             grammar = None
         # the same on all ranks, whatever they have compiled so far
         if grammar is not None and grammar not in self.compiling:
-            if len(self.compiling) < MAX_COMPILING:
+            if self._may_compile(submits[0].turn.client):
                 self.compiling[grammar] = self.grammars.start(grammar), []
             elif optional and not determinism.enabled() and not any(submit.generated for submit in submits):
                 grammar = None  # but not behind tokens that it may have constrained, nor if load must not change an answer
             else:
-                why = f"{len(self.compiling)} other grammars are waiting to be compiled; try again later"
+                why = "too many other grammars of this client, or of all, are waiting to be compiled; try again later"
                 return Refused(submits[0].request_id, why, "grammars_busy")
         if grammar is None:
             for sequence in sequences:
@@ -157,6 +157,12 @@ class Engine:
             self.compiling[grammar][1].extend(sequences)
         self.meter.prompt_tokens += sum(sequence.prompt_length for sequence in sequences)
         return None
+
+    def _may_compile(self, client: str) -> bool:
+        """Whether another grammar of the client may wait to be compiled: if it has fewer there than places are free, so that further
+        clients find some (A. K. Choudhury, E. L. Hahne, "Dynamic queue length thresholds", 1998, with alpha 1)."""
+        own = sum(waiting[0].client == client for _, waiting in self.compiling.values())
+        return own < MAX_COMPILING - len(self.compiling)
 
     def _sequences(self, submits: list[Submit]) -> list[Sequence]:
         """A sequence for each request. What the requests share is checked and created once. Raises UserError."""

@@ -21,7 +21,7 @@ if TYPE_CHECKING:
     from tokenizer import Tokenizer
 
 MAX_TEXT = 1 << 20  # bytes of one grammar
-MAX_COMPILING = 32  # most different grammars that requests wait for
+MAX_COMPILING = 64  # most different grammars that requests wait for; a client alone may have half of them
 CACHED = 32  # most compiled grammars in the cache
 CACHED_TEXT = 4 << 20  # most bytes of their texts; compiled, a grammar takes about 50 times as much
 CHARACTER_SECONDS = 12e-6  # of a long grammar's compilation, on a core of its own

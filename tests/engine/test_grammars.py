@@ -21,7 +21,7 @@ from engine import grammars as grammars_module
 from engine.core import Engine
 from engine.grammars import CACHED, CACHED_TEXT, MAX_COMPILING, MAX_TEXT, Grammars
 from engine.limits import EngineLimits
-from engine.protocol import Abort, Refused, SamplingParams, Submit, joined
+from engine.protocol import Abort, Refused, SamplingParams, Submit, Turn, joined
 from errors import UserError
 from presets import model_config
 from tests import MODELS
@@ -72,8 +72,9 @@ def engine(shared: Engine) -> Iterator[Engine]:
         shared.abort(Abort(request_id))
 
 
-def submit(request_id: str, grammar: str | None, max_tokens: int = 40, seed: int = 0) -> Submit:
-    return Submit(request_id, [5, 6, 7], SamplingParams(max_tokens=max_tokens, grammar=grammar, seed=seed, stop_token_ids=[1]))
+def submit(request_id: str, grammar: str | None, max_tokens: int = 40, seed: int = 0, client: str = "") -> Submit:
+    params = SamplingParams(max_tokens=max_tokens, grammar=grammar, seed=seed, stop_token_ids=[1])
+    return Submit(request_id, [5, 6, 7], params, turn=Turn(client))
 
 
 def run(engine: Engine, until: float = SECONDS) -> dict[str, Any]:
@@ -180,13 +181,21 @@ def test_requests_wait_by_the_text_of_their_grammar(engine: Engine) -> None:
 
 
 def test_more_grammars_than_may_wait_are_refused_for_now(engine: Engine) -> None:
-    texts = [grammar_of({"const": f"only {i}"}) for i in range(MAX_COMPILING + 1)]
-    assert [engine.submit(submit(f"b{i}", text)) for i, text in enumerate(texts[:-1])] == [None] * MAX_COMPILING
-    assert engine.submit(submit("same", texts[0])) is None, "the grammars count, not the requests"
-    refused = engine.submit(submit("one more", texts[-1]))
+    """A client alone may have half, another one then a quarter, and so on."""
+    fill(engine, "a")
+    half = len(engine.compiling)
+    assert half == MAX_COMPILING // 2
+    assert engine.submit(submit("same", grammar_of({"const": "a 0"}), client="a")) is None, (
+        "the grammars count, not the requests"
+    )
+    refused = engine.submit(submit("one more", WORD, client="a"))
     assert isinstance(refused, Refused) and refused.code == "grammars_busy" and "try again" in refused.message
-    assert len(run(engine)) == MAX_COMPILING + 1
-    assert engine.submit(submit("later", texts[-1])) is None
+    for i in range(3 * MAX_COMPILING):
+        fill(engine, f"other {i}")
+    assert len(engine.compiling) == MAX_COMPILING
+    kept = len(engine.compiling) + 1
+    assert len(run(engine)) == kept
+    assert engine.submit(submit("later", WORD, client="a")) is None
 
 
 def test_a_grammar_that_becomes_too_complex_ends_its_request_alone(engine: Engine) -> None:
@@ -251,7 +260,7 @@ def test_an_optional_grammar_that_fails_leaves_the_answer_free(engine: Engine) -
 def test_an_optional_grammar_waits_for_no_room(engine: Engine) -> None:
     fill(engine)
     assert engine.submit(optional("one more", WORD)) is None
-    assert len(engine.compiling) == MAX_COMPILING
+    assert WORD not in engine.compiling
     assert len(run(engine)["one more"]) == 40
 
 
@@ -267,13 +276,14 @@ def test_load_does_not_decide_about_an_optional_grammar(engine: Engine, monkeypa
     refused = engine.submit(optional("new", WORD))
     assert isinstance(refused, Refused) and refused.code == "grammars_busy"
     assert engine.submit(optional("wrong", "x" * (MAX_TEXT + 1))) is None, "this does not depend on load"
-    assert engine.submit(optional("known", grammar_of({"const": "only 0"}))) is None
+    assert engine.submit(optional("known", grammar_of({"const": " 0"}))) is None
 
 
-def fill(engine: Engine) -> None:
-    """Let requests wait for as many grammars as may be compiled."""
+def fill(engine: Engine, client: str = "") -> None:
+    """Let a client's requests wait for as many grammars as it may have compiled."""
     for i in range(MAX_COMPILING):
-        assert engine.submit(submit(f"b{i}", grammar_of({"const": f"only {i}"}))) is None
+        if engine.submit(submit(f"{client} {i}", grammar_of({"const": f"{client} {i}"}), client=client)) is not None:
+            return
 
 
 @pytest.mark.parametrize(
