@@ -93,6 +93,9 @@ clients: setup-dev #+ Test: openai, anthropic, agents and benchmarks from PyPI a
 routers: setup-dev #+ Test: routers from PyPI in front of two servers: balance, prefixes, a killed server, drain, into out/routers.md (tracked: ARGS=--write; 5 min, 2 GB)
 	@$(PY) -m tests.routers $(ARGS)
 
+quantizers: setup-dev #+ Test: llmcompressor, ModelOpt, transformers and GPTQModel from PyPI write checkpoints, whose logits are compared with theirs, resumable, into out/quantizers.md (tracked: ARGS=--write; 5 min, 10 GB of disk)
+	@$(PY) -m tests.quantizers $(ARGS)
+
 same-tokens: setup-dev #+ Test: 10,000 prompts have the same tokens with speculation and without, on 1, 2 and 4 ranks: make same-tokens ARGS="--jobs 12" (a GB for each job)
 	@$(PY) -m tests.same_tokens $(ARGS)
 
