@@ -50,7 +50,7 @@ PERSON = Constraint("json", {"type": "object", "properties": {"name": {"enum": [
 
 @pytest.fixture(scope="module")
 def site(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Site]:
-    site = Site(tmp_path_factory.mktemp("site"), worker_seconds=60.0).start()  # on a busy machine a job takes seconds
+    site = Site(tmp_path_factory.mktemp("site")).start()
     yield site
     site.close()
 
@@ -553,7 +553,7 @@ def test_a_grammar_that_ranks_cannot_compile_is_found_before() -> None:
 def test_a_busy_worker_leaves_free_what_need_not_be_constrained(
     make_site: Callable[..., Site], monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
-    site = make_site(tool_parser="hermes", worker_seconds=300.0)
+    site = make_site(tool_parser="hermes")
     monkeypatch.setattr("server.grammar.BRIEF_SECONDS", 0.2)
     named: Any = {"type": "function", "function": {**TOOL["function"], "name": f"new_{random.getrandbits(60):x}"}}
     strict: Any = {"type": "function", "function": {**named["function"], "strict": True}}

@@ -21,7 +21,7 @@ SECONDS = 60.0  # a request's timeout
 
 @pytest.fixture(scope="module")
 def site(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Site]:
-    site = Site(tmp_path_factory.mktemp("site"), worker_seconds=50.0).start()  # on a busy machine a job takes seconds
+    site = Site(tmp_path_factory.mktemp("site")).start()
     yield site
     site.close()
 

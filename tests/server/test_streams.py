@@ -287,7 +287,7 @@ def test_a_reader_that_stalls_is_left(make_site: Callable[..., Site]) -> None:
 
 def test_a_client_that_never_reads_is_dropped(make_site: Callable[..., Site], capfd: pytest.CaptureFixture[str]) -> None:
     """Also one that asked for a whole answer, with its connection. Meanwhile its vectors count."""
-    site = make_site(idle_timeout=3.0, worker_seconds=60.0)  # on a busy machine
+    site = make_site(idle_timeout=3.0)
     requests: dict[str, Any] = {"/tokenize": {"prompt": "word " * 100_000}, "/v1/embeddings": {"input": ["a"] * 2048}}
     service, state = site.server.service, site.server.server_state
     held = []
@@ -363,7 +363,7 @@ def test_answers_that_nobody_reads_make_room() -> None:
 )
 def test_what_waits_for_slow_readers_is_bounded(make_site: Callable[..., Site], path: str, body: dict[str, Any]) -> None:
     """The connections of a client that leaves answers unread are closed, the oldest first; another one gets its answer."""
-    site = make_site(idle_timeout=300.0, worker_seconds=60.0)
+    site = make_site(idle_timeout=300.0)
     service = site.server.service
     service.backlog = Backlog(most=2_000_000)
     site.engine.reply, site.engine.together = lambda submit: [300] * 200, 1000

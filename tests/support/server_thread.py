@@ -177,7 +177,8 @@ class Site:
     def __init__(self, folder: Path, **settings: Any) -> None:
         self.engine = FakeEngine(folder)
         self.port = free_port()
-        self.settings = Settings(**{"model": str(MODEL), "port": self.port, "idle_timeout": 5.0, **settings})
+        usual = {"model": str(MODEL), "port": self.port, "idle_timeout": 5.0, "worker_seconds": 300.0}  # on a busy machine
+        self.settings = Settings(**(usual | settings))
         self.server: FrontendServer = make_server(self.settings, TOKENIZER, self.engine.to_engine, self.engine.from_engine)
         self.thread = threading.Thread(target=self.server.run, daemon=True)
         self.url = f"http://127.0.0.1:{self.port}"
