@@ -16,10 +16,10 @@ from server.service import Service
 
 # Arguments that the server sets itself. In a client's chat_template_kwargs they would be ignored or break the call.
 RESERVED = {
-    *("self", "messages", "conversation", "tools", "documents", "add_generation_prompt", "continue_final_message"),
-    *("parse_special", "check", "chat_template", "tokenize", "add_special_tokens", "truncation", "padding", "max_length"),
-    *("return_tensors", "return_dict"),
-}
+    "self", "messages", "conversation", "tools", "documents", "add_generation_prompt", "continue_final_message",
+    "parse_special", "check", "chat_template", "tokenize", "add_special_tokens", "truncation", "padding", "max_length",
+    "return_tensors", "return_dict",
+}  # fmt: skip
 
 
 def conversation(service: Service, body: ChatBody | TokenizeBody) -> Conversation:
