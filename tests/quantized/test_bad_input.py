@@ -122,6 +122,19 @@ def test_damaged_tensors_are_refused_alike_on_every_rank(ranks: Ranks, tmp_path:
         assert all(part in message for part in DAMAGE[what][2]), (what, message)
 
 
+def test_a_kept_layer_that_an_earlier_pattern_of_gptqmodel_quantizes(tmp_path: Path, seed: int) -> None:
+    """There the first pattern counts, here each `-:`. Such a file is refused, not misread."""
+    plain = FORMATS["GPTQ 4 bits"]
+    write(
+        SHAPE,
+        replace(plain, quantization=plain.quantization | {"dynamic": {".*": {}, "-:.*k_proj": {}}}),
+        tmp_path,
+        tmp_path / "plain",
+    )
+    (message,) = refusals(World(0, 1, torch.device("cpu"), Local()), [tmp_path])
+    assert "lacks" in message and "k_proj.weight" in message and "\n" not in message
+
+
 @pytest.mark.parametrize("what", ["scales missing", "packed truncated", "scale NaN", "weights not rounded", "input scale zero"])
 def test_generate_ends_with_one_line_on_two_ranks(what: str, tmp_path: Path, seed: int) -> None:
     """Found in the headers, or while the weights are read. Both ways of starting ranks: by generate.py, and without it, which shows
