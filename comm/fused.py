@@ -15,7 +15,8 @@ import torch.distributed as dist
 from torch import Tensor
 
 from comm.auto import AutoCommunicator
-from comm.fused_strategies import UNFUSED, Pair, Strategy, best_strategy, bucket, names_of, strategies
+from comm.fused_buckets import bucket
+from comm.fused_strategies import UNFUSED, Pair, Strategy, best_strategy, names_of, strategies
 from comm.interface import Communicator, Input, Linear, Norm, PendingAllReduce, Schedule
 from comm.process_group import all_gather
 from comm.row_buffers import RowBuffers, RowShard
@@ -38,7 +39,7 @@ CAPACITY = 128 << 20  # bytes of a residual stream: 8,192 tokens of 8,192 featur
 MIN_ROWS = 32  # per rank; with fewer rows, reading the weight is the limit, so it should be read only once
 CHAIN, REPLAYS = 4, 5  # pairs in a CUDA graph, and its timed replays
 
-StreamKey = tuple[int, int, torch.dtype]  # rows rounded up to a power of two, C
+StreamKey = tuple[int, int, torch.dtype]  # `bucket` of the rows, C
 
 
 def _rows(x: Tensor) -> int:
@@ -61,10 +62,10 @@ class FusedCommunicator(Communicator):
     """`inner`, but all-reduces of many rows after a row-parallel layer are fused with this layer and the next one, where
     that is faster.
 
-    Whether and how a shape is fused depends on its rows (rounded up to a power of two), features and dtype. The first step
-    of a new shape uses `default`. At its end, when every rank has the whole residual stream, all strategies are measured
-    for the pairs of layers in that step. All such all-reduces of a step are fused, or none is, since a fused one leaves
-    each rank only its own rows of the stream.
+    Whether and how a shape is fused depends on the `bucket` of its rows, its features and its dtype. The first step of a
+    new shape uses `default`. At its end, when every rank has the whole residual stream, all strategies are measured for
+    the pairs of layers in that step. All such all-reduces of a step are fused, or none is, since a fused one leaves each
+    rank only its own rows of the stream.
     """
 
     name = "fused"

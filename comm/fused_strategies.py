@@ -21,15 +21,11 @@ from typing import NamedTuple
 
 import torch
 
+from comm.fused_buckets import bucket
 from kernels.fused_rows import BLOCK_ROWS
 from kernels.tile_gemm import GemmTiling, candidates
 
 UNFUSED = "unfused"
-
-
-def bucket(rows: int) -> int:
-    """`rows` rounded up to a power of two."""
-    return 1 << (rows - 1).bit_length()
 
 
 @dataclass(frozen=True)

@@ -22,6 +22,7 @@ from tqdm import tqdm
 
 from attention import AttentionContext
 from comm.faults import fault_word, raise_fault
+from comm.fused_buckets import bucket
 from engine.graphs import Captured, Graphs
 from engine.head_model import HeadModel
 from engine.logits import (
@@ -69,6 +70,14 @@ def prefill_buckets(tokens: int, ranks: int) -> list[int]:
     sizes += [*range(2048, 4096, 512), *range(4096, 8192, 1024)]
     largest = min(tokens, largest_graph(ranks))
     return [*(n for n in sizes if n < largest), largest]
+
+
+def long_steps(largest: int, tokens: int) -> list[int]:
+    """Numbers of tokens above `largest`, which has a graph, up to `tokens`: the most of each bucket of fused all-reduces."""
+    sizes = [largest]
+    while sizes[-1] < tokens:
+        sizes.append(min(bucket(sizes[-1] + 1), tokens))
+    return sizes[1:]
 
 
 class Runner:
@@ -176,17 +185,13 @@ class Runner:
         graphs.keep((kind, rows), self.schedules.fastest(f"{kind} {rows}", lambda: graphs.capture(step), invent))
 
     def _try_long_steps(self) -> None:
-        """Run steps that are too large for a graph, one of each power of two up to the capacity.
+        """Run steps that are too large for a graph, one of each bucket up to the capacity.
 
         This compiles kernels, and a communicator may measure the fastest algorithm for such all-reduces.
         """
-        largest = self._prefill_sizes[-1]
-        rows = 2 * largest
-        while rows < 2 * self.capacity.rows and self.capacity.rows > largest:
-            now = min(rows, self.capacity.rows)
-            self._schedule_long_step(now)
-            self._padding_step(now)()
-            rows *= 2
+        for rows in long_steps(self._prefill_sizes[-1], self.capacity.rows):
+            self._schedule_long_step(rows)
+            self._padding_step(rows)()
 
     def _padding_step(self, rows: int) -> Callable[[], Output]:
         """A step of so many rows, all of them padding."""

@@ -555,12 +555,25 @@ def test_a_bad_table_is_measured_again(
         assert measured == ["16,24,40,56,float32"], how
 
 
+def test_buckets_of_rows(seed: int) -> None:
+    """Powers of two, and their quarters from 1,024 to 4,096: a bucket holds the rows up to itself and above the one before."""
+    from comm.fused_strategies import Pair, bucket
+
+    powers = [2**i for i in range(20)]
+    buckets = [power + i * power // 4 for power in powers for i in range(4 if 1024 <= power < 4096 else 1)]
+    for rows in [*buckets, *(n + 1 for n in buckets[:-1]), *(random.randint(1, buckets[-1]) for _ in range(200))]:
+        expected = min(n for n in buckets if n >= rows)
+        assert bucket(rows) == expected, f"seed {seed}: {rows} rows"
+        key = Pair(rows, 64, 128, 32, torch.bfloat16).key
+        assert key == f"{expected},64,128,32,bfloat16" == Pair.parse(key).key
+
+
 def test_the_best_of_random_times(seed: int) -> None:
     """The fastest scatter and the fastest gather, among all that are measured."""
 
     from comm.fused_strategies import SCATTERS, Gather, Pair, Strategy, best_strategy, names_of
 
-    pair = Pair(random.choice([1000, 2048]), 64, 128, 32, torch.bfloat16)
+    pair = Pair(random.choice([1000, 1100, 2048]), 64, 128, 32, torch.bfloat16)
     times = {name: random.uniform(10, 100) for name in sorted(names_of(pair.key))}
     gathers = [Gather(split, pull) for split in SCATTERS for pull in (False, True)]
     gathers += [Gather("tiles0", False, 2), Gather("tiles0", False, 4), Gather("tiles0", True, 4)]

@@ -18,14 +18,16 @@ import engine.core
 import engine.draft_costs
 import engine.paged_cache
 import engine.runner
+from comm.fused_buckets import bucket
 from engine.core import Engine
 from engine.draft_costs import Costs
 from engine.graphs import Captured, Graphs
 from engine.limits import EngineLimits
 from engine.paged_cache import PagedCache
 from engine.protocol import SamplingParams, Submit
-from engine.runner import LARGEST_GRAPH, Runner, decode_buckets, largest_graph, prefill_buckets
+from engine.runner import LARGEST_GRAPH, Runner, decode_buckets, largest_graph, long_steps, prefill_buckets
 from engine.sequence import Sequence
+from engine.step_inputs import ROUND
 from model import Transformer
 from tests.engine.test_drafts import JSON, check_drafts_of_head, random_head
 from tests.engine.test_engine import (
@@ -376,6 +378,20 @@ def test_buckets_hold_every_step(most: int) -> None:
         assert buckets == sorted(set(buckets)), buckets
         assert buckets[0] >= 1
         assert buckets[-1] == largest
+
+
+@pytest.mark.parametrize("ranks", [1, 2, 4, 6, 8])
+def test_no_step_is_the_first_of_its_bucket_after_the_start(ranks: int, seed: int) -> None:
+    """The first one may measure fused all-reduces, which takes seconds. Each bucket is tried once."""
+    assert long_steps(2048, 2048) == []
+    assert long_steps(2048, 8192) == [2560, 3072, 3584, 4096, 8192]
+    for _ in range(20):
+        most = ROUND * random.randint(1, 400)
+        graphs = prefill_buckets(most, ranks)
+        tried = long_steps(graphs[-1], most)
+        steps = set(range(graphs[-1] + ROUND, most + 1, ROUND))
+        assert {bucket(rows) for rows in steps} <= {bucket(rows) for rows in (graphs[-1], *tried)}, f"seed {seed}"
+        assert set(tried) <= steps and len({bucket(rows) for rows in tried}) == len(tried), f"seed {seed}"
 
 
 def test_a_rank_of_many_computes_no_more_in_a_graph() -> None:
