@@ -144,7 +144,7 @@ def size_table(
         table = from_rank_0(Table("comm", key, measure()), group)
         if not is_plausible(table.times):
             raise RuntimeError(f"all-reduces took implausible times, so auto cannot choose: {table.times}")
-        save(table, group)
+        save(table, algorithms, group)
     return table
 
 

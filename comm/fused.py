@@ -154,7 +154,7 @@ class FusedCommunicator(Communicator):
         for key, layers in missing.items():
             self.table.times[key] = self.measure(self, *layers)
         if missing:
-            save(self.table, self.group)
+            save(self.table, names_of, self.group)
         gains: dict[StreamKey, float] = {}  # µs of a layer
         for key, (pair, first, second) in pairs.items():
             times = self.table.times[key]

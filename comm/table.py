@@ -8,6 +8,7 @@ import sys
 import tempfile
 import time
 from collections.abc import Callable, Sequence
+from contextlib import suppress
 from dataclasses import dataclass, field
 from importlib.metadata import version
 from pathlib import Path
@@ -21,7 +22,7 @@ from kernels.graph_times import replay_seconds
 
 PLAUSIBLE = (0.3, 1e6)  # µs
 
-# The algorithms that are measured for a case. Raises ValueError or AttributeError if there is no such case.
+# The algorithms that are measured for a case. Raises ValueError, AttributeError or LookupError if there is no such case.
 Algorithms = Callable[[str], set[str]]
 Times = dict[str, dict[str, float]]  # µs by case and algorithm
 
@@ -75,7 +76,7 @@ def plausible(times: Times, algorithms: Algorithms) -> Times:
     def is_plausible(case: str) -> bool:
         try:
             expected = algorithms(case)
-        except (ValueError, AttributeError):
+        except (ValueError, AttributeError, LookupError):
             return False
         low, high = PLAUSIBLE
         return set(times[case]) == expected and all(low <= t <= high for t in times[case].values())  # False for NaN, too
@@ -83,27 +84,31 @@ def plausible(times: Times, algorithms: Algorithms) -> Times:
     return {case: times[case] for case in times if is_plausible(case)}
 
 
-def save(table: Table, group: dist.ProcessGroup | None = None) -> None:
-    """Write rank 0's table. If it cannot be written, print a warning."""
+def save(table: Table, algorithms: Algorithms, group: dist.ProcessGroup | None = None) -> None:
+    """`write` rank 0's table. If it cannot be written, print a warning."""
     if dist.get_rank(group) != 0:
         return
     try:
-        write(table)
+        write(table, algorithms)
     except OSError as error:
         print(f"{table.path} cannot be written, so each start will measure again: {error}", file=sys.stderr, flush=True)
 
 
-def write(table: Table) -> None:
-    """Replace the table's file atomically, so that no reader sees an incomplete table. Raises OSError."""
+def write(table: Table, algorithms: Algorithms) -> None:
+    """Replace the table's file atomically, so that no reader sees an incomplete table. Plausible cases of the file that the
+    table lacks, which another program has measured meanwhile, stay in the file. Raises OSError."""
     path = table.path
     path.parent.mkdir(parents=True, exist_ok=True)
+    # what another program writes from here to the replacement is lost, and only measured again
+    times = read(Table(table.kind, table.key), algorithms).times | table.times
     descriptor, name = tempfile.mkstemp(dir=path.parent, prefix=path.stem)
     try:
         with os.fdopen(descriptor, "w") as file:
-            json.dump({"key": table.key, "made": table.made, "times": table.times}, file, indent=1)
+            json.dump({"key": table.key, "made": table.made, "times": times}, file, indent=1)
         os.replace(name, path)
     except BaseException:
-        os.unlink(name)
+        with suppress(OSError):
+            os.unlink(name)
         raise
 
 

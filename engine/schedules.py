@@ -74,7 +74,7 @@ class Schedules:
             shape = f"{model.config!r} {model.comm.name} {kv_dtype}{adapted}"
             key = machine_key(world.device, world.world_size, model.norm.weight.dtype, CODE)
             key["model"] = hashlib.sha256(shape.encode()).hexdigest()[:16]
-            found.table = load("overlap", key, lambda case: set(found._tried(case)), world.control)
+            found.table = load("overlap", key, found._names, world.control)
         for schedule in found.possible[::-1]:  # opens buffers
             model.comm.use(schedule)
         return found
@@ -108,7 +108,7 @@ class Schedules:
         seconds = self._slowest([median(times) for times in samples.values()])
         self.table.times[case] = {name: 1e6 * one for name, one in zip(prepared, seconds, strict=True)}
         if self.world.device.type == "cuda":
-            save(self.table, self.world.control)
+            save(self.table, self._names, self.world.control)
 
     def is_open(self, case: str) -> bool:
         """Whether the fastest schedule for this case has to be measured."""
@@ -133,6 +133,10 @@ class Schedules:
         """The possible schedules that differ for this case."""
         copied = int(case.split()[1]) * self.row_bytes >= LEAST_COPIED
         return tuple(one for one in self.possible if copied or one != "copy-engines" or len(self.possible) == 1)
+
+    def _names(self, case: str) -> set[str]:
+        """The schedules in the table for this case."""
+        return set(self._tried(case))
 
     def _slowest(self, seconds: list[float]) -> list[float]:
         """The longest of all ranks."""

@@ -153,7 +153,7 @@ def _measured(problems: Sequence[Problem], seconds: float, threads: int, quiet: 
 
 def _keep(table: Table, messages: list[str]) -> None:
     try:
-        write(table)
+        write(table, names_of)
     except OSError as error:
         messages.append(f"{table.path} cannot be written, so each start measures again: {error}")
 

@@ -7,6 +7,7 @@ import random
 import time
 from collections.abc import Callable
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -91,7 +92,7 @@ def kept(monkeypatch: pytest.MonkeyPatch, tmp_path: Path, seed: int) -> Table:
     """A table and its file, in a new folder."""
     monkeypatch.setenv("RUNG_CACHE", str(tmp_path / "new folder"))
     table = table_of(seed)
-    write(table)
+    write(table, algorithms)
     return table
 
 
@@ -157,6 +158,43 @@ def test_a_torn_table_is_empty(kept: Table, seed: int) -> None:
     assert found(kept) == {}
     kept.path.unlink()
     assert found(kept) == {}
+
+
+def test_what_another_program_wrote_meanwhile_is_kept(kept: Table, seed: int) -> None:
+    """Both programs measured some cases, and some of them both. Of the first one's, an implausible case is dropped."""
+    draw, times = random.Random(seed), random_times(seed + 1)
+    other = {case: times[case] for case in draw.sample(list(times), len(times) // 2)}
+    mine = {case: kept.times[case] for case in draw.sample(list(times), len(times) // 2)}
+    bad = draw.choice(list(other))
+    kept.path.unlink()
+    write(replace(kept, times=other | {bad: {"nccl": -1.0}}), algorithms)
+    write(replace(kept, times=mine), algorithms)
+    expected = {case: t for case, t in other.items() if case != bad} | mine
+    assert json.loads(kept.path.read_text())["times"] == expected, f"seed {seed}"
+
+
+def test_what_another_machine_wrote_is_not_kept(kept: Table, seed: int) -> None:
+    kept.path.write_text(json.dumps(spoil("another machine")(json.loads(kept.path.read_text()))))
+    mine = dict(random.sample(list(kept.times.items()), 3))
+    write(replace(kept, times=mine), algorithms)
+    assert found(kept) == mine
+
+
+def test_the_error_of_a_write_is_not_hidden(kept: Table, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Also if somebody else has removed the unfinished file."""
+    before = kept.path.read_bytes()
+
+    def fails(removed: bool, source: str, _: Path) -> None:
+        if removed:
+            Path(source).unlink()
+        raise OSError("no space left")
+
+    for removed in (False, True):
+        monkeypatch.setattr(os, "replace", partial(fails, removed))
+        with pytest.raises(OSError, match="no space left"):
+            write(kept, algorithms)
+        assert os.listdir(kept.path.parent) == [kept.path.name]
+        assert kept.path.read_bytes() == before
 
 
 # --- the ranks ---------------------------------------------------------------------------------------------------------------

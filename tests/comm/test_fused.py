@@ -492,6 +492,24 @@ def test_a_step_that_is_faster_unfused_is_so_from_then_on(interpreters: Ranks, t
         assert measured == []  # the table was stored
 
 
+@torch.inference_mode()
+def programs_at_once(world: World, folder: str, seed: int) -> list[str]:
+    """Two programs read the empty table and measure different pairs. What a third one measures of both."""
+    os.environ["RUNG_CACHE"] = folder
+    layers, programs = Layers(world, seed), [fused(world, measure=invented_times) for _ in range(2)]
+    for comm, rows in zip(programs, (16, 32), strict=True):
+        step(comm, layers, rows)
+    CALLS.clear()
+    third = fused(world, measure=invented_times)
+    for rows in (16, 32):
+        step(third, layers, rows)
+    return list(CALLS)
+
+
+def test_programs_that_measure_at_once_keep_both_results(interpreters: Ranks, tmp_path: Path, seed: int) -> None:
+    assert interpreters.run(2, programs_at_once, str(tmp_path), seed) == [[], []]
+
+
 def times_by_second_layer(comm: Any, pair: Any, first: Tensor, second: Tensor) -> dict[str, float]:
     """Made-up times, in which the fastest gather depends on the second layer."""
     from comm.fused_strategies import names_of
