@@ -27,6 +27,7 @@ from engine.draft_models import find_draft
 from engine.limits import EngineLimits
 from engine.logprobs import SCORE_CHUNK
 from engine.protocol import Abort, Refused, SamplingParams, Submit, TokenLogprobs
+from engine.runner import LARGEST_MEASURED
 from engine.text import AnswerStream, Delta
 from engine.tuning import tune
 from errors import UserError
@@ -39,7 +40,7 @@ from tokenizer import Tokenizer, check_fits
 from tokenizer_files import find_tokenizer, load_tokenizer
 from tp import World, init_world
 
-PREFILL_TOKENS = 1 << 16  # most prompt tokens of a step: enough to use a GPU fully, and the activations fit
+PREFILL_TOKENS = 1 << 16  # most tokens of a step: enough to use a GPU fully, and the activations fit
 MAX_SEQUENCES = 256  # most sequences of a step
 COMPILING_SECONDS = 0.002  # between checks of grammars that are being compiled, while there is no other work
 
@@ -48,7 +49,7 @@ COMPILING_SECONDS = 0.002  # between checks of grammars that are being compiled,
 class Timing:
     """Seconds of one call of `LLM.stream`, each measured until the tokens are on the host."""
 
-    prefill: float = 0.0  # of all steps until each sequence has its first token
+    prefill: float = 0.0  # of all steps until each sequence has its first token, in which the first ones decode already
     steps: list[float] = field(default_factory=list)  # of each step after that
     tokens: int = 0  # generated in these steps
 
@@ -200,6 +201,14 @@ class LLM:
             raise UserError("this model has no tokenizer, so it takes no text; give token ids")
         return self.tokenizer.encode(prompt)
 
+    def step_tokens(self, prompts: Sequence[Sequence[int]]) -> int:
+        """The most tokens of a step that computes these prompts and their answers. For engines without `limits`."""
+        sequences = min(len(prompts), MAX_SEQUENCES)
+        # longer all-reduces are neither measured nor fused
+        most = PREFILL_TOKENS if self.world.world_size == 1 else min(PREFILL_TOKENS, LARGEST_MEASURED)
+        # a step that decodes all sequences must fit, too
+        return max(min(sum(map(len, prompts)), most), sequences * (1 + self.draft_tokens))
+
     def _with_eos(self, params: SamplingParams) -> SamplingParams:
         if params.ignore_eos or self.eos_ids <= set(params.stop_token_ids):
             return params
@@ -210,13 +219,11 @@ class LLM:
         that need the same limits."""
         limits = self.limits
         if limits is None:
-            sequences, tokens = min(len(prompts), MAX_SEQUENCES), list(map(len, prompts))
-            longest = max(n + one.max_tokens for n, one in zip(tokens, params, strict=True))
-            together = min(sum(tokens), max(PREFILL_TOKENS, *tokens, 0))
+            longest = max(len(prompt) + one.max_tokens for prompt, one in zip(prompts, params, strict=True))
             limits = EngineLimits(
                 max_model_len=longest,
-                max_num_seqs=sequences,
-                max_batch_tokens=together + sequences * (1 + self.draft_tokens),
+                max_num_seqs=min(len(prompts), MAX_SEQUENCES),
+                max_batch_tokens=self.step_tokens(prompts),
                 kv_memory=0.9,
                 kv_dtype=self.kv_dtype,
                 whole_sequences=True,

@@ -4,6 +4,7 @@ import gc
 import random
 import weakref
 from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 from unittest.mock import patch
@@ -12,6 +13,7 @@ import msgspec
 import pytest
 import torch
 
+import comm.fused
 import engine.draft_costs
 import engine.llm
 import engine.runner
@@ -19,6 +21,8 @@ from engine import LLM, SamplingParams
 from engine.limits import EngineLimits
 from engine.llm import Completion, Timing
 from engine.protocol import Abort, Submit
+from engine.sequence import Chunk
+from engine.step import InFlightStep
 from errors import UserError
 from tests import MODELS
 from tests.engine.test_engine import (
@@ -49,11 +53,24 @@ def test_every_prompt_gets_what_it_gets_alone(
     kind: int, in_turn: Callable[..., Any], seed: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     model = random_model(config_of(in_turn(KINDS[kind], 1)))
-    monkeypatch.setattr(engine.llm, "PREFILL_TOKENS", in_turn([1, 20, 1000], kind))
-    monkeypatch.setattr(engine.llm, "MAX_SEQUENCES", random.choice([1, 3, 100]))
+    tokens, most, sizes = in_turn([1, 20, 1000], kind), random.choice([1, 3, 100]), list[int]()
+    monkeypatch.setattr(engine.llm, "PREFILL_TOKENS", tokens)
+    monkeypatch.setattr(engine.llm, "MAX_SEQUENCES", most)
+    launch = engine.runner.Runner.launch
+
+    def counted(runner: engine.runner.Runner, chunks: list[Chunk], *more: Any) -> InFlightStep:
+        sizes.append(sum(chunk.count for chunk in chunks))
+        return launch(runner, chunks, *more)
+
+    monkeypatch.setattr(engine.runner.Runner, "launch", counted)
     llm, submits = LLM(model, world=ALONE), random_submits(3)
     for chosen in (submits, submits[:1], [submits[0]] * 3):
+        sizes.clear()
         answers = llm.generate([s.prompt_ids for s in chosen], [s.params for s in chosen])
+        prompts = [len(s.prompt_ids) for s in chosen]
+        # no more than wanted, unless all decode at once; and no fewer while there are prompts
+        assert max(sizes) <= max(tokens, min(len(chosen), most))
+        assert sizes[0] >= min(tokens, sum(prompts[:most]))
         for submit, answer in zip(chosen, answers, strict=True):
             assert answer.prompt_ids == submit.prompt_ids
             assert_same(model, submit, answer.token_ids)
@@ -103,7 +120,8 @@ def test_eos_ends_unless_ignored(seed: int) -> None:
     assert llm.generate([[5]], msgspec.structs.replace(sure, ignore_eos=True))[0].token_ids == [eos] * 5
 
 
-def test_log_probabilities_and_a_grammar(seed: int) -> None:
+def test_log_probabilities_and_a_grammar(seed: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(engine.llm, "PREFILL_TOKENS", random.choice([1, 3, 1000]))  # the prompt takes several steps, or one
     llm = LLM(str(TINY), world=ALONE)
     assert llm.tokenizer is not None
     ids = llm.tokenizer.encode("One day a fox")
@@ -207,6 +225,16 @@ def test_an_engine_is_kept_while_calls_need_the_same(seed: int) -> None:
     kept = fixed._engine
     fixed.generate([[5] * 50, [6], [7]], params)
     assert fixed._engine is kept
+
+
+def test_steps_of_several_ranks_are_as_large_as_all_reduces_are_measured_for() -> None:
+    """And for a model of 8,192 features in 16 bits as large as they can be fused."""
+    assert engine.runner.LARGEST_MEASURED == comm.fused.CAPACITY // (8192 * 2)
+    model, prompts = random_model(config_of("standard")), [[1] * 5000] * 20
+    assert [LLM(model, None, replace(ALONE, world_size=n)).step_tokens(prompts) for n in (1, 2)] == [
+        1 << 16,
+        engine.runner.LARGEST_MEASURED,
+    ]
 
 
 def test_a_step_that_fails_leaves_nothing_for_later_calls(seed: int, monkeypatch: pytest.MonkeyPatch) -> None:
