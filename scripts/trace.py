@@ -3,9 +3,10 @@
     python launch.py --ranks 2 -m scripts.trace --model models/tiny-ladder --out out/trace.json
     python -m scripts.trace --read out/trace.json               # the table of an existing trace
 
-Profiles one prefill and some decode steps after a warm-up run, and writes rank 0's trace for ui.perfetto.dev. The trace has an
-additional process `overlap`, which shows all communication as either hidden or exposed. On a GPU, kernels count as communication
-by their names (NCCL, symmetric memory); on a CPU, gloo's collectives do. Everything else that runs counts as computation.
+Profiles one prefill, until each sequence has its first token, and some decode steps of all sequences after a warm-up run, and writes
+rank 0's trace for ui.perfetto.dev. The trace has an additional process `overlap`, which shows all communication as either hidden or
+exposed. On a GPU, kernels count as communication by their names (NCCL, symmetric memory); on a CPU, gloo's collectives do. Everything
+else that runs counts as computation.
 
 Of a GPU it also prints, for the prefill and a mean decode step, the time by kind (attention, GEMM, norm and all-reduce, other,
 idle) and by kernel. The parts add up to the step: while several kernels run, the time counts for the one that began first.
@@ -15,7 +16,8 @@ import argparse
 import json
 import random
 import re
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from contextlib import closing
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from statistics import fmean
@@ -26,6 +28,7 @@ from torch.profiler import record_function
 from checkpoint import DTYPES, load_model
 from cli import Parser, note, rank, run
 from engine import LLM, SamplingParams
+from engine.llm import MAX_SEQUENCES, Completion, Timing
 from errors import UserError
 from options import ModelOptions, add_options, dtype_name, rank_options
 from presets import model_config
@@ -217,13 +220,53 @@ def benchmark_params(new_tokens: int) -> SamplingParams:
     return SamplingParams(max_tokens=new_tokens, temperature=0, ignore_eos=True)
 
 
+def first_steps(lengths: Sequence[int], step_tokens: int) -> list[int]:
+    """The number of the step, from 0 on, that draws the first token of each prompt. lengths: of the prompts. A step computes a token of
+    each sequence that has begun, and then as much of the prompts, in their order, as fits into `step_tokens` tokens."""
+    found: list[int] = []
+    step, left = 0, step_tokens
+    for rest in lengths:
+        while rest > left:
+            rest -= left
+            # at least 1: with more sequences than fit, it only has to end
+            step, left = step + 1, max(1, step_tokens - len(found))
+        left -= rest
+        found.append(step)
+    return found
+
+
+def generate_together(llm: LLM, prompts: list[list[int]], new_tokens: int, timing: Timing | None = None) -> Iterator[None]:
+    """Generate greedily so that all sequences decode in the same steps. Yields after the prefill, which lasts until each has its first
+    token, and after each of the `new_tokens - 1` decode steps, which compute one token of each sequence and nothing else. Sequences
+    that begin before the last one get as many tokens more. llm: without limits and drafts. timing: filled in place.
+
+    Collective. Raises UserError if the sequences cannot run at once."""
+    first = first_steps([len(prompt) for prompt in prompts], llm.step_tokens(prompts))
+    early = [first[-1] - step for step in first]
+    answers = [Completion(prompt) for prompt in prompts]
+    params = [benchmark_params(new_tokens + more) for more in early]
+    with closing(llm.stream(prompts, params, timing=timing, answers=answers)) as steps:
+        while not all(answer.token_ids for answer in answers):
+            next(steps)
+        if [len(answer.token_ids) - 1 for answer in answers] != early:
+            raise UserError(
+                f"{len(prompts)} sequences of {max(map(len, prompts))} tokens do not run at once: an engine runs up to {MAX_SEQUENCES}, "
+                "whose keys and values fit into its memory; take a smaller batch"
+            )
+        yield
+        for _ in steps:
+            yield
+
+
 def record(llm: LLM, prompts: list[list[int]], new_tokens: int, path: Path, world: World) -> None:
-    """Profile one `generate` call with named steps and write rank 0's trace to `path`. Collective."""
+    """Profile one call of `generate_together` with named steps and write rank 0's trace to `path`. Collective."""
     with profiled(path, world.rank):
-        steps = llm.stream(prompts, benchmark_params(new_tokens))
+        steps = generate_together(llm, prompts, new_tokens)
         for i in range(new_tokens):
             with record_function(f"decode {i}" if i else "prefill"):
                 next(steps)
+    ended = next(steps, "ended")
+    assert ended == "ended", f"more than {new_tokens - 1} decode steps"
 
 
 def random_prompts(batch: int, tokens: int, vocab_size: int, seed: int) -> list[list[int]]:
@@ -243,7 +286,8 @@ def record_model(args: argparse.Namespace) -> bool:
     prompts = random_prompts(args.batch_size, args.prompt_length, config.vocab_size, args.seed)
     llm = LLM(model, world=world, kv_dtype=args.kv_dtype)
     note(f"profiling {args.model}, {config.description}, {world.world_size} rank(s) with {world.comm.name}")
-    llm.generate(prompts, benchmark_params(args.new_tokens))
+    for _ in generate_together(llm, prompts, args.new_tokens):
+        pass
     annotate(model)
     record(llm, prompts, args.new_tokens, args.out, world)
     return world.rank == 0

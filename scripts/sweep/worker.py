@@ -36,7 +36,7 @@ from memory import SHORT, free_bytes, weight_bytes
 from presets import model_config
 from profiling import read_trace
 from scripts.sweep.rows import Setting, interconnect
-from scripts.trace import benchmark_params, by_phase, gpu_record, gpu_times, random_prompts, record, timeline
+from scripts.trace import by_phase, generate_together, gpu_record, gpu_times, random_prompts, record, timeline
 from tp import World, agree_on_error, init_world
 
 MARK = "@sweep "
@@ -137,6 +137,7 @@ class Models:
 
 def one_run(llm: LLM, comm: Communicator, s: Setting, world: World) -> dict[str, Any]:
     """One sample: prefill and decode as generate.py measures them, the time of every step, and the all-reduce time per decode step.
+    All sequences decode in each of these steps (see `generate_together`). `step_tokens`: the most tokens of a step of the prefill.
 
     `exposed_ms`: how long rank 0's host waited for all-reduces (None if the wait happens on the device, where the host cannot
     measure it). `link_ms`: how long the simulated link needed for them. Both are means per decode step.
@@ -147,18 +148,19 @@ def one_run(llm: LLM, comm: Communicator, s: Setting, world: World) -> dict[str,
     if cuda:
         torch.cuda.reset_peak_memory_stats(world.device)
         before = torch.cuda.memory_allocated(world.device)
-    timing, counters = Timing(), [(0.0, 0.0)]
+    timing, counters = Timing(), list[tuple[float, float]]()
     with at_once(world):
-        for _ in llm.stream(prompts, benchmark_params(s.new_tokens), timing=timing):
+        for _ in generate_together(llm, prompts, s.new_tokens, timing):
             counters.append((comm.waited or 0.0, getattr(comm, "link_seconds", 0.0)))
     speed = measure(model, timing, world)
     if cuda:  # count this model only: other models of the group may be in memory
         own = sum(p.numel() * p.element_size() for p in model.parameters())
         speed["peak_memory_gb"] = round((own + torch.cuda.max_memory_allocated(world.device) - before) / 1e9, 3)
     steps = max(1, len(timing.steps))
-    (waited_before, link_before), (waited, link) = counters[1], counters[-1]
+    (waited_before, link_before), (waited, link) = counters[0], counters[-1]
     return {
         **speed,
+        "step_tokens": llm.step_tokens(prompts),
         "step_ms": [round(seconds * 1e3, 4) for seconds in timing.steps],
         "exposed_ms": None if comm.waited is None else round((waited - waited_before) / steps * 1e3, 4),
         "link_ms": round((link - link_before) / steps * 1e3, 4) if isinstance(comm, MeteredLink) else None,
@@ -184,7 +186,8 @@ def profiled_split(llm: LLM, s: Setting, world: World) -> dict[str, Any] | None:
     None on other ranks, and without decode steps."""
     prompts = random_prompts(s.batch, s.prompt_length, llm.model.config.vocab_size, s.seed)
     tokens = min(s.new_tokens, PROFILED_TOKENS)
-    llm.generate(prompts, benchmark_params(tokens))  # an engine of its own, which captures graphs
+    for _ in generate_together(llm, prompts, tokens):  # an engine of its own, which captures graphs
+        pass
     with tempfile.TemporaryDirectory() as folder:
         path = Path(folder) / "trace.json"
         record(llm, prompts, tokens, path, world)

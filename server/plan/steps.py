@@ -35,7 +35,7 @@ READ = {"h100": 3.11e12, "h200": 4.34e12}
 WIDTHS: dict[str, str | None] = {"bf16": None, "fp8": "fp8", "int8": "int8", "int4": "int4"}  # and their --quantize
 LIKE = {"int8": "int4"}  # widths whose layers work alike, where only the other one was measured
 EXPONENT = 1.5  # of the roofline's corner: 1 adds reading and computing, a large one takes the longer
-STEP_TOKENS = 1 << 16  # most prompt tokens of a step of the sweeps in docs/results
+STEP_TOKENS = 1 << 16  # most prompt tokens of a step in sweeps that do not say it
 LONG = 16384  # tokens of a prefill that is long enough to lower the clock
 ATTENTION_SHARE = 0.4  # of the peak, of attention in a prompt: what 64 prompts of 8,160 tokens leave for it on an H200
 MIXED_SHARE = (
@@ -172,7 +172,7 @@ def _rows(setting: dict[str, Any], samples: Sequence[dict[str, Any]], gpu: Gpu) 
     batch, prompt = setting["batch"], setting["prompt_length"]
     decode = float(np.median([sample["decode_ms_per_token"] for sample in samples])) / 1e3
     decode -= setup.seconds_per_context * batch * (prompt + setting["new_tokens"] / 2)
-    steps = -(-batch * prompt // STEP_TOKENS)
+    steps = -(-batch * prompt // samples[0].get("step_tokens", STEP_TOKENS))
     prefill = float(np.median([sample["prefill_ms"] for sample in samples])) / 1e3
     prefill = (prefill - setup.seconds_per_pair * batch * prompt**2 / 2) / steps
     return [Row(setup, batch, decode), Row(setup, batch * prompt // steps, prefill)]

@@ -4,7 +4,7 @@ import json
 import random
 import re
 from collections.abc import Sequence
-from dataclasses import replace
+from dataclasses import asdict, replace
 from pathlib import Path
 from typing import Any
 
@@ -18,10 +18,11 @@ from engine.scheduler import Scheduler
 from engine.sequence import Chunk
 from engine.sequence import Sequence as Request
 from scripts.report.plan_serving import servers
+from scripts.sweep.rows import Setting
 from server.plan import __main__ as program
 from server.plan.choice import GPU_SHARE, RESERVE, largest_batch, measured
 from server.plan.load import HOST_SECONDS, Goals, largest_rate, poisson, simulate
-from server.plan.steps import RESULTS, Steps, Tables, gpu, setup_of
+from server.plan.steps import RESULTS, Steps, Tables, gpu, read_rows, setup_of
 from tests import MODELS, ROOT
 from tests.support.command_line import Here
 
@@ -120,6 +121,20 @@ def test_measured_rows_are_predicted_as_measured(tables: Tables) -> None:
         work = (batch, batch * (1024 + 32), 0, 0.0) if kind == "decode" else (0, 0, batch * 1024, batch * 1024**2 / 2)
         found = predicted.seconds(*work) * 1e3
         assert min(times) * 0.999 <= found <= max(times) * 1.001, (kind, batch)
+
+
+def test_a_prefill_is_divided_by_its_steps(tmp_path: Path, seed: int) -> None:
+    """Those that a sample's `step_tokens` make of 64 prompts of 1,024 tokens; one in sweeps that do not say it."""
+    setting = asdict(Setting("llama-3-8b", "standard", 1, 64, 1024, 32, device="cuda", dtype="bfloat16"))
+    found = []
+    for more in {}, {"step_tokens": 1 << 13}:
+        samples = [{"decode_ms_per_token": 10.0, "prefill_ms": 2000.0} | more]
+        (path := tmp_path / "rows.jsonl").write_text(
+            json.dumps({"setting": setting, "samples": samples, "machine": {"gpus": "1 x H100"}})
+        )
+        found.append([(row.tokens, row.seconds) for row in read_rows([path])])
+    (decode, (tokens, seconds)), several = found
+    assert tokens == 1 << 16 and several == [decode, (1 << 13, pytest.approx(seconds / 8))]
 
 
 def test_memory_is_that_of_the_checkpoint(seed: int) -> None:
