@@ -313,9 +313,11 @@ class Engine:
     def _may_follow(self, step: InFlightStep) -> bool:
         """Whether the step after `step` may be launched now. Which rows of a draft are kept, and how the next draft begins, depends
         on the tokens of `step`; and a capture would hold them up."""
-        running = self.scheduler.running
-        if not self.look_ahead or step.has_drafts or not self.runner.is_captured(len(running)):
+        running, waiting = self.scheduler.running, self.scheduler.waiting
+        if not self.look_ahead or step.has_drafts:
             return False
+        if not self.runner.is_captured(len(running)) and not waiting and all(s.wanted <= 1 for s in running):
+            return False  # it decodes all sequences
         return not self.speculation.expects(running)
 
     def _launch(self, chunks: list[Chunk], now: float, after: InFlightStep | None = None) -> InFlightStep:
