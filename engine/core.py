@@ -8,6 +8,7 @@ from collections.abc import Iterator
 from functools import partial
 
 import msgspec
+import torch
 
 import determinism
 from eagle import EagleHead
@@ -114,11 +115,16 @@ class Engine:
         self.meter = Meter(model.comm.waited or 0.0)
 
     def capture(self, quiet: bool = True) -> None:
-        """Capture all graphs and measure what drafts need to know, before requests arrive. Collective."""
-        self.runner.capture(quiet)
-        if self.speculation.model_drafter is not None:
-            self.speculation.model_drafter.runner.capture(quiet)
-        self.speculation.prepare()
+        """Capture all graphs and measure what drafts need to know, before requests arrive. Collective. Raises UserError if this rank's
+        memory runs out: the other ranks then wait for it, and must be ended."""
+        try:
+            self.runner.capture(quiet)
+            if self.speculation.model_drafter is not None:
+                self.speculation.model_drafter.runner.capture(quiet)
+            self.speculation.prepare()
+        except torch.OutOfMemoryError as e:
+            short = "the GPU's memory ran out beside the weights and the KV cache; give less to --kv-memory"
+            raise UserError(f"{short}, or lower --max-num-seqs or --max-batch-tokens: {str(e).splitlines()[0][:200]}") from None
 
     # --- requests ----------------------------------------------------------------------------------------------------------
 

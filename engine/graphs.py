@@ -2,6 +2,7 @@
 
 import gc
 from collections.abc import Callable, Hashable
+from contextlib import suppress
 from typing import Any, NamedTuple
 
 import torch
@@ -46,7 +47,12 @@ class Graphs:
             with torch.cuda.stream(self._stream):
                 # other threads, such as NCCL's watchdog, may call CUDA meanwhile
                 graph.capture_begin(pool=self._pool, capture_error_mode="thread_local")
-                output = step()
+                try:
+                    output = step()
+                except BaseException:
+                    with suppress(RuntimeError):
+                        graph.capture_end()  # a process that ends within a capture is aborted, and its error hard to find
+                    raise
                 graph.capture_end()
         finally:
             if collects:

@@ -14,6 +14,7 @@ from tp import World
 
 DEFAULT_CPU_CACHE = 1 << 30  # bytes
 GPU_SHARE = 0.9  # share of the free memory for the cache
+GRAPHS = 2 << 30  # bytes that stay free for the graphs and the steps of the model, and as many for those of its draft
 MOST_DRAFTED = 256  # tokens of a step; with more rows a step takes longer, and each row's logits take memory
 
 
@@ -25,7 +26,9 @@ class EngineLimits:
     max_num_seqs: int = 64
     max_batch_tokens: int | None = None  # of one step; None: as `engine/step_tokens.py` says
     block_size: int = 16  # tokens
-    kv_memory: float | None = None  # per rank; up to 1: share of the free memory; else bytes; None: 1 GiB on CPU, 0.9 on GPU
+    kv_memory: float | None = (
+        None  # per rank; up to 1: share of the free memory; else bytes; None: 1 GiB on CPU, on a GPU 0.9 or what GRAPHS leaves
+    )
     kv_dtype: str = "auto"  # of the KV cache, one of `options.KV_DTYPES`
     whole_sequences: bool = False  # a sequence gets all blocks that it may need when it starts, and shares none: no preemption
     draft_tokens: int = 0  # most drafted tokens of a sequence in a step; 0: no speculation
@@ -38,14 +41,15 @@ class EngineLimits:
         return min(self.draft_tokens * self.max_num_seqs, MOST_DRAFTED)
 
 
-def cache_memory(limits: EngineLimits, device: torch.device) -> float:
-    """Bytes that this rank may give to its KV cache."""
-    cuda = device.type == "cuda"
-    wanted = limits.kv_memory if limits.kv_memory is not None else GPU_SHARE if cuda else DEFAULT_CPU_CACHE
-    if wanted > 1:
+def cache_memory(limits: EngineLimits, device: torch.device, models: int = 1) -> float:
+    """Bytes that this rank may give to the KV caches of so many models."""
+    cuda, wanted = device.type == "cuda", limits.kv_memory
+    if wanted is None and not cuda:
+        return DEFAULT_CPU_CACHE
+    if wanted is not None and wanted > 1:
         return wanted
     free = torch.cuda.mem_get_info(device)[0] if cuda else free_bytes(device)
-    return wanted * free
+    return wanted * free if wanted is not None else max(min(GPU_SHARE * free, free - models * GRAPHS), free / 2)
 
 
 def cache_dtype(model: Transformer | HeadModel, limits: EngineLimits) -> torch.dtype:
@@ -65,7 +69,7 @@ def count_blocks(model: Transformer, draft: Transformer | HeadModel | None, limi
     size = sum(
         PagedCache.bytes_per_block(m.attention_slots, limits.block_size, m.n_kv_heads, m.config.head_dim, dtype) for m in models
     )
-    [blocks] = world.smallest([int(cache_memory(limits, world.device)) // size])
+    [blocks] = world.smallest([int(cache_memory(limits, world.device, len(models))) // size])
     # all sequences at full length can use at most this many blocks
     useful = limits.max_num_seqs * -(-(limits.max_model_len or model.config.max_seq_len) // limits.block_size)
     found = min(blocks, useful)

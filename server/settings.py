@@ -115,7 +115,7 @@ class BatchOptions:
         type=memory_size,
         metavar="SIZE",
         help="memory of the KV cache on each rank: bytes such as 2G or 512M, or a share of the free memory such as 0.9 "
-        "(default: 0.9 on a GPU, 1 GiB on a CPU)",
+        "(default: on a GPU 0.9, but 2 GiB stay free for graphs, and 2 more for a draft model's; 1 GiB on a CPU)",
     )
 
 
