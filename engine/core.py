@@ -22,6 +22,7 @@ from engine.limits import EngineLimits, count_blocks, new_cache
 from engine.logits import advance, check_ids, new_state, sibling
 from engine.meter import Meter
 from engine.model_drafter import ModelDrafter
+from engine.pace import Pace
 from engine.prompt_index import PromptIndex
 from engine.protocol import (
     Abort,
@@ -99,6 +100,7 @@ class Engine:
         self.runner = Runner(model, cache, text_ids, capacity, schedules, layers, adapters=slots)
         self.look_ahead = self.runner.graphs is not None  # whether steps are launched before the tokens of the last are known
         self._ahead: InFlightStep | None = None  # the step that was launched so
+        self.pace = Pace()
 
         drafter = None
         if drafting is not None:
@@ -293,13 +295,15 @@ class Engine:
         if self._may_follow(step) and (chunks := self.scheduler.schedule(in_flight=True)):
             self._ahead = self._launch(chunks, start, after=step)
         outputs = list(self._record(step))
+        self.pace.follow(step, self._ahead)
         self.speculation.observe(step, is_last=self._ahead is None)
         self._rest()
         if self._ahead is not None:
             self.runner.draw(self._ahead)
         one_each = not step.has_drafts and step.pooled is None
         generated = len(outputs) if one_each else sum([len(output.token_ids) for output in outputs])
-        self.meter.count(sum(c.count for c in step.chunks), generated, time.perf_counter() - start)
+        seconds = time.perf_counter() - start + self.pace.paused
+        self.meter.count(sum(c.count for c in step.chunks), generated, seconds)
         return outputs
 
     def _rest(self) -> None:
@@ -307,6 +311,7 @@ class Engine:
         if not self.has_work():
             self._ahead = None
             self.runner.rest()
+            self.pace.rest()
 
     def _schedule(self) -> list[Chunk]:
         """The next step, whose sequences' tokens are all known."""

@@ -47,6 +47,8 @@ from kernels.graph_times import successive_seconds
 from kernels.sampling import combine_best, local_best
 from model import Transformer
 
+Key = tuple[str, int]  # of a graph: `decode` or `prefill`, and its rows
+
 LARGEST_GRAPH = 2048  # tokens, on up to 2 ranks
 LARGEST_MEASURED = 8192  # tokens of a step; larger ones, whose all-reduces are too long to be fused, use the default schedule
 
@@ -271,29 +273,31 @@ class Runner:
         pooling = {c.sequence.params.pooling for c in chunks} - {None}
         scored = "mean" in pooling or any(map(scores_prompt, chunks))
         compute: Callable[[], Output]
+        launches: Key = ("prefill", tokens)
         if self.graphs is None:
             compute = partial(self._span_step, *self._write_spans(chunks, tokens, max(1, draws), after), scored)
         elif len(sampling) == len(chunks) and draws == tokens and not scored:
-            compute = self._lay_out_decode(self.graphs, chunks, draws, after)
+            launches = self._lay_out_decode(self.graphs, chunks, draws, after)
+            compute = partial(self.graphs.replay, launches)
         else:
-            compute = self._lay_out_spans(self.graphs, chunks, tokens, scored, after)
+            launches, compute = self._lay_out_spans(self.graphs, chunks, tokens, scored, after)
         begin = self._event()  # not earlier: if the step before ends meanwhile, the device waits until here
         output = compute()
         if output.hidden is not None:
             score_prompts(self.model.logits, chunks, output.hidden)
         step = InFlightStep(chunks, sampling, output.last[:draws], draws > len(sampling), output.streams, begin=begin)
+        step.launches = launches
         if pooling:
             step.pooled = pool(self.model.norm, chunks, output.last, output.hidden)
         if output.tokens is not None and all(is_plain(c.sequence) for c in sampling):
             self._copy_to_host(step, output.tokens[:draws])
         elif all(c.is_known or not has_grammar(c.sequence) for c in step.sampling):
             self.draw(step)
+        step.launched = time.perf_counter()
         return step
 
-    def _lay_out_decode(
-        self, graphs: Graphs, chunks: list[Chunk], draws: int, after: InFlightStep | None
-    ) -> Callable[[], Output]:
-        """Write the inputs of a decode step. Returns what launches it."""
+    def _lay_out_decode(self, graphs: Graphs, chunks: list[Chunk], draws: int, after: InFlightStep | None) -> Key:
+        """Write the inputs of a decode step. Returns the key of its graph."""
         rows = next(n for n in self._decode_sizes if n >= draws)
         self._capture_decode(graphs, rows)
         if draws > len(chunks) or not self.decode.continues(chunks):
@@ -302,12 +306,12 @@ class Runner:
                 self._write_drawn(self.decode.tokens, chunks, after)
         rows_of = chunks if draws == len(chunks) else [c for c in chunks for _ in range(c.count)]
         self.decode.tables.update([c.sequence.blocks for c in rows_of])
-        return partial(graphs.replay, ("decode", rows))
+        return "decode", rows
 
     def _lay_out_spans(
         self, graphs: Graphs, chunks: list[Chunk], tokens: int, scored: bool, after: InFlightStep | None
-    ) -> Callable[[], Output]:
-        """Write the inputs of a step with prompt chunks. Returns what launches it."""
+    ) -> tuple[Key, Callable[[], Output]]:
+        """Write the inputs of a step with prompt chunks. Returns the key of its graph, or of one that it had, and what launches it."""
         self.decode.forget()
         graph_rows = next((n for n in self._prefill_sizes if n >= tokens), None)
         rows = graph_rows or -(-tokens // ROUND) * ROUND
@@ -317,8 +321,8 @@ class Runner:
             self._capture_prefill(graphs, rows)
         arguments = self._write_spans(chunks, rows, min(rows, self.capacity.draws), after)
         if graph_rows is None or scored:  # a graph keeps only the rows that draw
-            return partial(self._span_step, *arguments, scored)
-        return partial(graphs.replay, ("prefill", rows))
+            return ("prefill", rows), partial(self._span_step, *arguments, scored)
+        return ("prefill", rows), partial(graphs.replay, ("prefill", rows))
 
     def _write_spans(self, chunks: list[Chunk], rows: int, draws: int, after: InFlightStep | None) -> tuple[int, int, int, int]:
         """Write the inputs of a step of `rows` rows, padding included. Returns the arguments of `_span_step`."""
@@ -366,7 +370,9 @@ class Runner:
     def collect(self, step: InFlightStep) -> StepResult:
         """The step's tokens, which must be drawn; waits for the device. Raises RuntimeError if a wait for another rank gave up."""
         if step.ready is not None and step.begin is not None:
+            early = not step.ready.query()
             step.ready.synchronize()
+            step.ended = time.perf_counter() if early else None
             if self._last_ready is not None:
                 self.idle_seconds += self._last_ready.elapsed_time(step.begin) / 1e3
             self._last_ready = step.ready

@@ -47,3 +47,7 @@ class InFlightStep:
     # when the device could begin the step, with its inputs laid out, and when it had the tokens; None on a CPU
     begin: "torch.cuda.Event | None" = None
     ready: "torch.cuda.Event | None" = None
+    launches: tuple[str, int] = ("", 0)  # what the device runs: the graph's key, or the same of a step without a graph
+    # by time.perf_counter(): when it had been launched, and when the device had its tokens; None if they were not waited for
+    launched: float = 0.0
+    ended: float | None = None

@@ -109,6 +109,7 @@ def serve(engine: Engine, world: World, link: FrontendLink | None, ready: Ready,
     while True:
         timeout = 0.0 if engine.has_work() else COMPILING_SECONDS if engine.preparing else IDLE_SECONDS
         if link:
+            time.sleep(engine.pace.pause())
             events += link.receive(timeout)
             if not alive():
                 events.append(encode(Shutdown()))

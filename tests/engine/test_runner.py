@@ -86,6 +86,9 @@ class Happened:
     def elapsed_time(self, end: "Happened") -> float:
         return 2.0
 
+    def query(self) -> bool:
+        return random.random() < 0.5
+
     def synchronize(self) -> None: ...
 
 

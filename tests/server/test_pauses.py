@@ -11,6 +11,7 @@ import pytest
 import torch
 
 from engine import worker
+from engine.pace import Pace
 from engine.protocol import Shutdown, encode
 from server import frontend
 from server.frontend import run_frontend
@@ -42,7 +43,9 @@ def thawed() -> Iterator[None]:
 def test_the_worker_freezes_no_garbage() -> None:
     link: Any = SimpleNamespace(receive=lambda timeout: [encode(Shutdown())], send=lambda message: None, close=lambda: None)
     grammars = SimpleNamespace(warm_up=lambda: None)
-    engine: Any = SimpleNamespace(has_work=lambda: False, preparing=False, refused=[], grammars=grammars, adapters=None)
+    engine: Any = SimpleNamespace(
+        has_work=lambda: False, preparing=False, refused=[], grammars=grammars, adapters=None, pace=Pace()
+    )
     local: Any = None
     garbage = left_garbage()
     worker.serve(engine, World(0, 1, torch.device("cpu"), local), link, ready(), lambda: True)
