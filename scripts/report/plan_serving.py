@@ -11,6 +11,7 @@ times of each set of equal layers from all other rows, as for a model or a numbe
 """
 
 import json
+import math
 from collections.abc import Iterable, Sequence
 from typing import Any
 
@@ -22,13 +23,16 @@ from scripts.lib.client_steps import SeenStep, seen_steps
 from scripts.lib.markdown import table_lines
 from scripts.lib.results import RESULTS, add_write_option, results_folder, write_table, write_text
 from server.plan.choice import measured
-from server.plan.load import serve, simulate
+from server.plan.load import LEAD, serve, simulate
 from server.plan.steps import READ, Steps, Tables, gpu, setup_of
 
 LOADS = (
-    "h100-1/load-llama-3-8b-standard.json",
+    "h100-2/load-llama-3-8b-standard.json",
     "h100-2/load-llama-3-70b-16-standard.json",
     "h100-2/load-llama-3-70b-16-ladder.json",
+)
+EARLY_LOADS = (  # of servers that scheduled each step when the one before began
+    "h100-1/load-llama-3-8b-standard.json",
     "h200-1/load-llama-3-8b-standard.json",
     "h200-1/load-llama-3-8b-standard-8192.json",
     "gpu-4/load-standard.json",
@@ -58,8 +62,13 @@ def gpu_name(record: dict[str, Any]) -> str:
 
 
 def loads() -> Iterable[tuple[str, dict[str, Any]]]:
-    """The names and the contents of the files of LOADS."""
-    return ((name, json.loads((RESULTS / name).read_text())) for name in LOADS)
+    """The names and the contents of the files of servers."""
+    return ((name, json.loads((RESULTS / name).read_text())) for name in (*LOADS, *EARLY_LOADS))
+
+
+def lead_of(name: str) -> float:
+    """Seconds before the end of a step at which the server of a file scheduled the next one."""
+    return math.inf if name in EARLY_LOADS else LEAD
 
 
 def steps_for(tables: Tables, record: dict[str, Any]) -> Steps:
@@ -77,7 +86,7 @@ def servers(tables: Tables) -> list[dict[str, Any]]:
         (prompt, _), (answer, _) = settings["prompt_length"], settings["new_tokens"]
         for rate in record["rates"]:
             row = _row(name, record, steps, rate) | {"full": rate is record["rates"][-1]}
-            rows.append(row | compared(_of_rate(steps, rate["answers"], prompt, answer)))
+            rows.append(row | compared(_of_rate(steps, rate["answers"], prompt, answer, lead_of(name))))
     return rows
 
 
@@ -88,11 +97,13 @@ def _row(name: str, record: dict[str, Any], steps: Steps, rate: dict[str, Any]) 
     return row | {"variant": steps.setup.variant, "max_batch_tokens": steps.budget, "offered": rate["rate"]}
 
 
-def _of_rate(steps: Steps, answers: Sequence[dict[str, Any]], prompt: int, answer: int) -> dict[str, tuple[float, float]]:
+def _of_rate(
+    steps: Steps, answers: Sequence[dict[str, Any]], prompt: int, answer: int, lead: float
+) -> dict[str, tuple[float, float]]:
     """Measured and predicted figures of the answers that were complete."""
     count, done = len(answers), np.array([one["outcome"] == "complete" for one in answers])
     arrivals = [one["arrival"] for one in answers]
-    found = serve(steps, arrivals, [prompt] * count, [answer] * count)
+    found = serve(steps, arrivals, [prompt] * count, [answer] * count, lead)
     complete = [a for a in answers if a["outcome"] == "complete"]
     first = np.array([one["first"] for one in complete])
     gap = (np.array([one["end"] for one in complete]) - first) / (answer - 1)
@@ -116,7 +127,7 @@ def steps_of_servers(tables: Tables) -> list[dict[str, Any]]:
             if "gaps_us" not in answers[0]:
                 continue
             count, arrivals = len(answers), [one["arrival"] for one in answers]
-            heated = steps.heated(simulate(steps, arrivals, [prompt] * count, [answer] * count).prompt_share)
+            heated = steps.heated(simulate(steps, arrivals, [prompt] * count, [answer] * count, lead_of(name)).prompt_share)
             seen = seen_steps(answers, prompt)
             pairs = {kind: _of_steps(heated, seen, prompt, prompts) for kind, prompts in KINDS.items()}
             rows.append(_row(name, record, steps, rate) | compared(pairs))

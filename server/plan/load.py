@@ -1,9 +1,9 @@
 """A replica under load: a simulation of the engine's steps, by the rules of `engine/scheduler.py`, with requests of one client.
 
 A step computes one token of each decoding sequence first, then of prompts in the order of their arrival, within --max-num-seqs and
---max-batch-tokens. It is scheduled when the step before starts, so a request that arrives during a step waits for the end of that
-one and for the next one. Sequences have their longest length and all blocks that they need, so that none is preempted; no prefix is
-cached, and nothing is drafted.
+--max-batch-tokens. It is scheduled shortly before the end of the step before (`engine/pace.py`), or when that one begins, if that one
+follows none. Sequences have their longest length and all blocks that they need, so that none is preempted; no prefix is cached, and
+nothing is drafted.
 """
 
 import heapq
@@ -17,6 +17,7 @@ import numpy as np
 from server.plan.steps import Steps
 
 HOST_SECONDS = 0.003  # until the first token, of frontend and client: fastest quarter of `make bench-frontend`, 1,024 ids each
+LEAD = 0.004  # before the end of a step, the next one is scheduled; an estimate: hosts of 2 H200s needed 3 ms for one with a prompt
 WARM_UP = 0.25  # share of the requests that only fill the replica
 REQUESTS = 300  # simulated, and twice the batch
 PRECISION, BISECTIONS = 0.01, 12  # of the largest load: relative, and at most
@@ -36,27 +37,31 @@ class Answers:
         return slice(int(len(self.first) * WARM_UP), None)
 
 
-def serve(steps: Steps, arrivals: Sequence[float], prompts: Sequence[int], answers: Sequence[int]) -> Answers:
+def serve(
+    steps: Steps, arrivals: Sequence[float], prompts: Sequence[int], answers: Sequence[int], lead: float = LEAD
+) -> Answers:
     """`simulate` with the clock that the GPU has if prompts take the share of its time that they take at its full clock."""
-    cold = simulate(steps, arrivals, prompts, answers)
-    return simulate(steps.heated(cold.prompt_share), arrivals, prompts, answers) if steps.heat > 1 else cold
+    cold = simulate(steps, arrivals, prompts, answers, lead)
+    return simulate(steps.heated(cold.prompt_share), arrivals, prompts, answers, lead) if steps.heat > 1 else cold
 
 
-def simulate(steps: Steps, arrivals: Sequence[float], prompts: Sequence[int], answers: Sequence[int]) -> Answers:
+def simulate(
+    steps: Steps, arrivals: Sequence[float], prompts: Sequence[int], answers: Sequence[int], lead: float = LEAD
+) -> Answers:
     """Serve requests that arrive at these seconds, in order, with prompts and answers of so many tokens."""
     n, most, budget = len(arrivals), steps.most, steps.budget
     first, end = np.zeros(n), np.zeros(n)
     ends: list[tuple[int, int]] = []  # a heap: the number of the step that draws a request's last token, and the request
-    now = start = busy = 0.0  # now: the end of the last step. start: when it began, and the next one was scheduled
+    now, busy, due = 0.0, 0.0, -math.inf  # now: the end of the last step. due: when the next one is scheduled
     admitted = rows = context = number = 0
     partial: tuple[int, int] | None = None  # the request whose prompt has begun, and how many of its tokens are computed
     while rows or partial or admitted < n:
-        if not rows and not partial:
-            now = start = max(now, arrivals[admitted])
+        if idle := not rows and not partial and arrivals[admitted] > due:
+            now = due = max(now, arrivals[admitted])
         tokens, pairs, begun, left = 0, 0.0, list[int](), budget - rows
         while left > 0:
             if partial is None:
-                if rows + len(begun) == most or admitted == n or arrivals[admitted] > start:
+                if rows + len(begun) == most or admitted == n or arrivals[admitted] > due:
                     break
                 partial, admitted = (admitted, 0), admitted + 1
             request, done = partial
@@ -66,12 +71,14 @@ def simulate(steps: Steps, arrivals: Sequence[float], prompts: Sequence[int], an
             if partial is None:
                 begun.append(request)
         if tokens:
-            repeats, start, then = 1, now, now + steps.seconds(rows, context, tokens, pairs)
+            repeats, begin, then = 1, now, now + steps.seconds(rows, context, tokens, pairs)
             busy += then - now
         else:
             blocked = rows == most or admitted == n
-            repeats = steps.repeats(rows, context, ends[0][0] - number + 1, math.inf if blocked else arrivals[admitted] - now)
-            start, then = (now + steps.repeated(rows, context, k) for k in (repeats - 1, repeats))
+            until = math.inf if blocked else arrivals[admitted] - now
+            repeats = steps.repeats(rows, context, ends[0][0] - number + 1, until, lead)
+            begin, then = (now + steps.repeated(rows, context, k) for k in (repeats - 1, repeats))
+        due = begin if idle else max(begin, then - lead)
         now, number, context = then, number + repeats, context + rows * repeats
         for request in begun:
             first[request] = now - arrivals[request]

@@ -12,7 +12,7 @@ logarithm of the tokens. So a row that was measured is predicted as measured.
 """
 
 import json
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from copy import copy
 from dataclasses import dataclass
 from functools import cached_property
@@ -36,6 +36,7 @@ WIDTHS: dict[str, str | None] = {"bf16": None, "fp8": "fp8", "int8": "int8", "in
 LIKE = {"int8": "int4"}  # widths whose layers work alike, where only the other one was measured
 EXPONENT = 1.5  # of the roofline's corner: 1 adds reading and computing, a large one takes the longer
 STEP_TOKENS = 1 << 16  # most prompt tokens of a step in sweeps that do not say it
+TILE = 128  # rows of a tile of the GEMMs that many rows use, cuBLAS's and ours
 LONG = 16384  # tokens of a prefill that is long enough to lower the clock
 ATTENTION_SHARE = 0.4  # of the peak, of attention in a prompt: what 64 prompts of 8,160 tokens leave for it on an H200
 MIXED_SHARE = (
@@ -129,11 +130,12 @@ class Setup:
 
 @dataclass(frozen=True)
 class Row:
-    """Measured seconds of a step of `tokens` tokens, without attention."""
+    """Measured seconds of a step of `tokens` tokens, without attention; the mean of the steps that compute `run` tokens."""
 
     setup: Setup
     tokens: int
     seconds: float
+    run: int
 
 
 def setup_of(name: str, gpu: Gpu, variant: str | None, tp: int, quantize: str | None) -> Setup:
@@ -175,7 +177,16 @@ def _rows(setting: dict[str, Any], samples: Sequence[dict[str, Any]], gpu: Gpu) 
     steps = -(-batch * prompt // samples[0].get("step_tokens", STEP_TOKENS))
     prefill = float(np.median([sample["prefill_ms"] for sample in samples])) / 1e3
     prefill = (prefill - setup.seconds_per_pair * batch * prompt**2 / 2) / steps
-    return [Row(setup, batch, decode), Row(setup, batch * prompt // steps, prefill)]
+    run = batch * prompt
+    return [
+        Row(setup, batch, decode, batch),
+        Row(setup, int(computed(run // steps)), prefill, run if steps > 1 else int(computed(run))),
+    ]
+
+
+def computed(tokens: Any) -> Any:
+    """The rows that the GEMMs of a step with prompts compute: whole tiles. tokens: a number, or an array of them."""
+    return np.where(np.asarray(tokens) > TILE, -(-np.asarray(tokens) // TILE) * TILE, tokens)
 
 
 def _fit(rows: Sequence[Row], predicted: Any, measured: Any, first: Any, second: Any) -> Figures:
@@ -267,6 +278,8 @@ class Tables:
         """Seconds of a step without attention. tokens: a number, or an array of them."""
         factors: dict[int, list[float]] = {}
         for row in self.measured(setup):
+            if row.run > row.tokens:  # the clock is lower then, see `heat`
+                continue
             factors.setdefault(row.tokens, []).append(float(np.log(row.seconds / self.roofline(row.setup, row.tokens))))
         known = sorted(factors)
         factor = np.interp(np.log(tokens), np.log(known), [np.median(factors[n]) for n in known]) if known else 0.0
@@ -275,7 +288,7 @@ class Tables:
     def heat(self, setup: Setup) -> float:
         """How much longer tokens of prompts take while the GPU computes nothing else and lowers its clock: measured prefills of many
         steps' tokens over one of a step's; at least 1, and 1 where only the roofline is known."""
-        long = [row.seconds / row.tokens for row in self.measured(setup) if row.tokens >= LONG]
+        long = [row.seconds / row.tokens for row in self.measured(setup) if row.run >= LONG]
         return max(1.0, float(np.median(long) / (self.seconds(setup, LARGEST_GRAPH) / LARGEST_GRAPH))) if long else 1.0
 
     def without(self, setup: Setup) -> "Tables":
@@ -290,13 +303,15 @@ class Steps:
         """most: --max-num-seqs. budget: --max-batch-tokens."""
         self.setup, self.most, self.budget, self.heat = setup, most, budget, tables.heat(setup)
         self._decode = self._padded(tables, decode_buckets(most), most)
-        self._mixed = self._padded(tables, prefill_buckets(budget, setup.tp), budget)
+        self._mixed = self._padded(tables, prefill_buckets(budget, setup.tp), budget, computed)
         self._context, self._pair = setup.seconds_per_context, setup.seconds_per_pair
 
-    def _padded(self, tables: Tables, buckets: list[int], largest: int) -> list[float]:
+    def _padded(
+        self, tables: Tables, buckets: list[int], largest: int, rows_of: Callable[[Any], Any] = lambda n: n
+    ) -> list[float]:
         sizes = np.arange(largest + 1)
         padded = np.append(buckets, sizes[sizes > max(buckets)])
-        return list(tables.seconds(self.setup, padded)[np.searchsorted(padded, sizes)])
+        return list(tables.seconds(self.setup, rows_of(padded))[np.searchsorted(padded, sizes)])
 
     def heated(self, share: float) -> "Steps":
         """These steps while prompts take that share of the time: their tokens take longer in proportion."""
@@ -314,11 +329,12 @@ class Steps:
         """Of `count` steps without prompts, one after the other."""
         return count * self.seconds(rows, context, 0, 0) + rows * count * (count - 1) / 2 * self._context
 
-    def repeats(self, rows: int, context: int, most: int, until: float) -> int:
-        """How many steps without prompts follow each other: up to `most`, if from `until` (seconds) on a step schedules others as the
-        next but one."""
+    def repeats(self, rows: int, context: int, most: int, until: float, lead: float) -> int:
+        """How many steps without prompts follow each other: up to `most`, until one has begun and at most `lead` seconds are left of it
+        when a request arrives, at `until` seconds."""
         low, high = 1, most
         while low < high:
             middle = (low + high) // 2
-            low, high = (low, middle) if self.repeated(rows, context, middle) >= until else (middle + 1, high)
-        return min(low + 1, most) if until > 0 else 1
+            begin, end = (self.repeated(rows, context, k) for k in (middle - 1, middle))
+            low, high = (low, middle) if max(begin, end - lead) >= until else (middle + 1, high)
+        return low

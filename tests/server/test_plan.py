@@ -21,7 +21,7 @@ from scripts.report.plan_serving import servers
 from scripts.sweep.rows import Setting
 from server.plan import __main__ as program
 from server.plan.choice import GPU_SHARE, RESERVE, largest_batch, measured
-from server.plan.load import HOST_SECONDS, Goals, largest_rate, poisson, simulate
+from server.plan.load import HOST_SECONDS, LEAD, Goals, largest_rate, poisson, simulate
 from server.plan.steps import RESULTS, Steps, Tables, gpu, read_rows, setup_of
 from tests import MODELS, ROOT
 from tests.support.command_line import Here
@@ -40,23 +40,29 @@ def steps_of(tables: Tables, most: int = 256, budget: int = 2048, tp: int = 1) -
 
 def scheduled(steps: Steps, arrivals: Sequence[float], prompts: Sequence[int], answers: Sequence[int]) -> tuple[Any, Any]:
     """When the first and the last token of each request come if the engine's own scheduler chooses each step, as `Engine.step` calls
-    it: the next step is scheduled when this one begins."""
+    it: the next step is scheduled shortly before the end of this one, or when this one begins, if it follows none."""
     scheduler, unused = Scheduler(BlockManager(1 << 16, 16), steps.most, steps.budget, 1 << 20), iter(range(1 << 40))
     found, coming, now = [(0.0, 0.0)] * len(arrivals), 0, 0.0
     ahead: list[Chunk] = []
-    while coming < len(arrivals) or scheduler.has_work():
-        if not scheduler.has_work():
-            now = max(now, arrivals[coming])
-        while coming < len(arrivals) and arrivals[coming] <= now:
+
+    def arrive(until: float) -> None:
+        nonlocal coming
+        while coming < len(arrivals) and arrivals[coming] <= until:
             ids = [next(unused) for _ in range(prompts[coming])]
             scheduler.add(Request(str(coming), ids, len(ids), SamplingParams(max_tokens=answers[coming])))
             coming += 1
-        step = ahead or scheduler.schedule()
-        ahead = scheduler.schedule(in_flight=True)
+
+    while coming < len(arrivals) or scheduler.has_work():
+        if not scheduler.has_work():
+            now = max(now, arrivals[coming])
+        arrive(now)
+        follows, step = bool(ahead), ahead or scheduler.schedule()
         decoding = [c for c in step if c.start >= c.sequence.prompt_length]
         reading = [c for c in step if c.start < c.sequence.prompt_length]
         tokens, pairs = sum(c.count for c in reading), sum(c.count * (c.start + c.count / 2) for c in reading)
-        now += steps.seconds(len(decoding), sum(c.stop for c in decoding), tokens, pairs)
+        begin, now = now, now + steps.seconds(len(decoding), sum(c.stop for c in decoding), tokens, pairs)
+        arrive(max(begin, now - LEAD) if follows else begin)
+        ahead = scheduler.schedule(in_flight=True)
         for chunk in step:
             if chunk.samples:
                 request, is_first = int(chunk.sequence.request_id), chunk.sequence.generated == 0
