@@ -11,6 +11,7 @@ folder. The outputs go into out, or with --write into docs/results.
     profile*.jsonl                      make sweep with --profile; sweep*.jsonl may have it, too
     widths*.jsonl                       make sweep with --quantize and --comms: variants by both widths
     load*.json, startup.json            make throughput, make startup
+    clients.json, clients-speculate.json    make throughput with --clients, the latter also with --speculate and --accept-rate
     comm.json, quantized*.json          make bench-comm, the latter with --parts "nccl|quantized"
     gemm-overlap.json, push.json        make bench-fused, make bench-push
     linear.json, linear-N.json          make bench-linear
@@ -357,6 +358,31 @@ def load(folder: Path) -> str | None:
     return "\n".join(tables) or None
 
 
+CLIENTS = "clients.json", "clients-speculate.json"  # without drafts, and with them
+
+
+def clients(folder: Path) -> str | None:
+    """Closed loops of clients, without drafts and with them."""
+    plain, drafted = (read_row(folder / name) for name in CLIENTS)
+    if plain is None or drafted is None:
+        return None
+    head = ["clients", "tokens/s without drafts", "with", "times as fast", "accepted of a draft"]
+    head += ["end to end, ms: p50 without drafts", "with"]
+    rows = []
+    for a, b in zip(plain["clients"], drafted["clients"], strict=True):
+        without, with_ = (one["summary"]["tokens_per_second"] for one in (a, b))
+        accepted = f"{b['accepted'] / b['drafts']:.2f}" if b["drafts"] else "–"
+        ends = (f"{one['summary']['end_to_end_ms']['p50']:,.0f}" for one in (a, b))
+        rows.append([str(a["clients"]), f"{without:,.1f}", f"{with_:,.1f}", f"{with_ / without:.2f}", accepted, *ends])
+    s, machine = drafted["settings"], drafted["machine"]
+    caption = (
+        f"{s['model']} through the HTTP server on {s['ranks']} ranks, each client sends {s['requests']} requests of {lengths_of(s)} tokens, "
+        f"the next when the last has ended. Drafts by an EAGLE-3 head with random weights, at the cost of a real one; a drafted token counts as "
+        f"right with probability {s['accept_rate']:g}. Made on {describe(machine, 'cuda')}."
+    )
+    return markdown(head, rows, caption)
+
+
 def trained(folder: Path) -> tuple[list[launches.Row], argparse.Namespace] | None:
     """The last row of each configuration in training/rows.jsonl, and the settings that table and plot need. None without rows."""
     rows = {json.dumps(row["settings"]): row for row in launches.read_rows(folder / "training" / "rows.jsonl")}
@@ -396,6 +422,7 @@ TABLES: dict[str, Table] = {
     "long-attention": of(long_attention, "kernels.json"),
     "startup": of(startup, "startup.json"),
     "load": (load, "load*.json"),
+    "clients": (clients, " ".join(CLIENTS)),
     "compare": (compare, "sweep*.jsonl load*.json"),
     "quantized": (quantized, "quantized*.json"),
     "push": of(push, "push.json"),

@@ -56,6 +56,29 @@ def test_widths_are_compared_with_standard_in_the_same_line(tmp_path: Path, seed
             assert cell == f"{ms[0]:.2f}{ratios[0]} / {ms[1]:.2f}{ratios[1]}"
 
 
+def test_drafts_are_compared_with_none_by_clients(tmp_path: Path, seed: int) -> None:
+    counts = sorted(random.sample(range(1, 99), 3))
+    rates = {name: [random.uniform(10, 2000) for _ in counts] for name in performance.CLIENTS}
+    drafts = [random.randint(1, 500) for _ in counts]
+    accepted = [random.randint(0, 7 * n) for n in drafts]
+    for name in performance.CLIENTS:
+        settings = {"model": "m", "ranks": 2, "requests": 3, "accept_rate": 0.5, "prompt_length": [7, 7], "new_tokens": [8, 9]}
+        found = [
+            {"clients": n, "drafts": d, "accepted": a, "summary": {"tokens_per_second": r, "end_to_end_ms": {"p50": 1e6 / r}}}
+            for n, d, a, r in zip(counts, drafts, accepted, rates[name], strict=True)
+        ]
+        machine = {"gpus": "2 x X", "torch": "2.11", "cores": 8, "cpu": "Y"}
+        (tmp_path / name).write_text(json.dumps({"settings": settings, "clients": found, "machine": machine}))
+    text = performance.clients(tmp_path)
+    assert text is not None and "m through" in text and "0.5" in text and "2 x X" in text
+    _, _, *lines = [line.strip("| ").split(" | ") for line in text.splitlines() if line.startswith("|")]
+    for cells, n, d, a, without, with_ in zip(lines, counts, drafts, accepted, *rates.values(), strict=True):
+        expected = [str(n), f"{without:,.1f}", f"{with_:,.1f}", f"{with_ / without:.2f}", f"{a / d:.2f}"]
+        assert cells == [*expected, f"{1e6 / without:,.0f}", f"{1e6 / with_:,.0f}"]
+    (tmp_path / performance.CLIENTS[1]).unlink()
+    assert performance.clients(tmp_path) is None
+
+
 def test_profiled_runs_are_shown_by_phase_and_kind(tmp_path: Path, seed: int) -> None:
     us = {phase: [random.uniform(1e3, 1e5) for _ in range(3)] for phase in ("prefill", "decode")}
     gpu = {
