@@ -1,6 +1,8 @@
 """The plans for some GPUs: their memory, the largest load of each, and the latencies at it."""
 
 import argparse
+from collections.abc import Sequence
+from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -18,9 +20,10 @@ GAIN = 1.01  # by which a smaller batch must raise the load, or no even smaller 
 CURVES, POINTS = 6, 8  # of a plot, and the loads of each
 
 
-def measured() -> Tables:
-    """The tables of docs/results."""
-    return Tables(read_rows(sorted(RESULTS.glob("*/*.jsonl"))))
+def measured(more: Sequence[Path] = ()) -> Tables:
+    """The tables of docs/results and of more files. Sweeps with profiles repeat others with fewer runs."""
+    known = (path for path in sorted(RESULTS.glob("*/*.jsonl")) if not path.name.startswith("profile"))
+    return Tables(read_rows([*known, *more]))
 
 
 def largest_batch(setup: Setup, tokens: int, most: int) -> int:
@@ -32,13 +35,15 @@ def largest_batch(setup: Setup, tokens: int, most: int) -> int:
 
 def candidates(args: argparse.Namespace) -> list[dict[str, Any]]:
     """All plans that `args` allows and that fit into memory, the one with the largest load first. Raises UserError if none fits."""
-    tables = Tables(read_rows([*sorted(RESULTS.glob("*/*.jsonl")), *args.sweeps]))
-    setups, refused = [], list[str]()
+    tables = measured(args.sweeps)
+    setups, refused = list[Setup](), list[str]()
     for width in args.widths:
         for variant in args.variants:
             for tp in args.tp:
                 try:
                     setup = setup_of(args.model, gpu(args.gpu), variant, tp, WIDTHS[width])
+                    if setup.layer in {other.layer for other in setups}:
+                        continue  # on one rank all variants take equally long; the first stands for them
                     if largest_batch(setup, args.prompt + args.answer, args.max_num_seqs):
                         setups.append(setup)
                     else:
@@ -95,7 +100,7 @@ def latencies(answers: Answers) -> dict[str, dict[str, float]]:
 
 def curves(args: argparse.Namespace, plans: list[dict[str, Any]]) -> dict[str, list[dict[str, Any]]]:
     """Latencies by the load on all GPUs, of the best plans, up to a load somewhat above their largest."""
-    tables, found = Tables(read_rows([*sorted(RESULTS.glob("*/*.jsonl")), *args.sweeps])), dict[str, list[dict[str, Any]]]()
+    tables, found = measured(args.sweeps), dict[str, list[dict[str, Any]]]()
     for plan in plans[:CURVES]:
         setup = setup_of(args.model, gpu(args.gpu), plan["variant"], plan["tp"], WIDTHS[plan["width"]])
         steps = Steps(tables, setup, plan["batch"], _budget(args, setup))

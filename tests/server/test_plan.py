@@ -191,6 +191,12 @@ def test_the_command_plans_prints_and_draws(plan: Here, tmp_path: Path) -> None:
     assert "python -m server --tp 1 --model llama-3-8b" in text and "--quantize fp8" in text
 
 
+def test_on_one_rank_the_first_variant_stands_for_all(plan: Here) -> None:
+    asked = ("--model", "llama-3-8b", "--gpus", "2", "--ttft", "300", "--itl", "15", "--widths", "bf16", "--max-num-seqs", 8)
+    found = plan(*asked, "--prompt", 64, "--answer", 8, "--variants", "ladder", "standard", "--json").record
+    assert sorted((one["tp"], one["variant"]) for one in found["plans"]) == [(1, "ladder"), (2, "ladder"), (2, "standard")]
+
+
 def test_docs_quote_what_the_command_prints_now(plan: Here) -> None:
     """docs/planner.md leaves lines out, but changes none and keeps their order."""
     page = (ROOT / "docs" / "planner.md").read_text()
