@@ -90,6 +90,20 @@ def serving(args: argparse.Namespace) -> Iterator[Step]:
         yield swept("offline vllm", 120, args, "sweep-offline.jsonl", flags)
 
 
+def drafts(args: argparse.Namespace) -> Iterator[Step]:
+    """Closed loops of clients without drafts and with those of a random head, and what a draft and its verification take. Of the model
+    with fewer layers: tokens/s by the most tokens of a step."""
+    large, cut, _ = args.models
+    load = f"--model {large} --ranks {args.ranks} --clients 1 4 16 64 --requests 2 --max-num-seqs 64"
+    load += " --prompt-length 256 --new-tokens 128"
+    for file, more in (("clients", ""), ("clients-speculate", " --speculate random-head --accept-rate 0.75")):
+        yield Step(file, 110, script("bench.serving.load", load + more, "--out", args.raw / f"{file}.json"))
+    flags = f"-m scripts.bench.serving.draft_times --models {large} --tune-seconds 10"
+    yield Step("draft times", 60, (*on_ranks(args.ranks), *flags.split()), args.raw / "draft-times.jsonl")
+    flags = f"-m scripts.bench.serving.step_tokens --model {cut} --out"
+    yield Step("tokens of a step", 90, (*on_ranks(args.ranks), *flags.split(), str(args.raw / "step-tokens.json")))
+
+
 def all_reduces(args: argparse.Namespace) -> Iterator[Step]:
     """All-reduces by algorithm and size, GEMMs fused with collectives, and prefill by communicator."""
     _, cut, _ = args.models
@@ -151,7 +165,7 @@ def swept(name: str, seconds: int, args: argparse.Namespace, file: str, flags: s
 
 
 def steps(args: argparse.Namespace) -> list[Step]:
-    groups = (models, smaller, serving, all_reduces, others, large_again, widths)
+    groups = (models, smaller, serving, drafts, all_reduces, others, large_again, widths)
     return [step for group in groups for step in group(args)]
 
 
