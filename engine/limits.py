@@ -49,7 +49,12 @@ def cache_memory(limits: EngineLimits, device: torch.device, models: int = 1) ->
     if wanted is not None and wanted > 1:
         return wanted
     free = torch.cuda.mem_get_info(device)[0] if cuda else free_bytes(device)
-    return wanted * free if wanted is not None else max(min(GPU_SHARE * free, free - models * GRAPHS), free / 2)
+    return wanted * free if wanted is not None else default_memory(free, models)
+
+
+def default_memory(free: float, models: int = 1) -> float:
+    """Bytes that the KV caches of so many models get by default of a GPU's free ones."""
+    return max(min(GPU_SHARE * free, free - models * GRAPHS), free / 2)
 
 
 def cache_dtype(model: Transformer | HeadModel, limits: EngineLimits) -> torch.dtype:

@@ -7,13 +7,13 @@ from typing import Any
 
 import numpy as np
 
-from engine.limits import GPU_SHARE, EngineLimits
+from engine.limits import EngineLimits, default_memory
 from engine.step_tokens import default_tokens, entries
 from errors import UserError
 from server.plan.load import Answers, Goals, at_rate, highest_rate, largest_rate
 from server.plan.steps import RESULTS, WIDTHS, Setup, Steps, Tables, gpu, read_rows, setup_of
 
-RESERVE = 2e9  # bytes of a GPU for CUDA's context, NCCL and graphs, for which there is no formula
+RESERVE = 2e9  # bytes of a GPU for CUDA's context and NCCL, for which there is no formula
 SMALLEST_BATCH = 4
 LIGHT = 1e-3  # share of the highest rate, at which requests hardly meet
 GAIN = 1.01  # by which a smaller batch must raise the load, or no even smaller one is tried
@@ -28,7 +28,7 @@ def measured(more: Sequence[Path] = ()) -> Tables:
 
 def largest_batch(setup: Setup, tokens: int, most: int) -> int:
     """How many sequences of `tokens` tokens the KV cache holds besides the weights, as `--kv-memory` allots it, up to `most`."""
-    free = GPU_SHARE * (setup.gpu.memory - RESERVE - setup.weights)
+    free = default_memory(setup.gpu.memory - RESERVE - setup.weights)
     block = EngineLimits.block_size
     return max(0, min(most, int(free // (-(-tokens // block) * block * setup.kv_bytes))))
 

@@ -10,9 +10,11 @@ from typing import Any
 
 import numpy as np
 import pytest
+import torch
 from safetensors import safe_open
 
 from engine.block_manager import BlockManager
+from engine.limits import EngineLimits, cache_memory
 from engine.protocol import SamplingParams
 from engine.scheduler import Scheduler
 from engine.sequence import Chunk
@@ -20,7 +22,7 @@ from engine.sequence import Sequence as Request
 from scripts.report.plan_serving import servers
 from scripts.sweep.rows import Setting
 from server.plan import __main__ as program
-from server.plan.choice import GPU_SHARE, RESERVE, largest_batch, measured
+from server.plan.choice import RESERVE, largest_batch, measured
 from server.plan.load import HOST_SECONDS, LEAD, Goals, largest_rate, poisson, simulate
 from server.plan.steps import RESULTS, Steps, Tables, gpu, read_rows, setup_of
 from tests import MODELS, ROOT
@@ -152,10 +154,22 @@ def test_memory_is_that_of_the_checkpoint(seed: int) -> None:
     config, tokens, fits = setup.config, random.randint(1, 1000), random.randint(0, 50)
     block = 16 * config.n_layers * 2 * config.n_kv_heads * config.head_dim * 2
     free = (fits + 0.5) * -(-tokens // 16) * block
-    small = replace(setup, gpu=replace(setup.gpu, memory=setup.weights + RESERVE + free / GPU_SHARE))
+    small = replace(
+        setup, gpu=replace(setup.gpu, memory=setup.weights + RESERVE + 2 * free)
+    )  # the cache gets half of so little
     assert largest_batch(small, tokens, 1000) == fits
     assert largest_batch(small, tokens, 7) == min(7, fits)
     assert setup_of("llama-3-8b", gpu("h200"), "standard", 1, "int4").weights < 6e9
+
+
+@pytest.mark.parametrize("tp", [2, 4])
+def test_a_cache_is_as_large_as_the_server_makes_it(tp: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Of Llama-70B on two H100s, where graphs need much of what the weights leave, and on four."""
+    setup = setup_of("llama-3-70b", gpu("h100"), "standard", tp, None)
+    free = int(setup.gpu.memory - RESERVE - setup.weights)
+    monkeypatch.setattr(torch.cuda, "mem_get_info", lambda device: (free, int(setup.gpu.memory)))
+    tokens = cache_memory(EngineLimits(), torch.device("cuda")) / setup.kv_bytes
+    assert largest_batch(setup, 1280, 1 << 20) == int(tokens // 1280)
 
 
 def test_looser_goals_and_faster_steps_allow_more_load(tables: Tables, seed: int) -> None:
