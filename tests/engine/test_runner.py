@@ -199,6 +199,26 @@ def test_a_request_gets_the_same_ahead_and_in_turn(kind: str, seed: int) -> None
         assert ahead == in_turn
 
 
+def test_steps_of_prompts_are_launched_ahead_before_a_decode_graph_is_captured(
+    seed: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Only the first step, and the one that captures a graph, follow none. The pace hears of each step and of the next one."""
+    monkeypatch.setattr(WithGraphs, "capture", lambda self: None)
+    made = engine_of(cheap(), max_num_seqs=4, max_batch_tokens=8)
+    made.look_ahead, launched, followed = True, recorded(made), list[tuple[Any, Any]]()
+    monkeypatch.setattr(made.pace, "follow", lambda step, after: followed.append((step, after)))
+    params = SamplingParams(max_tokens=20, ignore_eos=True)
+    serve(made, [Submit(str(i), [random.randrange(3, 90) for _ in range(16)], params) for i in range(4)])
+    prompts = next(i for i, (step, _) in enumerate(followed) if step.launches[0] == "decode")
+    assert (
+        prompts >= 8
+        and launched[: prompts + 1] == [False, *[True] * (prompts - 1), False]
+        and all(launched[prompts + 1 : prompts + 6])
+    )
+    assert all(after is step for (_, after), (step, _) in itertools.pairwise(followed) if after is not None)
+    assert len(followed) == len(launched)
+
+
 def test_no_step_waits_for_the_tokens_of_the_step_before(seed: int) -> None:
     """Requests of all kinds come, end at stop tokens and are aborted beside one that lasts: only the first step follows none."""
     made = with_tokenizer(cheap(), look_ahead=True)

@@ -53,6 +53,28 @@ def test_the_worker_freezes_no_garbage() -> None:
 
 
 @pytest.mark.usefixtures("thawed")
+def test_events_are_received_after_the_pause(monkeypatch: pytest.MonkeyPatch) -> None:
+    done: list[Any] = []
+
+    def receive(timeout: float) -> list[bytes]:
+        done.append("receive")
+        return [] if done.count("receive") == 1 else [encode(Shutdown())]  # the first call looks for an early one
+
+    link: Any = SimpleNamespace(receive=receive, send=lambda message: None)
+    engine: Any = SimpleNamespace(
+        has_work=lambda: True,
+        preparing=False,
+        grammars=SimpleNamespace(warm_up=lambda: None),
+        adapters=None,
+        pace=SimpleNamespace(pause=lambda: 0.004),
+    )
+    local: Any = None
+    monkeypatch.setattr(worker.time, "sleep", done.append)
+    worker.serve(engine, World(0, 1, torch.device("cpu"), local), link, ready(), lambda: True)
+    assert done == ["receive", 0.004, "receive"]
+
+
+@pytest.mark.usefixtures("thawed")
 def test_the_frontend_freezes_no_garbage(monkeypatch: pytest.MonkeyPatch) -> None:
     found: list[Any] = []
 
