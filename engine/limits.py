@@ -26,9 +26,8 @@ class EngineLimits:
     max_num_seqs: int = 64
     max_batch_tokens: int | None = None  # of one step; None: as `engine/step_tokens.py` says
     block_size: int = 16  # tokens
-    kv_memory: float | None = (
-        None  # per rank; up to 1: share of the free memory; else bytes; None: 1 GiB on CPU, on a GPU 0.9 or what GRAPHS leaves
-    )
+    # per rank; up to 1: share of the free memory; else bytes; None: 1 GiB on a CPU, `default_memory` on a GPU
+    kv_memory: float | None = None
     kv_dtype: str = "auto"  # of the KV cache, one of `options.KV_DTYPES`
     whole_sequences: bool = False  # a sequence gets all blocks that it may need when it starts, and shares none: no preemption
     draft_tokens: int = 0  # most drafted tokens of a sequence in a step; 0: no speculation

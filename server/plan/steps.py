@@ -8,7 +8,8 @@ The weights' bytes are read once. `launch`, the time that a layer takes beyond i
 width to the rows on one GPU; for several ranks a variant adds to `launch`, and leaves some of its all-reduces' time `exposed`.
 Attention is added to it: the bytes of the keys and values that a decoding sequence reads, and the FLOPs of a prompt. If the same
 layers were measured on as many ranks, the roofline is multiplied by what was measured over what it predicts, interpolated in the
-logarithm of the tokens. So a row that was measured is predicted as measured.
+logarithm of the tokens. So a row that was measured is predicted as measured, unless it is the mean of several steps of a prefill,
+in which the clock may be lower (`Tables.heat`).
 """
 
 import json

@@ -19,7 +19,6 @@ HIDDEN = torch.zeros(1, 1)
 class Device:
     """Runs steps one after the other. A launch takes the host some time, and of another rank longer."""
 
-    rng: random.Random
     busy_until: float = 0.0
     idle: float = 0.0
     ends: dict[int, float] = field(default_factory=dict)
@@ -45,7 +44,7 @@ class Case:
 def run(case: Case, seed: int, paced: bool, steps: int = 3000) -> tuple[float, float]:
     """The share of the time for which the device waited, and the mean seconds from a request's arrival to the begin of its step."""
     rng, clock = random.Random(seed), [0.0]
-    pace, device = Pace(lambda: clock[0]), Device(rng)
+    pace, device = Pace(lambda: clock[0]), Device()
     sequence: Any = None
     waits: list[float] = []
     arrival, ahead, warm = 0.0, None, 500
@@ -101,7 +100,7 @@ class Decoding:
 
     def __init__(self, seed: int) -> None:
         self.now, self.rng = 0.0, random.Random(seed)
-        self.pace, self.device = Pace(lambda: self.now), Device(self.rng)
+        self.pace, self.device = Pace(lambda: self.now), Device()
 
     def run(self, held_up: Mapping[int, float]) -> list[float]:
         """The pauses of 400 steps. held_up: the seconds by which some take longer."""
