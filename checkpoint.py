@@ -33,6 +33,7 @@ from sharded_linear import ShardedLinear
 from tp import SPLITS, World, agree_on_error, checkpoint_name
 
 INDEX, SINGLE, PTH = "model.safetensors.index.json", "model.safetensors", "model.pth"
+AUTOGPTQ = "gptq_model-*.safetensors"  # what AutoGPTQ calls its only file
 MANY_LAYERS = 256
 READERS = 8  # threads that read weights for a GPU
 MAX_TOUCHED_BYTES = 256 * 2**20  # of a mapped `.pth` that may be resident in addition to the model
@@ -161,7 +162,7 @@ class Source(Protocol):
 
 
 class SafetensorsSource:
-    """`model.safetensors`, or the files that `model.safetensors.index.json` names."""
+    """The files that `model.safetensors.index.json` names, or the only one."""
 
     concurrent = True
 
@@ -184,7 +185,7 @@ class SafetensorsSource:
     def _paths(directory: Path) -> list[Path]:
         index = directory / INDEX
         if not index.exists():
-            return [directory / SINGLE]
+            return [single_file(directory) or directory / SINGLE]
         names = read_json(index, INDEX_BYTES).get("weight_map")
         if not isinstance(names, dict) or not all(isinstance(name, str) for name in names.values()):
             raise UserError(f"{index} is no safetensors index (weight_map names no files); download the checkpoint again")
@@ -426,12 +427,20 @@ def randomize(place: Place, seed: int) -> None:
         place.tensor.normal_(0.0, 0.02, generator=generator)
 
 
+def single_file(directory: Path) -> Path | None:
+    """The only file of a checkpoint without an index. Raises UserError for several of AutoGPTQ's."""
+    found = [directory / SINGLE] if (directory / SINGLE).exists() else sorted(directory.glob(AUTOGPTQ))
+    if len(found) > 1:
+        raise UserError(f"{directory} has {len(found)} checkpoints, {AUTOGPTQ}; rename the one that you mean to {SINGLE}")
+    return found[0] if found else None
+
+
 def open_source(name: str, config: ModelConfig) -> Source:
     """The tensors of the checkpoint at path `name`. Raises UserError if there are none or a file is damaged."""
     path = Path(name)
     if path.is_file():
         return GptFastSource(path, config)
-    if (path / INDEX).exists() or (path / SINGLE).exists():
+    if (path / INDEX).exists() or single_file(path):
         return SafetensorsSource(path)
     if (path / PTH).exists():
         return GptFastSource(path / PTH, config)

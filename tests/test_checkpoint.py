@@ -360,6 +360,18 @@ def test_a_missing_directory(tmp_path: Path) -> None:
     fails(lambda: model_config("nowhere", None, 1), "nowhere", "presets")
 
 
+def test_the_only_file_may_have_autogptq_s_name(saved: Path) -> None:
+    expected = load(saved)
+    (saved / SINGLE).rename(named := saved / "gptq_model-4bit-128g.safetensors")
+    found = load(saved)
+    for name, tensor in expected.state_dict().items():
+        assert torch.equal(found.state_dict()[name], tensor), name
+    shutil.copy(named, saved / "gptq_model-8bit-32g.safetensors")
+    fails(lambda: load(saved), saved, "2 checkpoints", SINGLE)
+    shutil.copy(named, saved / SINGLE)  # the usual name decides
+    load(saved)
+
+
 def test_a_directory_without_config_or_weights(saved: Path) -> None:
     (saved / SINGLE).unlink()
     (saved / "tokenizer.json").write_text("{}")  # because a folder with only config.json means random weights
