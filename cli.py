@@ -8,7 +8,7 @@ from collections.abc import Callable, Sequence
 from difflib import get_close_matches
 from typing import Any, NoReturn
 
-from errors import UserError, first_line
+from errors import RankError, UserError, first_line
 from processes import is_rank, join_launcher
 
 USER_ERROR, LOST_RANK, INTERRUPTED = 2, 1, 130  # exit codes
@@ -44,7 +44,7 @@ def run(main: Callable[[], None]) -> NoReturn:
         main()
     except UserError as e:
         end_bars()
-        if local_rank() == 0:  # once on each host
+        if local_rank() == 0 or isinstance(e, RankError):  # once on each host
             print(f"error: {' '.join(str(e).splitlines())}", file=sys.stderr, flush=True)
         code = USER_ERROR
     except KeyboardInterrupt:

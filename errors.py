@@ -8,6 +8,10 @@ class UserError(Exception):
     """
 
 
+class RankError(UserError):
+    """One that the other ranks do not know of, so that this rank has to print it. The message names the rank."""
+
+
 def first_line(e: Exception) -> str:
     """The first line of a library's error message, for a message of one line."""
     return (str(e).splitlines() or [repr(e)])[0]

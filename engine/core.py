@@ -43,7 +43,7 @@ from engine.speculation import Speculation
 from engine.step import InFlightStep, StepResult
 from engine.step_inputs import Capacity
 from engine.step_tokens import step_tokens
-from errors import UserError
+from errors import RankError, UserError
 from model import Transformer
 from tokenizer import Tokenizer
 from tp import World
@@ -117,7 +117,7 @@ class Engine:
         self.meter = Meter(model.comm.waited or 0.0)
 
     def capture(self, quiet: bool = True) -> None:
-        """Capture all graphs and measure what drafts need to know, before requests arrive. Collective. Raises UserError if this rank's
+        """Capture all graphs and measure what drafts need to know, before requests arrive. Collective. Raises RankError if this rank's
         memory runs out: the other ranks then wait for it, and must be ended."""
         try:
             self.runner.capture(quiet)
@@ -125,8 +125,8 @@ class Engine:
                 self.speculation.model_drafter.runner.capture(quiet)
             self.speculation.prepare()
         except torch.OutOfMemoryError as e:
-            short = "the GPU's memory ran out beside the weights and the KV cache; give less to --kv-memory"
-            raise UserError(f"{short}, or lower --max-num-seqs or --max-batch-tokens: {str(e).splitlines()[0][:200]}") from None
+            short = f"rank {self.world.rank}'s memory ran out beside the weights and the KV cache; give less to --kv-memory"
+            raise RankError(f"{short}, or lower --max-num-seqs or --max-batch-tokens: {str(e).splitlines()[0][:200]}") from None
 
     # --- requests ----------------------------------------------------------------------------------------------------------
 

@@ -9,7 +9,7 @@ import pytest
 from tqdm import tqdm
 
 from cli import Parser, run
-from errors import UserError
+from errors import RankError, UserError
 from presets import PRESETS, preset
 from tests import ROOT
 
@@ -80,6 +80,25 @@ def test_an_error_during_a_progress_bar_has_a_line_of_its_own(capfd: pytest.Capt
     with pytest.raises(SystemExit):
         run(main)
     assert re.fullmatch(r"\rwork:[^\n]*\nerror: bad input\n", capfd.readouterr().err)
+
+
+@pytest.mark.parametrize("local_rank", [0, 1])
+def test_the_first_rank_prints_what_all_know_and_another_what_it_alone_knows(
+    local_rank: int, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setenv("LOCAL_RANK", str(local_rank))
+
+    def printed(error: UserError) -> str:
+        def main() -> None:
+            raise error
+
+        with pytest.raises(SystemExit) as ended:
+            run(main)
+        assert ended.value.code == 2
+        return capfd.readouterr().err
+
+    assert printed(UserError("all")) == ("error: all\n" if local_rank == 0 else "")
+    assert printed(RankError("rank 1")) == "error: rank 1\n"
 
 
 def test_all_commands_are_found() -> None:

@@ -7,7 +7,7 @@ import torch
 
 from engine.core import Engine
 from engine.limits import GRAPHS, EngineLimits, cache_memory
-from errors import UserError
+from errors import RankError
 from tests.engine.test_engine import ALONE, config_of, random_model
 
 GPU = torch.device("cuda")
@@ -38,6 +38,6 @@ def test_memory_that_runs_out_in_a_capture_is_an_error_that_says_what_to_do(monk
         raise torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 56.00 MiB.\nmore")
 
     monkeypatch.setattr(engine.runner, "capture", capture)
-    with pytest.raises(UserError, match=r"--kv-memory.*--max-num-seqs.*56\.00 MiB") as raised:
+    with pytest.raises(RankError, match=r"rank 0.*--kv-memory.*--max-num-seqs.*56\.00 MiB") as raised:
         engine.capture()
     assert "\n" not in str(raised.value)
