@@ -64,7 +64,7 @@ class Running(NamedTuple):
 
 
 class Pace:
-    """Of rank 0's steps. On other ranks nobody asks for a pause."""
+    """Of rank 0's steps in a server. Where nobody asks for a pause, on other ranks and in `LLM`, nothing is learned."""
 
     def __init__(self, now: Callable[[], float] = time.perf_counter) -> None:
         self._now = now
@@ -89,6 +89,8 @@ class Pace:
 
     def follow(self, step: InFlightStep, after: InFlightStep | None) -> None:
         """`step` has ended. after: the step that was launched meanwhile."""
+        if not self._turn:
+            return
         if self._running is not None and self._running.step is step:
             self._learn(self._running)
             if after is not None:

@@ -149,6 +149,7 @@ def test_an_idle_time_is_not_what_the_host_needs(seed: int) -> None:
 def test_nothing_is_waited_for_where_no_step_runs() -> None:
     pace = Pace(lambda: 1.0)
     step = InFlightStep([], [], HIDDEN, False, launched=0.9, ended=1.0)
+    pace.pause()
     for after in (None, InFlightStep([], [], HIDDEN, False, launched=0.95)):
         pace.follow(step, after)
         assert pace.pause() == 0
