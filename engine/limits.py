@@ -43,12 +43,10 @@ class EngineLimits:
 def cache_memory(limits: EngineLimits, device: torch.device, models: int = 1) -> float:
     """Bytes that this rank may give to the KV caches of so many models."""
     cuda, wanted = device.type == "cuda", limits.kv_memory
-    if wanted is None and not cuda:
-        return DEFAULT_CPU_CACHE
-    if wanted is not None and wanted > 1:
-        return wanted
     free = torch.cuda.mem_get_info(device)[0] if cuda else free_bytes(device)
-    return wanted * free if wanted is not None else default_memory(free, models)
+    if wanted is None:
+        return default_memory(free, models) if cuda else DEFAULT_CPU_CACHE
+    return wanted if wanted > 1 else wanted * free
 
 
 def default_memory(free: float, models: int = 1) -> float:
