@@ -44,7 +44,7 @@ def run(main: Callable[[], None]) -> NoReturn:
         main()
     except UserError as e:
         end_bars()
-        if local_rank() == 0 or isinstance(e, RankError):  # once on each host
+        if local_rank() == 0 or isinstance(e, RankError):  # what all ranks know, once on each host
             print(f"error: {' '.join(str(e).splitlines())}", file=sys.stderr, flush=True)
         code = USER_ERROR
     except KeyboardInterrupt:

@@ -1,9 +1,7 @@
 """Numbers of rows for which fused all-reduces are measured (`comm/fused.py`). Needs no Triton, which a CPU machine may lack."""
 
-FINE = (
-    1024,
-    4096,
-)  # rows between which steps have graphs of so many sizes that the next power of two may be nearly twice as large
+# rows between which steps have graphs of so many sizes that the next power of two may be nearly twice as large
+FINE = 1024, 4096
 
 
 def bucket(rows: int) -> int:
