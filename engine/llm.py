@@ -27,7 +27,7 @@ from engine.draft_models import find_draft
 from engine.limits import EngineLimits
 from engine.logprobs import SCORE_CHUNK
 from engine.protocol import Abort, Refused, SamplingParams, Submit, TokenLogprobs
-from engine.runner import LARGEST_MEASURED
+from engine.runner import LARGEST_MEASURED, largest_graph
 from engine.text import AnswerStream, Delta
 from engine.tuning import tune
 from errors import UserError
@@ -204,8 +204,11 @@ class LLM:
     def step_tokens(self, prompts: Sequence[Sequence[int]]) -> int:
         """The most tokens of a step that computes these prompts and their answers. For engines without `limits`."""
         sequences = min(len(prompts), MAX_SEQUENCES)
-        # longer all-reduces are neither measured nor fused
-        most = PREFILL_TOKENS if self.world.world_size == 1 else min(PREFILL_TOKENS, LARGEST_MEASURED)
+        most, ranks = PREFILL_TOKENS, self.world.world_size
+        if ranks > 1:  # longer all-reduces are neither measured nor fused
+            most = min(most, LARGEST_MEASURED)
+        if ranks > 2:  # without a graph, the host launches fused all-reduces more slowly than the device computes them
+            most = min(most, largest_graph(ranks))
         # a step that decodes all sequences must fit, too
         return max(min(sum(map(len, prompts)), most), sequences * (1 + self.draft_tokens))
 
