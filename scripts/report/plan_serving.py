@@ -30,19 +30,19 @@ LOADS = (
     "h100-2/load-llama-3-8b-standard.json",
     "h100-2/load-llama-3-70b-16-standard.json",
     "h100-2/load-llama-3-70b-16-ladder.json",
+    "h200-4/load-standard.json",
+    "h200-4/load-ladder.json",
 )
 EARLY_LOADS = (  # of servers that scheduled each step when the one before began
     "h100-1/load-llama-3-8b-standard.json",
     "h200-1/load-llama-3-8b-standard.json",
     "h200-1/load-llama-3-8b-standard-8192.json",
-    "gpu-4/load-standard.json",
-    "gpu-4/load-ladder.json",
 )
 OFFLINE = (  # file, model, variant, ranks, --max-batch-tokens; a file of several lines has one for each entry
     ("h200-1/offline-4096.json", "llama-3-8b", "standard", 1, 4096),
     ("h200-1/offline-8192.json", "llama-3-8b", "standard", 1, 8192),
-    ("gpu-4/offline.jsonl", "llama-3-70b:16", "standard", 4, 2048),
-    ("gpu-4/offline.jsonl", "llama-3-70b:16", "ladder", 4, 2048),
+    ("h200-4/offline.jsonl", "llama-3-70b:16", "standard", 4, 2048),
+    ("h200-4/offline.jsonl", "llama-3-70b:16", "ladder", 4, 2048),
 )
 GOAL = 15.0  # %
 KINDS = {"without prompts": 0, "with a prompt": 1}  # of steps, and how many prompts they finish

@@ -19,7 +19,7 @@ from tests import ROOT
 RESULTS = ROOT / "docs" / "results"
 
 
-@pytest.mark.parametrize("folder", ["gpu-2", "gpu-4", "h100-1", "h200-2"])
+@pytest.mark.parametrize("folder", ["gpu-2", "gpu-4", "h100-1", "h200-2", "h200-4"])
 @pytest.mark.parametrize("name", performance.TABLES)
 def test_the_committed_tables_are_those_of_the_raw_files(name: str, folder: str) -> None:
     text, path = performance.TABLES[name][0](RESULTS / folder), RESULTS / f"{folder}-{name}.md"
