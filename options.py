@@ -12,6 +12,7 @@ from variants import usage
 DTYPE_NAMES = ("float32", "bfloat16", "float16")
 KV_DTYPES = ("auto", "fp8")
 OVERLAPS = ("auto", "overlapped", "few-sms", "deferred", "copy-engines")  # `auto`, and `comm.interface.SCHEDULES`
+TUNE_SECONDS = 30  # at a model's first start on a GPU, at most, to find its fastest kernels
 MOST_DRAFT_TOKENS = 64
 
 

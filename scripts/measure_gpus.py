@@ -16,8 +16,12 @@ with vLLM, and adds vLLM to all steps that it can run.
 import argparse
 from collections.abc import Iterator
 
+import torch
+
 from cli import Parser, run
 from errors import UserError
+from memory import cache_bytes, loading_bytes, weight_bytes
+from presets import model_config
 from processes import on_ranks
 from quantized.scheme import SCHEMES
 from scripts.lib.results import ROOT
@@ -26,9 +30,10 @@ from scripts.sweep.rows import VLLM
 
 MODELS = ("llama-3-70b", "llama-3-70b:16", "llama-3-8b")
 MAIN = "standard ladder upper-bound"  # variants that are measured in the same launch and run close in time
-HUGE = "llama-3.1-405b"
+HUGE, HUGE_BATCH = "llama-3.1-405b", 16
 LEAST_TIMEOUT = 150  # seconds for one run of a sweep, with loading or the start of vLLM
-HUGE_SCHEMES = {"fp8": 8, "int4": 4}  # --quantize: the least ranks on which its weights fit into 80 GB each (51 and 55 GB)
+GPU_BYTES = 80e9  # of memory, where no GPU can be asked
+HUGE_SHARE = 0.8  # of it, which the largest model may take beside activations
 TRAINED = {"ladder-1b": 8, "ladder-3b": 3, "llama-7b": 2}  # model: windows in a micro-batch of a rank, which fit into 80 GB
 
 
@@ -131,10 +136,9 @@ def others(args: argparse.Namespace) -> Iterator[Step]:
     for comm, seconds in (("nccl", 45), ("hierarchical", 45)):
         more = f"{flags} --interconnects two-hosts --comms {comm}"
         yield swept(f"two hosts, {comm}", seconds, args, "sweep-two-hosts.jsonl", more)
-    for scheme, least_ranks in HUGE_SCHEMES.items():
-        if args.ranks >= least_ranks:
-            flags = f"--models {HUGE} --quantize {scheme} --variants {MAIN} --batch-sizes 1 16 --new-tokens 32"
-            yield swept(f"{HUGE} in {scheme}", 200, args, "sweep-huge.jsonl", flags)
+    for scheme in huge_schemes(args.ranks):
+        flags = f"--models {HUGE} --quantize {scheme} --variants {MAIN} --batch-sizes 1 {HUGE_BATCH} --new-tokens 32"
+        yield swept(f"{HUGE} in {scheme}", 200, args, "sweep-huge.jsonl", flags)
     flags = f"--model {large} --ranks {args.ranks} --runs cold warm"
     yield Step("start-up", 120, script("bench.serving.startup", flags, "--out", args.raw / "startup.json"))
     for model, windows in TRAINED.items():
@@ -152,6 +156,16 @@ def widths(args: argparse.Namespace) -> Iterator[Step]:
             quantize = f" --quantize {weights}" if weights else ""
             more = f"{flags} --comms auto int8 int4 --interconnects {link}{quantize}"
             yield swept(f"weights in {weights or '16 bits'}, {link}", 110, args, "widths.jsonl", more)
+
+
+def huge_schemes(ranks: int) -> Iterator[str]:
+    """The widths in which the largest model fits into the memory of so many GPUs like this machine's."""
+    memory = torch.cuda.get_device_properties(0).total_memory if torch.cuda.is_available() else GPU_BYTES
+    for scheme in ("fp8", "int4"):
+        config = model_config(HUGE, "ladder", ranks, scheme)
+        cache = cache_bytes(config, ranks, torch.bfloat16, HUGE_BATCH * (1024 + 32))
+        if weight_bytes(config, ranks, torch.bfloat16) + loading_bytes(config, ranks) + cache < HUGE_SHARE * memory:
+            yield scheme
 
 
 def through_host_memory(model: str) -> str:

@@ -11,7 +11,16 @@ from pathlib import Path
 import determinism
 from cli import Parser
 from errors import UserError
-from options import ModelOptions, SharedTextOptions, SpeculationOptions, StandInOptions, add_options, option, whole_number
+from options import (
+    TUNE_SECONDS,
+    ModelOptions,
+    SharedTextOptions,
+    SpeculationOptions,
+    StandInOptions,
+    add_options,
+    option,
+    whole_number,
+)
 from presets import has_random_weights
 from server.call_syntax import REASONING, SYNTAXES
 from server.clients import read_keys
@@ -104,11 +113,11 @@ class BatchOptions:
         help="tokens in a block of the KV cache; whole blocks are reused for common prefixes (default: 16)",
     )
     tune_seconds: int = option(
-        default=30,
+        default=TUNE_SECONDS,
         type=whole_number(0),
         metavar="S",
         help="at a model's first start on a GPU, measure for at most about S seconds which kernels make its linear layers fastest. "
-        "The result is kept in $RUNG_CACHE or ~/.cache/rung; 0 measures nothing (default: 30)",
+        f"The result is kept in $RUNG_CACHE or ~/.cache/rung; 0 measures nothing (default: {TUNE_SECONDS})",
     )
     kv_memory: float | None = option(  # up to 1: a share of the free memory; above 1: bytes
         default=None,

@@ -29,10 +29,12 @@ from comm import Communicator, PendingAllReduce, SimulatedLink, parse_link
 from comm.simulated import sent_bytes
 from communicators import choose
 from engine import LLM
-from engine.llm import Timing
+from engine.llm import MAX_SEQUENCES, Timing
+from engine.tuning import tune
 from errors import UserError
 from generate import measure
 from memory import SHORT, free_bytes, weight_bytes
+from options import TUNE_SECONDS
 from presets import model_config
 from profiling import read_trace
 from scripts.sweep.rows import Setting, interconnect
@@ -100,6 +102,7 @@ class Models:
             config = model_config(s.model, s.variant, s.tp, s.quantize)
             tokens = s.batch * (s.prompt_length + s.new_tokens)
             model = load_model(s.model, config, world, DTYPES[s.dtype], s.seed, tokens, s.kv_dtype)
+            tune(model, self.world, MAX_SEQUENCES, TUNE_SECONDS)  # as a server does; LLM only reads what was measured
             if s.compile:
                 model.compile_modules()
             self.loaded[self.key(s)] = LLM(model, world=world, kv_dtype=s.kv_dtype), comm

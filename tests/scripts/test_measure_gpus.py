@@ -10,8 +10,6 @@ import torch
 
 from engine import bench
 from errors import UserError
-from memory import cache_bytes, loading_bytes, weight_bytes
-from presets import model_config
 from scripts import measure_gpus
 from scripts.bench.comm.all_reduce import __main__ as all_reduce
 from scripts.bench.comm.fused import __main__ as fused
@@ -79,14 +77,15 @@ def with_gpus(parsed: argparse.Namespace) -> argparse.Namespace:
     return argparse.Namespace(**vars(parsed) | {"device": "cuda", "variants": found})
 
 
-def test_the_largest_model_fits(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
-    for scheme, ranks in measure_gpus.HUGE_SCHEMES.items():
-        config = model_config(measure_gpus.HUGE, "ladder", ranks, scheme)
-        tokens = 16 * (1024 + 32)
-        need = weight_bytes(config, ranks, torch.bfloat16) + loading_bytes(config, ranks)
-        assert need + cache_bytes(config, ranks, torch.bfloat16, tokens) < 60e9  # of 80e9, beside activations
+@pytest.mark.parametrize(("memory", "steps"), [(80e9, [0, 1, 2]), (150e9, [1, 2, 2])])
+def test_the_largest_model_is_measured_where_it_fits(
+    memory: float, steps: list[int], monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    """GPUs of 80 and 150 GB: 405 billion weights take 405 GB in fp8 and a little more than half of that in int4."""
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
+    monkeypatch.setattr(measure_gpus, "GPU_BYTES", memory)
     names = {ranks: [step.name for step in measure_gpus.steps(arguments(monkeypatch, "--ranks", ranks))] for ranks in (2, 4, 8)}
-    assert [sum(measure_gpus.HUGE in name for name in names[ranks]) for ranks in (2, 4, 8)] == [0, 1, 2]
+    assert [sum(measure_gpus.HUGE in name for name in names[ranks]) for ranks in (2, 4, 8)] == steps
 
 
 def steps_that(tmp_path: Path, *codes: str) -> list[Step]:

@@ -34,7 +34,7 @@ from errors import UserError
 from kernels.linear_tuning import CHAIN, seconds_per_layer
 from kernels.row_codes import RowCodes, quantize_rows
 from model import Transformer
-from options import whole_number
+from options import TUNE_SECONDS, whole_number
 from presets import model_config
 from scripts.lib.machine import machine
 from scripts.lib.results import check_output
@@ -208,8 +208,8 @@ def parse_args(arguments: Sequence[str] | None = None) -> argparse.Namespace:
     parser.add_argument(
         "--tune-seconds",
         type=float,
-        default=30,
-        help="as the server's: at most so many seconds of each model to find the fastest configs (default: 30)",
+        default=TUNE_SECONDS,
+        help="as the server's: at most so many seconds of each model to find the fastest configs (default: %(default)s)",
     )
     return parser.parse_args(arguments)
 

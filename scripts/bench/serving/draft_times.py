@@ -22,7 +22,7 @@ from eagle import random_config, random_head
 from engine.core import Engine
 from engine.limits import EngineLimits
 from engine.tuning import tune
-from options import ModelOptions, add_options, dtype_name, rank_options, whole_number
+from options import TUNE_SECONDS, ModelOptions, add_options, dtype_name, rank_options, whole_number
 from presets import model_config
 from tp import World, init_world
 
@@ -69,7 +69,10 @@ def main() -> None:
     parser.add_argument("--tokens", type=whole_number(1, 7), default=4, help="of a draft (default: 4)")
     parser.add_argument("--draft-vocab", type=whole_number(1), default=32000, help="ids that the head knows (default: 32000)")
     parser.add_argument(
-        "--tune-seconds", type=whole_number(0), default=30, help="to find the fastest kernels, as in the server (default: 30)"
+        "--tune-seconds",
+        type=whole_number(0),
+        default=TUNE_SECONDS,
+        help="to find the fastest kernels, as in the server (default: %(default)s)",
     )
     parser.add_argument("--repeats", type=whole_number(1), default=50, help="default: 50")
     args = parser.parse_args()
