@@ -169,7 +169,8 @@ def main() -> None:
     args = parse_args()
     from server.plan.choice import candidates, curves  # imported here: wrong flags need not wait for torch
 
-    plans = candidates(args)
+    found = candidates(args)
+    plans = [plan for _, plan in found]
     if not plans[0]["requests_per_second"]:
         raise _none(args, plans)
     best, asked = plans[0], f"{args.prompt} + {args.answer} tokens"
@@ -177,7 +178,7 @@ def main() -> None:
         from server.plan.plot import draw
 
         title = f"{args.model} on {args.gpus} x {args.gpu}, {asked}; dashed: the goals"
-        draw(curves(args, plans), {"ttft_ms": args.ttft, "itl_ms": args.itl}, "p90", title, args.plot)
+        draw(curves(args, found), {"ttft_ms": args.ttft, "itl_ms": args.itl}, "p90", title, args.plot)
     if args.json:
         print(json.dumps({"settings": vars(args), "plans": plans}, default=str))
         return

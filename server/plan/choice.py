@@ -33,8 +33,9 @@ def largest_batch(setup: Setup, tokens: int, most: int) -> int:
     return max(0, min(most, int(free // (-(-tokens // block) * block * setup.kv_bytes))))
 
 
-def candidates(args: argparse.Namespace) -> list[dict[str, Any]]:
-    """All plans that `args` allows and that fit into memory, the one with the largest load first. Raises UserError if none fits."""
+def candidates(args: argparse.Namespace) -> list[tuple[Setup, dict[str, Any]]]:
+    """All plans that `args` allows and that fit into memory, each with its setup, the one with the largest load first. Raises
+    UserError if none fits."""
     tables = measured(args.sweeps)
     setups, refused = list[Setup](), list[str]()
     for width in args.widths:
@@ -43,18 +44,18 @@ def candidates(args: argparse.Namespace) -> list[dict[str, Any]]:
                 try:
                     setup = setup_of(args.model, gpu(args.gpu), variant, tp, WIDTHS[width])
                     if setup.layer in {other.layer for other in setups}:
-                        continue  # on one rank all variants take equally long; the first stands for them
+                        continue  # as on one rank, where all variants take equally long; the first stands for them
                     if largest_batch(setup, args.prompt + args.answer, args.max_num_seqs):
                         setups.append(setup)
                     else:
                         weights = f"{setup.weights / 1e9:.1f} of {setup.gpu.memory / 1e9:.0f} GB"
-                        refused.append(f"the weights of tp {tp} with {width} take {weights}")
+                        refused.append(f"the weights of tp {tp} with {setup.width} take {weights}")
                 except UserError as e:
                     refused.append(str(e))
     if not setups:
         raise UserError(f"no plan is possible: {'; '.join(dict.fromkeys(refused))}")
-    plans = [_plan(args, tables, setup) for setup in setups]
-    return sorted(plans, key=lambda plan: -plan["requests_per_second"])
+    plans = [(setup, _plan(args, tables, setup)) for setup in setups]
+    return sorted(plans, key=lambda found: -found[1]["requests_per_second"])
 
 
 def _plan(args: argparse.Namespace, tables: Tables, setup: Setup) -> dict[str, Any]:
@@ -98,11 +99,10 @@ def latencies(answers: Answers) -> dict[str, dict[str, float]]:
     return {name: {f"p{p}": round(float(np.percentile(x, p)) * 1e3, 2) for p in (50, 90, 99)} for name, x in figures.items()}
 
 
-def curves(args: argparse.Namespace, plans: list[dict[str, Any]]) -> dict[str, list[dict[str, Any]]]:
-    """Latencies by the load on all GPUs, of the best plans, up to a load somewhat above their largest."""
+def curves(args: argparse.Namespace, plans: Sequence[tuple[Setup, dict[str, Any]]]) -> dict[str, list[dict[str, Any]]]:
+    """Latencies by the load on all GPUs, of the first plans of `candidates`, up to a load somewhat above their largest."""
     tables, found = measured(args.sweeps), dict[str, list[dict[str, Any]]]()
-    for plan in plans[:CURVES]:
-        setup = setup_of(args.model, gpu(args.gpu), plan["variant"], plan["tp"], WIDTHS[plan["width"]])
+    for setup, plan in plans[:CURVES]:
         steps = Steps(tables, setup, plan["batch"], _budget(args, setup))
         name = f"{plan['width']}, {plan['variant']}, tp {plan['tp']} x {plan['replicas']}"
         for load in np.linspace(0.1, 1.15, POINTS) * plan["requests_per_second"]:

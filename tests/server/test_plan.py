@@ -211,6 +211,12 @@ def test_on_one_rank_the_first_variant_stands_for_all(plan: Here) -> None:
     assert sorted((one["tp"], one["variant"]) for one in found["plans"]) == [(1, "ladder"), (2, "ladder"), (2, "standard")]
 
 
+def test_a_quantized_checkpoint_is_drawn(plan: Here, tmp_path: Path) -> None:
+    flags = ("--model", MODELS / "tiny-hybrid-int4", "--gpus", 1, "--gpu", "h100", "--ttft", 500, "--itl", 20, "--prompt", 64)
+    assert plan(*flags, "--answer", 8, "--max-num-seqs", 8, "--plot", tmp_path / "plan.svg").code == 0
+    assert "int4, hybrid, tp 1 x 1" in (tmp_path / "plan.svg").read_text()
+
+
 def test_docs_quote_what_the_command_prints_now(plan: Here) -> None:
     """docs/planner.md leaves lines out, but changes none and keeps their order."""
     page = (ROOT / "docs" / "planner.md").read_text()
