@@ -79,6 +79,11 @@ class ModelConfig:
         return self.variant
 
     @property
+    def variant_name(self) -> str:
+        """The description's first word: `hybrid`, `desync-2x`."""
+        return self.description.partition(" ")[0]
+
+    @property
     def rope_factor(self) -> float:
         """The factor by which RoPE multiplies queries and keys in addition to rotating them."""
         return attention_factor(self.rope_scaling)

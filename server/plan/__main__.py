@@ -93,8 +93,7 @@ def _check(args: argparse.Namespace) -> None:
     if bad:
         raise UserError(f"--tp {bad[0]}: {args.gpus} GPUs cannot be shared by groups of {bad[0]}; give a divisor of --gpus")
     args.tp = args.tp or [tp for tp in (1, 2, 4, 8) if args.gpus % tp == 0]
-    own = config.description.partition(" ")[0]
-    args.variants = args.variants or (["standard", "ladder"] if is_preset(args.model) else [own])
+    args.variants = args.variants or (["standard", "ladder"] if is_preset(args.model) else [config.variant_name])
     if config.quantization is not None:
         if args.widths:
             raise UserError(f"{args.model} is quantized already ({config.quantization.description}); leave out --widths")
@@ -106,10 +105,11 @@ def _check(args: argparse.Namespace) -> None:
 
 def command(args: argparse.Namespace, plan: dict[str, Any]) -> str:
     """How to start a replica of the plan."""
+    config = named_config(args.model)
     words = ["python -m server", f"--tp {plan['tp']}", f"--model {args.model}", f"--max-num-seqs {plan['batch']}"]
-    if named_config(args.model).quantization is None and plan["width"] != "bf16":
+    if config.quantization is None and plan["width"] != "bf16":
         words.append(f"--quantize {plan['width']}")
-    if is_preset(args.model) and plan["variant"] != "standard":
+    if plan["variant"] != config.variant_name:
         words.append(f"--variant {plan['variant']}")
     if args.max_batch_tokens:
         words.append(f"--max-batch-tokens {args.max_batch_tokens}")
@@ -187,7 +187,7 @@ def main() -> None:
     )
     print(table(plans))
     print(f"\nthe largest load: {best['replicas']} x   {command(args, best)}")
-    if best["variant"] != "standard" and is_preset(args.model):
+    if best["variant"] != named_config(args.model).variant_name:
         note(f"note: {best['variant']} needs a checkpoint that was trained for it (docs/variants.md)")
 
 

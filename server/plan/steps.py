@@ -28,7 +28,7 @@ from config import ModelConfig
 from engine.runner import LARGEST_GRAPH, decode_buckets, prefill_buckets
 from errors import UserError
 from memory import cache_bytes, weight_bytes
-from presets import is_preset, model_config
+from presets import is_preset, model_config, named_config
 
 RESULTS = Path(__file__).parents[2] / "docs" / "results"
 # bytes/s that a kernel that only reads reaches (make bench-read, docs/kernels.md)
@@ -74,7 +74,7 @@ class Setup:
     config: ModelConfig
     tp: int
     width: str  # a key of WIDTHS
-    variant: str  # by name, without a number
+    variant: str  # as `--variant` takes it, with its number
 
     @cached_property
     def weights(self) -> int:
@@ -126,7 +126,8 @@ class Setup:
         """Equal if the layers take equally long."""
         c = self.config
         shape = c.hidden_size, c.n_heads, c.n_kv_heads, c.head_dim, c.intermediate_size, c.vocab_size
-        return self.gpu.name, self.tp, self.width, self.variant if self.tp > 1 else "standard", *shape
+        variant = c.variant_name, len(c.ladder_layers) / c.n_layers, c.desync_streams
+        return self.gpu.name, self.tp, self.width, variant if self.tp > 1 else "standard", *shape
 
 
 @dataclass(frozen=True)
@@ -140,11 +141,13 @@ class Row:
 
 
 def setup_of(name: str, gpu: Gpu, variant: str | None, tp: int, quantize: str | None) -> Setup:
-    """name, variant and quantize: as the server takes them. Raises UserError."""
-    config = model_config(name, variant, tp, quantize)
+    """name, variant and quantize: as the server takes them, but a variant that only names the model's own changes nothing. Raises
+    UserError."""
+    own = named_config(name).variant_name
+    config = model_config(name, None if variant == own else variant, tp, quantize)
     scheme = config.quantization.rules[0].scheme if config.quantization else None
     width = f"{'fp' if scheme.is_float else 'int'}{scheme.bits}" if scheme else "bf16"
-    return Setup(gpu, config, tp, width, config.description.partition(" ")[0])
+    return Setup(gpu, config, tp, width, variant or own)
 
 
 def read_rows(files: Iterable[Path]) -> list[Row]:
@@ -217,7 +220,7 @@ class Tables:
         several = [row for row in rows if row.setup.tp > 1 and row.setup.width == "bf16"]
         self.several = {  # by variant: launch beyond that on one GPU, exposed
             variant: _fit(
-                [row for row in several if row.setup.variant == variant],
+                [row for row in several if row.setup.config.variant_name == variant],
                 lambda row, launch, exposed: (
                     self._alone(row.setup, row.tokens)
                     + row.setup.config.n_layers * launch
@@ -227,7 +230,7 @@ class Tables:
                 np.arange(0, 40e-6, 1e-6),
                 np.arange(0, 2, 0.05),
             )
-            for variant in {row.setup.variant for row in several}
+            for variant in {row.setup.config.variant_name for row in several}
         }
 
     def figures(self, gpu: str, width: str) -> Figures:
@@ -252,16 +255,15 @@ class Tables:
 
     def _several(self, setup: Setup) -> Figures:
         """A hybrid's figures are between those of its two kinds of layers."""
-        if setup.variant == "hybrid" and {"ladder", "standard"} <= self.several.keys():
+        variant = setup.config.variant_name
+        if variant == "hybrid" and {"ladder", "standard"} <= self.several.keys():
             share = len(setup.config.ladder_layers) / setup.config.n_layers
             pairs = zip(self.several["ladder"], self.several["standard"], strict=True)
             launch, exposed = (share * ladder + (1 - share) * standard for ladder, standard in pairs)
             return launch, exposed
-        if setup.variant not in self.several:
-            raise UserError(
-                f"variant {setup.variant} was not measured on several GPUs; known: {', '.join(sorted(self.several))}"
-            )
-        return self.several[setup.variant]
+        if variant not in self.several:
+            raise UserError(f"variant {variant} was not measured on several GPUs; known: {', '.join(sorted(self.several))}")
+        return self.several[variant]
 
     def measured(self, setup: Setup) -> list[Row]:
         """The rows of the same layers on as many ranks, of the model with the most similar number of them."""

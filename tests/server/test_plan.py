@@ -211,6 +211,47 @@ def test_on_one_rank_the_first_variant_stands_for_all(plan: Here) -> None:
     assert sorted((one["tp"], one["variant"]) for one in found["plans"]) == [(1, "ladder"), (2, "ladder"), (2, "standard")]
 
 
+def test_a_variant_keeps_its_number(plan: Here) -> None:
+    """In the table and the command, and the plans differ. Halves of 80 and of 16 layers are the same layers, 8 of each are not."""
+    asked = (
+        "--model",
+        "llama-3-8b",
+        "--gpus",
+        2,
+        "--tp",
+        2,
+        "--ttft",
+        300,
+        "--itl",
+        15,
+        "--widths",
+        "bf16",
+        "--max-num-seqs",
+        8,
+    )
+    flags = (*asked, "--prompt", 64, "--answer", 8, "--variants", "hybrid:8", "hybrid:24", "hybrid", "hybrid:16")
+    found = {one["variant"]: one["requests_per_second"] for one in plan(*flags, "--json").record["plans"]}
+    assert found["hybrid:24"] > found["hybrid"] > found["hybrid:8"] and len(found) == 3
+    assert re.search("^bf16 +hybrid:8 .*--variant hybrid:24$", plan(*flags).out, re.MULTILINE | re.DOTALL)
+
+    def layer(model: str, variant: str) -> object:
+        return setup_of(model, gpu("h200"), variant, 2, None).layer
+
+    assert layer("llama-3-70b", "hybrid") == layer("llama-3-70b:16", "hybrid:8") != layer("llama-3-70b", "hybrid:8")
+    assert layer("llama-3-70b", "desync-2x") == layer("llama-3-70b", "desync-2x:2") != layer("llama-3-70b", "desync-2x:4")
+
+
+def test_the_variant_of_a_checkpoint_is_its_own(plan: Here, tmp_path: Path) -> None:
+    """With its own layers, though those of a hybrid are not the upper half; only another one has to be asked for."""
+    config = json.loads((MODELS / "tiny-hybrid" / "config.json").read_text())
+    (tmp_path / "config.json").write_text(json.dumps(config | {"ladder_layers": [1]}))
+    assert setup_of(str(tmp_path), gpu("h100"), "hybrid", 2, None).config.ladder_layers == (1,)
+    asked = ("--model", tmp_path, "--gpus", 2, "--tp", 2, "--ttft", 300, "--itl", 15, "--prompt", 64, "--answer", 8)
+    few = (*asked, "--widths", "bf16", "--max-num-seqs", 8)
+    assert "--variant" not in plan(*few).out
+    assert "--variant ladder" in plan(*few, "--variants", "ladder").out
+
+
 def test_a_quantized_checkpoint_is_drawn(plan: Here, tmp_path: Path) -> None:
     flags = ("--model", MODELS / "tiny-hybrid-int4", "--gpus", 1, "--gpu", "h100", "--ttft", 500, "--itl", 20, "--prompt", 64)
     assert plan(*flags, "--answer", 8, "--max-num-seqs", 8, "--plot", tmp_path / "plan.svg").code == 0
