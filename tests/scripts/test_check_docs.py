@@ -1,6 +1,7 @@
 """scripts/report/check_docs.py accepts figures that are in a results file, and reports all others."""
 
 import json
+import re
 from pathlib import Path
 
 import pytest
@@ -90,3 +91,11 @@ def test_a_table_that_the_results_do_not_list_is_named(tmp_path: Path) -> None:
     for name in ("one.md", "phone.md", "plot.png"):
         (tables / name).touch()
     assert check_docs.unlisted(page, tables) == ["results.md: has no link to phone.md"]
+
+
+def test_each_module_of_the_server_is_in_the_table_once() -> None:
+    page = (ROOT / "docs" / "architecture.md").read_text()
+    table = page.partition("### The modules of server/\n")[2].partition("\n#")[0]
+    modules = [path.name for path in (ROOT / "server").glob("*.py") if path.name != "__init__.py"]
+    folders = {f"{path.parent.name}/" for path in (ROOT / "server").glob("[!_]*/[!_]*")}
+    assert sorted(re.findall(r"`(\w+(?:\.py|/))`", table)) == sorted([*modules, *folders])
