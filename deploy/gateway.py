@@ -15,7 +15,7 @@ from starlette.responses import JSONResponse, Response, StreamingResponse
 from deploy.routing import Call, prefix_keys
 from server.bodies import Bodies, Full
 from server.clients import sender
-from server.error_types import RETRY_SECONDS, error_type
+from server.error_types import NO_RETRY, error_type, with_retry
 from server.messages import errors as messages
 from server.uploads import TooLarge, TooSlow, read_body
 from server.writing import ClientGone
@@ -99,7 +99,7 @@ class Gateway:
                 raise
             return refusal(path)
         except TimeoutError:
-            return failure(path, 503, "no replica answered in time", "timeout")
+            return failure(path, 503, "no replica answered in time", "timeout", NO_RETRY)
         except BackPressureError:
             return failure(path, 429, "too many requests wait; try again soon", "queue_full")
         except DeploymentUnavailableError:
@@ -133,7 +133,8 @@ class Gateway:
             except (RayError, RayServeException, ServerLost):
                 losses += 1
                 if losses == MOST_LOSSES:
-                    return failure(path, 500, f"{losses} replicas ended while they computed this request", "poisoned")
+                    message = f"{losses} replicas ended while they computed this request"
+                    return failure(path, 500, message, "poisoned", NO_RETRY)
                 await asyncio.sleep(0.1 * losses)
                 continue
             again = reply.code in UNKNOWN and reply.replica not in call.avoid
@@ -273,7 +274,7 @@ def refusal(path: str) -> Response:
 
 def failure(path: str, status: int, message: str, code: str, headers: Mapping[str, str] | None = None) -> Response:
     """An error in the layout of the path's API, with the types and the Retry-After of the server's own errors."""
-    headers = dict(headers or {}) | ({"retry-after": RETRY_SECONDS[status]} if status in RETRY_SECONDS else {})
+    headers = with_retry(status, headers)
     if messages.is_messages(path):
         return JSONResponse(
             {"type": "error", "error": {"type": messages.error_type(status), "message": message}}, status, headers

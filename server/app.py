@@ -22,6 +22,7 @@ from server.embedding_bodies import EmbeddingBody, ScoreBody
 from server.embeddings import embed, score
 from server.endpoint import check, respond
 from server.engine_client import EngineClient
+from server.error_types import NO_RETRY
 from server.http import JsonResponse, unless_gone
 from server.messages import routes as messages
 from server.messages.replies import MessageReply
@@ -63,7 +64,7 @@ def create_app(settings: Settings, client: EngineClient, tokenizer: Tokenizer) -
     app.add_middleware(BodyLimit, limit=settings.max_body_bytes, timeout=settings.idle_timeout)
     app.add_middleware(ApiKey, keys=settings.api_key, protect_metrics=settings.protect_metrics)
     if settings.cors_origin:  # outside of ApiKey: browsers send preflight requests without a key
-        exposed = ["X-Request-Id", "Request-Id", "X-Rung-Ignored", "X-Rung-Not-Enforced", "Retry-After"]
+        exposed = ["X-Request-Id", "Request-Id", "X-Rung-Ignored", "X-Rung-Not-Enforced", "Retry-After", "X-Should-Retry"]
         app.add_middleware(
             CORSMiddleware, allow_origins=settings.cors_origin, allow_methods=["*"], allow_headers=["*"], expose_headers=exposed
         )
@@ -170,7 +171,7 @@ def _add_results(app: FastAPI, service: Service) -> None:
             raise ApiError(404, f"no result of yours has the id {id!r}; {advice}", None, "result_not_found")
         if not row.status:
             return JsonResponse({"id": row.answer_id, "object": "result", "status": "unfinished"}, 202, {"retry-after": "1"})
-        return JsonResponse(row.data, row.status)
+        return JsonResponse(row.data, row.status, None if row.status == 200 else NO_RETRY)  # a kept error stays
 
 
 def _add_tokens(app: FastAPI, service: Service) -> None:

@@ -15,6 +15,7 @@ import msgspec
 from engine.protocol import SamplingParams, Submit, TokenOutput, Turn
 from engine.text import AnswerStream, Delta
 from server.engine_client import OutputQueue
+from server.error_types import NO_RETRY
 from server.limits import Limits, check_ids, check_prompts
 from server.problems import ApiError
 from server.schemas import INT64, GenerationBody
@@ -176,7 +177,9 @@ def run(service: Service, plan: Plan, usage: Usage, log_fields: dict[str, Any]) 
 
 
 def timed_out(service: Service) -> ApiError:
-    return ApiError(503, f"the request took longer than {service.settings.request_timeout:g} s and was ended", None, "timeout")
+    """The error of a request that ran its full time, which another try would only spend again."""
+    message = f"the request took longer than {service.settings.request_timeout:g} s and was ended"
+    return ApiError(503, message, None, "timeout", NO_RETRY)
 
 
 class Run:

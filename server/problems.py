@@ -14,7 +14,7 @@ from starlette.responses import Response
 from starlette.types import Scope
 
 from errors import UserError
-from server.error_types import RETRY_SECONDS, error_type
+from server.error_types import error_type, with_retry
 from server.http import JsonResponse
 from server.messages.errors import error_body, is_messages
 
@@ -51,9 +51,7 @@ class ApiError(HTTPException):
 
     def response(self, scope: Scope) -> Response:
         """The response to the request of `scope`, in the format of its path."""
-        headers = dict(self.headers or {})
-        if self.status_code in RETRY_SECONDS:
-            headers.setdefault("retry-after", RETRY_SECONDS[self.status_code])
+        headers = with_retry(self.status_code, self.headers)
         if self.status_code == 401:
             headers["www-authenticate"] = "Bearer"
         body = error_body(self, scope["state"]["request_id"]) if is_messages(scope["path"]) else self.body

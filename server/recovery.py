@@ -26,6 +26,7 @@ from dataclasses import dataclass
 from typing import Literal, Protocol
 
 from processes import is_running
+from server.error_types import NO_RETRY
 from server.logs import log
 from server.metrics import Metrics
 from server.problems import ApiError
@@ -222,7 +223,7 @@ class Recovery:
         reason = f"refused: the ranks ended {request.stuck} times while they had it, the last time with no other beside it"
         log.error("", extra={"fields": {"request_id": request.name, "message": reason}})
         del self._open[request]
-        request.on_error(ApiError(500, f"request {request.name} is {reason}", None, "poisoned"))
+        request.on_error(ApiError(500, f"request {request.name} is {reason}", None, "poisoned", NO_RETRY))
 
     def _enter(self, state: Literal["serving", "recovering"]) -> None:
         self.state, self._since, self._silence = state, time.monotonic(), 0.0

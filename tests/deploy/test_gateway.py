@@ -136,11 +136,13 @@ def test_a_replica_that_ends_without_a_word_is_replaced_by_another_one() -> None
 
     refused = client(Replicas(*[nothing] * MOST_LOSSES)).post("/v1/completions", json={})
     assert refused.status_code == 500 and refused.json()["error"]["code"] == "poisoned"
+    assert refused.headers["x-should-retry"] == "false"
 
 
 def test_the_time_limit_is_for_whole_answers_and_for_the_first_event_of_streams() -> None:
     late = client(Replicas(answer(JSON, b"{", b"}", seconds=30)), timeout=0.5).post("/v1/completions", json={})
     assert (late.status_code, late.json()["error"]["code"]) == (503, "timeout")
+    assert late.headers["x-should-retry"] == "false" and "retry-after" not in late.headers
     events = [f"data: {json.dumps(i)}\n\n".encode() for i in range(3)]
     stream = client(Replicas(answer(EVENTS, *events, seconds=1.0)), timeout=2.5).post("/v1/completions", json={})
     assert (stream.status_code, stream.content) == (200, b"".join(events))

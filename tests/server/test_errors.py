@@ -302,13 +302,24 @@ def test_limits(make_site: Callable[..., Site]) -> None:
         waiting.join()
     response = site.http.get("/version", headers={"origin": "https://a.example"})
     assert response.headers["access-control-allow-origin"] == "https://a.example"
+    assert {"Retry-After", "X-Should-Retry"} <= set(response.headers["access-control-expose-headers"].split(", "))
 
 
 def test_a_request_that_takes_too_long_ends(make_site: Callable[..., Site]) -> None:
     site = make_site(request_timeout=0.5)
     site.engine.hold = True
-    assert site.refused("/v1/completions", {"prompt": "x", "n": 2}, 503)["code"] == "timeout"
+    response = site.http.post("/v1/completions", json={"prompt": "x", "n": 2})
+    assert (response.status_code, response.json()["error"]["code"]) == (503, "timeout")
+    assert "retry-after" not in response.headers
     wait_for(lambda: len(site.engine.aborts) == 2)
+
+
+def test_openais_client_does_not_repeat_a_request_that_takes_too_long(make_site: Callable[..., Site]) -> None:
+    site = make_site(request_timeout=0.5)
+    site.engine.hold = True
+    with pytest.raises(openai.InternalServerError, match="took longer than"):
+        site.openai.with_options(max_retries=2).completions.create(model="tiny-hybrid", prompt="x")
+    assert len(site.engine.submits) == 1
 
 
 @pytest.mark.parametrize(

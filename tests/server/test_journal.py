@@ -661,7 +661,9 @@ def test_errors_are_results(sites: Sites, monkeypatch: pytest.MonkeyPatch) -> No
     wait_for(lambda: site.http.get("/v1/results/cmpl-b").status_code == 202)
     site = sites.start(model=str(MODELS / "tiny-ladder"))
     wait_for(lambda: site.http.get("/v1/results/cmpl-b").status_code == 503)
-    assert site.http.get("/v1/results/cmpl-b").json()["error"]["code"] == "model_changed"
+    result = site.http.get("/v1/results/cmpl-b")
+    assert (result.json()["error"]["code"], result.headers["x-should-retry"]) == ("model_changed", "false")
+    assert "retry-after" not in result.headers
 
 
 def test_the_end_of_the_ranks_says_where_the_answer_will_be(sites: Sites) -> None:

@@ -7,11 +7,13 @@ import random
 import subprocess
 import threading
 from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
 import httpx
 import msgspec
+import openai
 import pytest
 
 from engine.protocol import Attach, Drafted, Fatal, Outputs, Refused, SamplingParams, Starting, Stats, Submit, TokenOutput
@@ -478,6 +480,22 @@ def test_a_request_that_ends_the_ranks_is_refused(make_site: Callable[..., Site]
     ]
     site.engine.hold = False
     assert site.complete()["choices"][0]["text"] == STORY
+
+
+def test_openais_client_does_not_repeat_a_request_that_ends_the_ranks(make_site: Callable[..., Site]) -> None:
+    site = make_site()
+    site.engine.hold = True
+    client = site.openai.with_options(max_retries=2)
+    with ThreadPoolExecutor() as pool:
+        asked = pool.submit(client.completions.create, model="tiny-hybrid", prompt="Hi")
+        for sent in range(1, REFUSED + 1):
+            wait_for(lambda sent=sent: len(site.engine.submits) == sent)
+            site.engine.send(Starting(0))
+            site.engine.send(ready())
+        site.engine.hold = False  # a second call would be answered
+        with pytest.raises(openai.InternalServerError, match="is refused"):
+            asked.result(60)
+    assert len(site.engine.submits) == REFUSED
 
 
 def test_an_accepted_request_waits_for_its_grammar(make_site: Callable[..., Site], monkeypatch: pytest.MonkeyPatch) -> None:
