@@ -26,9 +26,10 @@ class Limits:
 
     @classmethod
     def of_request(cls, context: int, truncate: int | None, max_tokens: int | None) -> "Limits":
-        """`truncate`: truncate_prompt_tokens; -1 keeps what the context can hold with the answer."""
+        """`truncate`: truncate_prompt_tokens; -1 keeps what the context can hold with the answer. If that is nothing, one token is
+        kept, and `fit_answer` refuses the answer."""
         answer = max(max_tokens or 1, 1)
-        return cls(context, max(0, context - answer) if truncate == -1 else truncate, answer)
+        return cls(context, max(1, context - answer) if truncate == -1 else truncate, answer)
 
     @classmethod
     def without_answer(cls, context: int, truncate: int | None) -> "Limits":

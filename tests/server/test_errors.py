@@ -126,6 +126,29 @@ def test_bad_chats_name_the_field(site: Site, body: dict[str, Any], param: str) 
     assert error["param"] == param, error
 
 
+@pytest.mark.parametrize(
+    ("path", "body", "param"),
+    [
+        ("/v1/completions", {"prompt": "Hi", "max_tokens": CONTEXT, "truncate_prompt_tokens": -1}, "max_tokens"),
+        ("/v1/completions", {"prompt": [5, 6], "max_tokens": 10**6, "truncate_prompt_tokens": -1}, "max_tokens"),
+        (
+            "/v1/chat/completions",
+            {**CHAT, "max_completion_tokens": CONTEXT, "truncate_prompt_tokens": -1},
+            "max_completion_tokens",
+        ),
+        ("/v1/responses", {"input": "Hi", "max_output_tokens": CONTEXT, "truncation": "auto"}, "max_output_tokens"),
+    ],
+)
+def test_truncation_makes_no_room_for_an_answer_of_the_whole_context(
+    site: Site, path: str, body: dict[str, Any], param: str
+) -> None:
+    error = site.refused(path, body)
+    assert (error["code"], error["param"]) == ("context_length_exceeded", param)
+    assert error["message"].startswith(f"This model's maximum context length is {CONTEXT} tokens.")
+    assert error["message"].endswith(f"{param} can be at most {CONTEXT - 1}.")
+    assert site.http.post(path, json={**body, param: CONTEXT - 1}).status_code == 200
+
+
 def test_error_statuses(site: Site) -> None:
     with pytest.raises(openai.NotFoundError) as caught:
         site.openai.completions.create(model="nope", prompt="x")
