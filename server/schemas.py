@@ -519,7 +519,7 @@ class FunctionDefinition(Checked):
     name: str = Field(pattern=r"^[A-Za-z0-9_.-]{1,128}$")
     description: str | None = None
     parameters: dict[str, Any] | None = Field(None, description="A JSON schema. Default: no arguments.")
-    strict: bool | None = Field(None, description=f"For calls that tool_choice forces. {STRICT}")
+    strict: bool | None = Field(None, description=STRICT)
     cache_control: Any = without_effect("the prefix cache finds common prefixes by itself")
 
 

@@ -6,7 +6,7 @@ from typing import Annotated, Any, Literal
 from pydantic import Field
 
 from server.problems import field_error
-from server.schemas import Checked, without_effect
+from server.schemas import STRICT, Checked, without_effect
 
 TEXT_ONLY = "this server reads text alone"
 MIN_BUDGET = 1024  # tokens; of the published API
@@ -78,7 +78,7 @@ class CustomTool(Checked):
     name: str = Field(pattern=r"^[A-Za-z0-9_.-]{1,128}$")
     description: str | None = None
     input_schema: dict[str, Any] = Field(description="A JSON schema.")
-    strict: bool | None = Field(None, description="For calls that tool_choice forces: a schema must be enforceable as a whole.")
+    strict: bool | None = Field(None, description=STRICT)
     cache_control: Any = without_effect(_CACHE)
     defer_loading: Any = without_effect("all tools are shown to the model")
     allowed_callers: Any = without_effect("the model is the only caller")

@@ -141,7 +141,7 @@ class FunctionTool(Checked):
     name: str = Field(pattern=r"^[A-Za-z0-9_.-]{1,64}$")
     description: str | None = None
     parameters: dict[str, Any] | None = Field(None, description="A JSON schema. Default: no arguments.")
-    strict: bool | None = Field(None, description=f"For calls that tool_choice forces. {STRICT}")
+    strict: bool | None = Field(None, description=STRICT)
     defer_loading: Any = without_effect("all functions are offered at once")
     allowed_callers: Any = without_effect("the model is the caller")
     output_schema: Any = without_effect("outputs are not checked")
