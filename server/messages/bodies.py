@@ -27,7 +27,7 @@ from server.messages.schemas import (
     refuse_unsupported,
 )
 from server.problems import field_error
-from server.schemas import MAX_STOPS, Body, ChatBody, StopText, without_effect
+from server.schemas import MAX_STOPS, MAX_TOOLS, Body, ChatBody, StopText, without_effect
 
 
 class CountBody(Body):
@@ -35,7 +35,7 @@ class CountBody(Body):
 
     messages: list[Message] = Field(min_length=1, fail_fast=True, description="A last one of role assistant is continued.")
     system: str | list[TextBlock] | None = None
-    tools: list[CustomTool] | None = Field(None, max_length=128)
+    tools: list[CustomTool] | None = Field(None, max_length=MAX_TOOLS)
     tool_choice: ToolChoice | None = Field(
         None, description="`any` and `tool` force one call by grammar. Default auto with tools, else none."
     )

@@ -7,9 +7,8 @@ from pydantic import ConfigDict, Discriminator, Field, Tag, model_validator
 
 from engine.protocol import LIST_LIMIT
 from server.problems import field_error
-from server.schemas import INT64, MAX_NAME, STRICT, Checked, JsonSchemaFormat, Off, SamplingBody, without_effect
+from server.schemas import INT64, MAX_NAME, MAX_TOOLS, STRICT, Checked, JsonSchemaFormat, Off, SamplingBody, without_effect
 
-MAX_TOOLS = 128
 MAX_PAIRS = 16  # of metadata
 OWN_TOOLS = "this server runs no tools itself; offer a function of your own"
 READS = "this server reads items of type message, function_call, function_call_output, reasoning and item_reference"
