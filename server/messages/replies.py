@@ -22,7 +22,7 @@ class TokenCount(Reply):
     input_tokens: int
 
 
-class OutputTokensDetails(Reply):
+class MessageTokensDetails(Reply):
     thinking_tokens: int
 
 
@@ -31,7 +31,7 @@ class MessageUsage(Reply):
     cache_creation_input_tokens: int
     cache_read_input_tokens: int
     output_tokens: int
-    output_tokens_details: OutputTokensDetails | None = None
+    output_tokens_details: MessageTokensDetails | None = None
 
 
 class TextContent(Reply):
