@@ -477,6 +477,17 @@ class TextPart(Checked):
     prompt_cache_breakpoint: Any = without_effect("see `cache_control`")
 
 
+class RefusalPart(Checked):
+    """What a model has written instead of an answer. Templates get it as text."""
+
+    type: Literal["refusal"]
+    refusal: str
+
+    @property
+    def text(self) -> str:
+        return self.refusal
+
+
 class FunctionCall(Checked):
     passes_on = True
 
@@ -498,7 +509,7 @@ class ChatMessage(Checked):
     passes_on = True
 
     role: Literal["system", "developer", "user", "assistant", "tool"]
-    content: str | list[TextPart] | None = None
+    content: str | list[Annotated[TextPart | RefusalPart, Field(discriminator="type")]] | None = None
     tool_calls: list[ToolCall] | None = None
     tool_call_id: str | None = None
     name: str | None = None
@@ -510,7 +521,7 @@ class ChatMessage(Checked):
         parts = data.get("content") if isinstance(data, dict) else None
         for part in parts if isinstance(parts, list) else []:
             kind = part.get("type") if isinstance(part, dict) else None
-            if isinstance(kind, str) and kind != "text":
+            if isinstance(kind, str) and kind not in ("text", "refusal"):
                 raise field_error("messages", f"has a content part of type {kind[:40]!r}; this server reads text alone")
         return data
 

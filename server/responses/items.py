@@ -13,7 +13,6 @@ from typing import Any
 from server.http import to_json
 from server.problems import bad
 from server.responses.schemas import (
-    ContentRefusal,
     ContentText,
     GivenCall,
     GivenCallOutput,
@@ -22,6 +21,7 @@ from server.responses.schemas import (
     ItemReference,
     ResponsesBody,
 )
+from server.schemas import RefusalPart
 
 SEALED = b"rung:"  # begins the `encrypted_content` that this server writes
 PREFIXES = {"message": "msg", "function_call": "fc", "function_call_output": "fco", "reasoning": "rs"}  # of ids
@@ -96,7 +96,7 @@ def _message(item: GivenMessage) -> dict[str, Any]:
     return kept | {"content": [{"type": "input_text", "text": text}]}
 
 
-def _text(content: str | list[ContentText | ContentRefusal]) -> str:
+def _text(content: str | list[ContentText | RefusalPart]) -> str:
     return content if isinstance(content, str) else "\n".join(part.text for part in content)
 
 

@@ -7,7 +7,18 @@ from pydantic import ConfigDict, Discriminator, Field, Tag, model_validator
 
 from engine.protocol import LIST_LIMIT
 from server.problems import field_error
-from server.schemas import INT64, MAX_NAME, MAX_TOOLS, STRICT, Checked, JsonSchemaFormat, Off, SamplingBody, without_effect
+from server.schemas import (
+    INT64,
+    MAX_NAME,
+    MAX_TOOLS,
+    STRICT,
+    Checked,
+    JsonSchemaFormat,
+    Off,
+    RefusalPart,
+    SamplingBody,
+    without_effect,
+)
 
 MAX_PAIRS = 16  # of metadata
 OWN_TOOLS = "this server runs no tools itself; offer a function of your own"
@@ -49,15 +60,6 @@ class ContentText(Checked):
     prompt_cache_breakpoint: Any = without_effect("the prefix cache finds common prefixes by itself")
 
 
-class ContentRefusal(Checked):
-    type: Literal["refusal"]
-    refusal: str
-
-    @property
-    def text(self) -> str:
-        return self.refusal
-
-
 class GivenReasoningText(Checked):
     type: Literal["reasoning_text", "text"]
     text: str
@@ -72,7 +74,7 @@ Part = Annotated[
     Annotated[ContentText, Tag("input_text")]
     | Annotated[ContentText, Tag("output_text")]
     | Annotated[ContentText, Tag("text")]
-    | Annotated[ContentRefusal, Tag("refusal")],
+    | Annotated[RefusalPart, Tag("refusal")],
     _one_of("this server reads text alone: parts of type input_text and output_text"),
 ]
 

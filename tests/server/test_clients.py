@@ -81,6 +81,19 @@ def test_cache_control_and_unknown_names_reach_no_template(site: Site) -> None:
     assert response.status_code == 200 and response.headers["x-rung-ignored"] == "tools.defer"
 
 
+def test_an_earlier_refusal_is_text(site: Site) -> None:
+    def tokens(*parts: dict[str, str]) -> Any:
+        messages = [{"role": "user", "content": "Hi"}, {"role": "assistant", "content": parts}]
+        return site.post("/tokenize", {"messages": messages})["tokens"]
+
+    text, refusal = {"type": "text", "text": "No."}, {"type": "refusal", "refusal": "No."}
+    assert tokens(refusal) == tokens(text)
+    assert tokens(text, refusal) == tokens(text, text)
+    for wrong in ({"type": "refusal"}, {"type": "refusal", "refusal": 1}):
+        error = site.refused("/v1/chat/completions", {"messages": [{"role": "assistant", "content": [text, wrong]}]})
+        assert error["param"] == "messages.0.content.1.refusal"
+
+
 @pytest.mark.parametrize(
     ("path", "body", "named"),
     [
