@@ -79,7 +79,7 @@ const playground = new Playground({
   showError, clearError, model: () => $("model").value, card: () => cards.get($("model").value), onUnauthorized: () => $("key").focus(),
 });
 
-const STATES = { ready: "good", ok: "good", healthy: "good", running: "good", loading: "wait", starting: "wait", draining: "wait" };
+const STATES = { ready: "good", loading: "wait", recovering: "wait", draining: "wait" };
 let last;
 new Dashboard((status) => {
   const text = status ?? "unreachable";

@@ -195,7 +195,7 @@ export class Dashboard {
       this.fillTiles(stats);
       this.#showDrafts(stats);
       this.#trouble("");
-      this.onStatus(stats.status ?? "ready");
+      this.onStatus(stats.status);
     } catch (error) {
       this.#trouble(`These numbers are old. ${error.message}`);
       this.onStatus(null);

@@ -14,12 +14,13 @@ import time
 from collections.abc import Callable, Iterator
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
-from typing import Any
+from typing import Any, get_args
 from urllib.parse import urlsplit
 
 import pytest
 
 from scripts.corpus.train_tiny import EXAMPLES
+from server.replies import Health
 from tests import ROOT
 
 webdriver = pytest.importorskip("selenium.webdriver", reason="the page is tested with selenium (PyPI), which is not installed")
@@ -626,6 +627,14 @@ def test_dashboard(page: Page) -> None:
     # An arrow key switches back to the playground.
     page.id("tab-dashboard").send_keys(Keys.ARROW_LEFT)
     assert page.id("playground").is_displayed() and not page.id("dashboard").is_displayed()
+
+
+@pytest.mark.parametrize("status", get_args(Health.model_fields["status"].annotation))
+def test_only_a_broken_server_is_shown_as_broken(page: Page, status: str) -> None:
+    page.stub.stats["status"] = status
+    page.open()
+    state = {"ready": "good", "broken": "bad"}.get(status, "wait")
+    assert page.id("health").get_attribute("data-state") == state
 
 
 @pytest.mark.parametrize("width", [1280, 800, 390])
