@@ -68,7 +68,7 @@ class OutputQueue:
         self._before = [0] * len(submits)  # tokens of each sequence when it was sent
 
     async def next(self) -> list[tuple[int, TokenOutput]]:
-        """Wait for outputs and return the oldest, at most SLICE, each with its sequence's index in `submits`. None after `wake`.
+        """Wait for outputs and return the oldest, at most SLICE, each with its sequence's index in `submits`; [] after `wake`.
 
         Outputs that arrived before their sequence was stopped are included. Raises ApiError once none is left after an error.
         """

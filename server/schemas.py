@@ -345,7 +345,7 @@ class GenerationBody(SamplingBody):
         description="Requests with a lower number start earlier, and are preempted last. Other than 0 only with `--allow-priority`.",
     )
     user: str | None = Field(None, max_length=256, description="Written to the access log.")
-    metadata: Any = without_effect("this server keeps no requests")
+    metadata: Any = without_effect("nothing reads it")
     store: bool | None = Field(
         None, description="If the server has a journal: finish the request even if the client leaves. Default false."
     )
