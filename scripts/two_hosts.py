@@ -14,19 +14,18 @@ import signal
 import subprocess
 import sys
 import time
-from contextlib import suppress
 from typing import Any
 
 import torch
 
 from cli import Parser, run
 from errors import UserError
-from scripts.lib.process_tree import kill, process_tree
+from scripts.lib.process_tree import end
 from scripts.lib.results import ROOT
 from scripts.lib.servers import free_port
 
 HOSTS = 2
-GRACE = 35.0  # seconds that a torchrun gets to end; it gives its ranks 30
+GRACE_SECONDS = 35.0  # for a torchrun to end: it gives its ranks 30, and this process gets 40 itself
 
 
 def torchrun(host: int, ranks: int, port: int) -> list[str]:
@@ -44,22 +43,6 @@ def environment(host: int, ranks: int, gpus: int) -> dict[str, str]:
         return here
     visible = os.environ.get("CUDA_VISIBLE_DEVICES", ",".join(map(str, range(gpus)))).split(",")
     return here | {"CUDA_VISIBLE_DEVICES": ",".join(visible[host * ranks : (host + 1) * ranks])}
-
-
-def end(processes: list["subprocess.Popen[Any]"]) -> None:
-    """Terminate the torchruns. After GRACE seconds, kill those left and their ranks."""
-    alive = [pid for process in processes if process.poll() is None for pid in process_tree(process.pid)]
-    for process in processes:
-        if process.poll() is None:
-            process.terminate()
-    deadline = time.monotonic() + GRACE
-    for process in processes:
-        with suppress(subprocess.TimeoutExpired):
-            process.wait(max(0.0, deadline - time.monotonic()))
-    if any(process.poll() is None for process in processes):
-        kill(alive)
-    for process in processes:
-        process.wait()
 
 
 def start(ranks: int, command: list[str], device: str | None) -> int:
@@ -82,7 +65,7 @@ def start(ranks: int, command: list[str], device: str | None) -> int:
         if not failed:
             failed = [code for process in processes if (code := process.wait())]
     finally:
-        end(processes)
+        end(*processes, seconds=GRACE_SECONDS)
     return abs(failed[0]) + 128 * (failed[0] < 0) if failed else 0  # as a shell reports a signal
 
 

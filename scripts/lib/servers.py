@@ -14,7 +14,7 @@ import httpx
 
 from cli import note
 from errors import UserError
-from scripts.lib.process_tree import kill, process_tree
+from scripts.lib.process_tree import end
 from scripts.lib.results import ROOT
 
 READY_SECONDS = 600.0  # time limit for a server to load a large model
@@ -60,7 +60,7 @@ def running(command: Sequence[str], port: int, log: Path, **environ: str) -> Ite
             raise UserError(f"the server was not ready within {READY_SECONDS:g} s, or ended; the end of {log} stands above")
         yield Server(url, process.pid)
     finally:
-        stop(process)
+        end(process, seconds=STOP_SECONDS)
 
 
 def is_healthy(url: str, seconds: float, alive: Callable[[], bool] = lambda: True) -> bool:
@@ -73,16 +73,3 @@ def is_healthy(url: str, seconds: float, alive: Callable[[], bool] = lambda: Tru
                     return True
             time.sleep(0.02)
     return False
-
-
-def stop(process: subprocess.Popen[bytes]) -> None:
-    """Terminate a server. If it does not end within `STOP_SECONDS`, kill all its processes one by one: they share no group."""
-    if process.poll() is not None:
-        return
-    all_of_them = process_tree(process.pid)
-    process.terminate()
-    try:
-        process.wait(STOP_SECONDS)
-    except subprocess.TimeoutExpired:
-        kill(all_of_them)
-        process.wait()

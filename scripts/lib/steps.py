@@ -1,8 +1,6 @@
 """A list of measuring commands that write raw files into one folder: run in turn, resumable, within a time limit."""
 
 import argparse
-import os
-import signal
 import subprocess
 import sys
 import time
@@ -13,6 +11,7 @@ from pathlib import Path
 from cli import note
 from errors import UserError
 from files import check_folder
+from scripts.lib.process_tree import end
 from scripts.lib.results import ROOT
 from scripts.lib.vllm_model import add_vllm_memory
 
@@ -114,18 +113,8 @@ def perform(step: Step, args: argparse.Namespace, seconds: float) -> str | None:
         try:
             code = process.wait(seconds)
         except (subprocess.TimeoutExpired, KeyboardInterrupt) as stopped:
-            _end(process)
+            end(process, seconds=GRACE_SECONDS)
             if isinstance(stopped, KeyboardInterrupt):
                 raise
             return f"stopped after {seconds:.0f} s"
     return None if code == 0 else f"exit code {code}; {log} says why"
-
-
-def _end(process: "subprocess.Popen[bytes]") -> None:
-    """Send SIGTERM to a step's process group, and SIGKILL if it does not end within GRACE_SECONDS."""
-    os.killpg(process.pid, signal.SIGTERM)
-    try:
-        process.wait(GRACE_SECONDS)
-    except subprocess.TimeoutExpired:
-        os.killpg(process.pid, signal.SIGKILL)
-        process.wait()

@@ -30,6 +30,7 @@ from scripts.corpus.tokens import write_enough
 from scripts.lib import results
 from scripts.lib.machine import describe, machine
 from scripts.lib.markdown import captioned
+from scripts.lib.process_tree import end
 from scripts.lib.rows import read_row, write_row
 from scripts.lib.statistics import mean_error
 from tp import World, init_world
@@ -161,9 +162,9 @@ def launch(args: argparse.Namespace, todo: list[list[str]]) -> str | None:
     try:
         code = process.wait(args.timeout)
     except subprocess.TimeoutExpired:
-        process.terminate()  # the launcher then terminates its ranks
-        process.wait()
         return f"stopped after {args.timeout:.0f} s (--timeout)"
+    finally:
+        end(process)
     return f"the training failed with exit code {code}; see above" if code else None
 
 

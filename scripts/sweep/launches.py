@@ -3,15 +3,17 @@
 import json
 import os
 import platform
+import queue
 import subprocess
 import sys
 import tempfile
 import threading
+import time
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import astuple, dataclass
 from itertools import groupby
 from pathlib import Path
-from typing import Any
+from typing import IO, Any
 
 import torch
 
@@ -19,6 +21,7 @@ from errors import UserError
 from files import writing
 from processes import on_ranks
 from scripts.lib.machine import machine
+from scripts.lib.process_tree import end
 from scripts.lib.results import ROOT, check_output
 from scripts.lib.vllm_model import write_model
 from scripts.sweep.rows import VLLM, Row, Setting, interconnect, read_rows, row_line
@@ -103,41 +106,38 @@ class RowsFile:
 def launch(
     command: Sequence[str], environment: dict[str, str], timeout: float, heard: Callable[[dict[str, Any]], None]
 ) -> str | None:
-    """Run `command`, pass each marked line of its stdout to `heard`, and terminate it after `timeout` seconds without such a line.
+    """Run `command`, pass each marked line of its stdout to `heard`, and end it after `timeout` seconds without such a line.
 
     Returns None if it succeeded, else an error message: the timeout, or the exit code and the `cause` from stderr.
     """
-    late = threading.Event()
+    lines = queue.SimpleQueue[str | None]()  # None at the end
     with tempfile.TemporaryFile("w+") as errors:
         process = subprocess.Popen(
             command, cwd=ROOT, env=os.environ | environment, stdout=subprocess.PIPE, stderr=errors, text=True
         )
         assert process.stdout is not None
-
-        def stop() -> None:
-            late.set()
-            process.terminate()  # the launcher then terminates its ranks
-
-        watch = threading.Timer(timeout, stop)
-        watch.start()
+        # in a thread, because what the command leaves behind may keep the pipe open
+        threading.Thread(target=read_lines, args=(process.stdout, lines), daemon=True).start()
         try:
-            for line in process.stdout:
+            deadline = time.monotonic() + timeout
+            while (line := lines.get(timeout=max(0.0, deadline - time.monotonic()))) is not None:
                 if line.startswith(MARK):
-                    watch.cancel()
                     heard(json.loads(line[len(MARK) :]))
-                    watch = threading.Timer(timeout, stop)
-                    watch.start()
-            code = process.wait()
+                    deadline = time.monotonic() + timeout
+            code = process.wait(max(0.0, deadline - time.monotonic()))
+        except (queue.Empty, subprocess.TimeoutExpired):
+            return f"nothing happened for {timeout:.0f} s"
         finally:
-            watch.cancel()
-            if process.poll() is None:
-                process.terminate()
-                process.wait()
+            end(process)
         errors.seek(0)
-        said = errors.read()
-    if late.is_set():
-        return f"nothing happened for {timeout:.0f} s"
-    return None if code == 0 else f"exit code {code}: {cause(said)}"
+        return None if code == 0 else f"exit code {code}: {cause(errors.read())}"
+
+
+def read_lines(file: IO[str], lines: "queue.SimpleQueue[str | None]") -> None:
+    with file:
+        for line in file:
+            lines.put(line)
+    lines.put(None)
 
 
 def cause(said: str) -> str:

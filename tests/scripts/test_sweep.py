@@ -9,6 +9,7 @@ import tempfile
 import textwrap
 import weakref
 from dataclasses import asdict, replace
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -24,6 +25,7 @@ from errors import UserError
 from files import check_folder
 from scripts.bench.serving import load
 from scripts.lib import results
+from scripts.lib.process_tree import end, kill
 from scripts.report import page as report
 from scripts.report import plots
 from scripts.sweep import __main__ as sweep
@@ -333,6 +335,26 @@ def test_a_crash_takes_its_own_configuration_alone(tmp_path: Path, monkeypatch: 
         "c": None,
     }
     assert started == [6, 3, 1]
+
+
+@pytest.mark.parametrize("parent", ["child.wait()", "pass"], ids=["hangs", "has ended"])
+def test_a_process_that_keeps_the_output_open_delays_nothing(parent: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The command's child ignores SIGTERM. Its second line would come after the time limit."""
+    child = """
+        import os, signal, time
+        signal.signal(signal.SIGTERM, signal.SIG_IGN)
+        print('@sweep {"pid": %d}' % os.getpid(), flush=True)
+        time.sleep(60)
+        print('@sweep {"pid": 0}', flush=True)
+    """
+    code = f"import subprocess, sys\nchild = subprocess.Popen([sys.executable, '-ISc', {textwrap.dedent(child)!r}])\n{parent}"
+    monkeypatch.setattr(launches, "end", partial(end, seconds=0.5))
+    heard: list[dict[str, int]] = []
+    try:
+        assert launches.launch([sys.executable, "-ISc", code], {}, 5.0, heard.append) == "nothing happened for 5 s"
+        assert len(heard) == 1
+    finally:
+        kill(event["pid"] for event in heard if event["pid"])
 
 
 def test_ranks_that_never_start_fail_every_configuration(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

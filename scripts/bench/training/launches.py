@@ -8,7 +8,6 @@ import subprocess
 import sys
 import tempfile
 import time
-from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
@@ -19,6 +18,7 @@ from cli import note
 from errors import UserError
 from presets import preset
 from processes import on_ranks
+from scripts.lib.process_tree import end
 from scripts.lib.results import ROOT
 from training.planner.workload import OVERLAPS
 from training.token_file import write_tokens
@@ -30,7 +30,6 @@ EXPOSED: dict[str, tuple[str, ...]] = {  # rows of the ablation, and what each d
     "nothing overlapped": OVERLAPS,
 }
 BATCHES = 4  # distinct global batches in the data
-GRACE = 40.0  # seconds that the launcher gets to end; it gives its ranks 30
 STOPPED = re.compile(r"^(?:\[rank\d+\]:\s*)?((?:[\w.]*(?:Error|Exception)|error): .*)")
 
 Row = dict[str, Any]
@@ -91,15 +90,6 @@ def launch(line: list[str], timeout: float, log: Path | None = None) -> str | No
             raise
         output.seek(0)
         return reason(output.read()) if process.returncode else None
-
-
-def end(process: subprocess.Popen[str]) -> None:
-    """Terminate the launcher. The ranks have their own sessions, so the launcher gets GRACE seconds to end them itself."""
-    process.terminate()
-    with suppress(subprocess.TimeoutExpired):
-        process.wait(GRACE)
-    process.kill()
-    process.wait()
 
 
 def reason(output: str) -> str:
