@@ -108,7 +108,8 @@ def log_of(step: Step, raw: Path) -> Path:
 def perform(step: Step, args: argparse.Namespace, seconds: float) -> str | None:
     """Run a step for at most `seconds`, with its output in NAME.log in --raw. Returns None, or why it failed."""
     log = log_of(step, args.raw)
-    with log.open("w") as said, (step.output or log).open("a") as output:
+    log.write_bytes(b"")
+    with log.open("a") as said, (step.output or log).open("a") as output:  # both at its end, if they are one file
         process = subprocess.Popen(step.command, cwd=ROOT, stdout=output, stderr=said, start_new_session=True)
         try:
             code = process.wait(seconds)

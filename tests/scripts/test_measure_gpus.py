@@ -109,6 +109,14 @@ def test_steps_that_are_done_are_not_repeated(
     assert "step 1: exit code 3" in (said := capsys.readouterr().err) and "step 0: done before" in said
 
 
+def test_a_log_has_what_a_step_writes_to_both_outputs(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    code = "import sys; print('a', flush=True); print('b', file=sys.stderr, flush=True); print('c')"
+    step = Step("both", 1, (sys.executable, "-c", code))
+    for _ in range(2):  # the log is that of the last run
+        assert perform(step, arguments(monkeypatch, "--ranks", 2, "--raw", tmp_path), 300) is None
+        assert (tmp_path / "both.log").read_text() == "a\nb\nc\n"
+
+
 def test_what_would_take_too_long_is_not_started(
     monkeypatch: pytest.MonkeyPatch, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
