@@ -6,8 +6,9 @@
     python -m scripts.compare --models llama-3-70b:16 --ranks 2 --vllm-python ~/vllm/bin/python --minutes 9 --raw out/compare-2
 
 vLLM and Rung take turns, with the same lengths and random weights. Steps that are done are not repeated, so a stopped comparison
-can be resumed. At the end it prints a table of what was measured so far, with how many times as fast Rung is, and writes it to
-compare.md in --raw. Without --vllm-python it measures Rung alone, and prints a table only if vLLM was measured before.
+can be resumed; other flags of a step need another --raw. At the end it prints a table of what was measured so far, with how many
+times as fast Rung is, and writes it to compare.md in --raw. Without --vllm-python it measures Rung alone, and prints a table only
+if vLLM was measured before.
 """
 
 import argparse

@@ -5,10 +5,10 @@
     python -m scripts.measure_gpus --ranks 2 --models llama-3-70b:16 llama-3-70b:4 llama-3-8b --list
 
 Each step is one of the measuring commands of docs/benchmarks.md and writes a raw file into --raw. `make performance` makes
-tables and plots of the raw files. When a step's command succeeds, the step is recorded in `done.txt` in --raw. If a sweep is
-stopped, the rows that it has measured are kept. With --minutes, a step is not started if it would probably not end in time. A
-step that takes much longer than expected is stopped, and the next one starts. --vllm-python names the Python of an environment
-with vLLM, and adds vLLM to all steps that it can run.
+tables and plots of the raw files. When a step's command succeeds, the step is recorded in `done.txt` in --raw, with a digest of
+its flags: other flags need another folder. If a sweep is stopped, the rows that it has measured are kept. With --minutes, a step
+is not started if it would probably not end in time. A step that takes much longer than expected is stopped, and the next one
+starts. --vllm-python names the Python of an environment with vLLM, and adds vLLM to all steps that it can run.
 
 --models takes three models: a large one, the same with fewer layers, and a small one.
 """

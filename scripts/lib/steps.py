@@ -1,6 +1,7 @@
 """A list of measuring commands that write raw files into one folder: run in turn, resumable, within a time limit."""
 
 import argparse
+import hashlib
 import subprocess
 import sys
 import time
@@ -17,7 +18,7 @@ from scripts.lib.vllm_model import add_vllm_memory
 
 GRACE_SECONDS = 20  # time that a stopped step gets to end its ranks
 PATIENCE = 2.5  # a step is stopped after this multiple of its expected time
-DONE = "done.txt"
+DONE, BETWEEN = "done.txt", "  "  # a line is a step's name and the digest of its command
 
 
 @dataclass(frozen=True)
@@ -40,7 +41,8 @@ def script(module: str, flags: str, *more: object) -> tuple[str, ...]:
 
 def sweep(name: str, seconds: int, args: argparse.Namespace, file: str, flags: str) -> Step:
     """A step that adds rows to the sweep in `file`."""
-    return Step(name, seconds, script("sweep", f"--tp {args.ranks} {flags}", "--out", args.raw / file, *vllm_flags(args)))
+    more = vllm_flags(args) if "vllm" in flags.split() else ()
+    return Step(name, seconds, script("sweep", f"--tp {args.ranks} {flags}", "--out", args.raw / file, *more))
 
 
 def vllm_flags(args: argparse.Namespace) -> tuple[object, ...]:
@@ -68,19 +70,25 @@ def add_run_options(parser: argparse.ArgumentParser, raw: Path) -> None:
 
 
 def run_steps(steps: Sequence[Step], args: argparse.Namespace) -> None:
-    """Run the steps that are not done yet, as the flags say. Raises UserError if one failed."""
-    end = time.monotonic() + args.minutes * 60
+    """Run the steps that are not done yet, as the flags say. Raises UserError if one failed, or any was done with other flags."""
+    deadline = time.monotonic() + args.minutes * 60
     found = [step for step in steps if not args.only or any(text in step.name for text in args.only)]
     if args.list:
         print("\n".join(f"{step.seconds:4} s  {step.name}" for step in found))
         return
     check_folder(args.raw)
+    done = steps_done(args.raw)
+    other = [step.name for step in steps if step.name in done and not done_before(step, args.raw)]
+    if other:  # files would be overwritten, or mixed, also by steps that share one with them
+        raise UserError(
+            f"{args.raw} has steps that were done with other flags ({'; '.join(other)}); name another folder: --raw"
+        )
     failed = False
     for step in found:
-        if done_before(step, args.raw):
-            note(f"{step.name}: done before")
+        if step.name in done:
+            note(f"{step.name}: done before with these flags")
             continue
-        left = end - time.monotonic()
+        left = deadline - time.monotonic()
         if left < step.seconds + GRACE_SECONDS:
             note(f"{step.name}: not started, {max(0, left):.0f} s are left and it takes about {step.seconds}")
             continue
@@ -90,14 +98,25 @@ def run_steps(steps: Sequence[Step], args: argparse.Namespace) -> None:
         failed |= problem is not None
         if problem is None:
             with (args.raw / DONE).open("a") as names:
-                names.write(step.name + "\n")
+                names.write(f"{step.name}{BETWEEN}{digest(step, args.raw)}\n")
     if failed:
         raise UserError("some steps did not end well, see above; the same command tries them again")
 
 
+def steps_done(raw: Path) -> dict[str, str]:
+    """The names of the steps that are done, and the digests of their commands."""
+    lines = (raw / DONE).read_text().splitlines() if (raw / DONE).exists() else []
+    return {name: flags for name, _, flags in (line.partition(BETWEEN) for line in lines)}
+
+
+def digest(step: Step, raw: Path) -> str:
+    """Of a step's command, wherever this Python, this repository and the folder of the raw files are."""
+    words = [word.removeprefix(f"{raw}/").removeprefix(f"{ROOT}/") for word in step.command if word != sys.executable]
+    return hashlib.sha256(repr(words).encode()).hexdigest()[:8]
+
+
 def done_before(step: Step, raw: Path) -> bool:
-    done = raw / DONE
-    return done.exists() and step.name in done.read_text().splitlines()
+    return steps_done(raw).get(step.name) == digest(step, raw)
 
 
 def log_of(step: Step, raw: Path) -> Path:

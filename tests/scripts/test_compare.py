@@ -57,7 +57,7 @@ def test_lengths_and_steps_alone_have_names_and_files_of_their_own(monkeypatch: 
         monkeypatch.setattr(sys, "argv", [step.command[2], *step.command[3:]])
         args = {"scripts.sweep": sweep, "scripts.bench.serving.load": load}[step.command[2]].parse_args()
         prompts = 1024 if step in every else 7936
-        assert args.vllm_memory == (0.92 if step.command[2] == "scripts.sweep" or "vllm" in step.name else None)
+        assert args.vllm_memory == (0.92 if "vllm" in step.name else None), "Rung alone is the same step without vLLM"
         if step.command[2] == "scripts.sweep":
             assert args.prompt_lengths == [prompts]
             assert args.also == ([256, prompts, 256] if "vllm" in step.name and step not in steps else None)

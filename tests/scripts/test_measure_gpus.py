@@ -106,7 +106,31 @@ def test_steps_that_are_done_are_not_repeated(
         with pytest.raises(UserError, match="did not end well"):
             run_main(monkeypatch, found, "--raw", tmp_path)
     assert [(tmp_path / f"{i}.txt").read_text() for i in (0, 2)] == ["a\n", "c\n"]
-    assert "step 1: exit code 3" in (said := capsys.readouterr().err) and "step 0: done before" in said
+    assert "step 1: exit code 3" in (said := capsys.readouterr().err) and "step 0: done before with these flags" in said
+
+
+def test_a_step_with_other_flags_is_neither_left_out_nor_mixed_with_what_it_was(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    """The folder and the Python may have another name. A folder whose steps have no digests is refused, too."""
+    raw, moved = tmp_path / "raw", tmp_path / "moved"
+    out = "import sys; open(sys.argv[1], 'a').write(sys.argv[2])"
+
+    def step(folder: Path, ranks: str) -> Step:
+        return Step("load", 1, (sys.executable, "-c", out, str(folder / "load.txt"), ranks))
+
+    run_main(monkeypatch, [step(raw, "4")], "--raw", raw)
+    raw.rename(moved)
+    (python := tmp_path / "python").symlink_to(sys.executable)
+    monkeypatch.setattr(sys, "executable", str(python))
+    run_main(monkeypatch, [step(moved, "4")], "--raw", moved)
+    for _ in range(2):
+        with pytest.raises(UserError, match=r"other flags \(load\).* --raw"):
+            run_main(monkeypatch, [step(moved, "2")], "--raw", moved, "--only", "another")
+        assert (moved / "load.txt").read_text() == "4"
+        (moved / "done.txt").write_text("load\n")
+    run_main(monkeypatch, [step(raw, "2")], "--raw", raw)
+    assert (raw / "load.txt").read_text() == "2"
 
 
 def test_a_log_has_what_a_step_writes_to_both_outputs(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
