@@ -37,14 +37,22 @@ class Request:
 
 
 def plan(
-    rate: float, count: int, prompt: Range, new_tokens: Range, vocab_size: int, seed: int, seconds: float = math.inf
+    rate: float,
+    count: int,
+    prompt: Range,
+    new_tokens: Range,
+    vocab_size: int,
+    seed: int,
+    words: random.Random,
+    seconds: float = math.inf,
 ) -> list[Request]:
     """The first `count` requests of a Poisson process with `rate` arrivals a second, or fewer if `seconds` end before.
 
     Lengths are uniform in their ranges. With one seed, all rates have the same lengths and the same gaps, scaled by the rate.
-    The prompts differ between rates, so that the server's prefix cache never holds the prompts of another rate.
+    The prompts are drawn from `words`. All plans for one server take theirs from one generator, whose seed no other run has, so that
+    its prefix cache holds none of them.
     """
-    rng, words, now, requests = random.Random(seed), random.Random(f"{seed} {rate}"), 0.0, []
+    rng, now, requests = random.Random(seed), 0.0, []
     for _ in range(count):
         now += rng.expovariate(1.0) / rate
         if now > seconds:

@@ -1,6 +1,7 @@
 """The open-loop load generator: arrival times, requests, measured times and figures. One test uses the real server."""
 
 import asyncio
+import gc
 import json
 import random
 import sys
@@ -15,6 +16,7 @@ import pytest
 
 from engine.protocol import Stats
 from errors import UserError
+from scripts.bench.serving import load
 from scripts.bench.serving.load import idle_share, parse_range, step_seconds, table, table_by_clients
 from scripts.lib.load_generator import Answer, Request, keep_busy, keeps, offer, plan, summary
 from scripts.lib.sse_client import StreamClient, in_event_loop
@@ -31,7 +33,7 @@ from tests.support.server_process import ServerProcess
 def test_arrivals_are_poisson(seed: int) -> None:
     """Gaps of a Poisson process have mean and standard deviation 1 / rate, and exceed t with probability exp(-rate t)."""
     rate, count = 5.0, 20_000
-    arrivals = np.array([r.arrival for r in plan(rate, count, (1, 1), (1, 1), 10, seed)])
+    arrivals = np.array([r.arrival for r in plan(rate, count, (1, 1), (1, 1), 10, seed, random.Random(seed))])
     gaps = np.diff(arrivals, prepend=0.0) * rate
     assert gaps.min() >= 0
     assert abs(gaps.mean() - 1) < 6 / count**0.5
@@ -42,14 +44,43 @@ def test_arrivals_are_poisson(seed: int) -> None:
 
 
 def test_a_plan_repeats_and_rates_share_its_shape(seed: int) -> None:
-    one, again = (plan(4.0, 50, (3, 9), (2, 5), 100, seed) for _ in range(2))
-    assert one == again != plan(4.0, 50, (3, 9), (2, 5), 100, seed + 1)
-    faster = plan(8.0, 50, (3, 9), (2, 5), 100, seed)
+    words, same = random.Random(seed), random.Random(seed)
+    one, again = (plan(4.0, 50, (3, 9), (2, 5), 100, seed, words) for words in (words, same))
+    assert one == again != plan(4.0, 50, (3, 9), (2, 5), 100, seed + 1, random.Random(seed))
+    faster = plan(8.0, 50, (3, 9), (2, 5), 100, seed, words)
     assert [r.arrival for r in one] == pytest.approx([2 * r.arrival for r in faster])
     assert [(len(r.prompt), r.new_tokens) for r in one] == [(len(r.prompt), r.new_tokens) for r in faster]
     assert all(a.prompt != b.prompt for a, b in zip(one, faster, strict=True) if len(a.prompt) > 5)
     assert {len(r.prompt) for r in one} <= set(range(3, 10)) and {r.new_tokens for r in one} <= {2, 3, 4, 5}
     assert all(0 <= i < 100 for r in one for i in r.prompt)
+
+
+@pytest.mark.parametrize("several", ["--rates 500 500", "--clients 2 2"])
+def test_no_prompt_is_sent_twice_to_a_server(several: str, seed: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Not in the warm-up, nor at equal rates, nor by another run with the same or the next seed: it may be in the prefix cache."""
+
+    async def chunks(_: dict[str, Any]) -> AsyncIterator[Any]:
+        yield [1, 2]
+        yield b"[DONE]"
+
+    server = FakeServer(chunks)
+
+    async def measure(argv: str) -> None:
+        listening = await asyncio.start_server(server._serve, "127.0.0.1", 0)
+        async with listening:
+            url = f"http://127.0.0.1:{listening.sockets[0].getsockname()[1]}"
+            monkeypatch.setattr(sys, "argv", ["load", "--url", url, *argv.split()])
+            args = load.parse_args()
+            await (load.offer_by_clients if args.clients else load.offer_all)(args, url, args.vocab_size)
+
+    monkeypatch.setattr(load, "STATS_SECONDS", 0)
+    monkeypatch.setattr(load, "step_seconds", lambda _: None)
+    monkeypatch.setattr(load, "drafted", lambda _: (0, 0))
+    monkeypatch.setattr(gc, "freeze", lambda: None)
+    for run in (seed, seed, seed + 1):
+        asyncio.run(measure(f"{several} --requests 5 --prompt-length 16 --new-tokens 2 --vocab-size 50000 --seed {run}"))
+    prompts = [tuple(body["prompt"][:4]) for body in server.bodies]
+    assert len(set(prompts)) == len(prompts) >= 3 * (4 + 2 * 5)
 
 
 def test_ranges() -> None:
@@ -106,7 +137,7 @@ def offered(server: FakeServer, requests: list[Request]) -> list[Answer]:
 
 def test_slow_answers_delay_no_arrival(seed: int) -> None:
     """The server answers only when all requests have arrived. A client that waited for answers before it sends would hang."""
-    requests = plan(200.0, 40, (1, 4), (2, 2), 50, seed)
+    requests = plan(200.0, 40, (1, 4), (2, 2), 50, seed, random.Random(seed))
     everyone = asyncio.Event()
 
     async def chunks(_: dict[str, Any]) -> AsyncIterator[Any]:
@@ -129,7 +160,7 @@ def test_slow_answers_delay_no_arrival(seed: int) -> None:
 
 def test_clients_send_when_they_have_an_answer(seed: int) -> None:
     """So many requests are always unanswered, until none are left."""
-    requests, clients = plan(1.0, 23, (1, 4), (2, 2), 50, seed), random.randint(2, 6)
+    requests, clients = plan(1.0, 23, (1, 4), (2, 2), 50, seed, random.Random(seed)), random.randint(2, 6)
     now = most = 0
 
     async def chunks(_: dict[str, Any]) -> AsyncIterator[Any]:
@@ -372,7 +403,7 @@ def test_goodput_needs_both_limits_and_the_mean_gap() -> None:
 
 def test_against_the_server(seed: int) -> None:
     """The real server answers every request completely."""
-    requests = plan(20.0, 6, (3, 20), (2, 6), 512, seed)
+    requests = plan(20.0, 6, (3, 20), (2, 6), 512, seed, random.Random(seed))
 
     async def run(url: str) -> list[Answer]:
         async with StreamClient(url, 60) as client:

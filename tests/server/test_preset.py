@@ -206,8 +206,8 @@ def test_startup_measures_a_server(tmp_path: Path) -> None:
 
 
 def test_a_plan_ends_with_its_seconds(seed: int) -> None:
-    long = plan(20.0, 400, (1, 3), (1, 3), 50, seed)
-    short = plan(20.0, 400, (1, 3), (1, 3), 50, seed, seconds=5.0)
+    long = plan(20.0, 400, (1, 3), (1, 3), 50, seed, random.Random(seed))
+    short = plan(20.0, 400, (1, 3), (1, 3), 50, seed, random.Random(seed), seconds=5.0)
     assert short == [r for r in long if r.arrival <= 5.0] and 20 < len(short) < 400, seed
 
 

@@ -14,6 +14,7 @@ import gc
 import json
 import multiprocessing
 import os
+import random
 import signal
 import time
 from multiprocessing.connection import Connection
@@ -109,9 +110,10 @@ def cpu_seconds(pid: int) -> float:
 async def measure(url: str, pid: int, args: argparse.Namespace) -> dict[str, Any]:
     """One run of `args.streams` requests that arrive at `args.rate` a second, after a few warm-up requests."""
     shape = ((args.prompt_length,) * 2, (args.new_tokens,) * 2, VOCABULARY)
-    requests = plan(args.rate, args.streams, *shape, 0)
+    words = random.Random(0)
+    requests = plan(args.rate, args.streams, *shape, 0, words)
     async with StreamClient(url, 600) as client:
-        await offer(client, plan(100, 8, shape[0], (8, 8), VOCABULARY, 1), "warm-up")
+        await offer(client, plan(100, 8, shape[0], (8, 8), VOCABULARY, 1, words), "warm-up")
         gc.collect()
         gc.freeze()
         before = cpu_seconds(pid), time.process_time()

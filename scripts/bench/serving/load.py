@@ -11,7 +11,7 @@ from the moment at which a request should have been sent. For every rate it prin
 share of the steps' time in which the GPU waited for the host. Without --url it starts its own server for --model, a
 checkpoint or a preset with random weights. --seconds and --drain bound the time per rate. With --offline it also runs
 `engine.bench` on the same lengths, all requests at once and without HTTP. That throughput is an upper bound for every rate.
-Prompts are random token ids, and answers continue past EOS.
+Prompts are random token ids, others at each rate and in each run, and answers continue past EOS.
 
 With --clients there are no arrivals: each of so many clients sends --requests, the next one when it has the last answer.
 --speculate is the server's. Of models with random weights no draft is right, so --accept-rate simulates an acceptance rate.
@@ -22,7 +22,9 @@ import asyncio
 import gc
 import json
 import math
+import random
 import re
+import secrets
 import subprocess
 import tempfile
 from collections.abc import Iterator
@@ -183,13 +185,14 @@ async def offer_all(args: argparse.Namespace, url: str, vocab_size: int) -> list
     """Measure every rate in turn, after a few warm-up requests."""
     rates: list[dict[str, Any]] = []
     more = {"detokenize": False} if args.vllm_python else {}  # `vllm_server` starts without a tokenizer
+    words = random.Random(args.prompt_seed)
     async with StreamClient(url, args.timeout) as client:
         shape = (args.prompt_length, args.new_tokens, vocab_size)
-        await offer(client, plan(args.rates[0], min(4, args.requests), *shape, args.seed + 1), "warm-up", more=more)
+        await offer(client, plan(args.rates[0], min(4, args.requests), *shape, args.seed + 1, words), "warm-up", more=more)
         gc.collect()
         gc.freeze()  # the garbage collector then skips the imported modules, so that it adds no delay between tokens
         for rate in args.rates:
-            requests = plan(rate, args.requests, *shape, args.seed, args.seconds)
+            requests = plan(rate, args.requests, *shape, args.seed, words, args.seconds)
             before = step_seconds(url)
             answers = await offer(client, requests, f"{rate:g} requests/s", args.drain, more)
             await asyncio.sleep(STATS_SECONDS)
@@ -202,11 +205,12 @@ async def offer_all(args: argparse.Namespace, url: str, vocab_size: int) -> list
 async def offer_by_clients(args: argparse.Namespace, url: str, vocab_size: int) -> list[dict[str, Any]]:
     """Measure every number of clients in turn, after a few warm-up requests."""
     found: list[dict[str, Any]] = []
+    words = random.Random(args.prompt_seed)
     async with StreamClient(url, args.timeout) as client:
         shape = (args.prompt_length, args.new_tokens, vocab_size)
-        await keep_busy(client, plan(1.0, 4, *shape, args.seed + 1), 2, "warm-up")
+        await keep_busy(client, plan(1.0, 4, *shape, args.seed + 1, words), 2, "warm-up")
         for clients in args.clients:
-            requests = plan(clients, clients * args.requests, *shape, args.seed)  # a rate only tells the prompts apart
+            requests = plan(1.0, clients * args.requests, *shape, args.seed, words)
             before = drafted(url)
             answers = await keep_busy(client, requests, clients, f"{clients} clients")
             await asyncio.sleep(STATS_SECONDS)
@@ -297,7 +301,7 @@ def add_load_options(parser: argparse.ArgumentParser) -> None:
     load.add_argument(
         "--new-tokens", default="32", metavar="N|A-B", help="generated tokens, one number or a range (default: 32)"
     )
-    load.add_argument("--seed", type=int, default=0, help="random seed of arrivals, prompts and lengths (default: 0)")
+    load.add_argument("--seed", type=int, default=0, help="random seed of arrivals and lengths (default: 0)")
     load.add_argument(
         "--timeout", type=float, default=600, help="a request fails after this many seconds without a byte (default: 600)"
     )
@@ -347,6 +351,7 @@ def parse_args() -> argparse.Namespace:
     args = parser.parse_args()
     args.prompt_length, args.new_tokens = parse_range(args.prompt_length), parse_range(args.new_tokens)
     check(args)
+    args.prompt_seed = secrets.randbits(32)  # another in each run, also against the same server: see `plan`
     if args.requests is None:
         args.requests = 64 if args.seconds == math.inf else math.ceil(2 * max(args.rates) * args.seconds) + 16
     return args
