@@ -13,7 +13,7 @@ weights and prompts; tables and plots pool the runs of all seeds. Every run call
 does. Defaults depend on the device: Llama-3 8B with 1024 + 512 tokens on a GPU, the preset `tiny` with 64 + 32 on a CPU.
 
 --variants vllm measures vLLM on the same lengths. --vllm-python names the Python of an environment with vLLM. Weights are
-random, sampling is greedy, and one engine serves all batch sizes of a model.
+random, sampling is greedy, and one engine serves all batch sizes of a model and seed.
 
 --interconnects: `default`; `no-p2p` (NCCL_P2P_DISABLE=1, the paper's "No NVLink"); `two-hosts` (scripts/two_hosts.py: two
 simulated hosts with half of the GPUs each, connected by sockets); NAME=VALUE[;NAME=VALUE] for the ranks' environment; or, on

@@ -40,6 +40,7 @@ class Start:
     vllm: str = ""  # the model that vLLM measures (one per launch); empty: Rung is measured
     vllm_python: str = ""  # the Python of the environment with vLLM
     vllm_memory: float = MEMORY  # the share of a GPU's that it may use
+    vllm_seed: int = 0  # of its engine
     deterministic: bool = False
 
     def command(self, job: Path) -> list[str]:
@@ -63,7 +64,7 @@ def by_launch(
         between = interconnect(s.interconnect)
         environment = tuple(sorted(between.environment.items()))
         if s.variant == VLLM:
-            return Start(s.tp, between.hosts, s.device, environment, s.model, vllm_python, vllm_memory)
+            return Start(s.tp, between.hosts, s.device, environment, s.model, vllm_python, vllm_memory, s.seed)
         return Start(s.tp, between.hosts, s.device, environment, deterministic=s.deterministic)
 
     for found, same in groupby(sorted(settings, key=lambda s: astuple(start(s))), key=start):

@@ -2,7 +2,7 @@
 
     PYTHON scripts/sweep/vllm_worker.py SETTINGS FOLDER MEMORY
 
-SETTINGS is the path of a JSON list of settings with the same model and ranks. FOLDER contains the model's config.json. MEMORY
+SETTINGS is the path of a JSON list of settings with the same model, ranks and seed. FOLDER contains the model's config.json. MEMORY
 is the share of a GPU's memory that vLLM may use. One engine with random weights measures all settings and prints the same
 lines as `worker.py`. This file imports nothing of this repository, so that vLLM's environment does not need Rung's
 dependencies.

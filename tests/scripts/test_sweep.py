@@ -459,6 +459,16 @@ def test_vllm_is_measured_on_the_same_settings(tmp_path: Path, quantize: str | N
     assert "vLLM 0.0.stub" in tables.table([three, one])
 
 
+def test_each_seed_has_an_engine_of_vllm(seed: int) -> None:
+    """Its seed is set at its start. Rung's ranks take any."""
+    vllm, rung = (
+        [replace(TINY, variant=variant, batch=b, seed=s) for s in (seed, seed + 1) for b in (1, 4)]
+        for variant in ("vllm", "ladder")
+    )
+    found = [settings for _, settings in launches.by_launch(vllm + rung)]
+    assert sorted(found, key=str) == sorted([vllm[:2], vllm[2:], rung], key=str)
+
+
 @pytest.mark.parametrize("share", ["0", "1.01", "-1", "nan", "much"])
 def test_a_share_of_memory_that_cannot_be(share: str, monkeypatch: pytest.MonkeyPatch) -> None:
     for script in (sweep, load):
