@@ -8,8 +8,8 @@ from hf_config import config_to_hf
 from presets import model_config
 from quantized.compressed import scheme_to_hf
 from quantized.scheme import SCHEMES
-from scripts.sweep.vllm_worker import MEMORY
 
+MEMORY = 0.85  # the share of a GPU's memory that vLLM may use in a sweep
 QUANTIZES = ("fp8", "int4")  # values of --quantize in which vLLM can hold random weights
 
 

@@ -34,12 +34,11 @@ from options import KV_DTYPES, OVERLAPS
 from presets import PRESETS
 from quantized.scheme import QUANTIZATIONS
 from scripts.lib.results import ROOT
-from scripts.lib.vllm_model import add_vllm_memory
+from scripts.lib.vllm_model import MEMORY, add_vllm_memory
 from scripts.sweep.grids import GRIDS, settings_of
 from scripts.sweep.launches import RowsFile, by_launch, run_all
 from scripts.sweep.rows import read_rows
 from scripts.sweep.tables import latency_table, table
-from scripts.sweep.vllm_worker import MEMORY
 
 
 def parse_args() -> argparse.Namespace:

@@ -23,9 +23,8 @@ from processes import on_ranks
 from scripts.lib.machine import machine
 from scripts.lib.process_tree import end
 from scripts.lib.results import ROOT, check_output
-from scripts.lib.vllm_model import write_model
+from scripts.lib.vllm_model import MEMORY, write_model
 from scripts.sweep.rows import VLLM, Row, Setting, interconnect, read_rows, row_line
-from scripts.sweep.vllm_worker import MEMORY
 from scripts.sweep.worker import MARK
 
 

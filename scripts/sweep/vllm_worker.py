@@ -20,7 +20,6 @@ from statistics import median
 from typing import Any
 
 MARK = "@sweep "  # as in worker.py
-MEMORY = 0.85  # the default share of a GPU's memory
 
 
 def say(**content: Any) -> None:
