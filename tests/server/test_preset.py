@@ -5,10 +5,11 @@ import json
 import random
 import sys
 import time
+from argparse import Namespace
 from collections.abc import AsyncIterator, Iterator
 from datetime import UTC, datetime
 from pathlib import Path
-from typing import Any
+from typing import Any, NoReturn
 
 import pytest
 import torch
@@ -17,6 +18,7 @@ from hypothesis import strategies as st
 
 from checkpoint import SafetensorsSource, fill_all, load_model, places
 from comm import Local
+from comm.table import Table
 from engine import LLM, SamplingParams
 from errors import UserError
 from model import Transformer
@@ -184,6 +186,24 @@ def test_the_age_of_this_process_grows() -> None:
     first = process_age()
     time.sleep(0.05)
     assert 0.03 < process_age() - first < 60 and 0 < first < 24 * 3600
+
+
+def test_a_cold_start_knows_no_times_of_kernels_and_keeps_its_own_apart(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    def start(*_: object, **environ: str) -> NoReturn:
+        for name, value in environ.items():
+            monkeypatch.setenv(name, value)
+        raise UserError("started")
+
+    monkeypatch.setattr(startup, "rung_server", start)
+    args = Namespace(model="tiny", ranks=1, flags=[], out=tmp_path / "startup.json")
+    for caches in (tmp_path / "0", tmp_path / "1"):
+        with pytest.raises(UserError, match="started"):
+            startup.measure(args, caches)
+        path = Table("linear", {}).path
+        assert path.is_relative_to(caches) and not path.exists()
+        path.write_text("{}")
 
 
 def test_startup_measures_a_server(tmp_path: Path) -> None:

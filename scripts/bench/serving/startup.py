@@ -4,9 +4,9 @@
     python -m scripts.bench.serving.startup --model models/tiny-hybrid --ranks 2 --runs cold warm warm -- --comm int8
 
 Each run starts a new server, requests one token as soon as it is ready, and stops it. A cold run has empty cache folders for
-the kernels that Triton, Inductor and the CUDA driver compile. A warm run has the folders that the previous runs filled. The
-operating system's file cache is not cleared, so the first start after a reboot also reads PyTorch from disk. Flags after `--`
-are passed to the server.
+the kernels that Triton, Inductor and the CUDA driver compile, and for what Rung measures of its kernels and all-reduces. A warm
+run has the folders that the previous runs filled. The operating system's file cache is not cleared, so the first start after a
+reboot also reads PyTorch from disk. Flags after `--` are passed to the server.
 """
 
 import argparse
@@ -29,7 +29,7 @@ from scripts.lib.results import ROOT
 from scripts.lib.servers import rung_server
 
 LINE = re.compile(r"(\S+Z) info start-up: ([^,\n]+)(?:, ([\d.]+) s after the process began)?")
-CACHES = {"TRITON_CACHE_DIR": "triton", "TORCHINDUCTOR_CACHE_DIR": "inductor", "CUDA_CACHE_PATH": "cuda"}
+CACHES = {"TRITON_CACHE_DIR": "triton", "TORCHINDUCTOR_CACHE_DIR": "inductor", "CUDA_CACHE_PATH": "cuda", "RUNG_CACHE": "rung"}
 PROMPT_TOKENS = 16
 
 
