@@ -326,12 +326,8 @@ def parse_args() -> argparse.Namespace:
     parser.add_argument(
         "--calibration", type=Path, metavar="FILE", help="UTF-8 text for GPTQ (default: text like that of the embedded models)"
     )
-    parser.add_argument(
-        "--samples", type=whole_number(1), default=SAMPLES, metavar="N", help=f"for GPTQ, at most (default: {SAMPLES})"
-    )
-    parser.add_argument(
-        "--length", type=whole_number(1), default=LENGTH, metavar="N", help=f"tokens of one (default: {LENGTH})"
-    )
+    parser.add_argument("--samples", type=whole_number(1), metavar="N", help=f"of the text, at most (default: {SAMPLES})")
+    parser.add_argument("--length", type=whole_number(1), metavar="N", help=f"tokens of a sample (default: {LENGTH})")
     parser.add_argument("--device", choices=("cpu", "cuda"), help="default: CUDA if there is any")
     args = parser.parse_args()
     args.device = args.device or ("cuda" if torch.cuda.is_available() else "cpu")
@@ -340,10 +336,10 @@ def parse_args() -> argparse.Namespace:
     args.method = args.method or ("gptq" if args.weights == "int4" else "rtn")
     if args.method == "gptq" and args.weights == "fp8":
         raise UserError("--method gptq rounds to integers; use it with --weights int4 or int8")
-    if args.method != "gptq" and args.calibration is not None:
-        raise UserError(
-            "--calibration is text for --method gptq, and this rounds to nearest; leave it out, or add --method gptq"
-        )
+    for name in ("calibration", "samples", "length"):
+        if args.method != "gptq" and getattr(args, name) is not None:
+            raise UserError(f"--{name} is for --method gptq, and this rounds to nearest; leave it out, or add --method gptq")
+    args.samples, args.length = args.samples or SAMPLES, args.length or LENGTH
     return args
 
 

@@ -274,15 +274,16 @@ def test_the_command_quantizes_with_text(tmp_path: Path, seed: int) -> None:
             quantize_model(name, tmp_path / "other", "int8", "rtn", None, 1, 1)
 
 
-def test_text_that_would_not_be_used_is_refused(
+def test_flags_of_a_text_that_would_not_be_used_are_refused(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
 ) -> None:
     text = tmp_path / "text"
     text.write_text("text")
     here = Here(monkeypatch, capfd, scripts.quantize.main, flags=())
     for flags in (["--weights", random.choice(["fp8", "int8"])], ["--method", "rtn"]):
-        asked = ["--model", MODELS / "tiny-hybrid", "--out", tmp_path / "out", "--calibration", text, *flags]
-        assert "--calibration is text for --method gptq" in here.refuses(*asked)
+        for name, value in (("--calibration", text), ("--samples", scripts.quantize.SAMPLES), ("--length", 8)):
+            asked = ["--model", MODELS / "tiny-hybrid", "--out", tmp_path / "out", name, value, *flags]
+            assert f"{name} is for --method gptq" in here.refuses(*asked)
 
 
 def test_a_checkpoint_with_random_weights_is_quantized(
