@@ -3,8 +3,14 @@
 import json
 import zlib
 from collections.abc import Callable, Mapping
+from functools import cache
 from pathlib import Path
 from typing import Any
+
+from comm.table import digest
+
+FOLDERS = "comm", "engine", "kernels", "quantized", "training", "training/planner", "scripts/corpus", "scripts/quality"
+CODE = ("*.py", *(f"{folder}/*.py" for folder in FOLDERS), "scripts/quantize.py")
 
 
 def row_file(folder: Path, name: str, settings: Mapping[str, Any]) -> Path:
@@ -12,6 +18,12 @@ def row_file(folder: Path, name: str, settings: Mapping[str, Any]) -> Path:
     it."""
     digest = zlib.crc32(json.dumps(settings, sort_keys=True).encode())
     return folder / f"{name.replace(' ', '-').replace(':', '-')}-{digest:08x}.json"
+
+
+@cache
+def code_digest() -> str:
+    """A digest of what decides the quality that a model is found to have: a setting of its rows."""
+    return digest(CODE)
 
 
 def read_row(path: Path) -> dict[str, Any] | None:

@@ -37,7 +37,7 @@ from scripts.corpus.documents import documents, render
 from scripts.lib.machine import describe, machine
 from scripts.lib.markdown import captioned
 from scripts.lib.results import OUT, ROOT, add_write_option, results_folder, write_table
-from scripts.lib.rows import row_file, weights_checksum, write_row
+from scripts.lib.rows import code_digest, row_file, weights_checksum, write_row
 from scripts.quality.embedded import EXACT, TASKS
 from tokenizer import Tokenizer
 from tokenizer_files import load_tokenizer
@@ -95,7 +95,7 @@ def evaluate(path: Path, world: World, items: int) -> dict[str, Any]:
 
 def file_of(path: Path, ranks: int, comm: str, args: argparse.Namespace) -> Path:
     """The file of one evaluation. Its name depends on everything that the figures depend on."""
-    settings = {"weights": weights_checksum(path), "items": args.items, "torch": torch.__version__}
+    settings = {"weights": weights_checksum(path), "items": args.items, "torch": torch.__version__, "code": code_digest()}
     return row_file(args.rows, f"{path.name}-tp{ranks}-{comm}", settings)
 
 

@@ -38,7 +38,7 @@ from scripts.corpus.tokens import write_enough
 from scripts.lib import results
 from scripts.lib.machine import describe, machine
 from scripts.lib.markdown import captioned
-from scripts.lib.rows import read_row, row_file, write_row
+from scripts.lib.rows import code_digest, read_row, row_file, write_row
 from scripts.lib.statistics import mean_error
 from scripts.lib.workers import Workers, same_command, visible_gpus
 from scripts.quality.accuracy import SEED
@@ -93,7 +93,11 @@ def tokens_of(args: argparse.Namespace) -> list[int]:
 
 def file_of(args: argparse.Namespace, cell: Cell) -> Path:
     names = ("batch", "sequence_length", "stories", "items", "more")
-    settings = {name: getattr(args, name) for name in names} | {"model": str(args.model), "cell": asdict(cell)}
+    settings = {name: getattr(args, name) for name in names} | {
+        "model": str(args.model),
+        "cell": asdict(cell),
+        "code": code_digest(),
+    }
     return row_file(args.out / "rows", cell.name, settings)
 
 

@@ -29,7 +29,7 @@ from scripts.corpus.tokens import TOKENS_PER_DOCUMENT, write_corpus
 from scripts.lib import results
 from scripts.lib.machine import describe, machine
 from scripts.lib.markdown import captioned
-from scripts.lib.rows import kept, row_file, weights_checksum
+from scripts.lib.rows import code_digest, kept, row_file, weights_checksum
 from scripts.quality.embedded import TASKS
 from scripts.quality.seeds import evaluate, nats, share
 from training.convert import convert
@@ -52,7 +52,7 @@ def retrain(args: argparse.Namespace, layers: int, data: Path, out: Path, *more:
 
 def measured(args: argparse.Namespace, path: Path) -> Path:
     """The file of the evaluation of the model at `path`."""
-    settings = {"weights": weights_checksum(path), "items": args.items, "torch": torch.__version__}
+    settings = {"weights": weights_checksum(path), "items": args.items, "torch": torch.__version__, "code": code_digest()}
     return row_file(args.out / "rows", path.parent.name, settings | {"cuda": torch.cuda.is_available()})
 
 

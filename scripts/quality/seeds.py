@@ -37,7 +37,7 @@ from scripts.corpus.tokens import write_corpus
 from scripts.lib import results
 from scripts.lib.machine import describe, machine
 from scripts.lib.markdown import captioned
-from scripts.lib.rows import read_row, write_row
+from scripts.lib.rows import code_digest, read_row, write_row
 from scripts.lib.statistics import mean_error, paired_test
 from scripts.lib.workers import Workers, same_command, time_left, visible_gpus
 from scripts.quality.accuracy import MAX_ANSWER, SEED
@@ -121,7 +121,8 @@ def work(args: argparse.Namespace, one: Run) -> None:
 
 def asked(args: argparse.Namespace) -> dict[str, Any]:
     """The settings that all files must share."""
-    return {"tokens": args.tokens, "batch": args.batch, "stories": args.stories, "items": args.items, "more": args.more}
+    names = ("tokens", "batch", "stories", "items", "more")
+    return {name: getattr(args, name) for name in names} | {"code": code_digest()}
 
 
 def file_of(args: argparse.Namespace, one: Run) -> Path:
@@ -130,10 +131,10 @@ def file_of(args: argparse.Namespace, one: Run) -> Path:
 
 
 def row_of(args: argparse.Namespace, one: Run) -> dict[str, Any] | None:
-    """What was measured of one model, None if nothing. Raises UserError for a file with other settings."""
+    """What was measured of one model, None if nothing. Raises UserError for a file with other settings, or of other code."""
     row = read_row(file_of(args, one))
     if row is not None and row["asked"] != asked(args):
-        raise UserError(f"{file_of(args, one)} is of other settings ({row['asked']}); name another --out")
+        raise UserError(f"{file_of(args, one)} is of other settings or code ({row['asked']}); name another --out")
     return row
 
 

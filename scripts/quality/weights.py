@@ -30,7 +30,7 @@ from scripts.corpus.documents import documents, render
 from scripts.lib.machine import describe, machine
 from scripts.lib.markdown import captioned
 from scripts.lib.results import OUT, ROOT, add_write_option, results_folder, write_table
-from scripts.lib.rows import kept, row_file, weights_checksum
+from scripts.lib.rows import code_digest, kept, row_file, weights_checksum
 from scripts.lib.statistics import mean_error
 from scripts.quality.accuracy import BATCH, SEED, matches
 from scripts.quality.embedded import TASKS
@@ -80,7 +80,7 @@ def evaluate(path: Path, width: str, stories: int, items: int) -> dict[str, Any]
 def measured(path: Path, width: str, args: argparse.Namespace, folder: Path) -> dict[str, Any]:
     """The evaluation of one model and width, from its file in `folder` if that has the same settings."""
     settings = {"stories": args.stories, "items": args.items, "weights": weights_checksum(path), "of": "tokens"}
-    settings |= {"torch": torch.__version__, "cuda": torch.cuda.is_available()}
+    settings |= {"torch": torch.__version__, "cuda": torch.cuda.is_available(), "code": code_digest()}
     return kept(row_file(folder, f"{path.name}-{width}", settings), lambda: evaluate(path, width, args.stories, args.items))
 
 

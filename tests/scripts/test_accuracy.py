@@ -12,7 +12,7 @@ from tests.support.command_line import MODELS
 
 @pytest.mark.usefixtures("forked_commands")
 def test_a_stopped_command_goes_on(monkeypatch: pytest.MonkeyPatch, tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:
-    """With the evaluations that have no row; and with all if the number of items is another."""
+    """With the evaluations that have no row; and with all if the number of items or the code is another."""
     flags = "--tp 1 --dry-run --items 1"
     line = ["accuracy", *flags.split(), "--rows", str(tmp_path), "--models", str(MODELS / "tiny-ladder")]
     monkeypatch.setattr(sys, "argv", line)
@@ -38,3 +38,8 @@ def test_a_stopped_command_goes_on(monkeypatch: pytest.MonkeyPatch, tmp_path: Pa
         with pytest.raises(KeyboardInterrupt):
             accuracy.main()
         assert [Path(path).name for path in launched.pop()] == missing
+    monkeypatch.setattr(sys, "argv", line)
+    monkeypatch.setattr(accuracy, "code_digest", lambda: "other")
+    with pytest.raises(KeyboardInterrupt):
+        accuracy.main()
+    assert [Path(path).name for path in launched.pop()] == ["tiny-ladder"]

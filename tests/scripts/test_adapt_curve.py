@@ -64,6 +64,10 @@ def test_the_grid_is_searched_with_one_seed_and_measured_with_all(
     assert "| 4 | 0.000192 | 50% | 0.002 | 2 |" in text and "| 62 |" in text  # 62.5 %, to even
     args.batch += 1
     assert adapt_curve.rows_of(args) == []  # other settings have other rows
+    args.batch -= 1
+    assert adapt_curve.rows_of(args)
+    monkeypatch.setattr(adapt_curve, "code_digest", lambda: "other")
+    assert adapt_curve.rows_of(args) == []
 
 
 def test_a_model_is_measured_by_one_worker(tmp_path: Path) -> None:

@@ -30,6 +30,11 @@ def test_a_second_command_goes_on_and_another_recipe_is_refused(
     second = capfd.readouterr()
     assert second.out == first.out and "about 0.0 min" in second.err and estimates[1] == 0
     assert rows == {path: path.stat().st_mtime_ns for path in (tmp_path / "rows").iterdir()}
+    kept = adapt_demo.measured(args := adapt_demo.parse_args(), args.model)
+    assert kept in rows
+    with monkeypatch.context() as patch:
+        patch.setattr(adapt_demo, "code_digest", lambda: "other")
+        assert not adapt_demo.measured(args, args.model).exists()
     for more in (["--learning-rate", "1e-4"], ["--distill", "0.25"]):
         monkeypatch.setattr(sys, "argv", [*line, "--items", "2", *more])
         with pytest.raises(UserError, match="failed"):

@@ -157,6 +157,8 @@ def test_a_stopped_command_goes_on(monkeypatch: pytest.MonkeyPatch, tmp_path: Pa
     seeds.main()
     assert given == ["standard-1", "ladder-1", "standard-2", "ladder-2"]
     assert "| ladder | 2 |" in (tmp_path / "results" / "accuracy-seeds.md").read_text()
-    monkeypatch.setattr(sys, "argv", [*sys.argv, "--items", "7"])
-    with pytest.raises(UserError, match="other settings"):
-        seeds.main()
+    for module, name, value in ((sys, "argv", [*sys.argv, "--items", "7"]), (seeds, "code_digest", lambda: "other")):
+        with monkeypatch.context() as patch:
+            patch.setattr(module, name, value)
+            with pytest.raises(UserError, match="other settings or code"):
+                seeds.main()

@@ -2,6 +2,7 @@
 
 import json
 import random
+import subprocess
 import sys
 from pathlib import Path
 from typing import Any
@@ -9,7 +10,9 @@ from typing import Any
 import pytest
 import torch
 
+from scripts.lib.rows import CODE
 from scripts.quality import weights
+from tests import ROOT
 from tests.support.command_line import MODELS
 
 
@@ -79,3 +82,23 @@ def test_a_stopped_command_goes_on(monkeypatch: pytest.MonkeyPatch, tmp_path: Pa
     assert table[0] == "| model | 16 bits | int4 | fp8 | int4-gptq | int4-gptq against int4 |"
     expected = rows[3]["change_from_int4"] * 100, rows[3]["change_from_int4_error"] * 100
     assert table[2].endswith(" {:+.3f} ± {:.3f} |".format(*expected))
+    asked.clear()
+    monkeypatch.setattr(weights, "code_digest", lambda: "other")
+    with pytest.raises(KeyboardInterrupt):
+        weights.main()
+    assert asked == [weights.PLAIN, "int4", "fp8"]
+
+
+def test_rows_know_all_code_that_decides_about_quality() -> None:
+    """All modules of this repository that the commands import, but those that only keep and show what is found."""
+    names = ("accuracy", "adapt_curve", "adapt_demo", "seeds", "weights")
+    imports = "; ".join(f"import scripts.quality.{name}" for name in names)
+    files = "print(*(m.__file__ for m in list(sys.modules.values()) if getattr(m, '__file__', None)), sep='\\n')"
+    done = subprocess.run(
+        [sys.executable, "-c", f"import sys; {imports}; {files}"], cwd=ROOT, capture_output=True, text=True, check=True
+    )
+    ours = {Path(line).relative_to(ROOT) for line in done.stdout.splitlines() if Path(line).is_relative_to(ROOT)}
+    needed = {str(path) for path in ours if path.parts[0] not in (".venv", "tests") and path.name != "__init__.py"}
+    needed -= {name for name in needed if name.startswith(("scripts/lib/", "scripts/sweep/"))}
+    assert "quantized/gptq.py" in needed
+    assert needed <= {str(path.relative_to(ROOT)) for pattern in CODE for path in ROOT.glob(pattern)}
