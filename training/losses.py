@@ -40,21 +40,18 @@ def distillation(
     teacher_hidden: Tensor,
     batch: Batch,
     share: float = 1.0,
-    temperature: float = 1.0,
     chunk: int | None = None,
 ) -> Tensor:
     """share * KL(teacher || model) + (1 - share) * cross entropy, summed over the counted positions, nats, fp32 scalar.
 
-    hidden, teacher_hidden: (B, T, C) of each model, after its final norm. For the divergence, logits are divided by
-    `temperature` and the result is multiplied by its square, so that the size of the gradients does not depend on it
-    (Hinton et al., arXiv:1503.02531, section 2). The teacher gets no gradient.
+    hidden, teacher_hidden: (B, T, C) of each model, after its final norm. The teacher gets no gradient.
     """
 
     def loss(logits: Tensor, teacher_rows: Tensor, targets: Tensor) -> Tensor:
         with torch.no_grad():
-            wanted = (head_logits(teacher, teacher_rows, teacher.head.weight) / temperature).log_softmax(-1)
-        divergence = F.kl_div((logits / temperature).log_softmax(-1), wanted, reduction="none", log_target=True)
-        divergence = divergence.sum(-1).masked_fill(targets == IGNORED, 0.0).sum() * temperature**2
+            wanted = head_logits(teacher, teacher_rows, teacher.head.weight).log_softmax(-1)
+        divergence = F.kl_div(logits.log_softmax(-1), wanted, reduction="none", log_target=True)
+        divergence = divergence.sum(-1).masked_fill(targets == IGNORED, 0.0).sum()
         return divergence if share == 1 else share * divergence + (1 - share) * _surprise(logits, targets)
 
     return _by_chunks(model, hidden, loss, chunk, teacher_hidden.detach().flatten(0, 1), batch.targets.flatten())
