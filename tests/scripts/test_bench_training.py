@@ -158,7 +158,7 @@ def arguments(out: Path, *more: object) -> list[str]:
 
 def measured(step_ms: list[float], **more: Any) -> dict[str, Any]:
     fixed = {"precision": "float32", "sharding": "P 1x1", "predicted_ms": None, "waited_ms": 1.5, "traced_exposed_ms": None}
-    fixed |= {"peak_memory_gb": None, "losses": [7.0, 6.9], "tokens_per_step": 1000, "flops_per_step": 4e9, "peak_flops": None}
+    fixed |= {"peak_memory_gb": None, "tokens_per_step": 1000, "flops_per_step": 4e9, "peak_flops": None}
     return fixed | {"step_ms": step_ms} | more
 
 

@@ -308,25 +308,21 @@ def measure(args: argparse.Namespace, world: World) -> dict[str, Any]:
     trainer, row = build(args, world)
     if isinstance(trainer, Fsdp2Trainer):
         row["prefetch_ms"] = tune(trainer, world, args.tuning)
-    share, _ = trainer.train_step()
-    losses = [share]
-    timed(trainer.train_step, args.unmeasured - 1, world)
+    timed(trainer.train_step, args.unmeasured, world)
     if isinstance(trainer, Trainer):
         trainer.executor.exposed.take()
     cuda = world.device.type == "cuda"
     if cuda:
         torch.cuda.reset_peak_memory_stats()
     measured = args.steps - args.unmeasured
-    row["step_ms"] = [1e3 * seconds for seconds in timed(lambda: losses.append(trainer.train_step()[0]), measured, world)]
+    row["step_ms"] = [1e3 * seconds for seconds in timed(trainer.train_step, measured, world)]
     waited = trainer.executor.exposed.take() / measured if isinstance(trainer, Trainer) else 0.0
     memory = torch.cuda.max_memory_allocated() / 1e9 if cuda else 0.0
     waited, memory = reduced(torch.tensor([waited, memory], dtype=torch.float64), world, dist.ReduceOp.MAX)
-    first, last = reduced(torch.stack([losses[0], losses[-1]]).detach(), world, dist.ReduceOp.SUM)
     return row | {
         "waited_ms": 1e3 * waited if isinstance(trainer, Trainer) else None,
         "traced_exposed_ms": traced(trainer, args, world),
         "peak_memory_gb": memory if cuda else None,
-        "losses": [first, last],
         **figures(args, world),
     }
 
