@@ -2,7 +2,7 @@
 
 import math
 from collections.abc import Sequence
-from statistics import fmean, quantiles, stdev
+from statistics import NormalDist, fmean, quantiles, stdev
 
 INTERVALS = 400  # of Simpson's rule, even
 
@@ -19,12 +19,20 @@ def quartiles(values: Sequence[float]) -> tuple[float, float]:
 
 
 def median_error(values: Sequence[float]) -> float:
-    """The standard error of the median of independent values, from their quartiles as if they were normal. NaN for one value.
-
-    A normal distribution's quartiles are 1.349 deviations apart, and its median's error is sqrt(pi / 2) that of its mean.
-    """
+    """The standard error of the median of independent values, from their quartiles as if they were normal. NaN for one value."""
     low, high = quartiles(values)
-    return math.sqrt(math.pi / 2 / len(values)) * (high - low) / 1.349 if len(values) > 1 else math.nan
+    return median_deviations(len(values)) * (high - low) if len(values) > 1 else math.nan
+
+
+def median_deviations(count: int) -> float:
+    """The standard deviation of the median of `count` > 1 normal values, in units of the mean distance of their quartiles.
+
+    With many values it is sqrt(pi / 2 / count) / 1.349. Few have quartiles closer together: those of Blom's approximation of the mean
+    order statistics. The additions to `count` are for the median, which of an even number is a mean of two. 3 % low for 3 values and
+    6 % for 2, else within 2 %."""
+    ordered = [NormalDist().inv_cdf((i + 0.625) / (count + 0.25)) for i in range(count)]
+    low, high = quartiles(ordered)
+    return math.sqrt(math.pi / 2 / (count + (0.5 if count % 2 else 1.3))) / (high - low)
 
 
 def paired_test(differences: Sequence[float]) -> tuple[float, float, float]:
