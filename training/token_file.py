@@ -7,7 +7,9 @@ end token. Conversations are packed into windows before they are written.
 
 import hashlib
 import json
+from collections.abc import Iterable
 from dataclasses import asdict, dataclass, replace
+from functools import cached_property
 from pathlib import Path
 from typing import Any
 
@@ -18,7 +20,7 @@ from files import TOKENIZER_BYTES, read_file, writing
 from tokenizer_files import find_tokenizer
 
 FORMAT = 1
-HEADER_KEYS = {"format", "dtype", "tokens", "vocab_size", "tokenizer", "window"}
+HEADER_KEYS = {"format", "dtype", "tokens", "vocab_size", "tokenizer", "window", "digest"}
 
 
 @dataclass(frozen=True)
@@ -31,6 +33,7 @@ class Header:
     tokenizer: str  # a fingerprint of the tokenizer's file
     window: int | None = None  # tokens; length of the packed windows, with which the file must be read
     format: int = FORMAT
+    digest: str | None = None  # of NAME.bin and NAME.mask; None in files of earlier versions
 
 
 @dataclass(frozen=True)
@@ -42,14 +45,25 @@ class TokenFile:
     tokens: np.ndarray  # (tokens,) uint16 or uint32, memory-mapped
     mask: np.ndarray | None  # (tokens,) uint8, memory-mapped: 1 where the loss counts the token
 
-    @property
+    @cached_property
     def fingerprint(self) -> str:
-        """A hash of the header and the first and last tokens, which is enough to tell two files apart."""
-        digest = hashlib.sha256(json.dumps(asdict(self.header), sort_keys=True).encode())
-        for part in (self.tokens, self.mask):
-            if part is not None:
-                digest.update(part[:4096].tobytes() + part[-4096:].tobytes())
-        return digest.hexdigest()[:16]
+        """A hash of the header, all tokens and the mask. They are read only if the header has no digest of them, as in files of
+        earlier versions, or is older than they are."""
+        header = self.header
+        if header.digest is None or self._is_newer_than_header():
+            header = replace(header, digest=_joined(hashlib.sha256(a.data) for a in (self.tokens, self.mask) if a is not None))
+        known = asdict(header) | {"masked": self.mask is not None}
+        return hashlib.sha256(json.dumps(known, sort_keys=True).encode()).hexdigest()[:16]
+
+    def _is_newer_than_header(self) -> bool:
+        names = (".bin", ".json") if self.mask is None else (".bin", ".mask", ".json")
+        *data, header = (self.path.with_suffix(name).stat().st_mtime_ns for name in names)
+        return max(data) > header
+
+
+def _joined(digests: Iterable["hashlib._Hash"]) -> str:
+    """The digest in a header, from those of NAME.bin and of NAME.mask if there is one."""
+    return " ".join(digest.hexdigest() for digest in digests)
 
 
 def token_dtype(vocab_size: int) -> str:
@@ -79,8 +93,9 @@ class TokenWriter:
         with writing(self.path):
             for suffix in (".json", ".mask"):
                 self.path.with_suffix(suffix).unlink(missing_ok=True)
-            self._tokens = self.path.open("wb")
-            self._mask = self.path.with_suffix(".mask").open("wb") if self.masked else None
+            suffixes = (".bin", ".mask") if self.masked else (".bin",)
+            self._files = [self.path.with_suffix(suffix).open("wb") for suffix in suffixes]
+        self._digests = [hashlib.sha256() for _ in self._files]
         return self
 
     def append(self, ids: np.ndarray, mask: np.ndarray | None = None) -> None:
@@ -89,22 +104,25 @@ class TokenWriter:
         outside = ids[(ids < 0) | (ids >= self.header.vocab_size)]
         if len(outside):
             raise UserError(f"token id {outside[0]} is outside the vocabulary of {self.header.vocab_size}; check the tokenizer")
+        parts = [ids.astype(_little_endian(self.header.dtype)).tobytes()]
+        if self.masked:
+            assert mask is not None and len(mask) == len(ids), "a masked file needs one mask entry a token"
+            parts.append(mask.astype(np.uint8).tobytes())
         with writing(self.path):
-            self._tokens.write(ids.astype(_little_endian(self.header.dtype)).tobytes())
-            if self._mask is not None:
-                assert mask is not None and len(mask) == len(ids), "a masked file needs one mask entry a token"
-                self._mask.write(mask.astype(np.uint8).tobytes())
+            for file, digest, part in zip(self._files, self._digests, parts, strict=True):
+                file.write(part)
+                digest.update(part)
         self.header = replace(self.header, tokens=self.header.tokens + len(ids))
 
     def __exit__(self, kind: type[BaseException] | None, *_: object) -> None:
         is_whole = False
         try:
             with writing(self.path):
-                for file in (self._tokens, self._mask):
-                    if file is not None:
-                        file.close()
+                for file in self._files:
+                    file.close()
                 if kind is None:
-                    self.path.with_suffix(".json").write_text(json.dumps(asdict(self.header), indent=1) + "\n")
+                    header = replace(self.header, digest=_joined(self._digests))
+                    self.path.with_suffix(".json").write_text(json.dumps(asdict(header), indent=1) + "\n")
                     is_whole = True
         finally:
             for suffix in () if is_whole else (".bin", ".mask", ".json"):
@@ -165,12 +183,14 @@ def _read_header(path: Path, how: str) -> Header:
         raise UserError(f"{path} is missing, the header of a token file; {how}") from None
     except (OSError, ValueError) as e:
         raise UserError(f"{path} is no header of a token file ({e}); {how}") from None
-    if not isinstance(raw, dict) or raw.get("format") != FORMAT or raw.keys() != HEADER_KEYS:
+    if not isinstance(raw, dict) or raw.get("format") != FORMAT or raw.keys() | {"digest"} != HEADER_KEYS:
         raise UserError(f"{path} is no header of a token file of format {FORMAT}; {how}")
     header = Header(**raw)
     counts = (header.tokens, header.vocab_size, 0 if header.window is None else header.window)
     if header.dtype not in ("uint16", "uint32") or not all(type(count) is int and count >= 0 for count in counts):
         raise UserError(f"{path} has no valid dtype and token count; {how}")
+    if not isinstance(header.digest, str | None):
+        raise UserError(f"{path} has no valid digest; {how}")
     return header
 
 

@@ -1,6 +1,7 @@
 """Token files: what is written is read, and damaged files are refused."""
 
 import json
+import os
 from pathlib import Path
 
 import numpy as np
@@ -34,9 +35,12 @@ def test_what_is_written_is_read(vocab: int, bytes_each: int, masked: bool, tmp_
 
 
 def test_files_are_told_apart_and_an_equal_one_is_not(tmp_path: Path, seed: int) -> None:
-    tokens = np.random.default_rng(seed).integers(1000, size=50)
-    changed, mask = tokens.copy(), np.ones(50)
-    changed[0] ^= 1
+    rng, count = np.random.default_rng(seed), 20_000
+    tokens = rng.integers(1000, size=count)
+    changed, mask = tokens.copy(), np.ones(count)
+    changed[rng.integers(count)] ^= 1
+    other_mask = mask.copy()
+    other_mask[rng.integers(count)] = 0
     (tmp_path / "again").mkdir()
     files = [
         write_tokens(tmp_path / "a.bin", tokens, 1000, "x"),
@@ -44,9 +48,31 @@ def test_files_are_told_apart_and_an_equal_one_is_not(tmp_path: Path, seed: int)
         write_tokens(tmp_path / "c.bin", tokens, 1000, "y"),
         write_tokens(tmp_path / "d.bin", tokens, 1000, "x", mask),
         write_tokens(tmp_path / "e.bin", tokens[:-1], 1000, "x"),
+        write_tokens(tmp_path / "f.bin", tokens, 1000, "x", other_mask),
     ]
-    assert len({file.fingerprint for file in files}) == 5
+    assert len({file.fingerprint for file in files}) == len(files)
     assert write_tokens(tmp_path / "again" / "a.bin", tokens, 1000, "x").fingerprint == files[0].fingerprint
+
+
+@pytest.mark.parametrize("masked", [False, True])
+def test_a_file_of_an_earlier_version_has_the_fingerprint_of_a_new_one(masked: bool, tmp_path: Path) -> None:
+    file = numbered(tmp_path, 20_000, np.arange(20_000) % 2 if masked else None)
+    header = tmp_path / "tokens.json"
+    known = json.loads(header.read_text())
+    header.write_text(json.dumps({key: value for key, value in known.items() if key != "digest"}))
+    assert open_tokens(file.path, 2**17).fingerprint == file.fingerprint
+
+
+@pytest.mark.parametrize("suffix", [".bin", ".mask"])
+def test_a_file_that_was_changed_behind_its_header_is_told_apart(suffix: str, tmp_path: Path) -> None:
+    file = numbered(tmp_path, 20_000, np.ones(20_000))
+    before, path = file.fingerprint, file.path.with_suffix(suffix)
+    content = bytearray(path.read_bytes())
+    content[len(content) // 2] ^= 1
+    path.write_bytes(content)
+    written = file.path.with_suffix(".json").stat().st_mtime_ns
+    os.utime(path, ns=(written + 1, written + 1))  # the clock of a file system may be too coarse for this test
+    assert open_tokens(file.path, 2**17).fingerprint != before
 
 
 def test_a_mask_of_an_earlier_file_does_not_stay(tmp_path: Path) -> None:
@@ -102,6 +128,7 @@ def damage_header(folder: Path, **changes: object) -> None:
         (lambda d: damage_header(d, dtype="int8"), "no valid dtype"),
         (lambda d: damage_header(d, tokens="many"), "no valid dtype and token count"),
         (lambda d: damage_header(d, window=-5), "no valid dtype and token count"),
+        (lambda d: damage_header(d, digest=5), "no valid digest"),
         (lambda d: (d / "tokens.bin").unlink(), "tokens.bin cannot be read"),
         (lambda d: (d / "tokens.bin").write_bytes(b"12345"), "5 bytes where its header says 400: it is torn"),
         (lambda d: (d / "tokens.bin").write_bytes(b"1" * 401), "401 bytes where its header says 400: it is torn"),
