@@ -33,7 +33,7 @@ from torch import Tensor, nn
 from tqdm import tqdm
 
 from attention import Causal
-from checkpoint import DTYPES, INDEX, Place, Source, check_source, fill, full_shape, module_places
+from checkpoint import DTYPES, INDEX, Place, Source, check_source, fill, full_shape, module_places, weights_fingerprint
 from cli import Parser, note, run
 from comm import Local, Residual
 from config import ModelConfig
@@ -365,19 +365,10 @@ def quantize_model(
     tokens = calibration(model, text, config, samples, length) if text is not None and method == "gptq" else None
     shape = None if tokens is None else list(tokens.shape)
     settings = {"model": model, "method": method, "scheme": asdict(job.scheme), "calibration": shape, "text": hash_of(text)}
-    begin(out, settings | {"weights": fingerprint(source)})
+    begin(out, settings | {"weights": weights_fingerprint(source)})
     seconds = quantize_checkpoint(job, tokens)
     finish(Path(model), job)
     return costs(seconds, where)
-
-
-def fingerprint(source: Source) -> str:
-    """A hash of the first row of every tensor: another one once the model has been trained further."""
-    found = 0
-    for name, shape in sorted(source.shapes().items()):
-        row = source.read(name, 0, 0, min(1, shape[0]) if shape else 0)
-        found = zlib.crc32(row.contiguous().view(-1).view(torch.uint8).numpy().tobytes(), found)
-    return f"{found:08x}"
 
 
 def hash_of(text: str | None) -> str | None:

@@ -31,7 +31,7 @@ import torch
 from torch import Tensor
 from tqdm import tqdm
 
-from checkpoint import load_model, open_source
+from checkpoint import load_model, open_source, weights_fingerprint
 from cli import Parser, note, run
 from comm import Local
 from config import ModelConfig
@@ -45,7 +45,7 @@ from tp import World, init_world
 from training.batches import GlobalBatches
 from training.chains import chain_loss
 from training.export import save_head
-from training.loop import together
+from training.loop import check_same, identity, together
 from training.metrics import cut_after, plot_run
 from training.optimizer import AdamSettings
 from training.options import add_batch_options, check_numbers, dtype_of, schedule_of
@@ -54,7 +54,6 @@ from training.token_file import TokenFile, check_tokenizer, open_tokens
 
 COUNTED = 1 << 26  # most tokens of the text that are counted for the draft vocabulary
 SNAPSHOT = "snapshot.pt"
-RECIPE = ("learning_rate", "warmup", "final_rate", "weight_decay", "clip")
 POSITIVE = (
     *("sequence_length", "global_batch", "micro_batch", "steps", "chain", "log_every", "save_every", "draft_vocab"),
     *("learning_rate", "clip"),
@@ -221,9 +220,9 @@ def make_optimizer(args: argparse.Namespace, head: EagleHead) -> torch.optim.Opt
 
 
 def save_snapshot(
-    args: argparse.Namespace, batches: GlobalBatches, head: EagleHead, optimizer: torch.optim.Optimizer, step: int
+    args: argparse.Namespace, settings: dict[str, Any], head: EagleHead, optimizer: torch.optim.Optimizer, step: int
 ) -> None:
-    state = {"step": step, "settings": identity(args, batches), "head": head.state_dict(), "optimizer": optimizer.state_dict()}
+    state = {"step": step, "settings": settings, "head": head.state_dict(), "optimizer": optimizer.state_dict()}
     path, half = args.out / SNAPSHOT, args.out / f"{SNAPSHOT}.partial"
     try:
         torch.save(state, half)
@@ -233,7 +232,7 @@ def save_snapshot(
         raise UserError(f"{path} cannot be written ({first_line(e)}); make room, then go on with --resume") from None
 
 
-def restore(args: argparse.Namespace, batches: GlobalBatches, head: EagleHead, optimizer: torch.optim.Optimizer) -> int:
+def restore(args: argparse.Namespace, settings: dict[str, Any], head: EagleHead, optimizer: torch.optim.Optimizer) -> int:
     """Load the snapshot in --out, if --resume is given and there is one. Returns the step to go on with. Raises UserError."""
     path = args.out / SNAPSHOT
     if not path.exists():
@@ -247,24 +246,16 @@ def restore(args: argparse.Namespace, batches: GlobalBatches, head: EagleHead, o
         then = state["settings"]
     except (OSError, RuntimeError, ValueError, EOFError, LookupError, TypeError, UnpicklingError) as e:
         raise UserError(f"{path} is damaged ({first_line(e)}); remove it to start again") from None
-    for name, value in identity(args, batches).items():
-        if then.get(name) != value:
-            raise UserError(
-                f"{path} is of a run with another {name.replace('_', ' ')} ({then.get(name)}, now {value}); "
-                "resume with that run's settings, or remove it"
-            )
+    check_same(path, then, settings, "remove it")
     head.load_state_dict(state["head"])
     optimizer.load_state_dict(state["optimizer"])
     return int(state["step"])
 
 
-def identity(args: argparse.Namespace, batches: GlobalBatches) -> dict[str, Any]:
-    """The settings that a resumed run must share with the original one."""
-    names = ("streams", "draft_vocab", "chain", "sequence_length", "global_batch", "steps", "seed", *RECIPE)
-    return {name: getattr(args, name) for name in names} | {
-        "model": str(Path(args.model).resolve()),
-        "data": batches.tokens.fingerprint,
-    }
+def settings_of(args: argparse.Namespace, base: ModelConfig, batches: GlobalBatches, device: torch.device) -> dict[str, Any]:
+    """Those that a resumed run must share with the original one."""
+    more = {name: getattr(args, name) for name in ("streams", "draft_vocab", "chain")}
+    return identity(args, base, batches, device) | more | {"weights": weights_fingerprint(open_source(args.model, base))}
 
 
 # --- the command ---------------------------------------------------------------------------------------------------------
@@ -306,7 +297,8 @@ def train_head(args: argparse.Namespace, world: World) -> None:
         head.targets.copy_(frequent_tokens(batches.tokens, config.draft_vocab_size))
     together(world, lambda: fill(head, args, base))
     optimizer = make_optimizer(args, head)
-    first = together(world, lambda: restore(args, batches, head, optimizer))
+    settings = together(world, lambda: settings_of(args, base, batches, world.device))
+    first = together(world, lambda: restore(args, settings, head, optimizer))
     size = sum(p.numel() for p in head.parameters())
     note(
         f"head of {size / 1e6:,.2f}M parameters for {base.description}, reading the streams before layers {config.stream_layers}"
@@ -316,7 +308,7 @@ def train_head(args: argparse.Namespace, world: World) -> None:
         meter.add(step + 1, schedule_of(args).rate(step), train_step(args, head, model, batches, optimizer, step))
         if (step + 1) % args.save_every == 0 and step + 1 < args.steps:
             meter.check(step + 1)  # on all ranks: a snapshot must be worth resuming
-            on_first(world, partial(save_snapshot, args, batches, head, optimizer, step + 1))
+            on_first(world, partial(save_snapshot, args, settings, head, optimizer, step + 1))
     meter.bar.close()
     on_first(world, partial(save_head, head.eval().requires_grad_(False), args.out))
     if world.rank == 0:

@@ -3,7 +3,7 @@
 import argparse
 import json
 import uuid
-from collections.abc import Callable
+from collections.abc import Callable, Container, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, TypeVar
@@ -17,6 +17,7 @@ from config import ModelConfig
 from errors import UserError
 from files import check_folder
 from hf_config import config_to_hf
+from options import dtype_name
 from tokenizer_files import find_tokenizer
 from tp import World, agree_on_error
 from training.batches import GlobalBatches
@@ -34,8 +35,8 @@ from training.token_file import check_tokenizer, open_tokens
 
 T = TypeVar("T")
 
-# what may change in the middle of a run, but only with --other-recipe. Only adaptation has a distillation.
-RECIPE = ("steps", "learning_rate", "warmup", "final_rate", "weight_decay", "clip", "distill")
+OPTIMIZATION = ("steps", "learning_rate", "warmup", "final_rate", "weight_decay", "clip")  # options of all training commands
+RECIPE = (*OPTIMIZATION, "distill", "teacher")  # what may change in the middle of a run, but only with --other-recipe
 
 
 @dataclass(frozen=True)
@@ -47,6 +48,7 @@ class Setup:
     tokenizer_from: Path | None
     data: Path
     loss: Loss
+    teacher: str | None = None  # the fingerprint of the weights that the loss distills
 
 
 def together(world: World, work: Callable[[], T]) -> T:
@@ -76,7 +78,7 @@ def prepare(args: argparse.Namespace, world: World, setup: Setup) -> tuple[Train
     if world.world_size > 1:
         dist.broadcast_object_list(run_id, src=0)
     snapshots = Snapshots(args.out / "snapshots", world.rank, world.world_size, keep=args.keep, run_id=run_id[0])
-    path = together(world, lambda: _snapshot(args, setup, snapshots, batches))
+    path = together(world, lambda: _snapshot(args, world, setup, snapshots, batches))
     trainer = together(world, lambda: _build(args, world, setup, batches, planned))
     if path is not None:
         together(world, lambda: trainer.restore(snapshots, path))
@@ -98,7 +100,9 @@ def _check(args: argparse.Namespace, world: World, setup: Setup) -> tuple[Global
     return batches, plan(args, setup.config, mesh, world.device)
 
 
-def _snapshot(args: argparse.Namespace, setup: Setup, snapshots: Snapshots, batches: GlobalBatches) -> Path | None:
+def _snapshot(
+    args: argparse.Namespace, world: World, setup: Setup, snapshots: Snapshots, batches: GlobalBatches
+) -> Path | None:
     """The snapshot to resume from, if any. Raises UserError if there is one without --resume, or if it is from a run with
     other settings."""
     path = snapshots.latest()
@@ -109,28 +113,49 @@ def _snapshot(args: argparse.Namespace, setup: Setup, snapshots: Snapshots, batc
     if path is None:
         note(f"no snapshot in {args.out} yet: starting from the beginning")
         return None
-    then, now = read_manifest(path)["meta"], identity(args, setup.config, batches)
-    for key, value in now.items():
-        if then.get(key) != value and not (args.other_recipe and key in RECIPE):
-            raise UserError(
-                f"{path} comes from a run with another {key.replace('_', ' ')} ({_short(then.get(key))}, now {_short(value)}); "
-                "resume with that run's own settings, or name another --out"
-                + (", or go on from there with --other-recipe" if key in RECIPE else "")
-            )
+    now = _identity(args, setup, batches, world.device)
+    now = {key: value for key, value in now.items() if not (args.other_recipe and key in RECIPE)}
+    check_same(path, read_manifest(path)["meta"], now, "name another --out", RECIPE)
     empty = empty_model(setup.config, torch.device("cpu"), torch.float32)
     check_fits(path, {name: tuple(p.shape) for name, p in empty.named_parameters()})
     return path
 
 
-def identity(args: argparse.Namespace, config: ModelConfig, batches: GlobalBatches) -> dict[str, Any]:
-    """The settings that a resumed run must share with the original one, so that both have the losses of an uninterrupted run."""
+def _identity(args: argparse.Namespace, setup: Setup, batches: GlobalBatches, device: torch.device) -> dict[str, Any]:
+    distill = getattr(args, "distill", 0.0)  # of adaptation
+    more = {"deterministic": args.deterministic, "distill": distill, "teacher": setup.teacher}
+    return identity(args, setup.config, batches, device) | more
+
+
+def identity(args: argparse.Namespace, config: ModelConfig, batches: GlobalBatches, device: torch.device) -> dict[str, Any]:
+    """The settings of any training command that a resumed run must share with the original one, so that both have the losses of an
+    uninterrupted run."""
     return {
         "model": json.loads(json.dumps(config_to_hf(config))),
         "data": batches.tokens.fingerprint,
-        "sequence_length": args.sequence_length,
-        "global_batch": args.global_batch,
-        "seed": args.seed,
-    } | {key: getattr(args, key) for key in RECIPE if hasattr(args, key)}
+        "dtype": dtype_name(args.dtype, device.type),
+        **{key: getattr(args, key) for key in ("sequence_length", "global_batch", "seed", *OPTIMIZATION)},
+    }
+
+
+def check_same(
+    path: Path, then: Mapping[str, Any], now: Mapping[str, Any], otherwise: str, recipe: Container[str] = ()
+) -> None:
+    """Raise UserError unless the run that wrote the snapshot `path` had the settings `now`; `then` are those it noted.
+
+    otherwise: what the user can do but resume. recipe: the settings that --other-recipe lets change."""
+    if unknown := sorted(now.keys() - then.keys()):
+        raise UserError(
+            f"{path} is from an earlier version of Rung, which did not note the run's {', '.join(unknown)}; resume with that version, "
+            f"or {otherwise}"
+        )
+    for key, value in now.items():
+        if then[key] != value:
+            raise UserError(
+                f"{path} comes from a run with another {key.replace('_', ' ')} ({_short(then[key])}, now {_short(value)}); "
+                f"resume with that run's own settings, or {otherwise}"
+                + (", or go on from there with --other-recipe" if key in recipe else "")
+            )
 
 
 def _short(value: Any) -> str:
@@ -170,7 +195,7 @@ def _build(args: argparse.Namespace, world: World, setup: Setup, batches: Global
 def train(args: argparse.Namespace, world: World, trainer: Trainer, snapshots: Snapshots, setup: Setup) -> None:
     """Train to --steps with a snapshot every --save-every steps, then plot the loss and export the model. With
     --metrics-only: train and plot."""
-    meta = identity(args, setup.config, trainer.batches)
+    meta = _identity(args, setup, trainer.batches, trainer.device)
     last = min(args.steps, args.stop_after or args.steps)
     meter = Meter(trainer, args.out / "metrics.jsonl", args.log_every, args.steps, *_flops(args, trainer))
     while trainer.step < last:

@@ -38,13 +38,17 @@ def tiny(variant: str) -> ModelConfig:
 
 @pytest.fixture
 def standard(tmp_path: Path, seed: int) -> Path:
+    save_standard(tmp_path / "standard", seed)
+    return tmp_path / "standard"
+
+
+def save_standard(folder: Path, seed: int) -> None:
     """A standard checkpoint with weights so large that the residual variant changes the output."""
     model = Transformer(tiny("standard"), Local(), torch.device("cpu"), torch.float32)
     random_weights(model, seed)
     for parameter in model.parameters():
         parameter.data.mul_(8 if parameter.dim() == 2 else 1)
-    save_checkpoint(model, tmp_path / "standard", torch.float32)
-    return tmp_path / "standard"
+    save_checkpoint(model, folder, torch.float32)
 
 
 @pytest.fixture
@@ -133,6 +137,23 @@ def test_an_adapted_model_is_not_taken_for_one_of_another_distillation(standard:
     run(ALONE, [*base, "--distill", 0.5])
     with pytest.raises(UserError, match="another distill"):
         run(ALONE, [*base, "--resume", "--distill", 0.25])
+
+
+def test_a_run_goes_on_with_another_teacher_only_if_told_to(standard: Path, tokens: Path, tmp_path: Path, seed: int) -> None:
+    base = arguments(standard, tokens, tmp_path / "out", "--ladder-layers", 2, "--steps", 4)
+    run(ALONE, [*base, "--distill", 0.5, "--stop-after", 2])
+    save_standard(standard, seed + 1)
+    with pytest.raises(UserError, match=r"another teacher.*--other-recipe"):
+        run(ALONE, [*base, "--resume", "--distill", 0.5])
+    assert len(run(ALONE, [*base, "--resume", "--distill", 0.5, "--other-recipe"])) == 4
+
+
+def test_weights_that_are_not_distilled_may_change(standard: Path, tokens: Path, tmp_path: Path, seed: int) -> None:
+    """A resumed run has its weights from the snapshot."""
+    base = arguments(standard, tokens, tmp_path / "out", "--ladder-layers", 2, "--steps", 4)
+    run(ALONE, [*base, "--stop-after", 2])
+    save_standard(standard, seed + 1)
+    assert len(run(ALONE, [*base, "--resume"])) == 4
 
 
 def test_a_ladder_is_no_starting_point(tokens: Path, tmp_path: Path) -> None:

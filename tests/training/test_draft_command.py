@@ -197,11 +197,35 @@ def test_a_stopped_run_resumes(tokens: Path, tmp_path: Path, seed: int, monkeypa
     monkeypatch.setattr(command, "train_step", step)
     with pytest.raises(UserError, match="--resume"):
         run(ALONE, again)
-    with pytest.raises(UserError, match=r"another chain \(4, now 2\)"):
-        run(ALONE, [*again, "--resume", "--chain", 2])
+    for more, part in ((["--chain", 2], r"another chain \(4, now 2\)"), (["--dtype", "bfloat16"], "another dtype")):
+        with pytest.raises(UserError, match=part):
+            run(ALONE, [*again, "--resume", *more])
     resumed = run(ALONE, [*again, "--resume"])
     assert [line["loss"] for line in resumed] == [line["loss"] for line in whole]
     assert not (tmp_path / "again" / "snapshot.pt").exists()
+
+
+@pytest.mark.parametrize("old", [False, True])
+def test_a_snapshot_of_another_model_or_an_earlier_version_is_refused(
+    old: bool, tokens: Path, tmp_path: Path, seed: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    model, path = save_random(tiny("standard"), tmp_path / "model"), tmp_path / "out" / command.SNAPSHOT
+    line = arguments(model, tokens, path.parent, "--steps", 4, "--save-every", 2)
+
+    def stop(*_: Any) -> None:
+        raise Stopped
+
+    monkeypatch.setattr(command, "save_head", stop)
+    with pytest.raises(Stopped):
+        run(ALONE, line)
+    if old:
+        state = torch.load(path)
+        del state["settings"]["weights"]
+        torch.save(state, path)
+    else:
+        save_random(tiny("standard"), model)
+    with pytest.raises(UserError, match="did not note the run's weights" if old else "another weights"):
+        run(ALONE, [*line, "--resume"])
 
 
 def test_no_snapshot_is_kept_of_a_loss_that_is_not_finite(

@@ -34,7 +34,7 @@ from tp import World
 from training import train as command
 from training.export import save_checkpoint
 from training.loop import prepare, train
-from training.snapshot_folder import read_manifest
+from training.snapshot_folder import MANIFEST, checksum, read_manifest
 from training.token_file import write_tokens
 
 ALONE = World(0, 1, torch.device("cpu"), Local())
@@ -226,10 +226,16 @@ def test_a_foreign_or_forgotten_run_is_not_overwritten(model: Path, tokens: Path
     run(ALONE, base)
     with pytest.raises(UserError, match="go on with --resume"):
         run(ALONE, base)
+    ids, other = np.fromfile(tokens, "<u2"), tmp_path / "other.bin"
+    ids[len(ids) // 2] ^= 1
+    write_tokens(other, ids, 50, "none")
     for more, part in (
         (["--seed", 6], "another seed"),
         (["--global-batch", 4], "another global batch"),
         (["--variant", "standard"], "another model"),
+        (["--dtype", "bfloat16"], "another dtype .float32, now bfloat16"),
+        (["--deterministic"], "another deterministic"),
+        (["--data", other], "another data"),
         (["--learning-rate", 2e-4], "another learning rate.*--other-recipe"),
         (["--steps", STEPS + 1], f"another steps .{STEPS}, now {STEPS + 1}"),
         (["--warmup", 3], "another warmup"),
@@ -237,6 +243,18 @@ def test_a_foreign_or_forgotten_run_is_not_overwritten(model: Path, tokens: Path
     ):
         with pytest.raises(UserError, match=part):
             run(ALONE, [*base, "--resume", *map(str, more)])
+
+
+def test_a_snapshot_of_an_earlier_version_is_refused(model: Path, tokens: Path, tmp_path: Path) -> None:
+    base = arguments(model, tokens, tmp_path / "out")
+    run(ALONE, base)
+    path = tmp_path / "out" / "snapshots" / "step-00000012" / MANIFEST
+    manifest = json.loads(path.read_text())
+    del manifest["crc32"], manifest["meta"]["dtype"]
+    path.write_text(json.dumps({"crc32": checksum(manifest)} | manifest))
+    for more in ([], ["--other-recipe"], ["--steps", "20"]):
+        with pytest.raises(UserError, match=r"earlier version of Rung, which did not note the run's dtype; .* another --out$"):
+            run(ALONE, [*base, "--resume", *more])
 
 
 def test_another_recipe_goes_on_only_if_told_to(model: Path, tokens: Path, tmp_path: Path) -> None:
