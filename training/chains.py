@@ -56,10 +56,11 @@ class ChainLoss:
     agreed: Tensor  # (steps,) rows whose best token is the model's
     counted: Tensor  # (steps,) rows
 
-    def mean(self) -> Tensor:
-        """The loss to be minimized, a scalar."""
+    def weighted(self) -> tuple[Tensor, Tensor]:
+        """The sum of the losses by the weights of their steps, and the sum of the weights of all rows: scalars. The loss to be
+        minimized is the first over the second, each summed over all micro-batches."""
         weights = DECAY ** torch.arange(len(self.losses), device=self.losses.device)
-        return (weights * self.losses / self.counted.clamp(min=1)).sum() / weights.sum()
+        return (weights * self.losses).sum(), (weights * self.counted).sum()
 
 
 def chain_loss(head: EagleHead, model: Transformer, batch: Batch, steps: int) -> ChainLoss:

@@ -197,20 +197,25 @@ def train_step(
 ) -> Tensor:
     """One step. Returns its loss, gradient norm and agreements, (2 + chain,) fp32."""
     micro_batches = args.global_batch // args.micro_batch
-    loss = torch.zeros((), device=head.targets.device)
+    loss = weight = torch.zeros((), device=head.targets.device)
     agreed = counted = torch.zeros(args.chain, device=head.targets.device)
     for i in range(micro_batches):
         found = chain_loss(head, model, batches.micro_batch(step, i, args.micro_batch).to(loss.device), args.chain)
-        part = found.mean() / micro_batches
+        part, rows = found.weighted()
         part.backward()
-        loss, agreed, counted = loss + part.detach(), agreed + found.agreed, counted + found.counted
+        loss, weight = loss + part.detach(), weight + rows
+        agreed, counted = agreed + found.agreed, counted + found.counted
+    weight = weight.clamp(min=torch.finfo(weight.dtype).tiny)  # without any row, loss and gradients are 0
+    for parameter in head.parameters():
+        assert parameter.grad is not None
+        parameter.grad /= weight
     norm = torch.nn.utils.clip_grad_norm_(head.parameters(), args.clip)
     rate = schedule_of(args).rate(step)
     for group in optimizer.param_groups:
         group["lr"] = rate
     optimizer.step()
     optimizer.zero_grad()
-    return torch.cat((torch.stack((loss, norm)), agreed / counted.clamp(min=1)))
+    return torch.cat((torch.stack((loss / weight, norm)), agreed / counted.clamp(min=1)))
 
 
 def make_optimizer(args: argparse.Namespace, head: EagleHead) -> torch.optim.Optimizer:
