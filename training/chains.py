@@ -50,14 +50,15 @@ class ChainContext(AttentionContext):
 
 @dataclass(frozen=True)
 class ChainLoss:
-    """The results of a batch, by step of the chains, sums over the rows that count."""
+    """The results of a batch, by step of the chains: sums over the rows that predict a supervised token."""
 
-    losses: Tensor  # (steps,) nats, with a gradient
+    losses: Tensor  # (steps,) nats, of the counted rows, with a gradient
+    counted: Tensor  # (steps,) rows for which the model's best token is in the draft vocabulary
     agreed: Tensor  # (steps,) rows whose best token is the model's
-    counted: Tensor  # (steps,) rows
+    supervised: Tensor  # (steps,) all rows
 
     def weighted(self) -> tuple[Tensor, Tensor]:
-        """The sum of the losses by the weights of their steps, and the sum of the weights of all rows: scalars. The loss to be
+        """The sum of the losses by the weights of their steps, and that of the weights of the counted rows: scalars. The loss to be
         minimized is the first over the second, each summed over all micro-batches."""
         weights = DECAY ** torch.arange(len(self.losses), device=self.losses.device)
         return (weights * self.losses).sum(), (weights * self.counted).sum()
@@ -66,19 +67,20 @@ class ChainLoss:
 def chain_loss(head: EagleHead, model: Transformer, batch: Batch, steps: int) -> ChainLoss:
     """Cross entropy of the head's guesses against the model's own predictions, in `steps` steps of chains that begin at every row.
 
-    A chain goes on with the tokens of the window. The model's predictions are restricted to the draft vocabulary. A row counts if
-    the loss counts the token that it predicts, and the model's best token is in the draft vocabulary.
+    A chain goes on with the tokens of the window. The model's predictions are restricted to the draft vocabulary. Where the model's
+    best token is outside it, a row has no loss, and no guess agrees.
     """
     device, length = batch.inputs.device, batch.inputs.shape[1]
     with torch.no_grad():
         last, streams = model.hidden_and_streams(batch.inputs, Causal(length, device), head.config.stream_layers)
         logits, embedded = model.logits(last), head.embed(batch.inputs, model).float()
         best = logits.argmax(-1)
-        drafted = torch.isin(best, head.targets) & (batch.targets != IGNORED)
+        supervised = batch.targets != IGNORED
+        drafted = torch.isin(best, head.targets) & supervised
         wanted = logits[..., head.targets].softmax(-1)
     rows, context = length - steps, None
     hidden = head.fuse([stream[:, :rows].float() for stream in streams])
-    losses, agreed, counted = [], [], []
+    sums = []
     for step in range(1, steps + 1):
         there = slice(step, step + rows)
         context = ChainContext(rows, device, context)
@@ -86,10 +88,9 @@ def chain_loss(head: EagleHead, model: Transformer, batch: Batch, steps: int) ->
         guessed = head.logits(hidden)
         surprise = F.cross_entropy(guessed.flatten(0, 1), wanted[:, there].flatten(0, 1), reduction="none")
         counts = drafted[:, there]
-        losses.append((surprise * counts.flatten()).sum())
-        agreed.append(((head.targets[guessed.detach().argmax(-1)] == best[:, there]) & counts).sum())
-        counted.append(counts.sum())
-    return ChainLoss(torch.stack(losses), torch.stack(agreed), torch.stack(counted))
+        agrees = (head.targets[guessed.detach().argmax(-1)] == best[:, there]) & counts
+        sums.append(((surprise * counts.flatten()).sum(), counts.sum(), agrees.sum(), supervised[:, there].sum()))
+    return ChainLoss(*map(torch.stack, zip(*sums, strict=True)))
 
 
 @torch.inference_mode()

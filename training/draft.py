@@ -12,7 +12,8 @@ training it also continues its own guesses --chain times, as it will in use.
 A head for a model with a large vocabulary guesses only the --draft-vocab most frequent tokens of the text, which makes it faster.
 
 The result in --out is config.json and model.safetensors in the layout that other servers read, too (LlamaForCausalLMEagle3).
-metrics.jsonl has the loss and, for each token of a chain, the share of guesses that are the model's best token.
+metrics.jsonl has the loss and, for each token of a chain, the share of guesses that are the model's best token. A best token outside
+the draft vocabulary is never guessed.
 """
 
 import argparse
@@ -198,13 +199,13 @@ def train_step(
     """One step. Returns its loss, gradient norm and agreements, (2 + chain,) fp32."""
     micro_batches = args.global_batch // args.micro_batch
     loss = weight = torch.zeros((), device=head.targets.device)
-    agreed = counted = torch.zeros(args.chain, device=head.targets.device)
+    agreed = supervised = torch.zeros(args.chain, device=head.targets.device)
     for i in range(micro_batches):
         found = chain_loss(head, model, batches.micro_batch(step, i, args.micro_batch).to(loss.device), args.chain)
         part, rows = found.weighted()
         part.backward()
         loss, weight = loss + part.detach(), weight + rows
-        agreed, counted = agreed + found.agreed, counted + found.counted
+        agreed, supervised = agreed + found.agreed, supervised + found.supervised
     weight = weight.clamp(min=torch.finfo(weight.dtype).tiny)  # without any row, loss and gradients are 0
     for parameter in head.parameters():
         assert parameter.grad is not None
@@ -215,7 +216,7 @@ def train_step(
         group["lr"] = rate
     optimizer.step()
     optimizer.zero_grad()
-    return torch.cat((torch.stack((loss / weight, norm)), agreed / counted.clamp(min=1)))
+    return torch.cat((torch.stack((loss / weight, norm)), agreed / supervised.clamp(min=1)))
 
 
 def make_optimizer(args: argparse.Namespace, head: EagleHead) -> torch.optim.Optimizer:

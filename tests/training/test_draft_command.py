@@ -14,6 +14,7 @@ import torch
 from torch import Tensor
 
 from attention import Causal
+from checkpoint import load_model
 from comm import Local
 from config import ModelConfig, with_variant
 from eagle import EagleConfig, EagleHead, read_head
@@ -25,9 +26,9 @@ from tests.support.ranks import Ranks
 from tests.test_tensor_parallel import save_random
 from tp import World
 from training import draft as command
-from training.batches import IGNORED, Batch
+from training.batches import IGNORED, Batch, GlobalBatches
 from training.chains import accepted_lengths, chain_loss
-from training.token_file import write_tokens
+from training.token_file import open_tokens, write_tokens
 
 CPU = torch.device("cpu")
 ALONE = World(0, 1, CPU, Local())
@@ -83,7 +84,7 @@ def test_the_loss_is_that_of_single_chains(seed: int) -> None:
     tokens = torch.randint(VOCAB, (2, 10))
     batch = Batch(tokens[:, :-1], tokens[:, 1:].masked_fill(torch.rand(2, 9) < 0.3, IGNORED))
     found = chain_loss(head, model, batch, steps)
-    losses, agreed, counted = torch.zeros(3, steps, dtype=torch.float64)
+    losses, counted, agreed, supervised = torch.zeros(4, steps, dtype=torch.float64)
     clear = torch.ones(steps, dtype=torch.bool)
     for window, targets in zip(batch.inputs, batch.targets, strict=True):
         wanted = model(window[None], Causal(9, CPU))[0].double()
@@ -93,6 +94,7 @@ def test_the_loss_is_that_of_single_chains(seed: int) -> None:
                 logits, there = head.logits(chain.hidden)[0, 0].double(), row + 1 + step
                 best = wanted[there].argmax()
                 clear[step] &= not is_near_tie(wanted[there]) and not is_near_tie(logits)
+                supervised[step] += targets[there] != IGNORED
                 if targets[there] != IGNORED and best in head.targets:
                     losses[step] -= wanted[there][head.targets].softmax(-1) @ logits.log_softmax(-1)
                     agreed[step] += head.targets[logits.argmax()] == best
@@ -102,6 +104,7 @@ def test_the_loss_is_that_of_single_chains(seed: int) -> None:
     assert torch.allclose(found.losses.double()[clear], losses[clear], rtol=1e-4)
     assert torch.equal(found.agreed.double()[clear], agreed[clear])
     assert torch.equal(found.counted.double()[clear], counted[clear])
+    assert torch.equal(found.supervised.double(), supervised)
     weights = 0.8 ** torch.arange(steps)
     expected = [float((weights * sums).sum()) for sums in (losses, counted)]
     assert torch.stack(found.weighted()).tolist() == pytest.approx(expected, rel=1e-4) or not clear.all()
@@ -188,6 +191,25 @@ def test_every_row_counts_the_same_in_any_micro_batch(tokens: Path, tmp_path: Pa
     ]
     for key in ("loss", "gradient_norm"):
         assert [line[key] for line in found] == pytest.approx([found[0][key]] * 3, rel=1e-4), key
+
+
+def test_no_guess_outside_the_draft_vocabulary_agrees(
+    tokens: Path, tmp_path: Path, seed: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A head that guesses all it can agrees in the share of the rows whose best token it knows."""
+    base, count = tiny("standard"), 20
+    folder = save_random(base, tmp_path / "model")
+    monkeypatch.setattr(command, "chain_loss", lambda *given: replace(found := chain_loss(*given), agreed=found.counted))
+    more = ["--steps", 1, "--draft-vocab", count, "--chain", 2, "--micro-batch", 8]
+    (line,) = run(ALONE, arguments(folder, tokens, tmp_path / "out", *more))
+    data = open_tokens(tokens, VOCAB)
+    model = load_model(str(folder), base, ALONE, torch.float32)
+    best = model(GlobalBatches(data, LENGTH, 8, 0).micro_batch(0, 0, 8).inputs, Causal(LENGTH, CPU)).argmax(-1)
+    known = torch.isin(
+        best, torch.from_numpy(np.bincount(data.tokens, minlength=VOCAB)).argsort(stable=True, descending=True)[:count]
+    )
+    shares = [known[:, step : step + LENGTH - 2].double().mean().item() for step in (1, 2)]
+    assert line["agreement"] == pytest.approx(shares, rel=1e-5)
 
 
 class Stopped(Exception):
