@@ -17,20 +17,18 @@ the draft vocabulary is never guessed.
 """
 
 import argparse
-import json
 import os
-import time
 from collections.abc import Callable, Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
 from pickle import UnpicklingError
+from statistics import fmean
 from typing import Any
 
 import numpy as np
 import torch
 from torch import Tensor
-from tqdm import tqdm
 
 from checkpoint import load_model, open_source, weights_fingerprint
 from cli import Parser, note, run
@@ -38,7 +36,7 @@ from comm import Local
 from config import ModelConfig
 from eagle import STREAMS, EagleConfig, EagleHead, default_streams
 from errors import UserError, first_line
-from files import check_folder, model_folder, writing
+from files import check_folder, model_folder
 from model import Transformer
 from options import DTYPE_NAMES
 from presets import has_random_weights, model_config
@@ -47,7 +45,7 @@ from training.batches import GlobalBatches
 from training.chains import chain_loss
 from training.export import save_head
 from training.loop import check_same, identity, together
-from training.metrics import cut_after, plot_run
+from training.metrics import Measured, Meter, plot_run
 from training.optimizer import AdamSettings
 from training.options import add_batch_options, check_numbers, dtype_of, schedule_of
 from training.step import check_batch
@@ -139,53 +137,22 @@ def fill(head: EagleHead, args: argparse.Namespace, base: ModelConfig) -> None:
 
 
 @dataclass(frozen=True)
-class Measured:
-    """One line of `metrics.jsonl`: averages over the steps since the line before; `step` and `learning_rate` are of the last
-    one."""
+class HeadMeasured(Measured):
+    """A line about a head's training. `loss` (nats, the weighted mean over the tokens of a chain) and `gradient_norm` are averages,
+    too."""
 
-    step: int
-    loss: float  # nats, the weighted mean over the tokens of a chain
     agreement: list[float]  # by token of a chain: share of the guesses that are the model's best token
-    gradient_norm: float  # before clipping
-    learning_rate: float
-    step_ms: float
-    tokens_per_second: float
 
 
-class Meter:
-    """Collects the results of steps on the device, and reads them every `args.log_every` steps."""
+class HeadMeter(Meter):
+    """The meter of a head's training. A step's result is its loss, gradient norm and agreements, (2 + chain,)."""
 
-    def __init__(self, args: argparse.Namespace, world: World, first: int) -> None:
-        self.args, self.path, self.is_first = args, args.out / "metrics.jsonl", world.rank == 0
-        self.results: list[Tensor] = []
-        self.started = time.perf_counter()
-        if self.is_first:
-            cut_after(self.path, first)
-        self.bar = tqdm(total=args.steps, initial=first, desc="training", unit="step", disable=not self.is_first, mininterval=1)
+    advice = "use a lower --learning-rate or a longer --warmup"
 
-    def add(self, step: int, rate: float, result: Tensor) -> None:
-        """result: loss, gradient norm and agreements, (2 + chain,) fp32."""
-        self.results.append(result)
-        self.bar.update()
-        if len(self.results) < self.args.log_every and step < self.args.steps:
-            return
-        self.check(step)
-        loss, norm, *agreement = torch.stack(self.results).mean(0).tolist()
-        seconds = (time.perf_counter() - self.started) / len(self.results)
-        self.results.clear()
-        self.started = time.perf_counter()
-        speed = self.args.global_batch * self.args.sequence_length / seconds
-        line = Measured(step, loss, agreement, norm, rate, seconds * 1e3, speed)
-        self.bar.set_postfix(loss=f"{loss:.3f}", agree=" ".join(f"{share:.0%}" for share in agreement))
-        if self.is_first:
-            with writing(self.path), self.path.open("a") as file:
-                file.write(json.dumps(asdict(line)) + "\n")
-
-    def check(self, step: int) -> None:
-        """Raises UserError if the loss or the gradient norm of a step since the last line is not finite."""
-        for loss, norm, *_ in torch.stack(self.results).tolist() if self.results else ():
-            if not np.isfinite([loss, norm]).all():
-                raise UserError(f"the loss is {loss} near step {step}; use a lower --learning-rate or a longer --warmup")
+    def line(self, results: list[list[float]], seconds: float) -> tuple[Measured, dict[str, str]]:
+        loss, norm, *agreement = map(fmean, zip(*results, strict=True))
+        shown = {"loss": f"{loss:.3f}", "agree": " ".join(f"{share:.0%}" for share in agreement)}
+        return HeadMeasured(**self.common(loss, norm, seconds), agreement=agreement), shown
 
 
 def train_step(
@@ -309,13 +276,15 @@ def train_head(args: argparse.Namespace, world: World) -> None:
     note(
         f"head of {size / 1e6:,.2f}M parameters for {base.description}, reading the streams before layers {config.stream_layers}"
     )
-    meter = Meter(args, world, first)
+    tokens = args.global_batch * args.sequence_length
+    path = args.out / "metrics.jsonl"
+    meter = HeadMeter(path, args.log_every, first, args.steps, schedule_of(args), tokens, world.rank == 0)
     for step in range(first, args.steps):
-        meter.add(step + 1, schedule_of(args).rate(step), train_step(args, head, model, batches, optimizer, step))
+        meter.add(train_step(args, head, model, batches, optimizer, step))
         if (step + 1) % args.save_every == 0 and step + 1 < args.steps:
-            meter.check(step + 1)  # on all ranks: a snapshot must be worth resuming
-            on_first(world, partial(save_snapshot, args, settings, head, optimizer, step + 1))
-    meter.bar.close()
+            with meter.saving():
+                on_first(world, partial(save_snapshot, args, settings, head, optimizer, step + 1))
+    meter.close()
     on_first(world, partial(save_head, head.eval().requires_grad_(False), args.out))
     if world.rank == 0:
         (args.out / SNAPSHOT).unlink(missing_ok=True)

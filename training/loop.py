@@ -23,7 +23,7 @@ from tp import World, agree_on_error
 from training.batches import GlobalBatches
 from training.executor import Executor
 from training.initialize import empty_model, materializer
-from training.metrics import Meter, plot_run
+from training.metrics import ModelMeter, plot_run
 from training.optimizer import Optimizer
 from training.options import adam_of, dtype_of, ranks_mesh, schedule_of
 from training.planner.cost import forward_flops
@@ -197,19 +197,18 @@ def train(args: argparse.Namespace, world: World, trainer: Trainer, snapshots: S
     --metrics-only: train and plot."""
     meta = _identity(args, setup, trainer.batches, trainer.device)
     last = min(args.steps, args.stop_after or args.steps)
-    meter = Meter(trainer, args.out / "metrics.jsonl", args.log_every, args.steps, *_flops(args, trainer))
+    meter = ModelMeter(trainer, args.out / "metrics.jsonl", args.log_every, args.steps, *_flops(args, trainer))
     while trainer.step < last:
         try:
-            meter.add(*trainer.train_step())
+            meter.add(torch.stack(trainer.train_step()))
         except torch.OutOfMemoryError as e:
             raise UserError(
                 f"out of GPU memory ({str(e).splitlines()[0]}); use --recompute or a smaller --micro-batch"
             ) from None
         if not args.metrics_only and (trainer.step % args.save_every == 0 or trainer.step == last):
-            meter.flush()  # raises for a loss that is not finite, so that it is not saved
-            trainer.executor.synchronize()
-            together(world, lambda: trainer.save(snapshots, meta))
-    meter.flush()
+            trainer.executor.synchronize()  # before the meter's pause: this communication is the step's
+            with meter.saving():
+                together(world, lambda: trainer.save(snapshots, meta))
     meter.close()
     together(world, snapshots.wait)
     if trainer.rank == 0:

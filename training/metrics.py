@@ -3,7 +3,9 @@
 import json
 import math
 import time
-from collections.abc import Sequence
+from abc import ABC, abstractmethod
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
@@ -16,45 +18,55 @@ from cli import note
 from errors import UserError
 from figures import CYCLE, VARIANT_COLOURS, new_figure
 from files import writing
+from training.optimizer import Schedule
 from training.step import Trainer, total
 
 
 @dataclass(frozen=True)
 class Measured:
-    """One line of `metrics.jsonl`, about several steps. Times and speeds are averages over these steps; `step`, `loss`,
-    `gradient_norm` and `learning_rate` are those of the last one."""
+    """One line of `metrics.jsonl`, about several steps. Times and speeds are averages over these steps; `step` and `learning_rate`
+    are those of the last one."""
 
     step: int  # steps done
-    loss: float  # nats per supervised token
+    loss: float
     gradient_norm: float  # before clipping
     learning_rate: float
-    step_ms: float
+    step_ms: float  # without saves
+    save_ms: float  # time that training waited for a snapshot before the first of these steps, 0 without one
     tokens_per_second: float  # over all ranks
+
+
+@dataclass(frozen=True)
+class ModelMeasured(Measured):
+    """A line about a model's training. `loss` (nats per supervised token) and `gradient_norm` are those of the last step."""
+
     tokens_per_gpu_second: float  # tokens_per_second / ranks, which AMSP calls TGS
     mfu: float | None  # None if the device's peak is unknown
     peak_memory_gb: float | None  # of rank 0's GPU
     exposed_ms: float  # time per step in which rank 0 computed nothing because it waited for communication
 
 
-class Meter:
+class Meter(ABC):
     """Collects the results of steps on the device and reads them every `every` steps, so that the host does not wait in
     each step."""
 
-    def __init__(
-        self, trainer: Trainer, path: Path, every: int, steps: int, step_flops: float, peak_flops: float | None
-    ) -> None:
-        """step_flops: FLOPs of a step, over all ranks. peak_flops: FLOP/s of one device; None if unknown."""
-        self.trainer, self.path, self.every = trainer, path, every
-        self.step_flops, self.peak_flops = step_flops, peak_flops
-        self.pending: list[tuple[Tensor, Tensor]] = []
-        self.started = time.perf_counter()
-        first = trainer.rank == 0
-        if first:
-            cut_after(path, trainer.step)
-        self.bar = tqdm(total=steps, initial=trainer.step, desc="training", unit="step", disable=not first, mininterval=1)
+    advice: str  # what the user can do about a loss that is not finite
 
-    def add(self, share: Tensor, norm: Tensor) -> None:
-        self.pending.append((share, norm))
+    def __init__(self, path: Path, every: int, step: int, steps: int, schedule: Schedule, tokens: int, is_first: bool) -> None:
+        """step: those done. steps: of the whole run. tokens: of a step, over all ranks. is_first: whether this is rank 0."""
+        self.path, self.every, self.step, self.schedule = path, every, step, schedule
+        self.tokens, self.is_first = tokens, is_first
+        self.pending: list[Tensor] = []
+        self.save_seconds = 0.0
+        if is_first:
+            cut_after(path, step)
+        self.bar = tqdm(total=steps, initial=step, desc="training", unit="step", disable=not is_first, mininterval=1)
+        self.started = time.perf_counter()
+
+    def add(self, result: Tensor) -> None:
+        """result: of a step, its loss, its gradient's norm, and what else is measured, (n,) fp32."""
+        self.pending.append(result)
+        self.step += 1
         self.bar.update()
         if len(self.pending) >= self.every:
             self.flush()
@@ -64,46 +76,86 @@ class Meter:
         finite."""
         if not self.pending:
             return
-        trainer, count = self.trainer, len(self.pending)
-        shares = total(torch.stack([share for share, _ in self.pending]), trainer.executor.whole_groups.replicas).tolist()
-        norms = torch.stack([norm for _, norm in self.pending]).tolist()
+        count = len(self.pending)
+        results = self.whole(torch.stack(self.pending)).tolist()
         self.pending.clear()
-        seconds = (time.perf_counter() - self.started) / count
-        exposed = trainer.executor.exposed.take() / count
-        self.started = time.perf_counter()
-        for i, (loss, norm) in enumerate(zip(shares, norms, strict=True)):
+        now = time.perf_counter()
+        seconds, self.started = (now - self.started) / count, now
+        for i, (loss, norm, *_) in enumerate(results, self.step - count + 1):
             if not (math.isfinite(loss) and math.isfinite(norm)):
-                raise UserError(
-                    f"step {trainer.step - count + i + 1}: the loss is {loss} and the gradient's norm {norm}; "
-                    "resume from the last snapshot with a lower --learning-rate and --other-recipe, or start again"
-                )
-        if trainer.rank == 0:
-            measured = self._measured(shares[-1], norms[-1], seconds, exposed)
+                raise UserError(f"step {i}: the loss is {loss} and the gradient's norm {norm}; {self.advice}")
+        line, shown = self.line(results, seconds)
+        self.save_seconds = 0.0
+        if self.is_first:
             with writing(self.path), self.path.open("a") as file:
-                file.write(json.dumps(asdict(measured)) + "\n")
-            shown = {"loss": f"{measured.loss:.3f}", "TGS": f"{measured.tokens_per_gpu_second:,.0f}"}
-            self.bar.set_postfix(shown | ({"MFU": f"{measured.mfu:.0%}"} if measured.mfu else {}))
+                file.write(json.dumps(asdict(line)) + "\n")
+            self.bar.set_postfix(shown)
 
-    def _measured(self, loss: float, norm: float, seconds: float, exposed: float) -> Measured:
-        trainer = self.trainer
-        tokens = trainer.batches.size * trainer.batches.length / seconds
-        cuda = trainer.device.type == "cuda"
-        mfu = self.step_flops / seconds / trainer.world_size / self.peak_flops if self.peak_flops else None
-        return Measured(
-            step=trainer.step,
-            loss=loss,
-            gradient_norm=norm,
-            learning_rate=trainer.schedule.rate(trainer.step - 1),
-            step_ms=seconds * 1e3,
-            tokens_per_second=tokens,
-            tokens_per_gpu_second=tokens / trainer.world_size,
-            mfu=mfu,
-            peak_memory_gb=torch.cuda.max_memory_allocated() / 1e9 if cuda else None,
-            exposed_ms=exposed * 1e3,
-        )
+    def whole(self, results: Tensor) -> Tensor:
+        """The results of all ranks together, from those of this one, both (steps, n)."""
+        return results
+
+    @abstractmethod
+    def line(self, results: list[list[float]], seconds: float) -> tuple[Measured, dict[str, str]]:
+        """What is logged of the results of some steps, `seconds` each, and what the bar shows of it."""
+
+    def common(self, loss: float, norm: float, seconds: float) -> dict[str, Any]:
+        """The fields of `Measured`."""
+        return {
+            "step": self.step,
+            "loss": loss,
+            "gradient_norm": norm,
+            "learning_rate": self.schedule.rate(self.step - 1),
+            "step_ms": seconds * 1e3,
+            "save_ms": self.save_seconds * 1e3,
+            "tokens_per_second": self.tokens / seconds,
+        }
+
+    @contextmanager
+    def saving(self) -> Iterator[None]:
+        """Measure a save, whose time is not that of a step. First reads the pending results, because a loss that is not finite must
+        not be saved."""
+        self.flush()
+        began = time.perf_counter()
+        yield
+        self.started = time.perf_counter()
+        self.save_seconds += self.started - began
 
     def close(self) -> None:
+        self.flush()
         self.bar.close()
+
+
+class ModelMeter(Meter):
+    """The meter of a model's training."""
+
+    advice = "resume from the last snapshot with a lower --learning-rate and --other-recipe, or start again"
+
+    def __init__(
+        self, trainer: Trainer, path: Path, every: int, steps: int, step_flops: float, peak_flops: float | None
+    ) -> None:
+        """step_flops: FLOPs of a step, over all ranks. peak_flops: FLOP/s of one device; None if unknown."""
+        self.trainer, self.step_flops, self.peak_flops = trainer, step_flops, peak_flops
+        tokens = trainer.batches.size * trainer.batches.length
+        super().__init__(path, every, trainer.step, steps, trainer.schedule, tokens, trainer.rank == 0)
+
+    def whole(self, results: Tensor) -> Tensor:
+        shares, norms = results.T.contiguous()
+        return torch.stack((total(shares, self.trainer.executor.whole_groups.replicas), norms), dim=1)
+
+    def line(self, results: list[list[float]], seconds: float) -> tuple[Measured, dict[str, str]]:
+        trainer, (loss, norm) = self.trainer, results[-1]
+        speed = self.tokens / seconds / trainer.world_size
+        mfu = self.step_flops / seconds / trainer.world_size / self.peak_flops if self.peak_flops else None
+        measured = ModelMeasured(
+            **self.common(loss, norm, seconds),
+            tokens_per_gpu_second=speed,
+            mfu=mfu,
+            peak_memory_gb=torch.cuda.max_memory_allocated() / 1e9 if trainer.device.type == "cuda" else None,
+            exposed_ms=trainer.executor.exposed.take() / len(results) * 1e3,
+        )
+        shown = {"loss": f"{measured.loss:.3f}", "TGS": f"{speed:,.0f}"}
+        return measured, shown | ({"MFU": f"{mfu:.0%}"} if mfu else {})
 
 
 def read_metrics(path: Path) -> list[dict[str, Any]]:
@@ -118,7 +170,8 @@ def read_metrics(path: Path) -> list[dict[str, Any]]:
 
 
 def seconds_of(lines: Sequence[dict[str, Any]]) -> float:
-    """The time of all steps, seconds. Of a run that was resumed, also of the steps before; without those that were lost."""
+    """The time of all steps without saves, seconds. Of a run that was resumed, also of the steps before; without those that were
+    lost."""
     starts = [0, *(line["step"] for line in lines)]
     return sum((line["step"] - start) * line["step_ms"] / 1e3 for start, line in zip(starts, lines, strict=False))
 

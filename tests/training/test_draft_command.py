@@ -21,11 +21,13 @@ from eagle import EagleConfig, EagleHead, read_head
 from errors import UserError
 from model import Transformer
 from presets import preset
+from tests.support.clock import Clock
 from tests.support.paged import CachedSequences
 from tests.support.ranks import Ranks
 from tests.test_tensor_parallel import save_random
 from tp import World
 from training import draft as command
+from training import metrics
 from training.batches import IGNORED, Batch, GlobalBatches
 from training.chains import accepted_lengths, chain_loss
 from training.token_file import open_tokens, write_tokens
@@ -264,6 +266,21 @@ def test_a_snapshot_of_another_model_or_an_earlier_version_is_refused(
         run(ALONE, [*line, "--resume"])
 
 
+def test_a_save_is_not_counted_as_a_step(tokens: Path, tmp_path: Path, seed: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    clock, model = Clock(), save_random(tiny("standard"), tmp_path / "model")
+    monkeypatch.setattr(metrics, "time", clock)
+    monkeypatch.setattr(command, "train_step", clock.taking(1, command.train_step))
+    monkeypatch.setattr(command, "save_snapshot", clock.taking(50, command.save_snapshot))
+    lines = run(ALONE, arguments(model, tokens, tmp_path / "out", "--steps", 7, "--save-every", 3, "--log-every", 2))
+    assert [(line["step"], line["step_ms"], line["save_ms"]) for line in lines] == [
+        (2, 1000, 0),
+        (3, 1000, 0),
+        (5, 1000, 50_000),
+        (6, 1000, 0),
+        (7, 1000, 50_000),
+    ]
+
+
 def test_no_snapshot_is_kept_of_a_loss_that_is_not_finite(
     tokens: Path, tmp_path: Path, seed: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -323,7 +340,7 @@ def test_a_full_disk_keeps_the_last_snapshot(tokens: Path, tmp_path: Path, seed:
     assert torch.load(tmp_path / "out" / command.SNAPSHOT)["step"] == 2
     assert not list((tmp_path / "out").glob("*.partial"))
     monkeypatch.setattr(torch, "save", save)
-    assert len(run(ALONE, [*run_to, "--resume", "--log-every", 1])) == 4
+    assert [line["step"] for line in run(ALONE, [*run_to, "--resume", "--log-every", 1])] == [2, 3, 4, 5, 6]
 
 
 def test_few_layers_need_streams_of_their_own(tokens: Path, tmp_path: Path, seed: int) -> None:

@@ -28,13 +28,16 @@ from presets import preset
 from processes import on_ranks
 from tests import ROOT
 from tests.support import quick_start
+from tests.support.clock import Clock
 from tests.support.command_line import environment
 from tests.support.ranks import Ranks
 from tp import World
+from training import metrics
 from training import train as command
 from training.export import save_checkpoint
 from training.loop import prepare, train
 from training.snapshot_folder import MANIFEST, checksum, read_manifest
+from training.step import Trainer
 from training.token_file import write_tokens
 
 ALONE = World(0, 1, torch.device("cpu"), Local())
@@ -255,6 +258,23 @@ def test_a_snapshot_of_an_earlier_version_is_refused(model: Path, tokens: Path, 
     for more in ([], ["--other-recipe"], ["--steps", "20"]):
         with pytest.raises(UserError, match=r"earlier version of Rung, which did not note the run's dtype; .* another --out$"):
             run(ALONE, [*base, "--resume", *more])
+
+
+def test_a_save_is_not_counted_as_a_step(model: Path, tokens: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    clock = Clock()
+    monkeypatch.setattr(metrics, "time", clock)
+    monkeypatch.setattr(Trainer, "train_step", clock.taking(1, Trainer.train_step))
+    monkeypatch.setattr(Trainer, "save", clock.taking(50, Trainer.save))
+    lines = run(ALONE, arguments(model, tokens, tmp_path / "out", "--log-every", 3))
+    assert [(line["step"], line["step_ms"], line["save_ms"]) for line in lines] == [
+        (3, 1000, 0),
+        (4, 1000, 0),
+        (7, 1000, 50_000),
+        (8, 1000, 0),
+        (11, 1000, 50_000),
+        (12, 1000, 0),
+    ]
+    assert {line["tokens_per_second"] for line in lines} == {8 * LENGTH}
 
 
 def test_another_recipe_goes_on_only_if_told_to(model: Path, tokens: Path, tmp_path: Path) -> None:
