@@ -213,13 +213,14 @@ def train(args: argparse.Namespace, world: World, trainer: Trainer, snapshots: S
     together(world, snapshots.wait)
     if trainer.rank == 0:
         plot_run(args.out)
-    if last < args.steps:
-        note(f"stopped after step {last} of {args.steps}; go on with --resume")
-        return
-    if not args.metrics_only:
+    is_done = last == args.steps
+    if is_done and not args.metrics_only:
         together(world, lambda: trainer.export(args.out / "model", setup.tokenizer_from))
     trainer.executor.close()
-    note(f"done: {args.out if args.metrics_only else args.out / 'model'}")
+    if is_done:
+        note(f"done: {args.out if args.metrics_only else args.out / 'model'}")
+    else:
+        note(f"stopped after step {trainer.step}; {'nothing was saved' if args.metrics_only else 'go on with --resume'}")
 
 
 def _flops(args: argparse.Namespace, trainer: Trainer) -> tuple[float, float | None]:

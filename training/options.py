@@ -152,7 +152,10 @@ def add_run_options(parser: argparse.ArgumentParser) -> None:
         help="with --resume: go on although --steps, the learning rate or another setting of the optimizer or of the loss has changed",
     )
     run.add_argument(
-        "--stop-after", type=int, metavar="STEP", help="write a snapshot after this step and exit; --resume continues"
+        "--stop-after",
+        type=int,
+        metavar="STEP",
+        help="write a snapshot after this step, unless with --metrics-only, and exit; --resume continues",
     )
     run.add_argument(
         "--metrics-only",

@@ -34,6 +34,7 @@ from tests.support.ranks import Ranks
 from tp import World
 from training import metrics
 from training import train as command
+from training.executor import Executor
 from training.export import save_checkpoint
 from training.loop import prepare, train
 from training.snapshot_folder import MANIFEST, checksum, read_manifest
@@ -275,6 +276,22 @@ def test_a_save_is_not_counted_as_a_step(model: Path, tokens: Path, tmp_path: Pa
         (12, 1000, 0),
     ]
     assert {line["tokens_per_second"] for line in lines} == {8 * LENGTH}
+
+
+def test_a_run_that_stops_says_what_was_saved(
+    model: Path, tokens: Path, tmp_path: Path, capfd: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """And it closes the executor, whose hooks would keep the model in memory."""
+    closed = []
+    close = Executor.close
+    monkeypatch.setattr(Executor, "close", lambda executor: closed.append(close(executor)))
+    for folder, more, said in (
+        ("metrics", ["--metrics-only"], "stopped after step 2; nothing was saved"),
+        ("whole", [], "stopped after step 2; go on with --resume"),
+    ):
+        run(ALONE, arguments(model, tokens, tmp_path / folder, "--stop-after", 2, *more))
+        assert said in capfd.readouterr().err
+    assert len(closed) == 2
 
 
 def test_another_recipe_goes_on_only_if_told_to(model: Path, tokens: Path, tmp_path: Path) -> None:
