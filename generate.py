@@ -394,10 +394,7 @@ def start() -> tuple[Job, World]:
         job = prepare(args, int(os.environ.get("WORLD_SIZE", 1)))
     except UserError as e:
         error = e
-    try:
-        world = init_world(**rank_options(args)) if args else init_world("cpu")
-    except UserError as e:  # no such device or communicator: the ranks still connect, to report the error once
-        world, error = init_world("cpu"), error or e
+    world = init_world(**rank_options(args), error=error) if args else init_world("cpu", error=error)
     agree_on_error(world, error)
     assert job is not None
     return job, world

@@ -10,6 +10,7 @@ import contextlib
 import fcntl
 import hashlib
 import hmac
+import itertools
 import json
 import os
 import secrets
@@ -46,6 +47,8 @@ CODE = ("*.py", "comm/*.py", "engine/*.py", "kernels/*.py", "quantized/*.py", "s
 SAMPLE = 1 << 20  # bytes of each file of a checkpoint that are compared
 BYE, DRAIN = "bye", "drain"  # messages between ranks; any other is the reason for which all ranks end
 
+_groups = itertools.count()  # that this process has begun to join
+
 
 def several() -> bool:
     """Whether a launcher has started this rank as one of several hosts' ranks."""
@@ -65,7 +68,6 @@ def join(facts: Mapping[str, str], error: UserError | None) -> Store:
         address = choose_interface(master)
     except UserError as e:
         address, error = "", error or e
-    prefix = f"rung/{os.environ.get('TORCHELASTIC_RESTART_COUNT', 0)}"
     try:
         store, _, _ = next(iter(rendezvous("env://", timeout=timedelta(seconds=MEET_SECONDS))))
     except (dist.DistError, OSError, ValueError):  # ValueError: an address that cannot be resolved
@@ -75,12 +77,19 @@ def join(facts: Mapping[str, str], error: UserError | None) -> Store:
         ) from None
     known = {"Rung": digest(CODE), "PyTorch": torch.__version__, **facts}
     name = socket.gethostname() + (f" ({address})" if address else "")
-    store = PrefixStore(prefix, store)
+    store = PrefixStore(store_prefix(), store)
     store.set(f"rank {rank()}", json.dumps({"host": name, "address": address, "facts": known, "error": error and str(error)}))
     records = _gather(store, size)
     check(records)
-    _watch = Watch(rank(), _connect(store, address, [record["host"] for record in records]))
+    if _watch is None:  # else an earlier group had no communicator
+        _watch = Watch(rank(), _connect(store, address, [record["host"] for record in records]))
     return store
+
+
+def store_prefix() -> str:
+    """Of the keys of a new group in the launcher's store, where those of an earlier one would lead to ports that are closed: other for
+    each start of the ranks, which keep one torchrun's store, and for each group of a start."""
+    return f"rung/{os.environ.get('TORCHELASTIC_RESTART_COUNT', 0)}/{next(_groups)}"
 
 
 def _gather(store: Store, size: int) -> list[dict[str, Any]]:

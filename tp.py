@@ -9,6 +9,7 @@ import socket
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from datetime import timedelta
+from functools import cache
 from typing import Any
 
 import torch
@@ -163,8 +164,8 @@ def init_world(
     (`options.rank_options`).
 
     facts: what must be the same on all hosts, by name; see `hosts.join`. error: of this rank, so that on several hosts no other waits.
-    Raises UserError for a device that does not exist or a communicator that does not support it, if it was called before on several
-    ranks, and as `hosts.join`.
+    Raises UserError for a device that does not exist or a communicator that does not support it, after which it may be called again;
+    if the ranks are connected already; and as `hosts.join`.
     """
     rank, world_size = int(os.environ.get("RANK", 0)), int(os.environ.get("WORLD_SIZE", 1))
     kind = device or ("cuda" if torch.cuda.is_available() else "cpu")
@@ -189,7 +190,8 @@ def init_world(
         listen_on_loopback()
     store: Store | None = hosts.join(facts or {}, error) if hosts.several() else None
     if one_host:
-        store = _own_store() if os.environ.get("TORCHELASTIC_USE_AGENT_STORE") == "True" else _loopback_store(rank)
+        launched = os.environ.get("TORCHELASTIC_USE_AGENT_STORE") == "True"
+        store = PrefixStore(hosts.store_prefix(), _agent_store() if launched else _loopback_store(rank))
     dist.init_process_group(
         choice.backend,
         timeout=timedelta(minutes=10),
@@ -199,14 +201,18 @@ def init_world(
         world_size=world_size if store else -1,
     )
     control = dist.group.WORLD if choice.backend == "gloo" else dist.new_group(backend="gloo")
-    return World(rank, world_size, torch_device, choice.build(), control, overlap)
+    try:
+        communicator = choice.build()
+    except UserError:
+        dist.destroy_process_group()  # so that another communicator may be tried
+        raise
+    return World(rank, world_size, torch_device, communicator, control, overlap)
 
 
-def _own_store() -> Store:
-    """The agent's store, with a part for each start of the ranks: torchrun's is the same for all, and has the addresses of ranks that
-    have ended."""
+def _agent_store() -> Store:
+    """The agent's store."""
     store, _, _ = next(iter(rendezvous("env://", timeout=timedelta(minutes=10))))
-    return PrefixStore(f"rung/{os.environ.get('TORCHELASTIC_RESTART_COUNT', 0)}", store)
+    return store
 
 
 def _own_device(kind: str, rank: int) -> torch.device:
@@ -239,6 +245,7 @@ def _check_orders(gpus: int) -> None:
             )
 
 
+@cache  # a rank that is ahead would find the store of the group before, which rank 0 is about to leave
 def _loopback_store(rank: int) -> TCPStore:
     """A store on loopback for the ranks of one host whose launcher has none. PyTorch's own would listen on all interfaces."""
     address = ("127.0.0.1", int(os.environ["MASTER_PORT"]))

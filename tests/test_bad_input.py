@@ -447,6 +447,7 @@ def wait_for(condition: Callable[[], bool], timeout: float) -> None:
     [
         (2, ["--model", "llama-9-1b", "--prompt-ids", "1"], ["llama-9-1b"]),
         (2, ["--model", HYBRID, *ONCE, "--frobnicate"], ["--frobnicate"]),
+        (2, ["--model", HYBRID, *ONCE, "--comm", "hierarchical"], ["--comm hierarchical needs several hosts"]),
         (3, ["--model", "tiny", "--prompt-ids", "1"], ["heads", "3 ranks"]),
         (3, ["--model", str(MODELS / "tiny-desync-2x"), *ONCE], ["4 streams", "divides 4"]),
         pytest.param(2, ["--model", HYBRID, *ONCE, "--device", "cuda"], ["no GPU"], marks=without_gpu),

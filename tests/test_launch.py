@@ -247,6 +247,28 @@ time.sleep(600)
 """
 
 
+RETRY = """
+import torch
+from errors import UserError
+from tp import init_world
+for name in ("hierarchical", "hierarchical", "gloo"):
+    try:
+        world = init_world("cpu", name)
+    except UserError:
+        continue
+    assert name == "gloo" and world.comm.all_reduce(torch.tensor([1.0 + world.rank])).tolist() == [3.0]
+    print("connected\\n", end="", flush=True)
+"""
+
+
+def test_ranks_connect_after_a_communicator_that_they_cannot_have(tmp_path: Path) -> None:
+    script = tmp_path / "program.py"
+    script.write_text(RETRY)
+    env = environment(PYTHONPATH=ROOT)
+    done = quick_start.run([*on_ranks(2), str(script)], cwd=ROOT, env=env, capture_output=True, text=True, timeout=GONE_SECONDS)
+    assert (done.returncode, done.stdout) == (0, "connected\n" * 2), done.stderr
+
+
 def test_ranks_of_a_test_show_their_own_errors(tmp_path: Path) -> None:
     """Without C++ frames, and without what torchrun reports after them."""
     program = tmp_path / "rank.py"

@@ -165,10 +165,7 @@ def main() -> None:
         cluster = cluster_mesh(args.gpus_per_node, int(os.environ.get("WORLD_SIZE", 1)))
     except UserError as e:
         error = e
-    try:
-        world = init_world(args.device if args else "cpu")
-    except UserError as e:
-        world, error = init_world("cpu"), error or e
+    world = init_world(args.device if args else "cpu", error=error)
     agree_on_error(world, error)
     assert args is not None and cluster is not None
     sizes = [args.smallest]

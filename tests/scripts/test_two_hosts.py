@@ -39,6 +39,14 @@ def test_a_failure_on_the_hosts_ends_both_at_once() -> None:
     assert time.monotonic() - start < 300
 
 
+def test_an_unknown_communicator_is_told_on_both_hosts() -> None:
+    process = two_hosts(*GENERATE, "--comm", "bogus")
+    _, err = process.communicate(timeout=400)
+    said = [line for line in err.splitlines() if line.startswith("error: ")]
+    assert process.returncode != 0 and len(said) == 2, err
+    assert all(line.startswith("error: unknown communicator 'bogus'") for line in said), err
+
+
 def test_a_signal_ends_all_ranks() -> None:
     process = two_hosts(*GENERATE, "--max-new-tokens", "900", "--ignore-eos", "--num-samples", "10000")
     deadline = time.monotonic() + 300
