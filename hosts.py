@@ -164,7 +164,7 @@ def choose_interface(master: str) -> str:
 
 
 def address_towards(host: str) -> str:
-    """This host's IPv4 address from which packets to `host` leave; empty if there is none. Sends nothing."""
+    """This host's IPv4 address from which packets to `host` leave. Sends nothing. Raises UserError if there is none."""
     with contextlib.suppress(OSError), socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as probe:
         probe.connect((host, 9))
         name: str = probe.getsockname()[0]
