@@ -125,6 +125,7 @@ class LLM:
         tune(self.model, self.world, MAX_SEQUENCES, seconds=0, draft=self.draft)
         self.limits, self.kv_dtype, self.draft_tokens = limits, kv_dtype, draft_limit(speculate, draft_tokens)
         self._engine: tuple[EngineLimits, Engine] | None = None
+        self._streaming = False  # whether a call of `stream` has begun and not ended
 
     @property
     def eos_ids(self) -> frozenset[int]:
@@ -156,21 +157,27 @@ class LLM:
         timing: Timing | None = None,
         answers: Sequence[Completion] | None = None,
     ) -> Generator[list[Delta]]:
-        """Yields, after each step, the new part of each answer. If the caller stops iterating, all answers end. answers: one for
-        each prompt, extended in place. timing: filled in place."""
+        """Yields, after each step, the new part of each answer. If the caller closes the generator, all answers end. answers: one for
+        each prompt, extended in place. timing: filled in place.
+
+        Raises UserError at the first iteration: for a prompt that does not fit, and while another call has not ended."""
         ids = [self.encode(prompt) for prompt in prompts]
         each = [self._with_eos(one) for one in _one_each(params, len(ids))]
         answers = [Completion(prompt) for prompt in ids] if answers is None else answers
         if not ids:
             return
         check_prompts(self.model.config, ids, [one.max_tokens for one in each])
+        if self._streaming:
+            raise UserError("an earlier call of stream has not ended; iterate over it to its end or close it, then call again")
         engine = self._engine_for(ids, each)
         streams = [AnswerStream(i, self.tokenizer, ids[i], each[i]) for i in range(len(ids))]
-        for i, (prompt, one) in enumerate(zip(ids, each, strict=True)):
-            _raise(engine.submit(Submit(str(i), prompt, one, adapter=ADAPTER if self.adapters else "")))
+        self._streaming = True
         try:
+            for i, (prompt, one) in enumerate(zip(ids, each, strict=True)):
+                _raise(engine.submit(Submit(str(i), prompt, one, adapter=ADAPTER if self.adapters else "")))
             yield from _run(engine, streams, answers, timing or Timing())
         finally:
+            self._streaming = False
             for i, answer in enumerate(answers):
                 if answer.finish_reason is None:
                     engine.abort(Abort(str(i)))

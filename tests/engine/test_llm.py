@@ -173,6 +173,34 @@ def test_streams_end_when_the_caller_stops(seed: int) -> None:
     assert llm.generate(prompts, params) == whole
 
 
+def rank_refuses(world: World, limits: EngineLimits | None) -> list[Any]:
+    """What calls answer after one whose second prompt is refused, and after one beside which another was begun."""
+    llm, prompts = LLM(str(TINY), world=world, dtype="float32", limits=limits), [[5, 6, 7], [8] * 20]
+    good = SamplingParams(max_tokens=12, temperature=0, ignore_eos=True)
+    with pytest.raises(UserError, match="token id 5000"):
+        llm.generate(prompts, [good, msgspec.structs.replace(good, stop_token_ids=[5000])])
+    after_refused = llm.generate(prompts, good)
+    answers = [Completion(prompt) for prompt in prompts]
+    steps = llm.stream(prompts, good, answers=answers)
+    next(steps)
+    for other in (prompts, [[9]]):  # the second needs another engine if there are no limits
+        with pytest.raises(UserError, match="iterate over it to its end or close it"):
+            llm.generate(other, good)
+    for _ in steps:
+        pass
+    return [after_refused, answers, llm.generate(prompts, good)]
+
+
+@pytest.mark.parametrize("limits", [None, EngineLimits(kv_memory=1e7)], ids=["", "limits"])
+def test_a_refused_call_changes_no_other(limits: EngineLimits | None, ranks: Ranks, seed: int) -> None:
+    first, *others = rank_refuses(ALONE, limits)
+    assert [len(one.token_ids) for one in first] == [12, 12]
+    assert others == [first, first]
+    tokens = [one.token_ids for one in first]
+    for found in ranks.run(2, rank_refuses, limits):
+        assert [[one.token_ids for one in answers] for answers in found] == [tokens] * 3
+
+
 @pytest.mark.parametrize("speculate", [None, "ngram"])
 def test_an_engine_is_freed_at_once(speculate: str | None, seed: int) -> None:
     """Before the next one takes as much memory, and not by the garbage collector, which could run while a graph is captured."""
