@@ -88,24 +88,32 @@ class LLM:
         variant: str | None = None,
         dtype: str | None = None,
         quantize: str | None = None,
-        kv_dtype: str = "auto",
+        kv_dtype: str | None = None,
         seed: int = 0,
         limits: EngineLimits | None = None,
         speculate: str | None = None,
-        draft_tokens: int = 7,
+        draft_tokens: int | None = None,
         deterministic: bool = False,
         lora: str | Path | None = None,
     ) -> None:
         """model: a checkpoint's folder, a preset's name (random weights, drawn with `seed`), or a loaded model, whose `tokenizer`
         then has to be given. world: the ranks (default: those that a launcher started, else one on the GPU, if there is any).
-        variant, dtype, quantize, kv_dtype: as `generate.py` takes them. limits: of the engine, with a kv_dtype and draft_tokens of
-        their own; None makes an engine for each call that is just large enough for its prompts, and keeps it while calls need the
-        same; then speculate and draft_tokens are `generate.py`'s. deterministic: for this and all further models of the process; with a
-        `world` or a loaded model, `tp.init_world` takes it. lora: an adapter's folder, for all calls. Raises UserError."""
+        variant, dtype, quantize: as `generate.py` takes them; not of a loaded model. limits: of the engine; None makes an engine for
+        each call that is just large enough for its prompts, and keeps it while calls need the same. kv_dtype, draft_tokens: as
+        `generate.py` takes them; with limits they are fields of these. speculate: as `generate.py` takes it; with limits it needs their
+        draft_tokens. deterministic: for this and all further models of the process; with a `world` or a loaded model, `tp.init_world`
+        takes it. lora: an adapter's folder, for all calls. Raises UserError, also for what would have no effect."""
+        if isinstance(model, Transformer):
+            _refuse_given("give it where the model is loaded", variant=variant, dtype=dtype, quantize=quantize)
+        if limits is not None:
+            _refuse_given("with limits, give it to EngineLimits", kv_dtype=kv_dtype, draft_tokens=draft_tokens)
+            if speculate and not limits.draft_tokens:
+                raise UserError("speculate has no effect here: with limits, also give EngineLimits(draft_tokens=7)")
         if deterministic and not determinism.enabled() and (world is not None or isinstance(model, Transformer)):
             raise UserError("give deterministic=True to init_world, before the ranks are connected and a model is loaded")
         self.world = world or init_world(deterministic=deterministic)
         determinism.refuse(determinism.enabled(), adapters=lora)
+        draft_tokens = 7 if draft_tokens is None else draft_tokens
         if not 1 <= draft_tokens <= MOST_DRAFT_TOKENS:
             raise UserError(f"draft_tokens must be from 1 to {MOST_DRAFT_TOKENS}, not {draft_tokens}")
         if isinstance(model, Transformer):
@@ -123,7 +131,7 @@ class LLM:
         self.draft = draft.load(self.world, self.model.norm.weight.dtype, seed) if draft else None
         # uses what a server or `make tune` has measured
         tune(self.model, self.world, MAX_SEQUENCES, seconds=0, draft=self.draft)
-        self.limits, self.kv_dtype, self.draft_tokens = limits, kv_dtype, draft_limit(speculate, draft_tokens)
+        self.limits, self.kv_dtype, self.draft_tokens = limits, kv_dtype or "auto", draft_limit(speculate, draft_tokens)
         self._engine: tuple[EngineLimits, Engine] | None = None
         self._streaming = False  # whether a call of `stream` has begun and not ended
 
@@ -245,6 +253,12 @@ class LLM:
             if self.draft is not None:  # else the first prompt's time would contain it
                 self._engine[1].speculation.prepare()
         return self._engine[1]
+
+
+def _refuse_given(instead: str, **arguments: str | int | None) -> None:
+    for name, value in arguments.items():
+        if value is not None:
+            raise UserError(f"{name} has no effect here: {instead}")
 
 
 def _one_each(params: SamplingParams | Sequence[SamplingParams] | None, count: int) -> list[SamplingParams]:

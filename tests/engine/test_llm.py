@@ -312,6 +312,13 @@ def test_what_cannot_run_is_refused(seed: int) -> None:
     ):
         with pytest.raises(UserError, match=f"{next(iter(wrong))} must be"):
             SamplingParams(**wrong)  # type: ignore[arg-type]
+    for name, value in (("variant", "standard"), ("dtype", "float32"), ("quantize", "int8")):
+        with pytest.raises(UserError, match=f"^{name} has no effect here: .* where the model is loaded"):
+            LLM(llm.model, world=ALONE, **{name: value})
+    for name, argument in (("kv_dtype", "auto"), ("draft_tokens", 7), ("speculate", "ngram")):
+        with pytest.raises(UserError, match=rf"^{name} has no effect here: with limits, .* EngineLimits"):
+            LLM(llm.model, world=ALONE, limits=EngineLimits(max_num_seqs=2), **{name: argument})
+    assert LLM(llm.model, world=ALONE, limits=EngineLimits(draft_tokens=3), speculate="ngram").generate([[1]])[0].token_ids
     assert llm.generate([], None) == []
     with pytest.raises(UserError, match="unknown dtype 'fp8'"):
         LLM(str(TINY), world=ALONE, dtype="fp8")
