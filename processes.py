@@ -1,7 +1,7 @@
 """Processes: ranks, children that end with their parent, temporary folders that are removed even after a crash.
 
 A process that is killed cannot clean up. So each of our processes watches its parent, and each start removes folders whose
-owners have ended. Imports only the standard library, so that it loads fast.
+owners have ended. Imports only the standard library and `errors`, so that it loads fast.
 """
 
 import contextlib
@@ -21,12 +21,15 @@ import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
 
+from errors import UserError
+
 PR_SET_PDEATHSIG = 1  # linux/prctl.h
 LAUNCHER = "RUNG_LAUNCHER_PID"  # environment variable of ranks that launch.py starts: its process id
 RANK_NAME = "rung-rank-"  # and its number: the name of a rank's process
 ORPHANED = 1  # exit code of a process whose parent has ended
 PREFIX = "rung-run-"
 RUN_FOLDER = re.compile(PREFIX + "[a-z0-9_]{8}")  # names that tempfile makes; a user's own folder hardly has such a name
+FOLDER_ATTEMPTS = 100  # to lock a new run folder before another process that starts removes it
 POLL_SECONDS = 0.5  # between checks of the parent, where there is no pidfd
 
 
@@ -172,10 +175,16 @@ def run_folder() -> Iterator[Path]:
     """A private temporary folder `rung-run-…` that exists during the `with` block.
 
     If this process is killed, the same user's next `run_folder` removes the folder. A lock on the folder, which the kernel
-    releases when its owner ends, shows whether it is in use.
+    releases when its owner ends, shows whether it is in use. Raises UserError if no folder can be made and locked.
     """
-    remove_abandoned()
-    path, lock = _locked_folder()
+    try:
+        remove_abandoned()
+        path, lock = _locked_folder()
+    except OSError as e:
+        raise UserError(
+            f"no temporary folder can be made and locked ({e}); set TMPDIR to a folder on a local disk, or allow more open files "
+            "(ulimit -n)"
+        ) from None
     try:
         yield path
     finally:
@@ -184,14 +193,18 @@ def run_folder() -> Iterator[Path]:
 
 
 def _locked_folder() -> tuple[Path, int]:
-    while True:
+    for _ in range(FOLDER_ATTEMPTS):
         path = Path(tempfile.mkdtemp(prefix=PREFIX))
-        with contextlib.suppress(OSError):  # another process removed it as abandoned before it was locked
+        # these errors: another process removes it as abandoned before it is locked
+        with contextlib.suppress(FileNotFoundError, BlockingIOError), contextlib.ExitStack() as undo:
+            undo.callback(path.rmdir)
             lock = os.open(path, os.O_RDONLY | os.O_DIRECTORY)
+            undo.callback(os.close, lock)
             fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
             if path.exists():
+                undo.pop_all()
                 return path, lock
-            os.close(lock)
+    raise OSError("other processes remove each one at once")
 
 
 def remove_abandoned() -> None:

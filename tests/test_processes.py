@@ -1,15 +1,21 @@
 """Children end with their parent, run folders of killed owners are removed, and signals reach only children."""
 
+import errno
+import fcntl
+import itertools
 import os
 import signal
 import subprocess
 import sys
+import tempfile
 import time
 from pathlib import Path
+from types import ModuleType
 
 import pytest
 
 import processes
+from errors import UserError
 from tests import ROOT
 from tests.support.server_process import runs, wait_until
 
@@ -76,6 +82,52 @@ def test_a_killed_owners_folder_is_removed_by_the_next_start(tmp_path: Path, mon
         assert not mine.exists() and kept.is_dir() and all(folder.is_dir() for folder in own)
         alive.kill()
     monkeypatch.setattr(processes.tempfile, "tempdir", None)
+
+
+@pytest.mark.parametrize(
+    ("module", "name", "number"), [(fcntl, "flock", errno.ENOLCK), (fcntl, "flock", errno.EAGAIN), (os, "open", errno.EMFILE)]
+)
+def test_a_folder_that_cannot_be_locked_is_an_error_and_leaves_nothing(
+    module: ModuleType, name: str, number: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    calls = itertools.count()
+
+    def refuse(*_: object) -> None:
+        assert next(calls) < 1000, "it goes on without an end"
+        raise OSError(number, os.strerror(number))
+
+    monkeypatch.setattr(processes.tempfile, "tempdir", str(tmp_path))
+    opened = len(os.listdir("/proc/self/fd"))
+    with monkeypatch.context() as patch:
+        patch.setattr(module, name, refuse)
+        with pytest.raises(UserError, match=r"TMPDIR.*ulimit"), processes.run_folder():
+            pass
+    assert os.listdir(tmp_path) == [] and len(os.listdir("/proc/self/fd")) == opened
+
+
+def test_a_folder_that_is_removed_before_it_is_locked_is_made_again(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Another process that starts takes it for abandoned."""
+    monkeypatch.setattr(processes.tempfile, "tempdir", str(tmp_path))
+    make, lock, made = tempfile.mkdtemp, fcntl.flock, list[str]()
+
+    def make_and_lose(prefix: str) -> str:
+        made.append(make(prefix=prefix))
+        if len(made) == 1:
+            os.rmdir(made[-1])
+        return made[-1]
+
+    def lock_late(descriptor: int, operation: int) -> None:
+        if len(made) in (2, 3):
+            os.rmdir(made[-1])
+        if len(made) == 2:
+            raise BlockingIOError(errno.EAGAIN, "the other process holds the lock")
+        lock(descriptor, operation)
+
+    monkeypatch.setattr(processes.tempfile, "mkdtemp", make_and_lose)
+    monkeypatch.setattr(fcntl, "flock", lock_late)
+    with processes.run_folder() as path:
+        assert str(path) == made[3] and os.listdir(tmp_path) == [path.name]
+    assert os.listdir(tmp_path) == []
 
 
 def test_a_signal_reaches_a_child_and_no_other_process() -> None:
