@@ -81,7 +81,7 @@ class Engine:
     ) -> None:
         """draft: a smaller model that drafts (`model_drafter.py`), or a draft head (`head_drafter.py`). adapters: of the model."""
         config = model.config
-        self.max_model_len = min(limits.max_model_len or config.max_seq_len, config.max_seq_len)
+        self.max_model_len = limits.context(config)
         self.vocab_size, self.world, self.adapters = config.vocab_size, world, adapters
         schedules = Schedules.of(model, world, limits.kv_dtype)
         batch_tokens = limits.max_batch_tokens or step_tokens(config, world)

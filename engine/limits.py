@@ -4,6 +4,7 @@ from dataclasses import dataclass
 
 import torch
 
+from config import ModelConfig
 from engine.head_model import HeadModel
 from engine.paged_cache import CODES, PagedCache
 from errors import UserError
@@ -39,6 +40,10 @@ class EngineLimits:
         """The most drafted tokens of a step."""
         return min(self.draft_tokens * self.max_num_seqs, MOST_DRAFTED)
 
+    def context(self, config: ModelConfig) -> int:
+        """The most tokens of a sequence of the model."""
+        return min(self.max_model_len or config.max_seq_len, config.max_seq_len)
+
 
 def cache_memory(limits: EngineLimits, device: torch.device, models: int = 1) -> float:
     """Bytes that this rank may give to the KV caches of so many models."""
@@ -73,7 +78,7 @@ def count_blocks(model: Transformer, draft: Transformer | HeadModel | None, limi
     )
     [blocks] = world.smallest([int(cache_memory(limits, world.device, len(models))) // size])
     # all sequences at full length can use at most this many blocks
-    useful = limits.max_num_seqs * -(-(limits.max_model_len or model.config.max_seq_len) // limits.block_size)
+    useful = limits.max_num_seqs * -(-limits.context(model.config) // limits.block_size)
     found = min(blocks, useful)
     if found < 1:
         raise UserError(f"--kv-memory leaves room for no KV-cache block of {size / 1e6:.1f} MB; give more")

@@ -31,6 +31,13 @@ def test_a_gpu_keeps_memory_for_graphs(monkeypatch: pytest.MonkeyPatch, seed: in
     assert GRAPHS == 2 * GIB
 
 
+@pytest.mark.parametrize(("longest", "blocks"), [(None, 40), (17, 10), (80, 40), (10**5, 40)])
+def test_no_more_blocks_than_sequences_of_the_models_context_can_use(longest: int | None, blocks: int) -> None:
+    model = random_model(config_of("standard"))  # its context has 80 tokens
+    engine = Engine(model, None, EngineLimits(max_model_len=longest, max_num_seqs=2, block_size=4), ALONE)
+    assert engine.scheduler.blocks.n_blocks == blocks and engine.max_model_len == min(longest or 80, 80)
+
+
 def test_memory_that_runs_out_in_a_capture_is_an_error_that_says_what_to_do(monkeypatch: pytest.MonkeyPatch) -> None:
     engine = Engine(random_model(config_of("standard")), None, EngineLimits(kv_memory=1e6), ALONE)
 
