@@ -36,6 +36,7 @@ from torch.distributed.elastic.rendezvous.api import RendezvousHandler, Rendezvo
 
 from cli import LOST_RANK, Parser, leave, note, run
 from errors import UserError
+from options import whole_number
 from processes import LAUNCHER, listen_on_loopback, run_folder, signal_child
 
 LOOPBACK = "127.0.0.1"
@@ -338,7 +339,7 @@ def parse_args() -> argparse.Namespace:
     parser.add_argument("--ranks", type=int, required=True, metavar="N", help="processes to start on this host")
     parser.add_argument(
         "--hosts",
-        type=int,
+        type=whole_number(1),
         metavar="N",
         help="hosts on which this command is started, all within RUNG_MEET_SECONDS (default: 120; without --hosts, only this one)",
     )
@@ -359,7 +360,7 @@ def parse_args() -> argparse.Namespace:
 
 def main() -> None:
     args = parse_args()
-    hosts = SeveralHosts(args.hosts, args.meet) if args.hosts else None
+    hosts = SeveralHosts(args.hosts, args.meet) if args.hosts is not None else None
     leave(start_ranks(args.ranks, ["-m"] * args.module + args.program, hosts=hosts))
 
 

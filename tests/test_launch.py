@@ -351,6 +351,8 @@ def test_interactive_prompts_from_a_pipe() -> None:
         (["--ranks", "0", "x.py"], "from 1 to 1024"),
         (["--ranks", "many", "x.py"], "invalid int value"),
         (["x.py"], "--ranks"),
+        (["--ranks", "1", "--hosts", "0", "--meet", "127.0.0.1:1", "x.py"], "argument --hosts: 0 is not at least 1"),
+        (["--ranks", "1", "--hosts", "-3", "--meet", "127.0.0.1:1", "x.py"], "argument --hosts: -3 is not at least 1"),
     ],
 )
 def test_bad_use_is_told(args: list[str], words: str, monkeypatch: pytest.MonkeyPatch) -> None:
