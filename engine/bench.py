@@ -37,19 +37,19 @@ from tp import World, init_world
 TRACED = range(20, 100)  # steps that --trace profiles
 
 
-def requests(args: argparse.Namespace, vocab_size: int) -> list[Submit]:
-    """Random prompts, greedy, no stop tokens: every request generates all its tokens."""
+def submit_all(engine: Engine, args: argparse.Namespace) -> None:
+    """Submit random prompts without stop tokens: every request generates all its tokens. Raises UserError if they do not fit."""
     rng = random.Random(args.seed)
     params = SamplingParams(max_tokens=args.new_tokens, temperature=args.temperature)
-    prompts = ([rng.randrange(vocab_size) for _ in range(args.prompt_length)] for _ in range(args.requests))
-    return [Submit(str(i), prompt, params) for i, prompt in enumerate(prompts)]
+    for i in range(args.requests):
+        prompt = [rng.randrange(engine.vocab_size) for _ in range(args.prompt_length)]
+        if refused := engine.submit(Submit(str(i), prompt, params)):
+            raise UserError(refused.message)
 
 
 def throughput(engine: Engine, args: argparse.Namespace, world: World) -> dict[str, Any]:
     """Run all requests to their end and measure the throughput."""
-    for request in requests(args, engine.vocab_size):
-        if refused := engine.submit(request):
-            raise UserError(refused.message)
+    submit_all(engine, args)
     start = time.perf_counter()
     steps: list[float] = []
     idle: list[float] = []  # seconds for which the device has waited, before each step
@@ -122,7 +122,7 @@ def host_overhead(engine: Engine, args: argparse.Namespace) -> dict[str, Any]:
     """The host's time in a decode step of all requests, in ms: medians over the steps.
 
     `host` is the step without the model (layers, head) and without the drawing of tokens from logits. The entries after
-    it are parts of it. On a CPU only: a GPU's step is one call.
+    it are parts of it. On a CPU only: a GPU's step is one call. Raises UserError if no step decodes all requests.
     """
     seconds: dict[str, float] = defaultdict(float)
     model, runner = engine.runner.model, engine.runner
@@ -138,13 +138,14 @@ def host_overhead(engine: Engine, args: argparse.Namespace) -> dict[str, Any]:
     ]
     for owner, name, label in parts:
         timed(owner, name, label, seconds)
-    for request in requests(args, engine.vocab_size):
-        engine.submit(request)
+    submit_all(engine, args)
     rows: list[dict[str, float]] = []
     while engine.has_work():
         seconds.clear()
         if len(engine.step()) == args.requests:
             rows.append(dict(seconds))
+    if not rows:
+        raise UserError(f"no step decoded all {args.requests} requests; give fewer --requests, or more --max-num-seqs")
     for row in rows:
         row["host"] = row["step"] - row["layers"] - row["head"] - row["draw"] + row["sampling set-up"]
     named = ("step", "layers", "head", "draw", "host", "scheduling", "batch layout", "sampling set-up")
@@ -164,11 +165,11 @@ def check_trace(args: argparse.Namespace) -> None:
 def add_load(parser: argparse.ArgumentParser, requests: int = 64, prompt_length: int = 64, new_tokens: int = 64) -> None:
     """Add the flags of the requests, with these defaults."""
     add = parser.add_argument
-    add("--requests", type=int, default=requests, help=f"all submitted at once (default: {requests})")
-    add("--prompt-length", type=int, default=prompt_length, help=f"tokens (default: {prompt_length})")
-    add("--new-tokens", type=int, default=new_tokens, help=f"tokens a request (default: {new_tokens})")
+    add("--requests", type=whole_number(1), default=requests, help=f"all submitted at once (default: {requests})")
+    add("--prompt-length", type=whole_number(1), default=prompt_length, help=f"tokens (default: {prompt_length})")
+    add("--new-tokens", type=whole_number(1), default=new_tokens, help=f"tokens a request (default: {new_tokens})")
     add("--temperature", type=float, default=0.0, help="default: 0, greedy")
-    add("--max-num-seqs", type=int, default=256, help="sequences in a step (default: 256)")
+    add("--max-num-seqs", type=whole_number(1), default=256, help="sequences in a step (default: 256)")
     add("--seed", type=int, default=0)
 
 
@@ -178,7 +179,7 @@ def main() -> None:
     add_options(parser, SpeculationOptions, "speculation")
     add_load(parser)
     parser.add_argument("--max-batch-tokens", type=whole_number(1), help="tokens in a step (default: as the server)")
-    parser.add_argument("--block-size", type=int, default=16, help="tokens of a KV-cache block (default: 16)")
+    parser.add_argument("--block-size", type=whole_number(1), default=16, help="tokens of a KV-cache block (default: 16)")
     parser.add_argument("--host", action="store_true", help="print the host's share of a decode step")
     parser.add_argument(
         "--trace",

@@ -1,4 +1,4 @@
-"""The idle share of a trace, and the flag of engine.bench that records one."""
+"""The idle share of a trace, and the flags of engine.bench."""
 
 import json
 import random
@@ -124,6 +124,21 @@ def test_a_trace_that_cannot_be_recorded(
 ) -> None:
     argv = ["bench", "--model", "tiny", "--device", "cpu", "--trace", str(tmp_path / "trace.json"), *flags]
     monkeypatch.setattr(sys, "argv", argv)
+    with pytest.raises(UserError, match=message):
+        bench.main()
+
+
+@pytest.mark.parametrize(
+    ("flags", "message"),
+    [
+        (["--host", "--requests", "2", "--prompt-length", "4000"], "context of 1024"),
+        (["--host", "--requests", "4", "--max-num-seqs", "2"], "no step decoded all 4 requests"),
+        (["--requests", "0"], "--requests: 0 is not at least 1"),
+        (["--max-num-seqs", "0"], "--max-num-seqs: 0 is not at least 1"),
+    ],
+)
+def test_a_benchmark_without_a_result(flags: list[str], message: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(sys, "argv", ["bench", "--model", "tiny", "--device", "cpu", "--new-tokens", "3", *flags])
     with pytest.raises(UserError, match=message):
         bench.main()
 
