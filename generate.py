@@ -136,8 +136,14 @@ def check_args(args: argparse.Namespace) -> None:
     determinism.refuse(args.deterministic, compiled=args.compile, adapters=args.lora)
     if args.lora and args.compile:
         raise UserError("--compile does not compute adapters; leave it or --lora out")
-    if args.interactive and (args.score or args.json or args.num_samples > 1):
-        raise UserError("--interactive gives one answer to each line; it goes without --score, --json and --num-samples")
+    if args.interactive and (args.score or args.json or args.profile or args.num_samples > 1):
+        raise UserError(
+            "--interactive gives one answer to each line; it goes without --score, --json, --profile and --num-samples"
+        )
+    if args.score and (args.profile or args.num_samples > 1):
+        raise UserError("--score generates nothing; it goes without --profile and --num-samples")
+    if args.chat and (args.prompt_ids is not None or args.prompt_length is not None):
+        raise UserError("--chat applies the chat template to a text; it goes without --prompt-ids and --prompt-length")
 
 
 # --- resolving the command line, before any weights are read -------------------------------------------------------------
