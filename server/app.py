@@ -43,7 +43,14 @@ STATIC = Path(__file__).parent / "static"
 
 def create_app(settings: Settings, client: EngineClient, tokenizer: Tokenizer) -> FastAPI:
     service = Service(read_chat_template(settings, tokenizer), client, tokenizer)
-    app = FastAPI(title="Rung", version=VERSION, docs_url=None, redoc_url=None, summary="An OpenAI-compatible server")
+    app = FastAPI(
+        title="Rung",
+        version=VERSION,
+        docs_url=None,
+        redoc_url=None,
+        summary="An OpenAI-compatible server",
+        strict_content_type=True,  # else it would parse, without bounds, bodies that do not say what they are
+    )
     app.state.service = service
     app.router.route_class = BoundedRoute
     problems.install(app)

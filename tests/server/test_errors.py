@@ -239,6 +239,13 @@ def test_a_body_that_is_no_json_is_told_why(site: Site, content: bytes, reason: 
     assert len(error.message) < 300
 
 
+def test_a_body_that_does_not_say_that_it_is_json_is_not_parsed(site: Site) -> None:
+    """Nothing would bound its number of values and its depth."""
+    for headers in ({}, {"content-type": "text/plain"}):
+        response = site.http.post("/v1/completions", content=b'{"prompt": "Hi"}', headers=headers)
+        assert response.status_code == 400 and response.json()["error"]["type"] == "invalid_request_error"
+
+
 def test_what_an_error_quotes_is_cut(site: Site) -> None:
     error = site.refused("/v1/completions", {"prompt": "Hi", "model": "x" * 100_000}, 404)
     assert len(error["message"]) < 2 * MAX_MESSAGE and error["message"].endswith("this server has: tiny-hybrid")
