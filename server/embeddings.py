@@ -18,6 +18,7 @@ from fastapi import Request
 from starlette.responses import Response
 
 from engine.protocol import SamplingParams, Submit, Turn
+from server.clients import sender
 from server.completions import as_list, encode_prompts
 from server.embedding_bodies import EmbeddingBody, PoolingBody, ScoreBody, listed
 from server.endpoint import check, turn_of
@@ -100,7 +101,8 @@ async def _embeddings(
     unique, adapter = uuid.uuid4().hex, service.adapter_of(body.model)
     submits = [Submit(f"{unique}-{i}", prompt, params, turn=turn, adapter=adapter) for i, prompt in enumerate(prompts)]
     width = service.client.ready.hidden_size if service.client.ready else 0
-    request.state.until_written.enter_context(service.unread.hold(turn.client, len(submits) * width * Vector("f").itemsize))
+    size = len(submits) * width * Vector("f").itemsize
+    request.state.until_written.enter_context(service.unread.hold(sender(request.scope).name, size))
     return await _computed(service, submits, request.state.request_id), tokens
 
 

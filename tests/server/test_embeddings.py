@@ -6,12 +6,16 @@ import math
 import random
 import socket
 from array import array
+from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
+import httpx
 import pytest
 
 from server import replies
+from server.admission import UNREAD_SHARE, Unread
 from server.embeddings import SLICE
 from server.pooling_file import checkpoint_pooling
 from server.schemas import MAX_PROMPTS
@@ -106,6 +110,23 @@ def test_thousands_of_inputs_take_few_places_and_a_client_that_leaves_frees_them
         wait_for(lambda: not site.server.service.admission._held)
     finally:
         site.close()
+
+
+def test_each_client_has_its_share_of_unread_vectors_without_fairness(make_site: Callable[..., Site]) -> None:
+    site = make_site(fairness="off", trusted_proxy=("127.0.0.1",))
+    site.server.service.unread = Unread(UNREAD_SHARE * 4 * WIDTH)  # a client may have one vector
+    site.engine.hold = True
+
+    def ask(client: str) -> httpx.Response:
+        with httpx.Client(base_url=site.url, timeout=120) as http:
+            return http.post(PATH, json={"input": [1]}, headers={"x-forwarded-for": client})
+
+    with ThreadPoolExecutor() as pool:
+        answers = [pool.submit(ask, client) for client in ("8.8.8.8", "9.9.9.9")]
+        wait_for(lambda: site.server.client.active == 2 or any(answer.done() for answer in answers))
+        assert ask("8.8.8.8").status_code == 429
+        site.engine.hold = False
+        assert [answer.result().status_code for answer in answers] == [200, 200]
 
 
 def test_sentence_transformers_files_say_the_default(tmp_path: Path) -> None:
