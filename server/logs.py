@@ -6,8 +6,10 @@ import sys
 import time
 from typing import Any
 
+from server.paths import HEALTH_PATHS, METRIC_PATHS
+
 log = logging.getLogger("rung")
-POLLED = ("/health", "/metrics", "/stats")
+POLLED = HEALTH_PATHS + METRIC_PATHS
 
 access = logging.getLogger("rung.access")
 

@@ -17,13 +17,13 @@ from server.bodies import Bodies, Full
 from server.clients import current_client, digest, read_keys, sender
 from server.logs import access_line, log
 from server.messages.errors import is_messages
+from server.paths import HEALTH_PATHS, METRIC_PATHS
 from server.problems import ApiError, internal_error
 from server.service import Service
 from server.uploads import TooLarge, TooSlow, read_body
 from server.writing import ClientGone
 
-OPEN_PATHS = frozenset({"/", "/health", "/health_generate", "/ping", "/version", "/docs", "/openapi.json", "/favicon.ico"})
-METRIC_PATHS = frozenset({"/metrics", "/stats", "/load", "/get_load"})
+OPEN_PATHS = frozenset({"/", "/version", "/docs", "/openapi.json", "/favicon.ico", *HEALTH_PATHS})
 REQUEST_ID = re.compile(r"[A-Za-z0-9._:-]{1,128}")
 BODIES_BYTES = 1 << 30  # of requests without an answer; one client may have a quarter. Parsed, they take as much again
 FREE_BYTES = 16384  # of each body, which do not count
@@ -115,14 +115,13 @@ class ApiKey:
 
     Notes whose it is.
 
-    Open to all are the page, /health, /health_generate, /ping, /version and the documentation, and without `protect_metrics`
-    METRIC_PATHS.
+    Open to all are OPEN_PATHS and the page's files, and without `protect_metrics` METRIC_PATHS.
     """
 
     def __init__(self, app: ASGIApp, keys: Sequence[str], protect_metrics: bool) -> None:
         self.app = app
         self._clients = read_keys(keys)
-        self._open = OPEN_PATHS if protect_metrics else OPEN_PATHS | METRIC_PATHS
+        self._open = OPEN_PATHS if protect_metrics else OPEN_PATHS.union(METRIC_PATHS)
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         if scope["type"] != "http" or self._is_open(scope["path"]) or self._has_key(scope):

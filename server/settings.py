@@ -26,6 +26,7 @@ from server.call_syntax import REASONING, SYNTAXES
 from server.clients import read_keys
 from server.config_sources import parse_environment, parse_file
 from server.journal_file import Bounds
+from server.paths import METRIC_PATHS
 
 VERSION = "0.1.0"
 MEMORY_UNITS = {"": 1, "k": 2**10, "m": 2**20, "g": 2**30, "t": 2**40}
@@ -193,7 +194,9 @@ class HttpOptions:
     api_key_file: str | None = option(
         default=None, metavar="FILE", help="file with one key a line; lines that start with # are comments"
     )
-    protect_metrics: bool = option(default=False, help="require the key for /metrics and /stats, too (default: open to all)")
+    protect_metrics: bool = option(
+        default=False, help=f"require the key for {', '.join(METRIC_PATHS)}, too (default: these are open to all)"
+    )
     cors_origin: tuple[str, ...] = option(
         default=(),
         metavar="ORIGIN",

@@ -19,6 +19,7 @@ import pytest
 from server import middleware, replies
 from server.limits import MAX_LOGPROBS
 from server.problems import MAX_MESSAGE
+from server.settings import HttpOptions
 from tests.support.quiet_clock import quiet_seconds
 from tests.support.server_thread import CHAT, CONTEXT, TOKENIZER, TOOL, Site, raw_request, wait_for
 
@@ -298,15 +299,12 @@ def test_the_log_probabilities_of_all_answers_of_a_request(site: Site) -> None:
 
 def test_keys(make_site: Callable[..., Site]) -> None:
     site = make_site(api_key=("right", "other"), protect_metrics=True)
-    for path, status in (
-        ("/health", 200),
-        ("/version", 200),
-        ("/docs", 200),
-        ("/v1/models", 401),
-        ("/metrics", 401),
-        ("/stats", 401),
-    ):
-        assert site.http.get(path).status_code == status, path
+    for path in ("/health", "/health_generate", "/ping", "/version", "/docs"):
+        assert site.http.get(path).status_code == 200, path
+    help_text = HttpOptions.__dataclass_fields__["protect_metrics"].metadata["help"]
+    for path in ("/metrics", "/stats", "/load", "/get_load", "/v1/models"):
+        assert site.http.get(path).status_code == 401, path
+        assert (path in re.findall("[/a-z_]+", help_text)) == (path != "/v1/models")
     with pytest.raises(openai.AuthenticationError):
         site.openai.models.list()
     for key in ("right", "other"):
@@ -465,6 +463,16 @@ def test_the_bodies_that_a_client_has_in_the_server_are_bounded(
     site.settle()
     site.engine.hold = False
     assert site.complete(**large)["choices"][0]["text"]
+
+
+def test_what_is_polled_is_logged_at_debug(site: Site, caplog: pytest.LogCaptureFixture) -> None:
+    polled = ["/health", "/health_generate", "/ping", "/metrics", "/stats", "/load", "/get_load"]
+    with caplog.at_level(logging.DEBUG, "rung.access"):
+        for path in (*polled, "/version"):
+            assert site.http.get(path).status_code == 200
+        wait_for(lambda: len([record for record in caplog.records if record.name == "rung.access"]) == len(polled) + 1)
+    lines = [(record.fields["path"], record.levelno) for record in caplog.records if record.name == "rung.access"]  # type: ignore[attr-defined]
+    assert lines == [*((path, logging.DEBUG) for path in polled), ("/version", logging.INFO)]
 
 
 def test_a_long_path_is_cut_in_the_log(site: Site, caplog: pytest.LogCaptureFixture) -> None:
