@@ -8,8 +8,9 @@ Inference Extension (docs/proposals/003-model-server-protocol).
 import math
 import re
 import time
-from bisect import bisect_left
-from collections import deque
+from bisect import bisect_left, bisect_right
+from collections import Counter as Tally
+from collections import defaultdict, deque
 from collections.abc import Callable, Iterator, Sequence
 from itertools import accumulate
 
@@ -22,8 +23,8 @@ from prometheus_client.utils import floatToGoString
 from engine.protocol import Drafted, Stats
 from server import tracing
 
-WINDOW = 60.0  # seconds
-SAMPLES = 20_000  # most values kept in a window
+PERIOD, PERIODS = 10, 6  # /stats has the latencies of so many periods of so many seconds, the present one among them
+CLASS = math.log(1.02)  # latencies that differ by less may count as equal
 RATE_WINDOW = 5.0  # seconds; tokens/s is the mean over this time
 
 LATENCY = (0.001, 0.005, 0.01, 0.02, 0.04, 0.06, 0.08, 0.1, 0.25, 0.5, 0.75, 1, 2.5, 5, 7.5, 10, 20, 40, 80, 160, 640)
@@ -69,31 +70,52 @@ VLLM_NAMES = {name: name for name in SAME_NAMES} | OLD_NAMES  # from theirs to o
 disable_created_metrics()
 
 
-class Window:
-    """Values of the last minute."""
+class Latencies:
+    """The latencies of the last minute (50 to 60 s), to 1%. It counts those of each class in each period, so that neither memory nor
+    the time for the quantiles grows with the number of tokens."""
 
     def __init__(self) -> None:
-        self._values: deque[tuple[float, float]] = deque(maxlen=SAMPLES)
+        self._counts = defaultdict[int, defaultdict[int, int]](lambda: defaultdict(int))  # by period and class
 
-    def add(self, now: float, value: float) -> None:
-        """Add a value. `now`: time.monotonic()."""
-        self._values.append((now, value))
+    def add(self, now: float, value: float, count: int = 1) -> None:
+        """Add `count` equal latencies in seconds. `now`: time.monotonic()."""
+        self._counts[int(now / PERIOD)][round(math.log(max(value, 1e-6)) / CLASS)] += count
+        if len(self._counts) > PERIODS:
+            del self._counts[next(iter(self._counts))]
 
     def quantiles(self) -> dict[str, float | None]:
-        oldest = time.monotonic() - WINDOW
-        while self._values and self._values[0][0] < oldest:
-            self._values.popleft()
-        ordered = sorted(value for _, value in self._values)
-        return {f"p{p}": ordered[min(len(ordered) * p // 100, len(ordered) - 1)] if ordered else None for p in (50, 95)}
+        """The median and the 95th percentile; None without latencies."""
+        oldest, total = int(time.monotonic() / PERIOD) - PERIODS, Tally[int]()
+        for period, counts in self._counts.items():
+            if period > oldest:
+                total.update(counts)
+        classes = sorted(total)
+        ranks = list(accumulate(total[one] for one in classes))  # how many latencies there are up to each class
+        return {
+            f"p{p}": math.exp(CLASS * classes[bisect_right(ranks, ranks[-1] * p // 100)]) if ranks else None for p in (50, 95)
+        }
+
+
+class Rate:
+    """What was added in the last RATE_WINDOW seconds, per second."""
+
+    def __init__(self) -> None:
+        self._values = deque[tuple[float, int]]()
+        self._sum = 0
+
+    def add(self, now: float, value: int) -> None:
+        """Add a value. `now`: time.monotonic()."""
+        self._forget(now)
+        self._values.append((now, value))
+        self._sum += value
+
+    def _forget(self, now: float) -> None:
+        while self._values and self._values[0][0] < now - RATE_WINDOW:
+            self._sum -= self._values.popleft()[1]
 
     def rate(self) -> float:
-        """The sum of the values of the last RATE_WINDOW seconds, per second."""
-        oldest, total = time.monotonic() - RATE_WINDOW, 0.0
-        for at, value in reversed(self._values):
-            if at < oldest:
-                break
-            total += value
-        return total / RATE_WINDOW
+        self._forget(time.monotonic())
+        return self._sum / RATE_WINDOW
 
 
 class TokenHistogram(Collector):
@@ -134,7 +156,8 @@ class Metrics:
         self.registry = CollectorRegistry()
         self._model_name = model_name
         self.stats = Stats()  # the newest; this one until the engine sends its first
-        self.ttft, self.inter_token, self.tokens, self.prompts = Window(), Window(), Window(), Window()
+        self.ttft, self.inter_token = Latencies(), Latencies()
+        self.tokens, self.prompts = Rate(), Rate()
 
         self.running = self._gauge("num_requests_running", "Sequences in the running batch")
         self.waiting = self._gauge("num_requests_waiting", "Sequences that wait for a place in the batch")
@@ -295,8 +318,7 @@ class SequenceTimes:
         else:
             gap = (now - self.last) / count
             m.itl_seconds.observe(gap, count)
-            for _ in range(count):
-                m.inter_token.add(now, gap)
+            m.inter_token.add(now, gap, count)
         self.last = now
         self.tokens += count
 

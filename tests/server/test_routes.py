@@ -4,6 +4,7 @@ import random
 import re
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
+from types import SimpleNamespace
 from typing import Any
 
 import jsonschema
@@ -12,8 +13,8 @@ import pytest
 from prometheus_client import CollectorRegistry, Histogram
 
 from engine.protocol import Stats
-from server import app, replies
-from server.metrics import TokenHistogram
+from server import app, metrics, replies
+from server.metrics import Latencies, Rate, TokenHistogram
 from server.openapi import BOUNDS
 from tests.support.server_thread import CHAT, STORY, TOKENIZER, TOOL, Site, wait_for
 
@@ -191,3 +192,36 @@ def test_the_histogram_of_tokens_is_prometheus_own(seed: int) -> None:
         {s.name + str(sorted(s.labels.items())): s.value for f in r.collect() for s in f.samples} for r in registries
     )
     assert found == pytest.approx(wanted), seed
+
+
+def test_quantiles_are_those_of_the_last_minute(seed: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    """However many tokens it had, and also while no new ones come."""
+    rng, latencies, clock = random.Random(seed), Latencies(), SimpleNamespace(now=seed % 1000)
+    monkeypatch.setattr(metrics, "time", SimpleNamespace(monotonic=lambda: clock.now))
+    given = list[tuple[float, float]]()
+    assert latencies.quantiles() == {"p50": None, "p95": None}
+    for step in range(200):
+        clock.now += rng.uniform(0, 1)
+        for _ in range(rng.randrange(50)):
+            value, count = rng.lognormvariate(-5 + 0.01 * len(given) ** 0.5, 1), rng.randint(1, 50)
+            latencies.add(clock.now, value, count)
+            given += [(clock.now, value)] * count
+        clock.now += 100 if step == 150 else 0
+        if step % 10:
+            continue
+        recent = sorted(value for at, value in given if at // 10 > clock.now // 10 - 6)
+        wanted = {p: pytest.approx(recent[len(recent) * p // 100], rel=0.0101) if recent else None for p in (50, 95)}
+        assert latencies.quantiles() == {"p50": wanted[50], "p95": wanted[95]}, seed
+    assert len(given) > 60_000
+
+
+def test_the_rate_is_that_of_the_last_seconds(seed: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    rng, rate, clock = random.Random(seed), Rate(), SimpleNamespace(now=seed % 1000)
+    monkeypatch.setattr(metrics, "time", SimpleNamespace(monotonic=lambda: clock.now))
+    given = list[tuple[float, int]]()
+    for _ in range(200):
+        for _ in range(rng.randrange(5)):
+            given.append((clock.now, rng.randrange(100)))
+            rate.add(*given[-1])
+        clock.now += rng.expovariate(1)
+        assert rate.rate() == sum(value for at, value in given if at >= clock.now - metrics.RATE_WINDOW) / metrics.RATE_WINDOW
