@@ -182,7 +182,7 @@ def _add_results(app: FastAPI, service: Service) -> None:
 
 
 def _add_tokens(app: FastAPI, service: Service) -> None:
-    errors = errors_of(400, 401, 404, 413, 500, 503)
+    errors = errors_of(400, 401, 404, 413, 429, 500, 503)
 
     @app.post("/tokenize", response_model=replies.TokenizeReply, responses=errors, tags=["tokens"], summary="Text to token ids")
     async def tokenize(body: TokenizeBody, request: Request) -> Response:

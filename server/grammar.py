@@ -37,7 +37,7 @@ async def for_request(
     try:
         return await _compiled(service, demand, None if waits else BRIEF_SECONDS)
     except ApiError as e:
-        if not waits and e.code in ("overloaded", "too_complex"):
+        if not waits and e.code in ("overloaded", "queue_full", "bodies_full", "too_complex"):
             return UNCONSTRAINED
         raise
     except SchemaError as e:

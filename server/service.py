@@ -50,7 +50,15 @@ class Service:
         self.admission = Admission(capacity, settings.max_num_seqs + settings.client_queue, progress=client.progress)
         self.unread = Unread()
         self.backlog = Backlog()
-        self.workers = Workers(settings.model, settings.workers, settings.worker_seconds, capacity, WORKER_MODULES)
+        self.workers = Workers(
+            settings.model,
+            settings.workers,
+            settings.worker_seconds,
+            capacity,
+            settings.request_timeout,
+            settings.max_body_bytes,
+            WORKER_MODULES,
+        )
         self.grammars: OrderedDict[bytes, Compiled] = OrderedDict()  # see grammar.py
         self.journal = self._open_journal()
         if self.journal:

@@ -28,6 +28,7 @@ from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any, TypeVar
 
+from server.bodies import Bodies, Full
 from server.clients import current_client
 from server.logs import log
 from server.problems import ApiError
@@ -36,12 +37,12 @@ from server.worker_process import HEADER, needs_memory
 T = TypeVar("T")
 
 START_SECONDS = 120.0  # time for a worker to import its modules and read the tokenizer while the machine loads weights
-WAIT_SECONDS = 10.0  # in the queue, besides the time that another client's job may take
-MAX_SLOW = 64  # most slow jobs in the queue
+JOBS_BYTES = 1 << 30  # of jobs without a result; one client may have a quarter
 LAST_RESORT_SECONDS = 5.0  # a worker ends itself this long after its job's limit: the frontend, which should kill it, has gone
 GRACE_SECONDS = 0.25  # a job whose client has left may still end: waiting for it costs less than a new worker
 NICENESS = 10  # of the workers for slow jobs, so that the ranks have precedence
 QUICK_BYTES = 65536  # larger replies are unpickled in a thread: many objects take long, but leave the GIL to others meanwhile
+FREE_BYTES = 65536  # of each job, which do not count
 ONE_THREAD = ("OMP_NUM_THREADS", "RAYON_NUM_THREADS")
 
 
@@ -55,20 +56,29 @@ class _Job:
 class Workers:
     """`count` worker processes with the tokenizer of `model`. To be used from one event loop.
 
-    `seconds`: time limit of each job. `max_queue`: most quick jobs in the queue. `modules`: names of the modules that have most
-    jobs, which a worker imports when it starts. If there are two or more workers, the first one takes only quick jobs. The
-    first worker starts in `start`, each other one with the first slow job that it can take.
+    `seconds`: time limit of each job. `max_queue`: most quick jobs in the queue, and most slow ones. `patience`: longest time of
+    a job in the queue, in seconds. `largest`: bytes of a job that a client may always have, see `Bodies`. `modules`: names of the
+    modules that have most jobs, which a worker imports when it starts. If there are two or more workers, the first one takes only
+    quick jobs. The first worker starts in `start`, each other one with the first slow job that it can take.
 
     Clients take turns: the next job is of the one that has waited longest since a job of its own began. A full queue drops the
     newest job of the client that has most, if the new one's has fewer.
     """
 
     def __init__(
-        self, model: str, count: int = 2, seconds: float = 10.0, max_queue: int = 1024, modules: Sequence[str] = ()
+        self,
+        model: str,
+        count: int = 2,
+        seconds: float = 10.0,
+        max_queue: int = 1024,
+        patience: float = 600.0,
+        largest: int = 0,
+        modules: Sequence[str] = (),
     ) -> None:
         self._model, self._modules, self._count, self._seconds = model, modules, count, seconds
+        self._max_queue, self._patience = max_queue, patience
         self._quick, self._slow = deque[_Job](), deque[_Job]()
-        self._limits = {id(self._quick): max_queue, id(self._slow): MAX_SLOW}
+        self._bytes = Bodies(JOBS_BYTES, largest, FREE_BYTES)
         self._turns: dict[str, int] = {}  # when the last job of a client that has more began
         self._begun = 0  # jobs
         self._idle: dict[int, asyncio.Future[None]] = {}  # worker: the future with which it waits for a job
@@ -92,43 +102,49 @@ class Workers:
         self, function: Callable[..., T], *arguments: Any, slow: bool = False, wait_seconds: float | None = None
     ) -> T:
         """Run `function(*arguments)` in a worker and return its result. If the caller is cancelled, the job ends soon.
-        wait_seconds: the longest time in the queue; None: so long that one job beyond its limit, and the start of a worker for the
-        one that was killed, do not fail this job.
+        wait_seconds: the longest time in the queue; None: `patience`.
 
         Raises an ApiError or a UserError that the function raises, and a RuntimeError for its other exceptions; a 400 if the
-        job exceeds the limit of time or memory; a 503 if too many jobs wait, or this one waits too long.
+        job exceeds the limit of time or memory; a 429 if too many jobs wait, or they are too large; a 503 if this one waits too
+        long.
         """
         self.start()
+        work = (function, arguments), pickle.HIGHEST_PROTOCOL
+        data = await asyncio.to_thread(pickle.dumps, *work) if slow else pickle.dumps(*work)
         queue = self._slow if slow and self._count > 1 else self._quick
         client = current_client.get()
-        self._check_room(queue, client)
-        work = (function, arguments), pickle.HIGHEST_PROTOCOL
-        job = _Job(await asyncio.to_thread(pickle.dumps, *work) if slow else pickle.dumps(*work), function.__name__, client)
-        if drop := self._check_room(queue, client):
-            queue.remove(drop)
-            _fail(drop, _busy("too many requests of this client wait to be prepared"))
-        queue.append(job)
-        self._wake(queue)
-        patience = self._seconds + WAIT_SECONDS if wait_seconds is None else wait_seconds
-        timer = asyncio.get_running_loop().call_later(patience, _expire, job, patience)
-        try:
-            result: T = await job.result
-            return result
-        finally:
-            timer.cancel()
-            if not job.began:
-                with contextlib.suppress(ValueError):
-                    queue.remove(job)
+        with self._bytes.hold(client) as take:
+            try:
+                take(len(data))
+            except Full:
+                message = "requests that wait to be prepared have too much text; try again soon"
+                raise ApiError(429, message, None, "bodies_full") from None
+            self._make_room(queue, client)
+            job = _Job(data, function.__name__, client)
+            queue.append(job)
+            self._wake(queue)
+            patience = self._patience if wait_seconds is None else wait_seconds
+            timer = asyncio.get_running_loop().call_later(patience, _expire, job, patience)
+            try:
+                result: T = await job.result
+                return result
+            finally:
+                timer.cancel()
+                if not job.began:
+                    with contextlib.suppress(ValueError):
+                        queue.remove(job)
 
-    def _check_room(self, queue: deque[_Job], client: str) -> _Job | None:
-        """The job that has to leave the queue for a new one of `client`. Raises a 503 if the queue is full of those that may stay."""
-        if len(queue) < self._limits[id(queue)]:
-            return None
+    def _make_room(self, queue: deque[_Job], client: str) -> None:
+        """Make room for a job of `client` in a queue that may be full. Raises a 429 if all jobs in it may stay."""
+        if len(queue) < self._max_queue:
+            return
         count = Counter(job.client for job in queue)
         most = max(count, key=count.__getitem__)
         if count[most] <= count[client] + 1:
-            raise _busy("too many requests wait to be prepared")
-        return next(job for job in reversed(queue) if job.client == most)
+            raise _full()
+        drop = next(job for job in reversed(queue) if job.client == most)
+        queue.remove(drop)
+        _fail(drop, _full())
 
     def _take(self, queue: deque[_Job]) -> _Job:
         """Remove the next job from a queue that is not empty."""
@@ -241,6 +257,10 @@ def _fail(job: _Job | None, error: Exception) -> None:
 
 def _busy(message: str) -> ApiError:
     return ApiError(503, f"{message}; try again later", None, "overloaded")
+
+
+def _full() -> ApiError:
+    return ApiError(429, "too many requests wait to be prepared; try again soon", None, "queue_full")
 
 
 def _ending() -> ApiError:

@@ -37,7 +37,7 @@ def add(app: FastAPI, service: Service) -> None:
     @app.post(
         PATH + "/count_tokens",
         response_model=TokenCount,
-        responses=_errors(400, 401, 404, 413, 500, 503),
+        responses=_errors(400, 401, 404, 413, 429, 500, 503),
         tags=["tokens"],
         summary="The number of tokens of a message's prompt",
     )

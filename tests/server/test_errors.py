@@ -1,5 +1,6 @@
 """What the frontend refuses, and with which errors: invalid fields and bodies, wrong keys, exceeded limits."""
 
+import asyncio
 import contextlib
 import json
 import logging
@@ -10,6 +11,7 @@ import threading
 import time
 from collections.abc import Callable
 from concurrent.futures import Future, ThreadPoolExecutor
+from pathlib import Path
 from typing import Any
 
 import httpx
@@ -22,6 +24,7 @@ from server.problems import MAX_MESSAGE
 from server.settings import HttpOptions
 from tests.support.quiet_clock import quiet_seconds
 from tests.support.server_thread import CHAT, CONTEXT, TOKENIZER, TOOL, Site, raw_request, wait_for
+from tests.support.worker_jobs import until_there
 
 BAD_COMPLETIONS: list[tuple[dict[str, Any], str | None]] = [
     ({"temperature": 3}, "temperature"),
@@ -333,13 +336,20 @@ def test_limits(make_site: Callable[..., Site]) -> None:
     assert {"Retry-After", "X-Should-Retry"} <= set(response.headers["access-control-expose-headers"].split(", "))
 
 
-def test_a_request_that_takes_too_long_ends(make_site: Callable[..., Site]) -> None:
+def test_a_request_that_takes_too_long_ends(make_site: Callable[..., Site], tmp_path: Path) -> None:
+    """In the engine, or while it waits for a worker."""
     site = make_site(request_timeout=0.5)
     site.engine.hold = True
     response = site.http.post("/v1/completions", json={"prompt": "x", "n": 2})
     assert (response.status_code, response.json()["error"]["code"]) == (503, "timeout")
     assert "retry-after" not in response.headers
     wait_for(lambda: len(site.engine.aborts) == 2)
+    workers = site.server.service.workers
+    blocker = asyncio.run_coroutine_threadsafe(workers.run(until_there, str(tmp_path / "gate"), slow=True), site.server._loop)
+    wait_for(lambda: 1 in workers.pids and not workers._slow)
+    error = site.refused("/v1/completions", {"prompt": "x", "metadata": {"a": "x" * 70_000}}, 503)
+    assert error["code"] == "overloaded" and "longer than 0.5 s" in error["message"]
+    blocker.cancel()
 
 
 def test_openais_client_does_not_repeat_a_request_that_takes_too_long(make_site: Callable[..., Site]) -> None:
@@ -463,6 +473,25 @@ def test_the_bodies_that_a_client_has_in_the_server_are_bounded(
     site.settle()
     site.engine.hold = False
     assert site.complete(**large)["choices"][0]["text"]
+
+
+def test_as_many_long_requests_wait_as_the_queue_has_places(make_site: Callable[..., Site], tmp_path: Path) -> None:
+    site, count = make_site(max_num_seqs=40, max_queue=40, max_queue_per_client=40), 80
+    workers, gate = site.server.service.workers, tmp_path / "gate"
+    blocker = asyncio.run_coroutine_threadsafe(workers.run(until_there, str(gate), slow=True), site.server._loop)
+    wait_for(lambda: 1 in workers.pids and not workers._slow)
+    large = {"prompt": "Hi", "max_tokens": 1, "metadata": {"a": "x" * 70_000}}
+    with ThreadPoolExecutor(count) as pool:
+        answers = [pool.submit(site.complete, **large) for _ in range(count)]
+        try:
+            wait_for(lambda: len(workers._slow) == count or any(one.done() for one in answers))
+            refused = site.refused("/v1/completions", large, 429)
+        finally:
+            gate.touch()
+        for one in answers:
+            one.result()
+    blocker.result()
+    assert refused["code"] == "queue_full"
 
 
 def test_what_is_polled_is_logged_at_debug(site: Site, caplog: pytest.LogCaptureFixture) -> None:

@@ -107,9 +107,7 @@ def test_the_job_of_a_client_that_left_holds_no_worker() -> None:
     with_workers(body, seconds=300)
 
 
-def test_the_queues_are_bounded(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(workers, "MAX_SLOW", 2)
-
+def test_the_queues_are_bounded() -> None:
     async def body(pool: Workers) -> None:
         await pool.run(limited, slow=True)
         await until(lambda: 1 in pool._idle)
@@ -119,19 +117,18 @@ def test_the_queues_are_bounded(monkeypatch: pytest.MonkeyPatch) -> None:
         await until(lambda: len(pool._slow) == 2)
         with pytest.raises(ApiError, match="too many") as error:
             await pool.run(limited, slow=True)
-        assert error.value.status_code == 503 and "retry-after" in error.value.response({"path": "/"}).headers
+        assert error.value.code == "queue_full" and "retry-after" in error.value.response({"path": "/"}).headers
         for job in waiting:
             with pytest.raises(ApiError, match="waited longer than 3 s"):
                 await job
         running.cancel()
         await pool.run(limited, slow=True)
 
-    with_workers(body, seconds=300)
+    with_workers(body, seconds=300, max_queue=2)
 
 
-def test_clients_take_turns(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+def test_clients_take_turns(tmp_path: Path) -> None:
     """Who sends many slow jobs delays another client by the one that runs, and takes no place in the queue from it."""
-    monkeypatch.setattr(workers, "MAX_SLOW", 6)
     ended: list[str] = []
 
     async def body(pool: Workers) -> None:
@@ -156,22 +153,35 @@ def test_clients_take_turns(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> 
         (tmp_path / "go").touch()
         await asyncio.gather(*tasks)
 
-    with_workers(body, seconds=60.0)
-    assert ended == ["a5 overloaded", "a4 overloaded", "a6 overloaded", "a0", "a1", "b1", "c1", "a2", "b2", "a3"]
+    with_workers(body, seconds=60.0, max_queue=6)
+    assert ended == ["a5 queue_full", "a4 queue_full", "a6 queue_full", "a0", "a1", "b1", "c1", "a2", "b2", "a3"]
 
 
-def test_one_job_of_another_client_does_not_use_up_the_time_to_wait(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
-    monkeypatch.setattr(workers, "WAIT_SECONDS", 0.1)
+def test_a_clients_share_of_bytes(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    """Large jobs of one client leave room for its short ones, and for those of others. All end at some time."""
+    monkeypatch.setattr(workers, "JOBS_BYTES", 8_000_000)
+    gate = str(tmp_path / "go")
 
     async def body(pool: Workers) -> None:
-        long = asyncio.create_task(pool.run(until_there, str(tmp_path / "go"), slow=True, wait_seconds=300))
-        await until(lambda: 1 in pool.pids and not pool._slow)
-        short = asyncio.create_task(pool.run(limited, slow=True))
-        await asyncio.sleep(1)
-        (tmp_path / "go").touch()
-        await asyncio.gather(long, short)
+        async def job(client: str, size: int) -> None:
+            current_client.set(client)
+            await pool.run(until_there, gate, bytes(size), slow=True)
 
-    with_workers(body, seconds=300)
+        def start(client: str, size: int) -> "asyncio.Task[None]":
+            return asyncio.create_task(job(client, size))
+
+        tasks = [start("a", 900_000), start("a", 900_000)]
+        await until(lambda: pool._bytes._held["a"] > 1_600_000)
+        with pytest.raises(ApiError, match="too much text") as error:
+            await start("a", 900_000)
+        assert (error.value.status_code, error.value.code) == (429, "bodies_full")
+        tasks += [start("a", 50_000), start("b", 900_000)]
+        await until(lambda: len(pool._slow) == 3)
+        Path(gate).touch()
+        await asyncio.gather(*tasks)
+        assert not pool._bytes.held
+
+    with_workers(body, seconds=300.0)
 
 
 def test_a_job_whose_worker_still_starts_fails_with_the_pool() -> None:

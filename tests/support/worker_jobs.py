@@ -21,7 +21,7 @@ def endless_in_c() -> int:
     return (7**9_000_000 % 10) ** 20_000_000 % 3 + sum(10**10_000_000 // 7 for _ in range(100))
 
 
-def until_there(path: str) -> None:
+def until_there(path: str, data: bytes = b"") -> None:
     while not os.path.exists(path):
         time.sleep(0.01)
 
