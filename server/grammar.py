@@ -86,18 +86,18 @@ def _special_ids(tokenizer: Tokenizer) -> dict[str, int]:
 
 
 async def _compiled(service: Service, demand: Demand, wait_seconds: float | None) -> Compiled:
-    """Compile the demand in a worker, and cache the result for later requests with the same one. Raises SchemaError, and what
-    `Workers.run` raises."""
+    """Compile the demand in a worker, once for all requests that now have the same one, and cache the result for later ones. Raises
+    SchemaError, and what `Workers.run` raises."""
+    cache = service.grammars
     try:
         key = pickle.dumps(demand, pickle.HIGHEST_PROTOCOL)  # far faster than JSON
-    except RecursionError as e:
+        if len(key) > MAX_TEXT:
+            raise SchemaError(f"it is longer than {MAX_TEXT} bytes")
+        compiled = cache.get(key)
+        if compiled is None:
+            compiled = await service.workers.run(compile_demand, demand, slow=True, share=True, wait_seconds=wait_seconds)
+    except RecursionError as e:  # from pickling
         raise SchemaError("it is nested too deeply") from e
-    if len(key) > MAX_TEXT:
-        raise SchemaError(f"it is longer than {MAX_TEXT} bytes")
-    cache = service.grammars
-    compiled = cache.get(key)
-    if compiled is None:
-        compiled = await service.workers.run(compile_demand, demand, slow=True, wait_seconds=wait_seconds)
     cache[key] = compiled
     cache.move_to_end(key)
     while len(cache) > MAX_CACHED or sum(len(asked) + len(found.grammar) for asked, found in cache.items()) > MAX_CACHED_TEXT:

@@ -10,7 +10,7 @@ How to add a job: write a function at the top level of a module that does not im
 Function, arguments and result are pickled. In the worker (worker_process.py), `worker_tokenizer()` returns the server's
 tokenizer. An ApiError or a UserError that the function raises reaches the caller unchanged. Set `slow` if a request can make
 the job long, as with a schema, a template or a long text from a client. Leave it out for jobs of a few milliseconds. If there
-are two or more workers, slow jobs never occupy all of them.
+are two or more workers, slow jobs never occupy all of them. Set `share` if requests are likely to need equal jobs.
 
 Process pools of libraries, such as pebble's, are not used: they hand jobs over in threads, and with a busy event loop these
 threads wait for the GIL.
@@ -47,9 +47,10 @@ ONE_THREAD = ("OMP_NUM_THREADS", "RAYON_NUM_THREADS")
 
 
 class _Job:
-    def __init__(self, data: bytes, function: str, client: str) -> None:
-        self.data, self.function, self.client = data, function, client
-        self.result: asyncio.Future[Any] = asyncio.get_running_loop().create_future()  # cancelled when the client leaves
+    def __init__(self, data: bytes, function: str) -> None:
+        self.data, self.function = data, function
+        self.clients = list[str]()  # of the callers that wait for the result
+        self.result: asyncio.Future[Any] = asyncio.get_running_loop().create_future()  # cancelled when the last caller leaves
         self.began = False
 
 
@@ -79,6 +80,7 @@ class Workers:
         self._max_queue, self._patience = max_queue, patience
         self._quick, self._slow = deque[_Job](), deque[_Job]()
         self._bytes = Bodies(JOBS_BYTES, largest, FREE_BYTES)
+        self._shared: dict[bytes, _Job] = {}  # by their data
         self._turns: dict[str, int] = {}  # when the last job of a client that has more began
         self._begun = 0  # jobs
         self._idle: dict[int, asyncio.Future[None]] = {}  # worker: the future with which it waits for a job
@@ -99,10 +101,16 @@ class Workers:
             _fail(job, _ending())
 
     async def run(
-        self, function: Callable[..., T], *arguments: Any, slow: bool = False, wait_seconds: float | None = None
+        self,
+        function: Callable[..., T],
+        *arguments: Any,
+        slow: bool = False,
+        share: bool = False,
+        wait_seconds: float | None = None,
     ) -> T:
         """Run `function(*arguments)` in a worker and return its result. If the caller is cancelled, the job ends soon.
-        wait_seconds: the longest time in the queue; None: `patience`.
+        share: take part in an equal job that has no result yet, if there is one; it ends when all its callers are cancelled. Its
+        arguments must be short, because they are pickled here. wait_seconds: the longest time in the queue; None: `patience`.
 
         Raises an ApiError or a UserError that the function raises, and a RuntimeError for its other exceptions; a 400 if the
         job exceeds the limit of time or memory; a 429 if too many jobs wait, or they are too large; a 503 if this one waits too
@@ -110,7 +118,7 @@ class Workers:
         """
         self.start()
         work = (function, arguments), pickle.HIGHEST_PROTOCOL
-        data = await asyncio.to_thread(pickle.dumps, *work) if slow else pickle.dumps(*work)
+        data = await asyncio.to_thread(pickle.dumps, *work) if slow and not share else pickle.dumps(*work)
         queue = self._slow if slow and self._count > 1 else self._quick
         client = current_client.get()
         with self._bytes.hold(client) as take:
@@ -119,18 +127,24 @@ class Workers:
             except Full:
                 message = "requests that wait to be prepared have too much text; try again soon"
                 raise ApiError(429, message, None, "bodies_full") from None
-            self._make_room(queue, client)
-            job = _Job(data, function.__name__, client)
-            queue.append(job)
+            job = self._shared.get(data) if share else None
+            if job is None:
+                self._make_room(queue, client)
+                job = _Job(data, function.__name__)
+                queue.append(job)
+                if share:
+                    self._shared[data] = job
+            job.clients.append(client)
             self._wake(queue)
-            patience = self._patience if wait_seconds is None else wait_seconds
-            timer = asyncio.get_running_loop().call_later(patience, _expire, job, patience)
             try:
-                result: T = await job.result
+                result: T = await _result(job, self._patience if wait_seconds is None else wait_seconds)
                 return result
             finally:
-                timer.cancel()
-                if not job.began:
+                job.clients.remove(client)
+                if not job.clients:
+                    job.result.cancel()
+                    if share:
+                        del self._shared[data]
                     with contextlib.suppress(ValueError):
                         queue.remove(job)
 
@@ -138,21 +152,21 @@ class Workers:
         """Make room for a job of `client` in a queue that may be full. Raises a 429 if all jobs in it may stay."""
         if len(queue) < self._max_queue:
             return
-        count = Counter(job.client for job in queue)
+        count = Counter(one for job in queue for one in set(job.clients))
         most = max(count, key=count.__getitem__)
-        if count[most] <= count[client] + 1:
+        drop = next((job for job in reversed(queue) if set(job.clients) == {most}), None)
+        if drop is None or count[most] <= count[client] + 1:
             raise _full()
-        drop = next(job for job in reversed(queue) if job.client == most)
         queue.remove(drop)
         _fail(drop, _full())
 
     def _take(self, queue: deque[_Job]) -> _Job:
         """Remove the next job from a queue that is not empty."""
-        job = min(queue, key=lambda job: self._turns.get(job.client, 0))
+        job = min(queue, key=lambda job: min(self._turns.get(client, 0) for client in job.clients))
         queue.remove(job)
         self._begun += 1
-        self._turns[job.client] = self._begun
-        waiting = {job.client for queue in (self._quick, self._slow) for job in queue}
+        self._turns |= dict.fromkeys(job.clients, self._begun)
+        waiting = {client for queue in (self._quick, self._slow) for job in queue for client in job.clients}
         self._turns = {client: turn for client, turn in self._turns.items() if client in waiting}
         return job
 
@@ -245,9 +259,14 @@ class Workers:
         return bool(usable)
 
 
-def _expire(job: _Job, seconds: float) -> None:
-    if not job.began:
-        _fail(job, _busy(f"the request waited longer than {seconds:g} s to be prepared"))
+async def _result(job: _Job, patience: float) -> Any:
+    """The result of a job, whose other callers go on if this one is cancelled. Raises a 503 after `patience` seconds in the queue."""
+    await asyncio.wait((job.result,), timeout=patience)
+    if job.began:
+        await asyncio.wait((job.result,))
+    if not job.result.done():
+        raise _busy(f"the request waited longer than {patience:g} s to be prepared")
+    return job.result.result()
 
 
 def _fail(job: _Job | None, error: Exception) -> None:

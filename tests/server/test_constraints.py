@@ -576,6 +576,25 @@ def test_a_busy_worker_leaves_free_what_need_not_be_constrained(
     assert blocker.done() and site.last().params.grammar, "it waits"
 
 
+def test_concurrent_requests_with_an_equal_grammar_compile_it_once(make_site: Callable[..., Site], tmp_path: Path) -> None:
+    site, count = make_site(), 80
+    workers, gate = site.server.service.workers, tmp_path / "gate"
+    blocker = asyncio.run_coroutine_threadsafe(workers.run(until_there, str(gate), slow=True), site.server._loop)
+    wait_for(lambda: 1 in workers.pids and not workers._slow)
+    form = {"type": "json_schema", "json_schema": {"name": "a", "schema": PERSON.value, "strict": True}}
+    with ThreadPoolExecutor(count) as pool:
+        answers = [pool.submit(site.chat, response_format=form, max_tokens=1) for _ in range(count)]
+        try:
+            wait_for(lambda: sum(len(job.clients) for job in workers._slow) == count or any(one.done() for one in answers))
+            jobs = len(workers._slow)
+        finally:
+            gate.touch()
+        for one in answers:
+            one.result()
+    blocker.result()
+    assert jobs == 1 and all(submit.params.grammar for submit in site.engine.submits[-count:])
+
+
 @pytest.mark.parametrize("deterministic", [False, True])
 def test_no_clock_decides_what_is_constrained_with_deterministic(
     deterministic: bool, make_site: Callable[..., Site], monkeypatch: pytest.MonkeyPatch

@@ -20,7 +20,7 @@ from server.problems import ApiError
 from server.workers import Workers
 from tests import ROOT
 from tests.support.server_process import runs, wait_until
-from tests.support.worker_jobs import encode, endless_in_c, hold_memory, limited, refuse, until_there
+from tests.support.worker_jobs import count_runs, encode, endless_in_c, hold_memory, limited, refuse, until_there
 
 MODEL = str(Path(ROOT) / "models" / "tiny-hybrid")
 
@@ -182,6 +182,86 @@ def test_a_clients_share_of_bytes(monkeypatch: pytest.MonkeyPatch, tmp_path: Pat
         assert not pool._bytes.held
 
     with_workers(body, seconds=300.0)
+
+
+def test_callers_share_a_job(tmp_path: Path) -> None:
+    """It goes on as long as one of them waits, and all get what it returns or raises."""
+    gate, log = str(tmp_path / "go"), tmp_path / "log"
+
+    async def body(pool: Workers) -> None:
+        def ask(*job: Any) -> "asyncio.Task[Any]":
+            return asyncio.create_task(pool.run(*job, slow=True, share=True))
+
+        callers = [ask(count_runs, str(log), gate) for _ in range(4)]
+        await until(log.exists)
+        callers.append(ask(count_runs, str(log), gate))
+        for one in (0, 3):
+            callers[one].cancel()
+        await asyncio.wait((callers[0], callers[3]))
+        others = [ask(refuse, "api") for _ in range(3)]
+        await until(lambda: len(pool._slow) == 1)
+        Path(gate).touch()
+        assert await asyncio.gather(*(callers[one] for one in (1, 2, 4))) == [1, 1, 1]
+        for one in others:
+            with pytest.raises(ApiError, match="no"):
+                await one
+        assert not pool._shared and await ask(count_runs, str(log), gate) == 2
+
+    with_workers(body, seconds=300.0)
+
+
+def test_a_shared_job_whose_callers_have_left_holds_no_worker() -> None:
+    async def body(pool: Workers) -> None:
+        await pool.run(limited, slow=True)
+        pid = pool.pids[1]
+        await until(lambda: 1 in pool._idle)
+        callers = [asyncio.create_task(pool.run(time.sleep, 600, slow=True, share=True)) for _ in range(2)]
+        await until(lambda: 1 not in pool._idle and not pool._slow)
+        for one in callers:
+            one.cancel()
+        assert (await pool.run(limited, slow=True))[1] != pid
+        assert not pool._shared and not runs(pid)
+
+    with_workers(body, seconds=300)
+
+
+def test_each_caller_of_a_shared_job_has_its_own_patience(tmp_path: Path) -> None:
+    async def body(pool: Workers) -> None:
+        blocker = asyncio.create_task(pool.run(until_there, str(tmp_path / "go"), slow=True))
+        await until(lambda: 1 in pool.pids and not pool._slow)
+        hasty, patient = (asyncio.create_task(pool.run(limited, slow=True, share=True, wait_seconds=s)) for s in (0.1, None))
+        with pytest.raises(ApiError, match="waited longer"):
+            await hasty
+        (tmp_path / "go").touch()
+        await asyncio.gather(blocker, patient)
+
+    with_workers(body, seconds=300.0)
+
+
+def test_a_shared_job_is_of_all_its_clients(tmp_path: Path) -> None:
+    """It begins in the turn of any of them, and does not leave a full queue for what one of them has too much of."""
+    ended: list[str] = []
+
+    async def body(pool: Workers) -> None:
+        async def job(name: str, *work: Any) -> None:
+            current_client.set(name[0])
+            try:
+                await pool.run(*work, slow=True, share=True)
+                ended.append(name)
+            except ApiError as e:
+                ended.append(f"{name} {e.code}")
+
+        go = str(tmp_path / "go")
+        tasks = [asyncio.create_task(job("a0", until_there, go))]
+        await until(lambda: 1 in pool.pids and not pool._slow)
+        for asked, name in enumerate(("a1", "a2", "a3", "b3", "b4", "c5"), 1):
+            tasks.append(asyncio.create_task(job(name, encode, name[1])))
+            await until(lambda asked=asked: sum(len(one.clients) for one in pool._slow) + len(ended) == asked)
+        (tmp_path / "go").touch()
+        await asyncio.gather(*tasks)
+
+    with_workers(body, seconds=300.0, max_queue=4)
+    assert ended == ["a2 queue_full", "a0", "a1", "a3", "b3", "c5", "b4"]
 
 
 def test_a_job_whose_worker_still_starts_fails_with_the_pool() -> None:
