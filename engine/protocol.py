@@ -209,7 +209,7 @@ class Ready(msgspec.Struct, frozen=True, tag=True):
     world_size: int
     device: str
     dtype: str
-    max_model_len: int  # tokens, prompt and answer together
+    max_model_len: int  # tokens that prompt and answer can have together
     vocab_size: int
     kv_blocks: int
     block_size: int  # tokens

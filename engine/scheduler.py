@@ -64,6 +64,11 @@ class Scheduler:
         self.preemptions = self.prefix_queries = self.prefix_hits = 0
         self._others_waited = False  # whether the last step computed only sequences for which others yielded
 
+    @property
+    def longest(self) -> int:
+        """The most tokens of a sequence, prompt included: those of the context, or those that the cache holds if they are fewer."""
+        return min(self.max_model_len, self.blocks.n_blocks * self.blocks.block_size)
+
     def check(self, sequence: Sequence) -> None:
         """Raises UserError if the sequence can never run, however long it waits."""
         longest = sequence.longest

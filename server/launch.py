@@ -21,6 +21,7 @@ from engine.core import Engine
 from engine.draft_models import Draft, check_accept_rate, find_draft
 from engine.limits import EngineLimits
 from engine.protocol import Fatal, Ready, Starting
+from engine.scheduler import Scheduler
 from engine.tuning import Tuning, tune
 from engine.worker import FrontendLink, serve
 from errors import UserError
@@ -96,7 +97,7 @@ def describe(settings: Settings, engine: Engine, config: ModelConfig, world: Wor
         world_size=world.world_size,
         device=world.device.type,
         dtype=dtype + (f", {config.quantization.description}" if config.quantization else ""),
-        max_model_len=engine.max_model_len,
+        max_model_len=engine.scheduler.longest,
         vocab_size=config.vocab_size,
         kv_blocks=blocks.n_blocks,
         block_size=blocks.block_size,
@@ -105,6 +106,18 @@ def describe(settings: Settings, engine: Engine, config: ModelConfig, world: Wor
         max_batch_tokens=engine.scheduler.max_batch_tokens,
         max_num_seqs=engine.scheduler.max_num_seqs,
     )
+
+
+def warn_of_small_cache(scheduler: Scheduler) -> None:
+    """Say so if requests cannot have the whole context, because the KV cache does not hold as many tokens."""
+    if scheduler.longest < scheduler.max_model_len:
+        log.warning(
+            "the KV cache holds %d tokens, so a request can have no more, although the context has %d: give more to --kv-memory, or "
+            "accept it with --max-model-len %d",
+            scheduler.longest,
+            scheduler.max_model_len,
+            scheduler.longest,
+        )
 
 
 def shared_facts(settings: Settings) -> dict[str, str]:
@@ -265,6 +278,8 @@ def run_engine(
         if link:
             link.send(Starting(os.getpid()))
         engine, dtype = build_engine(job, world)
+        if world.rank == 0:
+            warn_of_small_cache(engine.scheduler)
         ready = describe(job.settings, engine, job.config, world, dtype)
         if link and folder:
             ready = msgspec.structs.replace(ready, longest_start=note_start(Path(folder), process_age()))

@@ -124,8 +124,9 @@ class BatchOptions:
         default=None,
         type=memory_size,
         metavar="SIZE",
-        help="memory of the KV cache on each rank: bytes such as 2G or 512M, or a share of the free memory such as 0.9 "
-        "(default: on a GPU 0.9, but 2 GiB stay free for graphs, and 2 more for a draft model's; 1 GiB on a CPU)",
+        help="memory of the KV cache on each rank: bytes such as 2G or 512M, or a share of the free memory such as 0.9. A "
+        "request has at most the tokens that fit into it (default: on a GPU 0.9, but 2 GiB stay free for graphs, and 2 more for a "
+        "draft model's; 1 GiB on a CPU)",
     )
 
 

@@ -939,6 +939,36 @@ def test_a_client_that_leaves_frees_its_blocks(server: ServerProcess, client: op
     wait_until(lambda: server.metrics()[aborted] == before + 6, 60, "six sequences counted as aborted")
 
 
+# --- a KV cache that holds less than the context ----------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(("ranks", "memory", "drafts"), [(1, "4M", ()), (2, "2M", ("--speculate", "ngram"))])
+def test_the_cache_limits_the_length(ranks: int, memory: str, drafts: tuple[str, ...]) -> None:
+    """All say the length that requests can have, and the longest request runs to its end."""
+    length, free = 512, {"temperature": 0, "ignore_eos": True}
+    with ServerProcess("--model", HYBRID, "--kv-memory", memory, *drafts, ranks=ranks) as server:
+        server.ready()
+        assert "warning the KV cache holds 512 tokens" in server.log and "--kv-memory" in server.log
+        assert "context 512 tokens, KV cache 512 tokens" in server.log
+        assert server.http.get("/v1/models").json()["data"][0]["max_model_len"] == length
+        assert server.http.post("/tokenize", json={"prompt": PROMPT}).json()["max_model_len"] == length
+        assert server.http.get("/tokenizer_info").json()["model_max_length"] == length
+        assert server.stats()["max_model_len"] == length
+
+        ids, most = [5, 6, 7], length - 3
+        whole = server.http.post("/v1/completions", json={"prompt": ids, "max_tokens": most, **free}).json()
+        assert (whole["usage"]["completion_tokens"], whole["choices"][0]["finish_reason"]) == (most, "length")
+        error = server.http.post("/v1/completions", json={"prompt": ids, "max_tokens": most + 1}).json()["error"]
+        assert error["code"] == "context_length_exceeded" and "maximum context length is 512 tokens" in error["message"]
+
+        chat = server.http.post("/v1/chat/completions", json={"messages": STORY, **free}).json()
+        assert (chat["usage"]["total_tokens"], chat["choices"][0]["finish_reason"]) == (length, "length")
+        response = server.http.post("/v1/responses", json={"input": "Hi"})
+        assert response.status_code == 200, response.text
+        response = server.http.post("/v1/messages", json={"model": NAME, "messages": STORY, "max_tokens": 1000})
+        assert response.status_code == 200, response.text
+
+
 # --- one process with a key, a short queue and a small body limit ----------------------------------------------------------
 
 GATED = """
