@@ -135,14 +135,20 @@ class TextStream:
         return next((n for n in range(longest, 0, -1) if any(s.startswith(self._held[-n:]) for s in self._stop)), 0)
 
 
-def text_offsets(tokenizer: Tokenizer, ids: Sequence[int], skip_special: bool) -> list[int]:
-    """Where the text of each id of a prompt begins, in characters."""
-    detokenizer = IncrementalDetokenizer(tokenizer, skip_special)
-    offsets, length = [], 0
-    for token_id in ids:
-        offsets.append(length)
-        length += len(detokenizer.push(token_id))
-    return offsets
+def text_offsets(tokenizer: Tokenizer, ids: Sequence[int], text: str) -> list[int]:
+    """Where the piece of each id of a prompt begins in the prompt's `text`, in characters.
+
+    The text may lack special tokens, such as the BOS that the tokenizer adds, and the spaces that some tokenizers put in front of
+    words. It is read from its end, so that a BOS with which it begins is not taken for the added one."""
+    detokenizer = IncrementalDetokenizer(tokenizer, skip_special_tokens=False)
+    pieces = [detokenizer.push(token_id) for token_id in ids]
+    offsets, at = [], len(text) - len(detokenizer.flush())
+    for token_id, piece in zip(reversed(ids), reversed(pieces), strict=True):
+        if not text.endswith(piece, 0, at):
+            piece = "" if token_id in tokenizer.special_ids else piece.removeprefix(" ")
+        at = max(0, at - len(piece))
+        offsets.append(at)
+    return offsets[::-1]
 
 
 def token_bytes(tokenizer: Tokenizer, token_id: int) -> bytes:

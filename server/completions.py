@@ -42,11 +42,10 @@ class CompletionRequest(GenerationRequest):
         prompt, tokenizer = self.plan.prompt(delta.index), self.service.tokenizer
         ids, values, offsets = list(delta.token_ids), list[Any](delta.logprobs or []), delta.offsets
         if self.echo:
-            length = len(prompt.text or "")
-            offsets = [length + offset for offset in offsets]
+            text = prompt.text or ""
+            offsets = [len(text) + offset for offset in offsets]
             if delta.first:
-                starts = text_offsets(tokenizer, prompt.ids, self.plan.params[0].skip_special)
-                offsets = [min(start, length) for start in starts] + offsets
+                offsets = text_offsets(tokenizer, prompt.ids, text) + offsets
                 ids = prompt.ids + ids
                 values = list(delta.prompt_logprobs or [None] * len(prompt.ids)) + values
         return completion_layout(tokenizer, ids, values, offsets, self.top_logprobs, self.tokens_as_ids)

@@ -20,6 +20,7 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 from tokenizers import decoders, models, normalizers, pre_tokenizers, processors, trainers
 
+from engine.text import text_offsets
 from errors import UserError
 from tokenizer import IncrementalDetokenizer, Tokenizer, check_fits
 from tokenizer_files import load_tokenizer
@@ -293,6 +294,21 @@ def test_legacy_sentencepiece_puts_a_dummy_prefix_after_each_special_token(folde
         ids = tokenizer.encode("a[INST]b", add_special_tokens=False)
         texts = [tokenizer.token_text(i).replace(" ", "▁") for i in ids]
         assert "".join(texts).split("[INST]") == pieces
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_offsets_of_a_text_that_spells_out_special_tokens(kind: str, loaded: Any) -> None:
+    """The added BOS is not in the text, nor is the dummy prefix behind a special token."""
+    tokenizer = loaded[kind]
+    bos, eos = tokenizer.token_text(tokenizer.bos_id), tokenizer.token_text(tokenizer.eos_ids[0])
+    text = f"{bos}the rest{eos}there{bos}"
+    ids = tokenizer.encode(text)
+    offsets = text_offsets(tokenizer, ids, text)
+    pieces = [tokenizer.token_text(i) for i in ids]
+    assert offsets[:2] == [0, 0] and pieces[:2] == [bos, bos]
+    found = [text[start:end] for start, end in zip(offsets[1:], [*offsets[2:], len(text)], strict=True)]
+    assert "".join(found) == text
+    assert all(part in (piece, piece.removeprefix(" ")) for part, piece in zip(found, pieces[1:], strict=True))
 
 
 def test_llama3_layout(loaded: Any, folders: Any) -> None:

@@ -129,6 +129,29 @@ def test_echo_with_logprobs_as_harnesses_need_it(site: Site) -> None:
     assert site.complete(prompt="A cat", echo=True, max_tokens=2)["choices"][0]["logprobs"] is None
 
 
+MARKED = "<|begin|><|user|>Zoë ☃<|end|>\n🦊 fox<|assistant|>"
+
+
+@pytest.mark.parametrize("skip", [True, False])
+@pytest.mark.parametrize("prompt", ["Zoë ☃ 🦊 fox", MARKED, " x", TOKENIZER.encode(MARKED), TOKENIZER.encode("🦊")[:-1]])
+@pytest.mark.parametrize("add_special", [True, False])
+def test_offsets_are_positions_in_the_text(site: Site, prompt: str | list[int], skip: bool, add_special: bool) -> None:
+    """Of the prompt, too, which has special tokens only where `text` shows them."""
+    ids = TOKENIZER.encode(prompt, add_special_tokens=add_special) if isinstance(prompt, str) else prompt
+    choice = site.complete(
+        prompt=prompt, echo=True, logprobs=0, max_tokens=1, skip_special_tokens=skip, add_special_tokens=add_special
+    )["choices"][0]
+    # the tokens that `text` shows: all of a client's text, without the added BOS, or what the answer would show
+    hidden = [isinstance(prompt, str) and add_special and i == 0 for i in range(len(ids))]
+    if not isinstance(prompt, str):
+        hidden = [skip and one in TOKENIZER.special_ids for one in ids]
+    pieces = [b"" if hide else TOKENIZER.token_bytes(one) for one, hide in zip(ids, hidden, strict=True)]
+    starts = [len(b"".join(pieces[:i]).decode(errors="ignore")) for i in range(len(pieces))]
+    shown = prompt if isinstance(prompt, str) else b"".join(pieces).decode(errors="replace")
+    assert choice["text"].startswith(shown)
+    assert choice["logprobs"]["text_offset"] == [*starts, len(shown)]
+
+
 def test_logprob_options(site: Site) -> None:
     story = TOKENIZER.encode(STORY, add_special_tokens=False)
     choice = site.complete(logprobs=2, return_tokens_as_token_ids=True)["choices"][0]
