@@ -17,7 +17,7 @@ from engine.text import AnswerStream, Delta
 from server.engine_client import OutputQueue
 from server.error_types import NO_RETRY
 from server.limits import Limits, check_ids, check_prompts
-from server.problems import ApiError
+from server.problems import ApiError, bad
 from server.schemas import INT64, GenerationBody
 from server.service import Service
 from tokenizer import Tokenizer
@@ -84,13 +84,16 @@ def make_params(
 ) -> list[SamplingParams]:
     """The engine's parameters for each prompt. They differ in `max_tokens` and `min_tokens` only.
 
-    `max_tokens`: the limit of each prompt's answers. `kept_special`: special tokens that are text in any case. Raises a 400 for an unknown token id.
+    `max_tokens`: the limit of each prompt's answers. `kept_special`: special tokens that are text in any case.
+    Raises a 400 for an unknown token id, and if `min_tokens` excludes all allowed ones.
     """
     bias = {int(key): value for key, value in (body.logit_bias or {}).items()}
     check_ids(list(bias), vocab_size, "logit_bias")
     check_ids(body.allowed_token_ids or [], vocab_size, "allowed_token_ids")
     check_ids(body.stop_token_ids or [], vocab_size, "stop_token_ids")
-    eos_ids = [] if body.ignore_eos else tokenizer.eos_ids
+    stop_ids = {*(body.stop_token_ids or []), *(() if body.ignore_eos else tokenizer.eos_ids)}
+    if body.min_tokens and stop_ids.issuperset(body.allowed_token_ids or range(vocab_size)):
+        raise bad("min_tokens", "excludes all allowed tokens, because each ends the answer; allow another, or set it to 0")
     shared = SamplingParams(
         max_tokens=1,
         temperature=_given(body.temperature, 1.0),
@@ -103,7 +106,7 @@ def make_params(
         repetition_penalty=_given(body.repetition_penalty, 1.0),
         logit_bias=bias,
         allowed_token_ids=body.allowed_token_ids,
-        stop_token_ids=sorted({*(body.stop_token_ids or []), *eos_ids}),
+        stop_token_ids=sorted(stop_ids),
         logprobs=logprobs,
         prompt_logprobs=prompt_logprobs,
         prediction=prediction,

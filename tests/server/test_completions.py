@@ -67,6 +67,8 @@ def test_eos_and_stop_tokens(site: Site) -> None:
     assert answer["choices"][0]["finish_reason"] == "stop" and answer["usage"]["completion_tokens"] == 6
     assert site.complete(ignore_eos=True)["choices"][0]["text"] == STORY
     assert "<|end|>" in site.complete(ignore_eos=True, skip_special_tokens=False)["choices"][0]["text"]
+    site.complete(ignore_eos=True, allowed_token_ids=[EOS], min_tokens=3)
+    site.complete(allowed_token_ids=[EOS, 5], min_tokens=3)
     site.complete(stop_token_ids=[story[2]])
     assert site.last().params.stop_token_ids == sorted({EOS, story[2]})
 

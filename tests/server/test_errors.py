@@ -23,7 +23,7 @@ from server.limits import MAX_LOGPROBS
 from server.problems import MAX_MESSAGE
 from server.settings import HttpOptions
 from tests.support.quiet_clock import quiet_seconds
-from tests.support.server_thread import CHAT, CONTEXT, TOKENIZER, TOOL, Site, raw_request, wait_for
+from tests.support.server_thread import CHAT, CONTEXT, EOS, TOKENIZER, TOOL, Site, raw_request, wait_for
 from tests.support.worker_jobs import until_there
 
 BAD_COMPLETIONS: list[tuple[dict[str, Any], str | None]] = [
@@ -52,6 +52,9 @@ BAD_COMPLETIONS: list[tuple[dict[str, Any], str | None]] = [
     ({"best_of": 1, "n": 2}, "best_of"),
     ({"best_of": 2, "stream": True}, "best_of"),
     ({"min_tokens": 20, "max_tokens": 10}, "min_tokens"),
+    ({"min_tokens": 3, "max_tokens": 3, "allowed_token_ids": [EOS]}, "min_tokens"),
+    ({"min_tokens": 3, "max_tokens": 3, "allowed_token_ids": [EOS, 5, 5], "stop_token_ids": [5]}, "min_tokens"),
+    ({"min_tokens": 3, "max_tokens": 3, "stop_token_ids": [*range(TOKENIZER.vocab_size)]}, "min_tokens"),
     ({"suffix": "x"}, "suffix"),
     ({"length_penalty": 2.0}, "length_penalty"),
     ({"cache_salt": "x"}, "cache_salt"),
