@@ -265,7 +265,10 @@ class SamplingBody(Body):
     """How all generating endpoints sample. `None` stands for the default that the description names."""
 
     min_tokens: int | None = Field(
-        None, ge=0, le=2**31 - 1, description="Before this many tokens, nothing stops the answer. Default 0."
+        None,
+        ge=0,
+        le=2**31 - 1,
+        description="Before this many tokens, only the end of a constraint ends the answer. Default 0.",
     )
     temperature: float | None = Field(None, ge=0, le=2, description="0 is greedy. Default 1.")
     top_p: float | None = Field(
