@@ -15,7 +15,7 @@ from server.http import to_json
 from server.problems import ApiError
 from server.writing import PIECE
 
-MAX_HEAD = 65536  # bytes of a request line and headers, or of trailers; a head that arrives in one read may be larger
+MAX_HEAD = 65536  # bytes of a request line and headers, or of trailers
 MOST_DESCRIPTORS = 65536  # that the server takes if it may
 
 ByClient = dict[str, dict["Connection", None]]  # the oldest first
@@ -106,12 +106,13 @@ class Connection(HttpToolsProtocol):
         self._start_timer()
 
     def data_received(self, data: bytes) -> None:
-        if self._refused:
-            return
-        self._head += len(data)
-        super().data_received(data)
-        if self._head > MAX_HEAD and not self._refused:
-            self._refuse(ApiError(431, f"the request line and headers are larger than {MAX_HEAD} bytes"))
+        rest = memoryview(data)
+        while rest and not self._refused:
+            self._head += len(piece := rest[: MAX_HEAD - self._head])
+            super().data_received(piece)  # type: ignore[arg-type]  # which takes what the parser takes
+            rest = rest[len(piece) :]
+            if self._head == MAX_HEAD and not self._refused:
+                self._refuse(ApiError(431, f"the request line and headers are larger than {MAX_HEAD} bytes"))
 
     def on_message_begin(self) -> None:
         # A client that has the whole response may send its next request before uvicorn marks the response as complete. uvicorn
