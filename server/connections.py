@@ -8,6 +8,7 @@ import socket
 import sys
 from typing import Any
 
+import httptools
 from uvicorn.protocols.http.httptools_impl import HttpToolsProtocol
 
 from server.clients import sender
@@ -85,6 +86,10 @@ class Connection(HttpToolsProtocol):
 
     uvicorn itself limits only the time between requests.
 
+    A request to change to another protocol is answered like any other (RFC 9110, section 7.8). httptools would take its body for
+    data of that protocol, and uvicorn would drop it or read it as the next request. So the parser gets such a head a second time,
+    without the field Upgrade.
+
     Pipelined requests are not answered: the connection closes after the first response, and the client sends the others again
     (RFC 9112, section 9.3.2). uvicorn would queue them, but then it stops reading and does not notice when the client leaves.
     """
@@ -106,13 +111,29 @@ class Connection(HttpToolsProtocol):
         self._start_timer()
 
     def data_received(self, data: bytes) -> None:
+        self._unset_keepalive_if_required()
         rest = memoryview(data)
         while rest and not self._refused:
             self._head += len(piece := rest[: MAX_HEAD - self._head])
-            super().data_received(piece)  # type: ignore[arg-type]  # which takes what the parser takes
-            rest = rest[len(piece) :]
+            rest = rest[self._parse(piece) :]
             if self._head == MAX_HEAD and not self._refused:
                 self._refuse(ApiError(431, f"the request line and headers are larger than {MAX_HEAD} bytes"))
+
+    def _parse(self, data: bytes | memoryview) -> int:
+        """How many bytes were parsed: all, or those before the body of a request to change to another protocol."""
+        try:
+            self.parser.feed_data(data)
+        except httptools.HttpParserUpgrade as e:
+            method, version = self.parser.get_method(), self.parser.get_http_version().encode()
+            self.parser = httptools.HttpRequestParser(self)  # the old one skips what follows the last request of a connection
+            fields = [b"%s: %s\r\n" % field for field in self.headers if field[0] != b"upgrade"]
+            self._parse(b"%s %s HTTP/%s\r\n%s\r\n" % (method, self.url, version, b"".join(fields)))
+            return int(e.args[0])
+        except httptools.HttpParserError as e:
+            self.logger.warning("Invalid HTTP request received.")  # as uvicorn does
+            error = e.__context__  # what a method below raised
+            self._refuse(error if isinstance(error, ApiError) else ApiError(400, "the request is not valid HTTP/1.1"))
+        return len(data)
 
     def on_message_begin(self) -> None:
         # A client that has the whole response may send its next request before uvicorn marks the response as complete. uvicorn
@@ -124,6 +145,10 @@ class Connection(HttpToolsProtocol):
             self._start_timer()
 
     def on_headers_complete(self) -> None:
+        if self.parser.get_method() == b"CONNECT":
+            raise ApiError(501, "this server is no proxy: it does not support CONNECT")
+        if self.parser.should_upgrade():  # it will be called again for this head
+            return
         self._head = 0
         self._stop_timer()
         super().on_headers_complete()
@@ -136,13 +161,12 @@ class Connection(HttpToolsProtocol):
         super().on_body(body)
 
     def on_message_complete(self) -> None:
+        if self.parser.should_upgrade():
+            return
         self._head = 0
         if self._answering:
             self._all.answer(self)
         super().on_message_complete()
-
-    def send_400_response(self, msg: str) -> None:
-        self._refuse(ApiError(400, "the request is not valid HTTP/1.1"))
 
     def connection_lost(self, exc: Exception | None) -> None:
         self._stop_timer()

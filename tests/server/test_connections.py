@@ -13,7 +13,7 @@ from typing import Any
 import pytest
 
 from server import frontend
-from server.connections import MAX_HEAD, MOST_DESCRIPTORS, Connections, raise_descriptor_limit
+from server.connections import MAX_HEAD, MOST_DESCRIPTORS, Connection, Connections, raise_descriptor_limit
 from tests.support.server_thread import Site, raw_request, wait_for
 
 GET = b"GET /health HTTP/1.1\r\nHost: x\r\n"
@@ -41,6 +41,26 @@ def read_one(raw: socket.socket) -> tuple[int, dict[str, Any]]:
     answer = http.client.HTTPResponse(raw)
     answer.begin()
     return answer.status, json.loads(answer.read())
+
+
+@pytest.fixture
+def send_in_pieces(monkeypatch: pytest.MonkeyPatch) -> Callable[[socket.socket, bytes], None]:
+    """Sends data in up to four pieces. The server reads each one before the next one is sent."""
+    parse, got = Connection.data_received, list[int]()
+
+    def data_received(self: Connection, data: bytes) -> None:
+        parse(self, data)
+        got.append(len(data))
+
+    def send(raw: socket.socket, data: bytes) -> None:
+        ends = sorted(random.choices(range(1, len(data)), k=random.randrange(4)))
+        for start, end in zip([0, *ends], [*ends, len(data)], strict=True):
+            before = sum(got)
+            raw.sendall(data[start:end])
+            wait_for(lambda wanted=before + end - start: sum(got) == wanted)
+
+    monkeypatch.setattr(Connection, "data_received", data_received)
+    return send
 
 
 def error_of(answer: bytes) -> dict[str, Any]:
@@ -87,6 +107,72 @@ def test_a_head_has_at_most_so_many_bytes(site: Site, head: bytes, seed: int) ->
                 assert read_one(raw) == (200, {"status": "ready"})
             else:  # empty if the connection was reset before the answer was read
                 assert (read_all(raw) or b"HTTP/1.1 431 ").startswith(b"HTTP/1.1 431 ")
+
+
+def with_fields(request: bytes, *fields: bytes) -> bytes:
+    return request.replace(b"\r\n", b"".join(b"\r\n" + field for field in fields) + b"\r\n", 1)
+
+
+def in_chunks(request: bytes) -> bytes:
+    head, _, body = request.partition(b"\r\n\r\n")
+    cut = random.randrange(1, len(body))
+    chunks = b"".join(b"%x\r\n%s\r\n" % (len(part), part) for part in (body[:cut], body[cut:], b""))
+    return head.replace(b"Content-Length: %d" % len(body), b"Transfer-Encoding: Chunked") + b"\r\n\r\n" + chunks
+
+
+UPGRADES = (
+    (b"Connection: Upgrade, HTTP2-Settings", b"Upgrade: h2c", b"HTTP2-Settings: AAEAAEAAAAIAAAABAAMAAABkAAQBAAAAAAUAAEAA"),
+    (b"upgrade: websocket, foo/1", b"Upgrade: bar", b"connection:keep-alive,upgrade", b"Sec-WebSocket-Version: 13"),
+)
+
+
+@pytest.mark.parametrize("upgrade", UPGRADES, ids=["Java", "WebSocket"])
+@pytest.mark.parametrize("frame", [bytes, in_chunks], ids=["length", "chunks"])
+def test_a_request_for_another_protocol_is_answered_as_usual(
+    site: Site, send_in_pieces: Callable[..., None], upgrade: tuple[bytes, ...], frame: Callable[[bytes], bytes], seed: int
+) -> None:
+    """Java's client asks for HTTP/2 in each request without TLS."""
+    asked = len(site.engine.submits)
+    text = site.complete()["choices"][0]["text"]
+    with connect(site) as raw:
+        for _ in range(5):
+            send_in_pieces(raw, with_fields(frame(raw_request({"prompt": "Hi", "max_tokens": 100})), *upgrade))
+            status, answer = read_one(raw)
+            assert status == 200 and answer["choices"][0]["text"] == text
+        send_in_pieces(raw, with_fields(GET + b"\r\n", *upgrade))
+        assert read_one(raw) == (200, {"status": "ready"})
+    assert len(site.engine.submits) == asked + 6
+
+
+@pytest.mark.parametrize(("version", "option"), [(b"1.1", b"close"), (b"1.0", b"TE")])
+def test_the_last_request_of_a_connection_may_ask_for_another_protocol(
+    site: Site, send_in_pieces: Callable[..., None], version: bytes, option: bytes, seed: int
+) -> None:
+    request = with_fields(raw_request({"prompt": "Hi"}), b"Connection: Upgrade, " + option, b"Upgrade: h2c")
+    with connect(site) as raw:
+        send_in_pieces(raw, request.replace(b"1.1", version, 1))
+        assert read_all(raw).startswith(b"HTTP/1.1 200 ")
+
+
+@pytest.mark.parametrize("request_line", [b"POST /v1/completions", b"CONNECT /version", b"CONNECT x:80"])
+def test_a_body_after_a_change_of_protocol_is_no_request(
+    site: Site, send_in_pieces: Callable[..., None], request_line: bytes, seed: int
+) -> None:
+    body = b"GET /version HTTP/1.1\r\nHost: x\r\n\r\n"
+    fields = (b"Content-Type: application/json", b"Connection: Upgrade", b"Upgrade: foo", b"Content-Length: %d" % len(body))
+    head = with_fields(request_line + b" HTTP/1.1\r\n\r\n", *fields)
+    with connect(site) as raw:
+        if request_line.startswith(b"POST"):
+            send_in_pieces(raw, head)
+            send_in_pieces(raw, body)
+            status, answer = read_one(raw)
+            assert status == 400 and answer["error"]["code"] == "invalid_json"
+            raw.sendall(GET + b"Connection: close\r\n\r\n")
+            last = read_all(raw)
+            assert last.count(b"HTTP/1.1 ") == 1 and last.endswith(b'\r\n\r\n{"status":"ready"}')
+        else:
+            send_in_pieces(raw, head)
+            assert read_one(raw)[0] == 501 and read_all(raw) == b""
 
 
 @pytest.mark.parametrize("garbage", [b"\x16\x03\x01\x02\x00\x01\x00", b"GET\r\n\r\n", b"GET / HTTP/1.1\r\nHost: x\0\r\n\r\n"])
