@@ -9,7 +9,8 @@ import sys
 from typing import Any
 
 import httptools
-from uvicorn.protocols.http.httptools_impl import HttpToolsProtocol
+from uvicorn._types import ASGISendEvent
+from uvicorn.protocols.http.httptools_impl import HttpToolsProtocol, RequestResponseCycle
 
 from server.clients import sender
 from server.http import to_json
@@ -152,6 +153,8 @@ class Connection(HttpToolsProtocol):
         self._head = 0
         self._stop_timer()
         super().on_headers_complete()
+        if self.parser.get_http_version() != "1.1":
+            _send_without_chunks(self.cycle)
         state = self.cycle.scope["state"]
         state["send"] = self.cycle.send  # for EventStream: lets its events bypass the middleware
         state["abandon"] = self._abandon
@@ -223,6 +226,19 @@ class Connection(HttpToolsProtocol):
         if self._header_timer:
             self._header_timer.cancel()
             self._header_timer = None
+
+
+def _send_without_chunks(cycle: RequestResponseCycle) -> None:
+    """Older versions have no chunks (RFC 9112, section 6.1): a body without a length ends with the connection."""
+    send = cycle.send
+    cycle.keep_alive = cycle.chunked_encoding = False
+
+    async def send_as_it_is(message: ASGISendEvent) -> None:
+        if message["type"] == "http.response.body":  # without chunks, uvicorn sends no more than it expects
+            cycle.expected_content_length = len(message.get("body", b""))
+        await send(message)
+
+    cycle.send = send_as_it_is  # type: ignore[method-assign]
 
 
 def raise_descriptor_limit() -> None:

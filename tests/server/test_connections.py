@@ -175,6 +175,25 @@ def test_a_body_after_a_change_of_protocol_is_no_request(
             assert read_one(raw)[0] == 501 and read_all(raw) == b""
 
 
+@pytest.mark.parametrize("version", [b"1.0", b"0.9"])
+def test_an_old_client_gets_no_chunks(site: Site, version: bytes) -> None:
+    def ask(path: str, body: Any) -> bytes:
+        with connect(site) as raw:
+            raw.sendall(with_fields(raw_request(body, path).replace(b"1.1", version, 1), b"Connection: keep-alive"))
+            head, _, answer = read_all(raw).partition(b"\r\n\r\n")
+        assert head.startswith(b"HTTP/1.1 200 ") and b"connection: close" in head and b"transfer-encoding" not in head
+        return answer
+
+    body = {"prompt": "Hi", "max_tokens": 100}
+    text = site.complete()["choices"][0]["text"]
+    assert json.loads(ask("/v1/completions", body))["choices"][0]["text"] == text
+    *events, done, end = ask("/v1/completions", body | {"stream": True}).split(b"\n\n")
+    parts = [json.loads(event.removeprefix(b"data: "))["choices"][0]["text"] for event in events]
+    assert "".join(parts) == text and (done, end) == (b"data: [DONE]", b"")
+    inputs = {"input": ["a", "b"]}
+    assert json.loads(ask("/v1/embeddings", inputs))["data"] == site.post("/v1/embeddings", inputs)["data"]
+
+
 @pytest.mark.parametrize("garbage", [b"\x16\x03\x01\x02\x00\x01\x00", b"GET\r\n\r\n", b"GET / HTTP/1.1\r\nHost: x\0\r\n\r\n"])
 def test_what_is_no_http_is_told_so(site: Site, garbage: bytes) -> None:
     with connect(site) as raw:
