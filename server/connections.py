@@ -148,6 +148,8 @@ class Connection(HttpToolsProtocol):
     def on_headers_complete(self) -> None:
         if self.parser.get_method() == b"CONNECT":
             raise ApiError(501, "this server is no proxy: it does not support CONNECT")
+        if any(name == b"transfer-encoding" and value.strip().lower() != b"chunked" for name, value in self.headers):
+            raise ApiError(501, "the only supported Transfer-Encoding is chunked")
         if self.parser.should_upgrade():  # it will be called again for this head
             return
         self._head = 0

@@ -149,7 +149,8 @@ class ApiKey:
 class BodyLimit:
     """Reads the whole body before the application runs, and holds it until the answer is written.
 
-    Responds 413 if the body is too large, 400 if it stops arriving or arrives too slowly, and 429 if there is no room for it.
+    Responds 413 if the body is too large, 400 if it stops arriving or arrives too slowly, 415 if it is compressed, and 429 if
+    there is no room for it.
     """
 
     def __init__(self, app: ASGIApp, limit: int, timeout: float) -> None:
@@ -162,9 +163,15 @@ class BodyLimit:
         if scope["type"] != "http" or scope["method"] in ("GET", "HEAD", "OPTIONS"):
             await self.app(scope, receive, send)
             return
+        headers = Headers(scope=scope)
+        if headers.get("content-encoding", "").lower() not in ("", "identity"):
+            message = "the server reads no compressed bodies; send it without Content-Encoding"
+            error = ApiError(415, message, None, "compressed_body", {"accept-encoding": "identity"})
+            await error.response(scope)(scope, receive, send)
+            return
         with self.bodies.hold(current_client.get()) as take:
             try:
-                length = Headers(scope=scope).get("content-length", "")
+                length = headers.get("content-length", "")
                 body = await read_body(receive, length, self.limit, self.timeout, take)
             except TooSlow as e:
                 error = ApiError(400, str(e), None, "timeout")

@@ -1,6 +1,7 @@
 """Connections without a complete request, or with several: endless headers, trailers, pipelining, data that is not HTTP."""
 
 import contextlib
+import gzip
 import http.client
 import json
 import random
@@ -192,6 +193,23 @@ def test_an_old_client_gets_no_chunks(site: Site, version: bytes) -> None:
     assert "".join(parts) == text and (done, end) == (b"data: [DONE]", b"")
     inputs = {"input": ["a", "b"]}
     assert json.loads(ask("/v1/embeddings", inputs))["data"] == site.post("/v1/embeddings", inputs)["data"]
+
+
+def test_a_compressed_body_is_refused(site: Site) -> None:
+    body = b'{"prompt": "Hi"}'
+    for coding, content, status in (("gzip", gzip.compress(body), 415), ("Identity", body, 200)):
+        headers = {"content-encoding": coding, "content-type": "application/json"}
+        answer = site.http.post("/v1/completions", content=content, headers=headers)
+        assert answer.status_code == status
+        if status == 415:
+            assert "Content-Encoding" in answer.json()["error"]["message"] and answer.headers["accept-encoding"] == "identity"
+
+
+@pytest.mark.parametrize("coding", [b"gzip, chunked", b"gzip", b"identity"])
+def test_a_body_in_an_unknown_transfer_coding_is_refused(site: Site, coding: bytes) -> None:
+    with connect(site) as raw:
+        raw.sendall(CHUNKED.replace(b"chunked", coding))
+        assert read_one(raw)[0] == 501 and read_all(raw) == b""
 
 
 @pytest.mark.parametrize("garbage", [b"\x16\x03\x01\x02\x00\x01\x00", b"GET\r\n\r\n", b"GET / HTTP/1.1\r\nHost: x\0\r\n\r\n"])
