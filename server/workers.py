@@ -49,21 +49,34 @@ ONE_THREAD = ("OMP_NUM_THREADS", "RAYON_NUM_THREADS")
 class _Job:
     def __init__(self, data: bytes, function: str) -> None:
         self.data, self.function = data, function
-        self.clients = list[str]()  # of the callers that wait for the result
+        self.callers = dict[_Caller, None]()  # that wait for the result, the oldest first
         self.result: asyncio.Future[Any] = asyncio.get_running_loop().create_future()  # cancelled when the last caller leaves
         self.began = False
+
+
+class _Caller:
+    def __init__(self, client: str, job: _Job) -> None:
+        self.client, self.job = client, job
+        self.dropped: asyncio.Future[None] = (
+            asyncio.get_running_loop().create_future()
+        )  # done when another caller needs its place
+
+    @property
+    def waits(self) -> bool:
+        """Whether it has a place in the queue, rather than a worker."""
+        return not (self.job.began and next(iter(self.job.callers)) is self)
 
 
 class Workers:
     """`count` worker processes with the tokenizer of `model`. To be used from one event loop.
 
-    `seconds`: time limit of each job. `max_queue`: most quick jobs in the queue, and most slow ones. `patience`: longest time of
-    a job in the queue, in seconds. `largest`: bytes of a job that a client may always have, see `Bodies`. `modules`: names of the
+    `seconds`: time limit of each job. `max_queue`: most callers that wait for quick jobs, and most that wait for slow ones, also where
+    many wait for one. `patience`: longest time of a job in the queue, in seconds. `largest`: bytes of a job that a client may always have, see `Bodies`. `modules`: names of the
     modules that have most jobs, which a worker imports when it starts. If there are two or more workers, the first one takes only
     quick jobs. The first worker starts in `start`, each other one with the first slow job that it can take.
 
     Clients take turns: the next job is of the one that has waited longest since a job of its own began. A full queue drops the
-    newest job of the client that has most, if the new one's has fewer.
+    newest caller of the client that has most, if the new one's has fewer.
     """
 
     def __init__(
@@ -80,7 +93,9 @@ class Workers:
         self._max_queue, self._patience = max_queue, patience
         self._quick, self._slow = deque[_Job](), deque[_Job]()
         self._bytes = Bodies(JOBS_BYTES, largest, FREE_BYTES)
+        self._callers = {id(self._quick): dict[_Caller, None](), id(self._slow): dict[_Caller, None]()}  # the oldest first
         self._shared: dict[bytes, _Job] = {}  # by their data
+        self._closed = False
         self._turns: dict[str, int] = {}  # when the last job of a client that has more began
         self._begun = 0  # jobs
         self._idle: dict[int, asyncio.Future[None]] = {}  # worker: the future with which it waits for a job
@@ -93,7 +108,8 @@ class Workers:
             self._tasks = [asyncio.create_task(self._work(index)) for index in range(self._count)]
 
     async def close(self) -> None:
-        """Kill all workers. Running and queued jobs fail."""
+        """Kill all workers. Running, queued and later jobs fail."""
+        self._closed = True
         for task in self._tasks:
             task.cancel()
         await asyncio.gather(*self._tasks, return_exceptions=True)
@@ -117,56 +133,69 @@ class Workers:
         long.
         """
         self.start()
-        work = (function, arguments), pickle.HIGHEST_PROTOCOL
-        data = await asyncio.to_thread(pickle.dumps, *work) if slow and not share else pickle.dumps(*work)
         queue = self._slow if slow and self._count > 1 else self._quick
         client = current_client.get()
+        self._place(queue, client)  # pickling may take long
+        work = (function, arguments), pickle.HIGHEST_PROTOCOL
+        data = await asyncio.to_thread(pickle.dumps, *work) if slow and not share else pickle.dumps(*work)
         with self._bytes.hold(client) as take:
             try:
                 take(len(data))
             except Full:
                 message = "requests that wait to be prepared have too much text; try again soon"
                 raise ApiError(429, message, None, "bodies_full") from None
+            if drop := self._place(queue, client):
+                self._leave(drop, queue)
+                drop.dropped.set_result(None)
             job = self._shared.get(data) if share else None
             if job is None:
-                self._make_room(queue, client)
                 job = _Job(data, function.__name__)
                 queue.append(job)
                 if share:
                     self._shared[data] = job
-            job.clients.append(client)
+            caller = _Caller(client, job)
+            job.callers[caller] = self._callers[id(queue)][caller] = None
             self._wake(queue)
             try:
-                result: T = await _result(job, self._patience if wait_seconds is None else wait_seconds)
+                result: T = await _result(caller, self._patience if wait_seconds is None else wait_seconds)
                 return result
             finally:
-                job.clients.remove(client)
-                if not job.clients:
-                    job.result.cancel()
-                    if share:
-                        del self._shared[data]
-                    with contextlib.suppress(ValueError):
-                        queue.remove(job)
+                self._leave(caller, queue)
 
-    def _make_room(self, queue: deque[_Job], client: str) -> None:
-        """Make room for a job of `client` in a queue that may be full. Raises a 429 if all jobs in it may stay."""
-        if len(queue) < self._max_queue:
-            return
-        count = Counter(one for job in queue for one in set(job.clients))
+    def _place(self, queue: deque[_Job], client: str) -> _Caller | None:
+        """Who has to leave the queue for a new caller of `client`. Raises a 429 if the queue is full of those that may stay, and a 503
+        if the workers are closed."""
+        if self._closed:
+            raise _ending()
+        waiting = [caller for caller in self._callers[id(queue)] if caller.waits]
+        if len(waiting) < self._max_queue:
+            return None
+        count = Counter(caller.client for caller in waiting)
         most = max(count, key=count.__getitem__)
-        drop = next((job for job in reversed(queue) if set(job.clients) == {most}), None)
-        if drop is None or count[most] <= count[client] + 1:
+        if count[most] <= count[client] + 1:
             raise _full()
-        queue.remove(drop)
-        _fail(drop, _full())
+        return next(caller for caller in reversed(waiting) if caller.client == most)
+
+    def _leave(self, caller: _Caller, queue: deque[_Job]) -> None:
+        """Forget a caller, and its job if it was the last one."""
+        job = caller.job
+        job.callers.pop(caller, None)
+        self._callers[id(queue)].pop(caller, None)
+        if job.callers:
+            return
+        job.result.cancel()
+        if self._shared.get(job.data) is job:
+            del self._shared[job.data]
+        with contextlib.suppress(ValueError):
+            queue.remove(job)
 
     def _take(self, queue: deque[_Job]) -> _Job:
         """Remove the next job from a queue that is not empty."""
-        job = min(queue, key=lambda job: min(self._turns.get(client, 0) for client in job.clients))
+        job = min(queue, key=lambda job: min(self._turns.get(caller.client, 0) for caller in job.callers))
         queue.remove(job)
         self._begun += 1
-        self._turns |= dict.fromkeys(job.clients, self._begun)
-        waiting = {client for queue in (self._quick, self._slow) for job in queue for client in job.clients}
+        self._turns |= {caller.client: self._begun for caller in job.callers}
+        waiting = {caller.client for queue in (self._quick, self._slow) for job in queue for caller in job.callers}
         self._turns = {client: turn for client, turn in self._turns.items() if client in waiting}
         return job
 
@@ -259,11 +288,15 @@ class Workers:
         return bool(usable)
 
 
-async def _result(job: _Job, patience: float) -> Any:
-    """The result of a job, whose other callers go on if this one is cancelled. Raises a 503 after `patience` seconds in the queue."""
-    await asyncio.wait((job.result,), timeout=patience)
+async def _result(caller: _Caller, patience: float) -> Any:
+    """The result of its job, which goes on if only this caller is cancelled. Raises a 503 after `patience` seconds in the queue, and a
+    429 if it is dropped."""
+    job, ends = caller.job, (caller.job.result, caller.dropped)
+    await asyncio.wait(ends, timeout=patience, return_when=asyncio.FIRST_COMPLETED)
     if job.began:
-        await asyncio.wait((job.result,))
+        await asyncio.wait(ends, return_when=asyncio.FIRST_COMPLETED)
+    if caller.dropped.done():
+        raise _full()
     if not job.result.done():
         raise _busy(f"the request waited longer than {patience:g} s to be prepared")
     return job.result.result()

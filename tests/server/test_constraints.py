@@ -585,7 +585,7 @@ def test_concurrent_requests_with_an_equal_grammar_compile_it_once(make_site: Ca
     with ThreadPoolExecutor(count) as pool:
         answers = [pool.submit(site.chat, response_format=form, max_tokens=1) for _ in range(count)]
         try:
-            wait_for(lambda: sum(len(job.clients) for job in workers._slow) == count or any(one.done() for one in answers))
+            wait_for(lambda: sum(len(job.callers) for job in workers._slow) == count or any(one.done() for one in answers))
             jobs = len(workers._slow)
         finally:
             gate.touch()

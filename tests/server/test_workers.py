@@ -239,7 +239,7 @@ def test_each_caller_of_a_shared_job_has_its_own_patience(tmp_path: Path) -> Non
 
 
 def test_a_shared_job_is_of_all_its_clients(tmp_path: Path) -> None:
-    """It begins in the turn of any of them, and does not leave a full queue for what one of them has too much of."""
+    """It begins in the turn of any of them, and goes on for the others if one of them has to leave a full queue."""
     ended: list[str] = []
 
     async def body(pool: Workers) -> None:
@@ -256,12 +256,49 @@ def test_a_shared_job_is_of_all_its_clients(tmp_path: Path) -> None:
         await until(lambda: 1 in pool.pids and not pool._slow)
         for asked, name in enumerate(("a1", "a2", "a3", "b3", "b4", "c5"), 1):
             tasks.append(asyncio.create_task(job(name, encode, name[1])))
-            await until(lambda asked=asked: sum(len(one.clients) for one in pool._slow) + len(ended) == asked)
+            await until(lambda asked=asked: sum(len(one.callers) for one in pool._slow) + len(ended) == asked)
         (tmp_path / "go").touch()
         await asyncio.gather(*tasks)
 
     with_workers(body, seconds=300.0, max_queue=4)
-    assert ended == ["a2 queue_full", "a0", "a1", "a3", "b3", "c5", "b4"]
+    assert ended == ["a3 queue_full", "a2 queue_full", "a0", "a1", "b3", "c5", "b4"]
+
+
+def test_as_many_callers_wait_for_one_job_as_for_many(tmp_path: Path) -> None:
+    """And two clients with equal jobs leave room for a third one."""
+    ended: list[str] = []
+
+    async def body(pool: Workers) -> None:
+        async def job(client: str, *work: Any) -> None:
+            current_client.set(client)
+            try:
+                await pool.run(*work, slow=True, share=True)
+                ended.append(client)
+            except ApiError as e:
+                ended.append(f"{client} {e.code}")
+
+        go = str(tmp_path / "go")
+        tasks = [asyncio.create_task(job("a", until_there, go))]
+        await until(lambda: 1 in pool.pids and not pool._slow)
+        tasks += [asyncio.create_task(job(client, until_there, go)) for client in "ab" * 20]
+        await until(lambda: len(ended) == 32)
+        assert sorted(ended) == ["a queue_full"] * 16 + ["b queue_full"] * 16
+        tasks.append(asyncio.create_task(job("c", encode, "c")))
+        await until(lambda: len(ended) == 33)
+        (tmp_path / "go").touch()
+        await asyncio.gather(*tasks)
+
+    with_workers(body, seconds=300.0, max_queue=8)
+    assert ended.count("c") == 1 and len([one for one in ended if one in ("a", "b")]) == 8
+
+
+def test_a_job_after_the_end_is_refused() -> None:
+    async def body(pool: Workers) -> None:
+        await pool.close()
+        with pytest.raises(ApiError, match="shutting down"):
+            await pool.run(limited)
+
+    with_workers(body)
 
 
 def test_a_job_whose_worker_still_starts_fails_with_the_pool() -> None:
