@@ -103,6 +103,7 @@ class FrontendServer(uvicorn.Server):
             log.warning("%s; ending %d requests", reason, self.service.open_requests)
             self._second_signal.clear()
             self.client.fail_all(ApiError(503, f"the server is shutting down{self.client.later}", None, "draining"))
+            await self.service.workers.close()  # else what waits for them would get no answer
             await self._wait_for_requests(FLUSH_SECONDS)
         self._leave()
 
@@ -127,6 +128,7 @@ class FrontendServer(uvicorn.Server):
         self.exit_code = FAILED
 
         async def end() -> None:
+            await self.service.workers.close()
             await self._wait_for_requests(FLUSH_SECONDS)
             self._leave()
 
