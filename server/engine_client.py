@@ -344,7 +344,8 @@ class EngineClient:
             self.recovery.postpone(queue)
             return
         del self._active[refused.request_id]
-        status = 429 if refused.code == "grammars_busy" else 400
+        # new ranks may have less memory than those that accepted a request, so that it is no fault of the client's
+        status = 429 if refused.code == "grammars_busy" else 400 if queue.attempts == 1 else 503
         queue.on_error(ApiError(status, refused.message, None, refused.code))
 
     def _dispatch(self, message: FromEngine) -> None:

@@ -256,8 +256,20 @@ def test_a_refused_request_is_not_sent_again() -> None:
         assert [m.request_id for m in client.messages] == ["a-1", "a-2"] and client.active == 0
         assert client.restart() == []
         assert _completed(queue.next()) == [(2, TokenOutput("a-2", [1]))]
-        with pytest.raises(ApiError, match="too complex"):
+        with pytest.raises(ApiError, match="too complex") as error:
             queue.next().send(None)
+        assert error.value.status_code == 400
+
+
+def test_what_new_ranks_refuse_is_no_fault_of_the_client() -> None:
+    """They may have less memory for keys and values than those before them, which had accepted the request."""
+    client = Client()
+    with client.generate(sequences("a")) as queue:
+        client.restart()
+        client._dispatch(Refused(client.messages[-1].request_id, "there are only 31 blocks"))
+        with pytest.raises(ApiError, match="only 31") as error:
+            queue.next().send(None)
+    assert error.value.status_code == 503
 
 
 def test_an_output_that_cannot_be_handled_ends_its_request_alone(monkeypatch: pytest.MonkeyPatch) -> None:
