@@ -1,6 +1,7 @@
 """Convert ids to text as they arrive, with stop strings, special tokens, and the position of each token in the text."""
 
 from collections.abc import Sequence
+from itertools import accumulate
 
 import msgspec
 
@@ -135,15 +136,28 @@ class TextStream:
         return next((n for n in range(longest, 0, -1) if any(s.startswith(self._held[-n:]) for s in self._stop)), 0)
 
 
-def text_offsets(tokenizer: Tokenizer, ids: Sequence[int], text: str) -> list[int]:
+def text_offsets(tokenizer: Tokenizer, ids: Sequence[int], text: str, skip_special: bool) -> list[int]:
     """Where the piece of each id of a prompt begins in the prompt's `text`, in characters.
 
-    The text may lack special tokens, such as the BOS that the tokenizer adds, and the spaces that some tokenizers put in front of
-    words. It is read from its end, so that a BOS with which it begins is not taken for the added one."""
-    detokenizer = IncrementalDetokenizer(tokenizer, skip_special_tokens=False)
-    pieces = [detokenizer.push(token_id) for token_id in ids]
-    offsets, at = [], len(text) - len(detokenizer.flush())
-    for token_id, piece in zip(reversed(ids), reversed(pieces), strict=True):
+    text: the ids decoded with `skip_special`, or a client's own text, which the ids were made of. It may lack special tokens,
+    such as the BOS that the tokenizer adds, and the spaces that some tokenizers put in front of words."""
+    pieces = _pieces(tokenizer, ids, skip_special)
+    if "".join(pieces) == text:
+        return list(accumulate(map(len, pieces), initial=0))[: len(ids)]
+    return _search_offsets(tokenizer, ids, text)
+
+
+def _pieces(tokenizer: Tokenizer, ids: Sequence[int], skip_special: bool) -> list[str]:
+    """What each id adds to the text, and at last the rest."""
+    detokenizer = IncrementalDetokenizer(tokenizer, skip_special)
+    return [*map(detokenizer.push, ids), detokenizer.flush()]
+
+
+def _search_offsets(tokenizer: Tokenizer, ids: Sequence[int], text: str) -> list[int]:
+    """`text_offsets` of a client's text. It is searched from its end, so that a BOS with which it begins is not taken for the
+    added one."""
+    offsets, at = [], len(text)
+    for token_id, piece in zip(reversed(ids), reversed(_pieces(tokenizer, ids, False)[:-1]), strict=True):
         if not text.endswith(piece, 0, at):
             piece = "" if token_id in tokenizer.special_ids else piece.removeprefix(" ")
         at = max(0, at - len(piece))

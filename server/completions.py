@@ -45,7 +45,7 @@ class CompletionRequest(GenerationRequest):
             text = prompt.text or ""
             offsets = [len(text) + offset for offset in offsets]
             if delta.first:
-                offsets = text_offsets(tokenizer, prompt.ids, text) + offsets
+                offsets = text_offsets(tokenizer, prompt.ids, text, self.plan.params[0].skip_special) + offsets
                 ids = prompt.ids + ids
                 values = list(delta.prompt_logprobs or [None] * len(prompt.ids)) + values
         return completion_layout(tokenizer, ids, values, offsets, self.top_logprobs, self.tokens_as_ids)

@@ -303,7 +303,7 @@ def test_offsets_of_a_text_that_spells_out_special_tokens(kind: str, loaded: Any
     bos, eos = tokenizer.token_text(tokenizer.bos_id), tokenizer.token_text(tokenizer.eos_ids[0])
     text = f"{bos}the rest{eos}there{bos}"
     ids = tokenizer.encode(text)
-    offsets = text_offsets(tokenizer, ids, text)
+    offsets = text_offsets(tokenizer, ids, text, skip_special=False)
     pieces = [tokenizer.token_text(i) for i in ids]
     assert offsets[:2] == [0, 0] and pieces[:2] == [bos, bos]
     found = [text[start:end] for start, end in zip(offsets[1:], [*offsets[2:], len(text)], strict=True)]
@@ -734,3 +734,18 @@ def test_text_in_parts_is_text_as_a_whole(loaded: dict[str, Tokenizer], hf: dict
     template = loaded[kind].chat_templates.get("default", MISTRAL)
     expected = hf[kind].apply_chat_template(chat, tokenize=True, return_dict=False, chat_template=template)
     assert loaded[kind].encode_chat(chat, chat_template=template, add_generation_prompt=False) == expected
+
+
+# ------------------------------------------------------------------------------------------------- offsets of a prompt
+
+
+@pytest.mark.parametrize("kind", KINDS)
+@PROPERTY
+@given(data=st.data(), skip=st.booleans())
+def test_offsets_of_ids_are_lengths_of_the_text_before_them(kind: str, loaded: Any, data: Any, skip: bool) -> None:
+    """Also where a special token that is left out stands between the bytes of a character."""
+    tokenizer = loaded[kind]
+    ids = some_ids(data, tokenizer)
+    pushed, _ = stream(tokenizer, ids, skip, [])
+    expected = [len("".join(pushed[:i])) for i in range(len(ids))]
+    assert text_offsets(tokenizer, ids, tokenizer.decode(ids, skip), skip) == expected

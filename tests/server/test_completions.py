@@ -1,5 +1,7 @@
 """`/v1/completions` against a fake engine: prompts, parameters, stops, log-probabilities, usage; with and without streaming."""
 
+import codecs
+from itertools import accumulate
 from typing import Any
 
 import pytest
@@ -131,11 +133,22 @@ def test_echo_with_logprobs_as_harnesses_need_it(site: Site) -> None:
     assert site.complete(prompt="A cat", echo=True, max_tokens=2)["choices"][0]["logprobs"] is None
 
 
+CUT = TOKENIZER.encode("dog 🦊")[:-1]  # ends within a character
 MARKED = "<|begin|><|user|>Zoë ☃<|end|>\n🦊 fox<|assistant|>"
 
 
 @pytest.mark.parametrize("skip", [True, False])
-@pytest.mark.parametrize("prompt", ["Zoë ☃ 🦊 fox", MARKED, " x", TOKENIZER.encode(MARKED), TOKENIZER.encode("🦊")[:-1]])
+@pytest.mark.parametrize(
+    "prompt",
+    [
+        "Zoë ☃ 🦊 fox",
+        MARKED,
+        " x",
+        TOKENIZER.encode(MARKED),
+        TOKENIZER.encode("🦊")[:-1],
+        [*CUT, *TOKENIZER.encode("<|end|>fox")],
+    ],
+)
 @pytest.mark.parametrize("add_special", [True, False])
 def test_offsets_are_positions_in_the_text(site: Site, prompt: str | list[int], skip: bool, add_special: bool) -> None:
     """Of the prompt, too, which has special tokens only where `text` shows them."""
@@ -148,7 +161,8 @@ def test_offsets_are_positions_in_the_text(site: Site, prompt: str | list[int], 
     if not isinstance(prompt, str):
         hidden = [skip and one in TOKENIZER.special_ids for one in ids]
     pieces = [b"" if hide else TOKENIZER.token_bytes(one) for one, hide in zip(ids, hidden, strict=True)]
-    starts = [len(b"".join(pieces[:i]).decode(errors="ignore")) for i in range(len(pieces))]
+    decode = codecs.getincrementaldecoder("utf-8")("replace").decode
+    starts = [0, *accumulate(len(decode(piece)) for piece in pieces)][:-1]
     shown = prompt if isinstance(prompt, str) else b"".join(pieces).decode(errors="replace")
     assert choice["text"].startswith(shown)
     assert choice["logprobs"]["text_offset"] == [*starts, len(shown)]
