@@ -137,10 +137,10 @@ class TextStream:
 
 
 def text_offsets(tokenizer: Tokenizer, ids: Sequence[int], text: str, skip_special: bool) -> list[int]:
-    """Where the piece of each id of a prompt begins in the prompt's `text`, in characters.
+    """Where the piece of each id of a prompt begins in the prompt's `text`, in characters. The offsets never decrease.
 
-    text: the ids decoded with `skip_special`, or a client's own text, which the ids were made of. It may lack special tokens,
-    such as the BOS that the tokenizer adds, and the spaces that some tokenizers put in front of words."""
+    text: the ids decoded with `skip_special`, or a client's own text, which the ids were made of. They may lack some of its
+    characters, such as repeated spaces, and it may lack special tokens, such as the BOS that the tokenizer adds."""
     pieces = _pieces(tokenizer, ids, skip_special)
     if "".join(pieces) == text:
         return list(accumulate(map(len, pieces), initial=0))[: len(ids)]
@@ -155,14 +155,24 @@ def _pieces(tokenizer: Tokenizer, ids: Sequence[int], skip_special: bool) -> lis
 
 def _search_offsets(tokenizer: Tokenizer, ids: Sequence[int], text: str) -> list[int]:
     """`text_offsets` of a client's text. It is searched from its end, so that a BOS with which it begins is not taken for the
-    added one."""
-    offsets, at = [], len(text)
+    added one. Takes linear time: a piece is searched only near the place where it should be."""
+    offsets = []
+    at = limit = len(text)  # where the next piece ends: at `at`, a guess if the last one was not found; not after `limit`
     for token_id, piece in zip(reversed(ids), reversed(_pieces(tokenizer, ids, False)[:-1]), strict=True):
+        special, word, start = token_id in tokenizer.special_ids, piece.lstrip(" "), at - len(piece)
         if not text.endswith(piece, 0, at):
-            piece = "" if token_id in tokenizer.special_ids else piece.removeprefix(" ")
-        at = max(0, at - len(piece))
+            while at and text[at - 1].isspace():  # the tokenizer may have dropped it
+                at -= 1
+            near = 0 if special else 2 * len(word)  # a short piece that is found far away is a part of another word
+            start = text.rfind(word, max(0, at - len(word) - near), min(limit, at + near))
+            if piece != word and text.endswith(" ", 0, max(0, start)):
+                start -= 1
+        if start >= 0:
+            at, limit = start, start if word else limit
+        elif not special:
+            at = max(0, at - len(word))
         offsets.append(at)
-    return offsets[::-1]
+    return list(accumulate(reversed(offsets), max))
 
 
 def token_bytes(tokenizer: Tokenizer, token_id: int) -> bytes:

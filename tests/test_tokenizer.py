@@ -749,3 +749,45 @@ def test_offsets_of_ids_are_lengths_of_the_text_before_them(kind: str, loaded: A
     pushed, _ = stream(tokenizer, ids, skip, [])
     expected = [len("".join(pushed[:i])) for i in range(len(ids))]
     assert text_offsets(tokenizer, ids, tokenizer.decode(ids, skip), skip) == expected
+
+
+def without_spaces(text: str | bytes) -> str:
+    return "".join((text if isinstance(text, str) else text.decode(errors="ignore")).split())
+
+
+@pytest.mark.parametrize("kind", KINDS)
+@PROPERTY
+@given(data=st.data(), skip=st.booleans())
+def test_offsets_in_a_text_whose_spaces_are_dropped(kind: str, loaded: Any, data: Any, skip: bool) -> None:
+    tokenizer = loaded[kind]
+    words = st.sampled_from([*WORDS.split(), tokenizer.token_text(tokenizer.eos_ids[0])])
+    spaces = st.sampled_from(["", " ", "  ", "\n", "\t", " \n ", "\r\n\n", " " * 100])
+    text = "".join(data.draw(st.lists(words | spaces, max_size=20)))
+    ids = tokenizer.encode(text)
+    offsets = text_offsets(tokenizer, ids, text, skip)
+    assert offsets == sorted(offsets) and all(0 <= offset <= len(text) for offset in offsets)
+    # Apart from spaces, the text before a piece is the pieces before it. The first piece is the added BOS.
+    pieces = [b"" if tokenizer.token_text(i) == "<unk>" else tokenizer.token_bytes(i) for i in ids[1:]]
+    for i, offset in enumerate(offsets[1:]):
+        assert without_spaces(text[:offset]) == without_spaces(b"".join(pieces[:i]))
+        word = pieces[i].decode(errors="replace").lstrip(" ")
+        assert "\ufffd" in word or text[offset:].lstrip(" ").startswith(word)
+
+
+@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("odd", ["ﬁ", "e\u0301", "ＡＢＣ", "\u200b", "🦊", "Ⅳ", "日本🦊 ﬁ "])
+def test_offsets_around_characters_that_are_replaced(kind: str, odd: str, loaded: Any) -> None:
+    tokenizer = loaded[kind]
+    start, end = "the quick brown fox jumps ", " over a lazy dog"
+    text = start + odd + end
+    ids = tokenizer.encode(text)
+    offsets = text_offsets(tokenizer, ids, text, True)
+    assert offsets == sorted(offsets) and all(0 <= offset <= len(text) for offset in offsets)
+    pieces = list(map(tokenizer.token_bytes, ids[1:]))
+    for i, offset in enumerate(offsets[1:]):
+        before, word = without_spaces(b"".join(pieces[:i])), without_spaces(pieces[i])
+        after = without_spaces(b"".join(pieces[i:]))
+        if word and without_spaces(start).startswith(before + word):
+            assert without_spaces(text[:offset]) == before
+        if word and after.startswith(word) and without_spaces(end).endswith(after):
+            assert without_spaces(text[offset:]) == after
