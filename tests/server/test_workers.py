@@ -7,6 +7,7 @@ import subprocess
 import sys
 import time
 from collections.abc import Awaitable, Callable
+from functools import partial
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -238,19 +239,22 @@ def test_each_caller_of_a_shared_job_has_its_own_patience(tmp_path: Path) -> Non
     with_workers(body, seconds=300.0)
 
 
+async def shared_job(pool: Workers, ended: list[str], name: str, *work: Any) -> None:
+    """Run an equal job with other callers, for the client of the name's first letter. Notes the name when it ends, and why it failed."""
+    current_client.set(name[0])
+    try:
+        await pool.run(*work, slow=True, share=True)
+        ended.append(name)
+    except ApiError as e:
+        ended.append(f"{name} {e.code}")
+
+
 def test_a_shared_job_is_of_all_its_clients(tmp_path: Path) -> None:
     """It begins in the turn of any of them, and goes on for the others if one of them has to leave a full queue."""
     ended: list[str] = []
 
     async def body(pool: Workers) -> None:
-        async def job(name: str, *work: Any) -> None:
-            current_client.set(name[0])
-            try:
-                await pool.run(*work, slow=True, share=True)
-                ended.append(name)
-            except ApiError as e:
-                ended.append(f"{name} {e.code}")
-
+        job = partial(shared_job, pool, ended)
         go = str(tmp_path / "go")
         tasks = [asyncio.create_task(job("a0", until_there, go))]
         await until(lambda: 1 in pool.pids and not pool._slow)
@@ -269,14 +273,7 @@ def test_as_many_callers_wait_for_one_job_as_for_many(tmp_path: Path) -> None:
     ended: list[str] = []
 
     async def body(pool: Workers) -> None:
-        async def job(client: str, *work: Any) -> None:
-            current_client.set(client)
-            try:
-                await pool.run(*work, slow=True, share=True)
-                ended.append(client)
-            except ApiError as e:
-                ended.append(f"{client} {e.code}")
-
+        job = partial(shared_job, pool, ended)
         go = str(tmp_path / "go")
         tasks = [asyncio.create_task(job("a", until_there, go))]
         await until(lambda: 1 in pool.pids and not pool._slow)
