@@ -447,12 +447,13 @@ def open_source(name: str, config: ModelConfig) -> Source:
     raise UserError(f"{path} has no {SINGLE}, {INDEX} or {PTH}; name a checkpoint directory or a preset")
 
 
-def weights_fingerprint(source: Source) -> str:
-    """A hash of the first row of every tensor: another one once the model has been trained further."""
+def weights_fingerprint(source: Source, config: ModelConfig) -> str:
+    """A hash of the first rows of every tensor, as many as a head has: another one once the model has been trained further. Fewer
+    cannot be read of a source that orders a head's rows."""
     found = 0
     for name, shape in sorted(source.shapes().items()):
-        row = source.read(name, 0, 0, min(1, shape[0]) if shape else 0)
-        found = zlib.crc32(row.contiguous().view(-1).view(torch.uint8).numpy().tobytes(), found)
+        rows = source.read(name, 0, 0, min(config.head_dim, shape[0]) if shape else 0)
+        found = zlib.crc32(rows.contiguous().view(-1).view(torch.uint8).numpy().tobytes(), found)
     return f"{found:08x}"
 
 

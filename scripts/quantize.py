@@ -365,7 +365,7 @@ def quantize_model(
     tokens = calibration(model, text, config, samples, length) if text is not None and method == "gptq" else None
     shape = None if tokens is None else list(tokens.shape)
     settings = {"model": model, "method": method, "scheme": asdict(job.scheme), "calibration": shape, "text": hash_of(text)}
-    begin(out, settings | {"weights": weights_fingerprint(source)})
+    begin(out, settings | {"weights": weights_fingerprint(source, config)})
     seconds = quantize_checkpoint(job, tokens)
     finish(Path(model), job)
     return costs(seconds, where)

@@ -18,7 +18,7 @@ from torch import Tensor
 
 import checkpoint
 from attention import Causal
-from checkpoint import INDEX, PTH, SINGLE, build_model, load_model, places
+from checkpoint import INDEX, PTH, SINGLE, build_model, load_model, open_source, places, weights_fingerprint
 from comm import Communicator, Local, NoCommunication
 from config import ModelConfig, with_variant
 from errors import UserError
@@ -230,6 +230,17 @@ def test_ranks_slice_both_formats_alike(gpt_fast: tuple[Path, dict[str, Tensor],
     for rank in range(n):
         comm = NoCommunication(rank, n)
         assert_equal(load(directory / PTH, comm).state_dict(), load(directory / "hf", comm).state_dict())
+
+
+def test_the_fingerprint_of_a_gpt_fast_file_tells_weights_apart(gpt_fast: tuple[Path, dict[str, Tensor], Any]) -> None:
+    directory, tensors, theirs = gpt_fast
+    config = model_config(str(directory), None, 1)
+    theirs.save_pretrained(directory / "hf")
+    before = weights_fingerprint(open_source(str(directory), config), config)
+    assert weights_fingerprint(open_source(str(directory / "hf"), config), config) == before
+    tensors["layers.0.attention.wo.weight"][0] += 1
+    torch.save(tensors, directory / PTH)
+    assert weights_fingerprint(open_source(str(directory), config), config) != before
 
 
 def test_safetensors_are_preferred_to_a_pth_beside_them(gpt_fast: tuple[Path, dict[str, Tensor], Any]) -> None:

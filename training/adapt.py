@@ -63,7 +63,7 @@ def setup(args: argparse.Namespace, world: World) -> Setup:
     config = to_hybrid_ladder(original, parse_layers(args.ladder_layers))
     source = open_source(str(args.model), original)
     loss = cross_entropy if args.distill == 0 else Distillation(args, original, world)
-    return Setup(config, source, args.model, args.data, loss, weights_fingerprint(source) if args.distill else None)
+    return Setup(config, source, args.model, args.data, loss, weights_fingerprint(source, original) if args.distill else None)
 
 
 class Distillation:

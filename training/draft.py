@@ -228,7 +228,7 @@ def restore(args: argparse.Namespace, settings: dict[str, Any], head: EagleHead,
 def settings_of(args: argparse.Namespace, base: ModelConfig, batches: GlobalBatches, device: torch.device) -> dict[str, Any]:
     """Those that a resumed run must share with the original one."""
     more = {name: getattr(args, name) for name in ("streams", "draft_vocab", "chain")}
-    return identity(args, base, batches, device) | more | {"weights": weights_fingerprint(open_source(args.model, base))}
+    return identity(args, base, batches, device) | more | {"weights": weights_fingerprint(open_source(args.model, base), base)}
 
 
 # --- the command ---------------------------------------------------------------------------------------------------------
