@@ -20,6 +20,7 @@ from files import TOKENIZER_BYTES, read_file, writing
 from tokenizer_files import find_tokenizer
 
 FORMAT = 1
+END = 4096  # tokens at both ends of a file
 HEADER_KEYS = {"format", "dtype", "tokens", "vocab_size", "tokenizer", "window", "digest"}
 
 
@@ -48,11 +49,12 @@ class TokenFile:
     @cached_property
     def fingerprint(self) -> str:
         """A hash of the header, all tokens and the mask. They are read only if the header has no digest of them, as in files of
-        earlier versions, or is older than they are."""
+        earlier versions, or is older than they are. A copied file may keep its time, so both ends are always read."""
         header = self.header
         if header.digest is None or self._is_newer_than_header():
             header = replace(header, digest=_joined(hashlib.sha256(a.data) for a in (self.tokens, self.mask) if a is not None))
-        known = asdict(header) | {"masked": self.mask is not None}
+        ends = hashlib.sha256(self.tokens[:END].tobytes() + self.tokens[-END:].tobytes()).hexdigest()
+        known = asdict(header) | {"masked": self.mask is not None, "ends": ends}
         return hashlib.sha256(json.dumps(known, sort_keys=True).encode()).hexdigest()[:16]
 
     def _is_newer_than_header(self) -> bool:

@@ -2,6 +2,7 @@
 
 import json
 import os
+import shutil
 from pathlib import Path
 
 import numpy as np
@@ -73,6 +74,15 @@ def test_a_file_that_was_changed_behind_its_header_is_told_apart(suffix: str, tm
     written = file.path.with_suffix(".json").stat().st_mtime_ns
     os.utime(path, ns=(written + 1, written + 1))  # the clock of a file system may be too coarse for this test
     assert open_tokens(file.path, 2**17).fingerprint != before
+
+
+def test_a_copy_that_keeps_its_time_is_told_apart_by_its_ends(tmp_path: Path) -> None:
+    first, second = (
+        write_tokens(tmp_path / name, np.arange(20_000) + i, 2**17, "x") for i, name in enumerate(("a.bin", "b.bin"))
+    )
+    before = second.fingerprint
+    shutil.copy2(first.path, second.path)
+    assert open_tokens(second.path, 2**17).fingerprint != before
 
 
 def test_a_mask_of_an_earlier_file_does_not_stay(tmp_path: Path) -> None:
