@@ -200,13 +200,16 @@ def train(args: argparse.Namespace, world: World, trainer: Trainer, snapshots: S
     meter = ModelMeter(trainer, args.out / "metrics.jsonl", args.log_every, args.steps, *_flops(args, trainer))
     while trainer.step < last:
         try:
-            meter.add(torch.stack(trainer.train_step()))
+            result = torch.stack(trainer.train_step())
         except torch.OutOfMemoryError as e:
             raise UserError(
                 f"out of GPU memory ({str(e).splitlines()[0]}); use --recompute or a smaller --micro-batch"
             ) from None
-        if not args.metrics_only and (trainer.step % args.save_every == 0 or trainer.step == last):
-            trainer.executor.synchronize()  # before the meter's pause: this communication is the step's
+        saves = not args.metrics_only and (trainer.step % args.save_every == 0 or trainer.step == last)
+        if saves:
+            trainer.executor.synchronize()  # this communication is the step's, not the save's
+        meter.add(result)
+        if saves:
             with meter.saving():
                 together(world, lambda: trainer.save(snapshots, meta))
     meter.close()
