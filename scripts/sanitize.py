@@ -22,7 +22,7 @@ from cli import Parser, note, run
 from errors import UserError
 from scripts.lib.machine import describe, machine
 from scripts.lib.results import ROOT, write_text
-from scripts.lib.steps import Step, add_run_options, done_before, log_of, run_steps
+from scripts.lib.steps import Step, add_run_options, log_of, run_steps, steps_done
 
 CHOSEN = r"gpu|captured|entry_points|fusion"  # parts of the names of tests that need a GPU
 LEFT_OUT = ("replays", "on_gpus")  # thousands of replays
@@ -51,7 +51,7 @@ def summary(found: Sequence[Step], raw: Path) -> str:
             parts.append(f"== {step.name}: not run")
             continue
         lines = Counter(SAID.findall(log.read_text(errors="replace")))
-        verdict = "exit code 0" if done_before(step, raw) else "failed or stopped"
+        verdict = "exit code 0" if step.name in steps_done(raw) else "failed or stopped"
         parts += [f"== {step.name}: {verdict}", *(f"{count:7} {line}" for line, count in lines.items())]
     return "\n".join(parts) + f"\n\nMade on {describe(machine(), 'cuda')}.\n"
 

@@ -11,6 +11,7 @@ from pathlib import Path
 from typing import Any
 
 GRACE_SECONDS = 40.0  # for a launcher to end: it gives its ranks 30
+MOMENT = 2.0  # seconds for a process to end after each signal, at least
 
 
 def process_tree(root: int) -> list[int]:
@@ -36,7 +37,8 @@ def kill(pids: Iterable[int]) -> None:
 def end(*processes: "subprocess.Popen[Any]", seconds: float = GRACE_SECONDS) -> None:
     """End those of the processes that still run, and all that they have started.
 
-    They get SIGTERM, and then what they leave behind does. What still runs after `seconds` is killed.
+    They get SIGTERM, and then what they leave behind does. What still runs after `seconds`, and a moment more for what they leave
+    behind, is killed.
     """
     deadline = time.monotonic() + seconds
     alive = [process for process in processes if process.poll() is None]
@@ -53,8 +55,11 @@ def end(*processes: "subprocess.Popen[Any]", seconds: float = GRACE_SECONDS) -> 
         for descriptor in descriptors:
             with suppress(ProcessLookupError):
                 signal.pidfd_send_signal(descriptor, number)
+        deadline = max(deadline, time.monotonic() + MOMENT)
         for descriptor in descriptors:
-            select.select([descriptor], [], [], max(0.0, deadline - time.monotonic()))
+            ended = select.poll()  # `select` cannot take descriptors from 1,024 on
+            ended.register(descriptor, select.POLLIN)
+            ended.poll(1000 * max(0.0, deadline - time.monotonic()))
     for process in alive:
         process.wait()
     for descriptor in descriptors:

@@ -2,10 +2,13 @@
 
 import argparse
 import hashlib
+import os
+import signal
 import subprocess
 import sys
 import time
 from collections.abc import Sequence
+from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -111,7 +114,7 @@ def steps_done(raw: Path) -> dict[str, str]:
 
 def digest(step: Step, raw: Path) -> str:
     """Of a step's command, wherever this Python, this repository and the folder of the raw files are."""
-    words = [word.removeprefix(f"{raw}/").removeprefix(f"{ROOT}/") for word in step.command if word != sys.executable]
+    words = [f"{word}/".removeprefix(f"{raw}/").removeprefix(f"{ROOT}/") for word in step.command if word != sys.executable]
     return hashlib.sha256(repr(words).encode()).hexdigest()[:8]
 
 
@@ -134,6 +137,8 @@ def perform(step: Step, args: argparse.Namespace, seconds: float) -> str | None:
             code = process.wait(seconds)
         except (subprocess.TimeoutExpired, KeyboardInterrupt) as stopped:
             end(process, seconds=GRACE_SECONDS)
+            with suppress(ProcessLookupError):  # what has lost its parent is not in the tree, but in the session
+                os.killpg(process.pid, signal.SIGKILL)
             if isinstance(stopped, KeyboardInterrupt):
                 raise
             return f"stopped after {seconds:.0f} s"

@@ -126,7 +126,9 @@ def launch(
                     deadline = time.monotonic() + timeout
             code = process.wait(max(0.0, deadline - time.monotonic()))
         except (queue.Empty, subprocess.TimeoutExpired):
-            return f"nothing happened for {timeout:.0f} s"
+            if not (failed := process.poll()):
+                return f"nothing happened for {timeout:.0f} s"
+            code = failed
         finally:
             end(process)
         errors.seek(0)

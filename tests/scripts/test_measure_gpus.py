@@ -2,6 +2,7 @@
 
 import argparse
 import sys
+import time
 from pathlib import Path
 from typing import Any
 
@@ -117,7 +118,7 @@ def test_a_step_with_other_flags_is_neither_left_out_nor_mixed_with_what_it_was(
     out = "import sys; open(sys.argv[1], 'a').write(sys.argv[2])"
 
     def step(folder: Path, ranks: str) -> Step:
-        return Step("load", 1, (sys.executable, "-c", out, str(folder / "load.txt"), ranks))
+        return Step("load", 1, (sys.executable, "-c", out, str(folder / "load.txt"), ranks, str(folder)))
 
     run_main(monkeypatch, [step(raw, "4")], "--raw", raw)
     raw.rename(moved)
@@ -146,6 +147,15 @@ def test_what_would_take_too_long_is_not_started(
 ) -> None:
     run_main(monkeypatch, steps_that(tmp_path, "print('a')"), "--raw", tmp_path, "--minutes", 0.1)
     assert not (tmp_path / "0.txt").exists() and "not started" in capsys.readouterr().err
+
+
+def test_what_a_step_has_left_without_a_parent_ends_with_it(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    pid = tmp_path / "pid"
+    step = Step("left", 1, ("bash", "-c", f"(sleep 600 & echo $! > {pid}.new && mv {pid}.new {pid}); exec sleep 600"))
+    assert perform(step, arguments(monkeypatch, "--ranks", 2, "--raw", tmp_path), 2.0) == "stopped after 2 s"
+    stat = Path("/proc", pid.read_text().strip(), "stat")  # killed: gone, or a zombie until init has read its exit code
+    while stat.exists() and stat.read_text().rpartition(")")[2].split()[0] != "Z":
+        time.sleep(0.01)
 
 
 def test_a_step_that_takes_too_long_is_ended(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
