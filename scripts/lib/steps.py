@@ -81,7 +81,7 @@ def run_steps(steps: Sequence[Step], args: argparse.Namespace) -> None:
         return
     check_folder(args.raw)
     done = steps_done(args.raw)
-    other = [step.name for step in steps if step.name in done and not done_before(step, args.raw)]
+    other = [step.name for step in steps if step.name in done and done[step.name] != digest(step, args.raw)]
     if other:  # files would be overwritten, or mixed, also by steps that share one with them
         raise UserError(
             f"{args.raw} has steps that were done with other flags ({'; '.join(other)}); name another folder: --raw"
@@ -116,10 +116,6 @@ def digest(step: Step, raw: Path) -> str:
     """Of a step's command, wherever this Python, this repository and the folder of the raw files are."""
     words = [f"{word}/".removeprefix(f"{raw}/").removeprefix(f"{ROOT}/") for word in step.command if word != sys.executable]
     return hashlib.sha256(repr(words).encode()).hexdigest()[:8]
-
-
-def done_before(step: Step, raw: Path) -> bool:
-    return steps_done(raw).get(step.name) == digest(step, raw)
 
 
 def log_of(step: Step, raw: Path) -> Path:
