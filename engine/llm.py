@@ -222,7 +222,7 @@ class LLM:
         most, ranks = PREFILL_TOKENS, self.world.world_size
         if ranks > 1:  # longer all-reduces are neither measured nor fused
             most = min(most, LARGEST_MEASURED)
-        if ranks > 2:  # without a graph, the host launches fused all-reduces more slowly than the device computes them
+        if ranks > 2:  # longer steps, which have no graph, were far slower with a small model (docs/performance.md)
             most = min(most, largest_graph(ranks))
         # a step that decodes all sequences must fit, too
         return max(min(sum(map(len, prompts)), most), sequences * (1 + self.draft_tokens))
