@@ -48,6 +48,8 @@ class EngineLimits:
 def cache_memory(limits: EngineLimits, device: torch.device, models: int = 1) -> float:
     """Bytes that this rank may give to the KV caches of so many models."""
     cuda, wanted = device.type == "cuda", limits.kv_memory
+    if cuda:
+        torch.cuda.empty_cache()  # what an earlier engine's cache left in PyTorch's allocator is free, too
     free = torch.cuda.mem_get_info(device)[0] if cuda else free_bytes(device)
     if wanted is None:
         return default_memory(free, models) if cuda else DEFAULT_CPU_CACHE

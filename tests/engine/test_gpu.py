@@ -22,7 +22,7 @@ from config import with_variant
 from engine import LLM, SamplingParams
 from engine.core import Engine
 from engine.draft_costs import Costs
-from engine.limits import EngineLimits
+from engine.limits import EngineLimits, cache_memory
 from engine.protocol import Submit
 from engine.sequence import Chunk
 from engine.tuning import quantized_shapes, shapes, tune
@@ -198,6 +198,15 @@ def test_ten_thousand_replays_give_the_same_tokens(batch: int, seed: int) -> Non
         engine.runner.decode.forget()  # type: ignore[attr-defined]
         drawn[i] = engine.runner.launch(chunks).drawn  # type: ignore[attr-defined]
     assert (drawn == torch.tensor(first, device=CUDA)).all()
+
+
+def test_memory_of_an_earlier_cache_counts_as_free() -> None:
+    whole = EngineLimits(kv_memory=1.0)
+    free = cache_memory(whole, CUDA)
+    earlier = torch.empty(int(free) // 2, device=CUDA, dtype=torch.uint8)
+    assert cache_memory(whole, CUDA) < 0.7 * free
+    del earlier
+    assert cache_memory(whole, CUDA) > 0.9 * free
 
 
 @torch.inference_mode()
