@@ -137,6 +137,13 @@ def memory_between(device: torch.device, group: dist.ProcessGroup | None = None)
     return "peer" if device.type == "cpu" or not _obstacles(device, group) else "host"
 
 
+def links(device: torch.device, group: dist.ProcessGroup | None = None) -> str:
+    """How the ranks reach each other, on which the times of all-reduces depend: `memory_between`, or how many hosts there are.
+    Collective."""
+    hosts = len(set(host_of_each_rank(group)))
+    return f"{hosts} hosts" if hosts > 1 else memory_between(device, group)
+
+
 def _map(size: int, device: torch.device, group: dist.ProcessGroup, memory: Memory) -> tuple[list[int], Any, int | None]:
     """(addresses of all ranks' buffers of `size` zeroed bytes, their owner, address of this rank's host buffer). The host
     buffer receives what other ranks send; None if this rank's own buffer does. Collective."""

@@ -20,6 +20,7 @@ import torch.distributed as dist
 
 from comm.interface import LEAST_COPIED, SCHEDULES, Communicator, Schedule
 from comm.table import Table, load, machine_key, save
+from comm.workspace import links
 from engine.graphs import Captured
 from engine.head_model import HeadModel
 from kernels.graph_times import successive_seconds
@@ -70,11 +71,7 @@ class Schedules:
         row_bytes = model.config.hidden_size * model.norm.weight.itemsize
         found = cls(model.comm, world, Table("overlap", {}), possible if choose else possible[:1], row_bytes)
         if choose and world.device.type == "cuda":
-            adapted = " adapters" if getattr(model, "step_adapters", None) else ""  # which changes what is fused
-            shape = f"{model.config!r} {model.comm.name} {kv_dtype}{adapted}"
-            key = machine_key(world.device, world.world_size, model.norm.weight.dtype, CODE)
-            key["model"] = hashlib.sha256(shape.encode()).hexdigest()[:16]
-            found.table = load("overlap", key, found._names, world.control)
+            found.table = load("overlap", table_key(model, world, kv_dtype), found._names, world.control)
         for schedule in found.possible[::-1]:  # opens buffers
             model.comm.use(schedule)
         return found
@@ -152,3 +149,13 @@ class Schedules:
             rows = [rows for _, rows in group]
             parts.append(f"{kind} {rows[0]}{f' to {rows[-1]}' if len(rows) > 1 else ''} {schedule}")
         return ", ".join(parts)
+
+
+def table_key(model: Transformer | HeadModel, world: World, kv_dtype: str) -> dict[str, str]:
+    """What the times of a model's steps depend on: the machine, the links between the ranks, and the model. Collective."""
+    adapted = " adapters" if getattr(model, "step_adapters", None) else ""  # which changes what is fused
+    shape = f"{model.config!r} {model.comm.name} {kv_dtype}{adapted}"
+    key = machine_key(world.device, world.world_size, model.norm.weight.dtype, CODE)
+    key["links"] = links(world.device, world.control)
+    key["model"] = hashlib.sha256(shape.encode()).hexdigest()[:16]
+    return key

@@ -1,5 +1,6 @@
 """The choice of a ladder's schedules: the same on all ranks whatever their clocks say, measured once, and used by the steps."""
 
+import os
 import random
 from collections import Counter
 from collections.abc import Callable
@@ -12,8 +13,10 @@ import pytest
 import torch
 from torch import Tensor
 
+import comm.workspace
 import engine.core
 import engine.runner
+import engine.schedules
 import engine.step_inputs
 from comm import GlooCommunicator, PendingAllReduce
 from comm.interface import LEAST_COPIED, SCHEDULES, Schedule
@@ -23,7 +26,7 @@ from engine.graphs import Captured
 from engine.limits import EngineLimits
 from engine.paged_cache import PagedCache, PagedContext
 from engine.protocol import SamplingParams
-from engine.schedules import LIMIT, MOST_REPLAYS, TURNS, Schedules
+from engine.schedules import LIMIT, MOST_REPLAYS, TURNS, Schedules, table_key
 from engine.sequence import Chunk, Sequence
 from engine.step_inputs import INVENTED, Capacity, DecodeInputs, SpanInputs
 from model import Transformer
@@ -114,6 +117,27 @@ def test_a_forced_schedule_is_not_measured() -> None:
     schedules = Schedules.of(model, World(0, 2, torch.device("cpu"), model.comm, overlap="deferred"))
     assert model.comm.schedule == "deferred"
     assert not schedules.is_open("decode 1")
+
+
+def key_with(world: World, environment: dict[str, str]) -> tuple[dict[str, str], ...]:
+    """The keys on two GPUs that could address each other: without the environment, and with it on rank 1."""
+    model, there = random_model(config_of("ladder")), replace(world, device=torch.device("cuda", world.rank))
+    with (
+        patch.object(comm.workspace, "_reaches", lambda *_: True),
+        patch.object(engine.schedules, "machine_key", lambda *_: {}),
+    ):
+        without = table_key(model, there, "auto")
+        with patch.dict(os.environ, environment if world.rank else {}):
+            return without, table_key(model, there, "auto")
+
+
+@pytest.mark.parametrize(
+    ("environment", "links"), [({}, "peer"), ({"NCCL_P2P_DISABLE": "1"}, "host"), ({"NCCL_HOSTID": "another"}, "2 hosts")]
+)
+def test_times_over_other_links_are_not_used(environment: dict[str, str], links: str, ranks: Ranks, seed: int) -> None:
+    for without, found in ranks.run(2, key_with, environment):
+        assert without["links"] == "peer" and found["links"] == links
+        assert (found == without) == (not environment)
 
 
 def test_the_choices_in_words() -> None:
