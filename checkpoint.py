@@ -340,8 +340,7 @@ def fill(place: AnyPlace, source: Source) -> None:
     target = place.tensor.narrow(place.dim, 0, stop - start)
     if target.numel():
         part = source.read(place.name, place.dim, start, stop)
-        if part.dtype.itemsize == 1 or not part.is_floating_point():
-            raise UserError(f"{place.name} has data type {part.dtype}, but config.json does not say how it is quantized")
+        check_plain(place.name, part)
         # Copies from pageable memory to a GPU run one at a time. The clone reads the file first, which threads do in parallel.
         target.copy_(part.clone(memory_format=torch.contiguous_format) if target.is_cuda else part)
         # `aminmax` keeps NaN, and takes no memory beside the tensor
@@ -350,6 +349,12 @@ def fill(place: AnyPlace, source: Source) -> None:
                 f"{place.name} has values that are not finite in {target.dtype}; download it again, or use another --dtype"
             )
     place.tensor.narrow(place.dim, stop - start, len(place.rows) - (stop - start)).zero_()
+
+
+def check_plain(name: str, tensor: Tensor) -> None:
+    """Raises UserError for codes of a quantized tensor, which are no weights without their scales."""
+    if tensor.dtype.itemsize == 1 or not tensor.is_floating_point():
+        raise UserError(f"{name} has data type {tensor.dtype}, but config.json does not say how it is quantized")
 
 
 def padded(tensors: Quantized, n: int) -> Quantized:

@@ -220,8 +220,8 @@ def check_finite(scales: Tensor, name: str) -> None:
 
 
 def scale_dtype(weight: Tensor, scheme: Scheme) -> torch.dtype:
-    """In which data type a weight's scales are made and stored: as the writers of compressed-tensors do."""
-    return torch.float32 if scheme.is_float else weight.dtype
+    """In which data type a weight's scales are made and stored: as the writers of compressed-tensors do, at most 32 bits."""
+    return torch.float32 if scheme.is_float or weight.dtype == torch.float64 else weight.dtype
 
 
 def group_scales(groups: Tensor, scheme: Scheme, dtype: torch.dtype) -> tuple[Tensor, Tensor | None]:

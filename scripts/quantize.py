@@ -33,7 +33,18 @@ from torch import Tensor, nn
 from tqdm import tqdm
 
 from attention import Causal
-from checkpoint import DTYPES, INDEX, Place, Source, check_source, fill, full_shape, module_places, weights_fingerprint
+from checkpoint import (
+    DTYPES,
+    INDEX,
+    Place,
+    Source,
+    check_plain,
+    check_source,
+    fill,
+    full_shape,
+    module_places,
+    weights_fingerprint,
+)
 from cli import Parser, note, run
 from comm import Local, Residual
 from config import ModelConfig
@@ -86,7 +97,7 @@ class Job:
 
     @property
     def stored(self) -> torch.dtype:
-        """Of the linear layers in the source, and so of their scales in the new file."""
+        """Of the linear layers in the source, on which that of their scales in the new file depends."""
         return self.source.read(f"{next(iter(self.linears(0)))}.weight", 0, 0, 1).dtype
 
 
@@ -178,10 +189,12 @@ class Calibration:
 
 
 def rounded(job: Job, layer: int) -> dict[str, Quantized]:
-    """A layer's linear layers, rounded to nearest."""
+    """A layer's linear layers, rounded to nearest. Raises UserError for those that are codes already."""
     found = {}
     for name, (n, _) in job.linears(layer).items():
-        found[name] = quantize(job.source.read(f"{name}.weight", 0, 0, n).to(job.device), job.scheme, name)
+        weight = job.source.read(f"{name}.weight", 0, 0, n)
+        check_plain(f"{name}.weight", weight)
+        found[name] = quantize(weight.to(job.device), job.scheme, name)
     return found
 
 

@@ -203,6 +203,34 @@ def test_a_stopped_run_goes_on(tmp_path: Path, seed: int) -> None:
         make(source, source, "int8")
 
 
+def stored_as(dtype: torch.dtype, source: Path, folder: Path) -> Path:
+    """A copy of a checkpoint whose linear layers have this data type."""
+    shutil.copytree(source, folder)
+    tensors = load_file(source / "model.safetensors")
+    stored = {name: tensor.to(dtype) if "_proj" in name else tensor for name, tensor in tensors.items()}
+    save_file(stored, folder / "model.safetensors")
+    return folder
+
+
+@pytest.mark.parametrize("dtype", [torch.float8_e4m3fn, torch.int8])
+def test_weights_that_are_codes_already_are_refused(dtype: torch.dtype, tmp_path: Path, seed: int) -> None:
+    source = stored_as(dtype, save_random(CONFIG, tmp_path / "wide"), tmp_path / "source")
+    for weights in SCHEMES:
+        with pytest.raises(UserError, match=f"_proj.weight has data type {dtype}, but config.json"):
+            make(source, tmp_path / weights, weights)
+
+
+@pytest.mark.parametrize(("weights", "method"), [("fp8", "rtn"), ("int8", "rtn"), ("int4", "gptq")])
+def test_weights_in_64_bits_are_quantized_as_in_32(weights: str, method: str, tmp_path: Path, seed: int) -> None:
+    source = save_random(CONFIG, tmp_path / "source")
+    inputs = torch.randint(0, 101, (4, 16)) if method == "gptq" else None
+    made = make(stored_as(torch.float64, source, tmp_path / "wide"), tmp_path / "made", weights, inputs)
+    expected = make(source, tmp_path / "expected", weights, inputs)
+    assert {file.name: file.read_bytes() for file in made.iterdir()} == {
+        file.name: file.read_bytes() for file in expected.iterdir()
+    }
+
+
 def test_a_torn_file_is_written_again(tmp_path: Path, seed: int) -> None:
     source = save_random(CONFIG, tmp_path / "source")
     out = make(source, tmp_path / "made", "int8")
