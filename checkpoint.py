@@ -34,6 +34,7 @@ from tp import SPLITS, World, agree_on_error, checkpoint_name
 
 INDEX, SINGLE, PTH = "model.safetensors.index.json", "model.safetensors", "model.pth"
 AUTOGPTQ = "gptq_model-*.safetensors"  # what AutoGPTQ calls its only file
+TABLES = "model.embed_tokens.weight", "lm_head.weight"  # with one row for each token
 MANY_LAYERS = 256
 READERS = 8  # threads that read weights for a GPU
 MAX_TOUCHED_BYTES = 256 * 2**20  # of a mapped `.pth` that may be resident in addition to the model
@@ -453,12 +454,19 @@ def open_source(name: str, config: ModelConfig) -> Source:
 
 
 def weights_fingerprint(source: Source, config: ModelConfig) -> str:
-    """A hash of the first rows of every tensor, as many as a head has: another one once the model has been trained further. Fewer
-    cannot be read of a source that orders a head's rows."""
-    found = 0
+    """A hash that is another one once the model has been trained further, but reads little of each tensor.
+
+    Of embedding and head, whose rows may be trained alone, it has the first columns. Of any other tensor it has up to 4 blocks of
+    rows, the first and last ones among them. A block has the rows of a head: fewer cannot be read of a source that orders these."""
+    found, size = 0, config.head_dim
     for name, shape in sorted(source.shapes().items()):
-        rows = source.read(name, 0, 0, min(config.head_dim, shape[0]) if shape else 0)
-        found = zlib.crc32(rows.contiguous().view(-1).view(torch.uint8).numpy().tobytes(), found)
+        blocks = range(0, shape[0] if shape else 1, size)
+        pieces = [(0, first, first + size) for first in sorted({*blocks[:: len(blocks) // 3 + 1], *blocks[-1:]})]
+        if name in TABLES:
+            pieces = [(1, 0, size)]
+        for dim, start, stop in pieces:
+            part = source.read(name, dim, start, min(stop, shape[dim]) if shape else 1)
+            found = zlib.crc32(part.contiguous().view(-1).view(torch.uint8).numpy().tobytes(), found)
     return f"{found:08x}"
 
 

@@ -51,6 +51,7 @@ from config import ModelConfig
 from engine.draft_models import EMBEDDED
 from errors import UserError
 from files import CONFIG_BYTES, check_folder, model_folder, read_json, writing
+from hf_config import config_to_hf
 from model import BLOCKS, Factory
 from options import dtype_name, whole_number
 from presets import has_random_weights, model_config
@@ -377,8 +378,9 @@ def quantize_model(
     text = corpus(samples * length) if text is None and method == "gptq" else text
     tokens = calibration(model, text, config, samples, length) if text is not None and method == "gptq" else None
     shape = None if tokens is None else list(tokens.shape)
-    settings = {"model": model, "method": method, "scheme": asdict(job.scheme), "calibration": shape, "text": hash_of(text)}
-    begin(out, settings | {"weights": weights_fingerprint(source, config)})
+    settings = {"model": str(Path(model).resolve()), "config.json": hash_of(json.dumps(config_to_hf(config)))}
+    settings |= {"weights": weights_fingerprint(source, config), "method": method, "text": hash_of(text)}
+    begin(out, settings | {"scheme": asdict(job.scheme), "calibration": shape})
     seconds = quantize_checkpoint(job, tokens)
     finish(Path(model), job)
     return costs(seconds, where)

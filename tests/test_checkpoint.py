@@ -238,9 +238,11 @@ def test_the_fingerprint_of_a_gpt_fast_file_tells_weights_apart(gpt_fast: tuple[
     theirs.save_pretrained(directory / "hf")
     before = weights_fingerprint(open_source(str(directory), config), config)
     assert weights_fingerprint(open_source(str(directory / "hf"), config), config) == before
-    tensors["layers.0.attention.wo.weight"][0] += 1
-    torch.save(tensors, directory / PTH)
-    assert weights_fingerprint(open_source(str(directory), config), config) != before
+    for name, row in (("layers.0.attention.wqkv.weight", 0), ("layers.0.attention.wo.weight", -1), ("output.weight", 57)):
+        changed = {**tensors, name: tensors[name].clone()}
+        changed[name][row] += 1
+        torch.save(changed, directory / PTH)
+        assert weights_fingerprint(open_source(str(directory), config), config) != before
 
 
 def test_safetensors_are_preferred_to_a_pth_beside_them(gpt_fast: tuple[Path, dict[str, Tensor], Any]) -> None:

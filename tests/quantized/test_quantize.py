@@ -1,5 +1,6 @@
 """Making quantized checkpoints: GPTQ against its definition, and what scripts.quantize writes against what is read again."""
 
+import json
 import random
 import re
 import shutil
@@ -20,6 +21,7 @@ from checkpoint import SafetensorsSource, load_model
 from comm import Local
 from config import ModelConfig, with_variant
 from errors import UserError
+from hf_config import config_to_hf
 from memory import weight_bytes
 from model import Transformer
 from presets import model_config
@@ -241,16 +243,49 @@ def test_a_torn_file_is_written_again(tmp_path: Path, seed: int) -> None:
     assert {path.name: path.read_bytes() for path in out.iterdir()} == files
 
 
-def test_a_model_that_was_trained_further_is_not_mixed_with_the_earlier_one(tmp_path: Path, seed: int) -> None:
+@pytest.mark.parametrize(
+    ("name", "rows"),
+    [
+        ("model.layers.1.mlp.up_proj.weight", slice(None)),
+        ("model.layers.0.mlp.up_proj.weight", slice(-1, None)),
+        ("model.norm.weight", slice(-1, None)),
+        ("model.embed_tokens.weight", None),  # one that is drawn
+        ("lm_head.weight", None),
+    ],
+)
+def test_a_model_that_was_trained_further_is_not_mixed_with_the_earlier_one(
+    name: str, rows: slice | None, tmp_path: Path, seed: int
+) -> None:
     source = save_random(CONFIG, tmp_path / "source")
     command = (str(source), tmp_path / "made", "int8", "rtn", None, 1, 1)
     quantize_model(*command)
     quantize_model(*command)
     weights = load_file(source / "model.safetensors")
-    weights["model.layers.1.mlp.up_proj.weight"] += 0.01
+    weights[name][random.randrange(CONFIG.head_dim, CONFIG.vocab_size) if rows is None else rows] += 0.01
     save_file(weights, source / "model.safetensors")
     with pytest.raises(UserError, match=r"other settings: weights .*new folder"):
         quantize_model(*command)
+
+
+@pytest.mark.parametrize("changed", [replace(CONFIG, rope_theta=5e5), with_variant(CONFIG, "ladder")], ids=["theta", "ladder"])
+def test_a_model_whose_config_has_changed_is_not_mixed_with_the_earlier_one(
+    changed: ModelConfig, tmp_path: Path, seed: int
+) -> None:
+    source = save_random(CONFIG, tmp_path / "source")
+    command = (str(source), tmp_path / "made", "int8", "rtn", None, 1, 1)
+    quantize_model(*command)
+    (source / "config.json").write_text(json.dumps(config_to_hf(changed)))
+    with pytest.raises(UserError, match=r"other settings: config.json .*new folder"):
+        quantize_model(*command)
+
+
+def test_a_stopped_run_goes_on_with_another_path_to_the_same_model(
+    tmp_path: Path, seed: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    source = save_random(CONFIG, tmp_path / "source")
+    monkeypatch.chdir(tmp_path)
+    for path in (source, "source", "source/", "./source"):
+        quantize_model(str(path), tmp_path / "made", "int8", "rtn", None, 1, 1)
 
 
 def test_a_full_disk_gets_one_line(tmp_path: Path, seed: int, monkeypatch: pytest.MonkeyPatch) -> None:
