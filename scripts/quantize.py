@@ -367,6 +367,9 @@ def quantize_model(
         raise UserError(
             f"{model} has no weights; name a checkpoint, use --quantize to serve a preset, or scripts.random_checkpoint"
         )
+    draft = (model_folder(model) / EMBEDDED).resolve()
+    if out.resolve().is_relative_to(draft):
+        raise UserError(f"--out {out} is in {draft}, the model's draft head, which is copied; name a folder elsewhere")
     config = model_config(model, None, 1)
     if config.quantization is not None:
         raise UserError(f"{model} is quantized already ({config.quantization.description}); start from the one in 16 bits")

@@ -337,6 +337,16 @@ def test_the_command_quantizes_with_text(tmp_path: Path, seed: int) -> None:
             quantize_model(name, tmp_path / "other", "int8", "rtn", None, 1, 1)
 
 
+@pytest.mark.parametrize("below", ["", "made", "../link/made"])
+def test_a_folder_inside_the_draft_head_is_refused(below: str, tmp_path: Path, seed: int) -> None:
+    source = save_random(CONFIG, tmp_path / "source")
+    (source / "link").symlink_to(source / "draft", target_is_directory=True)
+    if below:
+        (source / "draft").mkdir()
+    with pytest.raises(UserError, match="draft head, which is copied; name a folder elsewhere"):
+        quantize_model(str(source), source / "draft" / below, "int8", "rtn", None, 1, 1)
+
+
 def test_flags_of_a_text_that_would_not_be_used_are_refused(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
 ) -> None:
