@@ -45,9 +45,7 @@ def check_regular(path: Path) -> int:
     except (OSError, ValueError) as e:
         raise UserError(f"cannot read {path}: {getattr(e, 'strerror', e)}; check the path and its permissions") from None
     if not stat.S_ISREG(status.st_mode):
-        raise UserError(
-            f"{path} is {KINDS.get(stat.S_IFMT(status.st_mode), 'no file')}, not a file; put the checkpoint's file there"
-        )
+        raise UserError(f"{path} is {KINDS.get(stat.S_IFMT(status.st_mode), 'no file')}, not a file; put a regular file there")
     return status.st_size
 
 
@@ -63,7 +61,7 @@ def read_file(path: Path, most: int) -> bytes:
     except OSError as e:
         raise UserError(f"cannot read {path}: {e.strerror}; check the path and its permissions") from None
     if size > most or len(content) > most:
-        raise UserError(f"{path} has more than {most >> 20} MiB, far more than such a file needs; download it again")
+        raise UserError(f"{path} has more than {most >> 20} MiB, far more than such a file needs; shorten or replace it")
     return content
 
 

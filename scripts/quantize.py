@@ -50,7 +50,7 @@ from comm import Local, Residual
 from config import ModelConfig
 from engine.draft_models import EMBEDDED
 from errors import UserError
-from files import CONFIG_BYTES, check_folder, model_folder, read_json, writing
+from files import CONFIG_BYTES, check_folder, model_folder, read_file, read_json, writing
 from hf_config import config_to_hf
 from model import BLOCKS, Factory
 from options import dtype_name, whole_number
@@ -71,6 +71,7 @@ METHODS = ("rtn", "gptq")
 STATE = "quantize.json"  # in the new folder: how it was made, and which command may go on
 COPIED = (".json", ".jinja", ".model", ".txt", ".py")  # files beside the weights
 LARGEST_COPY = 1 << 28  # bytes
+TEXT_BYTES = 256 << 20  # most bytes of a calibration text; the default samples are of about 1 MB
 CORPUS_SEED = 5
 SAMPLES, LENGTH = 128, 2048  # of GPTQ's calibration text, at most
 
@@ -398,8 +399,8 @@ def main() -> None:
     text = None
     if args.calibration is not None:
         try:
-            text = args.calibration.read_text(encoding="utf-8")
-        except (OSError, UnicodeDecodeError) as e:
+            text = read_file(args.calibration, TEXT_BYTES).decode()
+        except (FileNotFoundError, UnicodeDecodeError) as e:
             raise UserError(f"--calibration {args.calibration} cannot be read as text ({e}); name a UTF-8 text file") from None
     took = quantize_model(args.model, args.out, args.weights, args.method, text, args.samples, args.length, args.device)
     note(f"wrote {args.out}: {args.weights} by {args.method}; {took}")

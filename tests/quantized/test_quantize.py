@@ -1,9 +1,11 @@
 """Making quantized checkpoints: GPTQ against its definition, and what scripts.quantize writes against what is read again."""
 
 import json
+import os
 import random
 import re
 import shutil
+from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -357,6 +359,30 @@ def test_flags_of_a_text_that_would_not_be_used_are_refused(
         for name, value in (("--calibration", text), ("--samples", scripts.quantize.SAMPLES), ("--length", 8)):
             asked = ["--model", MODELS / "tiny-hybrid", "--out", tmp_path / "out", name, value, *flags]
             assert f"{name} is for --method gptq" in here.refuses(*asked)
+
+
+@pytest.mark.parametrize(
+    ("make_text", "message"),
+    [
+        (os.mkfifo, "is a pipe, not a file"),
+        (Path.mkdir, "is a folder, not a file"),
+        (lambda text: text.write_bytes(bytes([0xFF])), "cannot be read as text"),
+        (lambda text: None, "cannot be read as text"),
+        (lambda text: os.truncate(text.open("w").name, scripts.quantize.TEXT_BYTES + 1), "has more than 256 MiB"),  # no blocks
+    ],
+    ids=["pipe", "folder", "binary", "missing", "large"],
+)
+def test_a_calibration_that_is_no_text_file_is_refused(
+    make_text: Callable[[Path], Any],
+    message: str,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    capfd: pytest.CaptureFixture[str],
+) -> None:
+    make_text(tmp_path / "text")
+    here = Here(monkeypatch, capfd, scripts.quantize.main, flags=())
+    asked = ["--model", MODELS / "tiny-hybrid", "--out", tmp_path / "out", "--calibration", tmp_path / "text"]
+    assert message in here.refuses(*asked)
 
 
 def test_a_checkpoint_with_random_weights_is_quantized(
