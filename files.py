@@ -87,6 +87,13 @@ def writing(path: Path) -> Iterator[None]:
         raise UserError(f"{path} cannot be written ({why}); name another output, or make room") from None
 
 
+def write_whole(path: Path, text: str) -> None:
+    """Write a text file whole or not at all. Raises OSError; a stopped process leaves a file `.part` at most."""
+    half = path.with_suffix(".part")
+    half.write_text(text)
+    half.replace(path)
+
+
 def check_folder(folder: Path) -> Path:
     """Create `folder` if it is missing and return it. Raises UserError if files cannot be written there."""
     with writing(folder):

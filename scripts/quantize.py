@@ -50,7 +50,7 @@ from comm import Local, Residual
 from config import ModelConfig
 from engine.draft_models import EMBEDDED
 from errors import UserError
-from files import CONFIG_BYTES, check_folder, model_folder, read_file, read_json, writing
+from files import CONFIG_BYTES, check_folder, model_folder, read_file, read_json, write_whole, writing
 from hf_config import config_to_hf
 from model import BLOCKS, Factory
 from options import dtype_name, whole_number
@@ -303,17 +303,21 @@ def costs(seconds: list[float], device: torch.device) -> str:
 def begin(out: Path, settings: dict[str, Any]) -> None:
     """Make the new folder, or check that an earlier run of the same command has made it. Raises UserError."""
     check_folder(out)
-    if any(out.iterdir()):
-        try:
-            earlier = read_json(out / STATE, CONFIG_BYTES)
-        except FileNotFoundError:
-            raise UserError(f"{out} has other files; name a new folder") from None
-        for name, now in settings.items():
-            if earlier.get(name) != now:
-                raise UserError(
-                    f"{out} was begun with other settings: {name} {earlier.get(name)}, now {now}; repeat these, or name a new folder"
-                )
-    (out / STATE).write_text(json.dumps(settings, indent=2) + "\n")
+    if all(file.suffix == ".part" for file in out.iterdir()):  # of a run that was stopped before its first file was whole
+        with writing(out / STATE):
+            write_whole(out / STATE, json.dumps(settings, indent=2) + "\n")
+        return
+    try:
+        earlier = read_json(out / STATE, CONFIG_BYTES)
+    except FileNotFoundError:
+        raise UserError(f"{out} has other files; name a new folder") from None
+    except UserError:
+        raise UserError(f"{out / STATE} does not tell with which settings {out} was begun; name a new folder") from None
+    for name, now in settings.items():
+        if earlier.get(name) != now:
+            raise UserError(
+                f"{out} was begun with other settings: {name} {earlier.get(name)}, now {now}; repeat these, or name a new folder"
+            )
 
 
 def finish(model: Path, job: Job) -> None:

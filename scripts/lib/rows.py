@@ -8,6 +8,7 @@ from pathlib import Path
 from typing import Any
 
 from comm.table import digest
+from files import write_whole
 
 FOLDERS = "comm", "engine", "kernels", "quantized", "training", "training/planner", "scripts/corpus", "scripts/quality"
 CODE = ("*.py", *(f"{folder}/*.py" for folder in FOLDERS), "scripts/quantize.py")
@@ -34,9 +35,7 @@ def read_row(path: Path) -> dict[str, Any] | None:
 def write_row(path: Path, row: Mapping[str, Any]) -> None:
     """Write a row whole or not at all."""
     path.parent.mkdir(parents=True, exist_ok=True)
-    half = path.with_suffix(".part")
-    half.write_text(json.dumps(row))
-    half.replace(path)
+    write_whole(path, json.dumps(row))
 
 
 def kept(path: Path, measure: Callable[[], Mapping[str, Any]]) -> dict[str, Any]:

@@ -31,7 +31,7 @@ from quantized.gptq import DAMPING, best_scales, gptq
 from quantized.scheme import SCHEMES, on_load
 from quantized.weight import dequantize, quantize, unpack
 from scripts import random_checkpoint
-from scripts.quantize import Job, begin, finish, quantize_checkpoint, quantize_model, scheme_of
+from scripts.quantize import STATE, Job, begin, finish, quantize_checkpoint, quantize_model, scheme_of
 from tests.support.command_line import MODELS, Here
 from tests.support.ranks import Ranks
 from tests.test_tensor_parallel import save_random
@@ -205,6 +205,32 @@ def test_a_stopped_run_goes_on(tmp_path: Path, seed: int) -> None:
         make(source, out, "int8")
     with pytest.raises(UserError, match="other files"):
         make(source, source, "int8")
+
+
+@pytest.mark.parametrize("torn", [b"", b"{", b"[]"])
+def test_a_damaged_state_is_refused(torn: bytes, tmp_path: Path, seed: int) -> None:
+    source = save_random(CONFIG, tmp_path / "source")
+    out = make(source, tmp_path / "made", "int8")
+    (out / STATE).write_bytes(torn)
+    with pytest.raises(UserError, match=r"quantize.json does not tell [^\n;]*; name a new folder$"):
+        make(source, out, "int8")
+
+
+def test_the_state_is_written_once_and_whole(tmp_path: Path, seed: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    def stop(path: Path, text: str) -> None:
+        path.write_bytes(text.encode()[: random.randrange(len(text))])
+        raise KeyboardInterrupt
+
+    source, out = save_random(CONFIG, tmp_path / "source"), tmp_path / "made"
+    with monkeypatch.context() as patched:
+        patched.setattr(Path, "write_text", stop)
+        with pytest.raises(KeyboardInterrupt):
+            make(source, out, "int8")
+    make(source, out, "int8")
+    written = (out / STATE).stat()
+    make(source, out, "int8")
+    again = (out / STATE).stat()
+    assert (again.st_ino, again.st_mtime_ns) == (written.st_ino, written.st_mtime_ns)
 
 
 def stored_as(dtype: torch.dtype, source: Path, folder: Path) -> Path:
