@@ -191,9 +191,18 @@ def _fp8(raw: dict[str, Any]) -> Quantization:
     return Quantization("fp8", (Rule(ALL, scheme),), (*kept, HEAD))
 
 
+GPTQ = {"gptq": "gptq", "gptq_v2": "gptq-v2"}  # a file's format: `Scheme.format`
+
+
 def _gptq(raw: dict[str, Any]) -> Quantization:
     what = "gptq"
-    _is(raw, what, checkpoint_format=("gptq", "gptq_v2"), pack_dtype="int32", is_marlin_format=False)
+    formats = [raw[key] for key in ("format", "checkpoint_format") if raw.get(key) is not None]
+    if len(formats) == 2 and formats[0] != formats[1]:
+        raise UserError(
+            f"{what}: format = {shown(formats[0])} and checkpoint_format = {shown(formats[1])} differ; correct one of them"
+        )
+    raw = raw | {"format": formats[0] if formats else "gptq"}
+    _is(raw, what, format=tuple(GPTQ), pack_dtype="int32", is_marlin_format=False)
     _empty(raw, what, "modules_in_block_to_quantize")
     kept = [] if get(raw, "lm_head", bool, False) else [HEAD]
     rules = []
@@ -208,21 +217,20 @@ def _gptq(raw: dict[str, Any]) -> Quantization:
         else:
             changes = get(dynamic, name, dict)
             _empty(changes, f"{what}: dynamic", "method", "quant_method", "format", "checkpoint_format", "pack_dtype")
-            rules.append(Rule(pattern, _gptq_scheme(raw | changes)))
+            rules.append(Rule(pattern, _gptq_scheme(raw | changes | {"format": raw["format"]})))
     return Quantization(what, (*rules, Rule(ALL, _gptq_scheme(raw))), tuple(kept))
 
 
 def _gptq_scheme(raw: dict[str, Any]) -> Scheme:
     _is(raw, "gptq", bits=(4, 8))
-    format = "gptq-v2" if raw.get("checkpoint_format") == "gptq_v2" else "gptq"
     group = _group(get(raw, "group_size", int, 128), "gptq")
-    return Scheme(format, get(raw, "bits", int), group=group, symmetric=get(raw, "sym", bool, True))
+    return Scheme(GPTQ[raw["format"]], get(raw, "bits", int), group=group, symmetric=get(raw, "sym", bool, True))
 
 
 def _awq(raw: dict[str, Any]) -> Quantization:
     what = "awq"
     raw = {"bits": raw.get("w_bit"), "group_size": raw.get("q_group_size")} | {k: v for k, v in raw.items() if v is not None}
-    _is(raw, what, bits=4, version=("gemm", "GEMM"))
+    _is(raw, what, bits=4, version=("gemm", "GEMM"), format=("gemm", "GEMM"))
     symmetric = not get(raw, "zero_point", bool, True)  # GPTQModel's default
     scheme = Scheme("awq", get(raw, "bits", int), group=_group(get(raw, "group_size", int), what), symmetric=symmetric)
     return Quantization(what, (Rule(ALL, scheme),), (*_parts(_names(raw, "modules_to_not_convert")), HEAD))

@@ -228,12 +228,15 @@ UNSUPPORTED: list[tuple[dict[str, Any], str]] = [
     (GPTQ | {"group_size": 40}, "group_size = 40"),
     (GPTQ | {"group_size": 1 << 70}, "group_size"),
     (GPTQ | {"checkpoint_format": "marlin"}, "marlin"),
+    (GPTQ | {"format": "marlin"}, "marlin"),
+    (GPTQ | {"format": "gptq_v2", "checkpoint_format": "gptq"}, "differ"),
     (GPTQ | {"dynamic": {".*down.*": {"bits": 3}}}, "bits = 3"),
     (GPTQ | {"dynamic": {".*down.*": {"format": "gptq_v2"}}}, "dynamic: format"),
     (GPTQ | {"dynamic": {".*down.*": 8}}, ".*down.*"),
     (GPTQ | {"dynamic": {"-:(?!model)": {}}}, "look-around"),
     (GPTQ | {"dynamic": {f"-:{i}": {} for i in range(101)}}, "regular expressions"),
     (AWQ | {"version": "gemv"}, "gemv"),
+    (AWQ | {"format": "gemv"}, "gemv"),
     (AWQ | {"bits": 8}, "bits = 8"),
     (FP8 | {"weight_block_size": [64, 64]}, "weight_block_size"),
     (FP8 | {"scale_fmt": "ue8m0"}, "ue8m0"),
@@ -268,6 +271,12 @@ def test_what_is_not_supported_is_refused_by_name(raw: dict[str, Any], named: st
     with pytest.raises(UserError) as error:
         read_quantization(raw)
     assert named in str(error.value) and len(str(error.value).splitlines()) == 1
+
+
+@pytest.mark.parametrize("keys", [("format",), ("checkpoint_format",), ("format", "checkpoint_format")])
+def test_each_key_for_the_format_of_gptq(keys: tuple[str, ...]) -> None:
+    found = read_quantization(GPTQ | dict.fromkeys(keys, "gptq_v2") | {"dynamic": {".*down_proj": {"format": None}}})
+    assert [rule.scheme.format for rule in found.rules] == ["gptq-v2"] * 2
 
 
 @pytest.mark.parametrize("pattern", ["(.*.*)*x", "(.|.)" * 38 + "x", "(m?|.)+(.+)+$(.+)+x"])

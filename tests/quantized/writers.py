@@ -248,7 +248,7 @@ def gptq(bits: int, group: int, desc_act: bool = False, sym: bool = True, v2: bo
         "sym": sym,
         "lm_head": False,
     }
-    return Format(quantization | {"checkpoint_format": "gptq_v2" if v2 else "gptq"}, write)
+    return Format(quantization | ({"format": "gptq_v2"} if v2 else {"checkpoint_format": "gptq"}), write)
 
 
 def gptq_mixed() -> Format:
