@@ -31,7 +31,11 @@ from rope_scaling import (
     scaling_to_hf,
 )
 
-MODELOPT = "hf_quant_config.json"  # beside config.json: where ModelOpt says how a checkpoint is quantized
+QUANTIZED = {  # files beside config.json that say how a checkpoint is quantized, and the method of those that do not name it
+    "hf_quant_config.json": "modelopt",
+    "quantize_config.json": "gptq",  # of AutoGPTQ
+    "quant_config.json": "awq",  # of AutoAWQ
+}
 
 # Far above any published model. A larger value means a broken file, and checking such a model would take long.
 MOST = {
@@ -65,9 +69,9 @@ def read_config(path: Path) -> ModelConfig:
             f"{path} is missing; --model takes a preset's name, or a checkpoint with config.json beside its weights"
         ) from None
     try:
-        other = path.with_name(MODELOPT)
-        if raw.get("quantization_config") is None and other.exists():
-            raw["quantization_config"] = read_json(other, CONFIG_BYTES)
+        others = [path.with_name(name) for name in QUANTIZED if path.with_name(name).exists()]
+        if raw.get("quantization_config") is None and others:
+            raw["quantization_config"] = {"quant_method": QUANTIZED[others[0].name]} | read_json(others[0], CONFIG_BYTES)
         return config_from_hf(raw)
     except UserError as e:
         raise UserError(f"{path}: {e}") from None

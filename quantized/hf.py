@@ -1,4 +1,4 @@
-"""Reading a checkpoint's description of its quantization: `quantization_config` of config.json, or `hf_quant_config.json`.
+"""Reading a checkpoint's description of its quantization: `quantization_config` of config.json, or a file beside it.
 
 Whatever is not known to give the right numbers is refused with a message that names it.
 """

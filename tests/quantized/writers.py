@@ -304,6 +304,21 @@ FORMATS: dict[str, Format] = {
     "GPTQ 8 bits act-order": gptq(8, 64, desc_act=True),
     "GPTQ mixed": gptq_mixed(),
     "AWQ": awq(64),
+    "GPTQ of AutoGPTQ": replace(
+        gptq(4, 64, desc_act=True),
+        quantization={
+            "bits": 4,
+            "group_size": 64,
+            "damp_percent": 0.01,
+            "desc_act": True,
+            "sym": True,
+            "true_sequential": True,
+        },
+        file="quantize_config.json",
+    ),
+    "AWQ of AutoAWQ": replace(
+        awq(64), quantization={"zero_point": True, "q_group_size": 64, "w_bit": 4, "version": "GEMM"}, file="quant_config.json"
+    ),
     "AWQ symmetric": awq(64, symmetric=True),
     "AWQ group 128, some kept": awq(128, ("down_proj",)),
 }
