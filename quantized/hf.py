@@ -78,7 +78,7 @@ COMPRESSED = {  # format: (type, bits) of the weights
 def _compressed(raw: dict[str, Any]) -> Quantization:
     what = "compressed-tensors"
     _empty(raw, what, "transform_config")
-    _is(raw, what, quantization_status="compressed")
+    _is(raw, what, quantization_status=("compressed", "frozen"))
     sparsity = get(raw, "sparsity_config", dict, {})
     _is(sparsity, f"{what}: sparsity_config", format="dense")
     groups = get(raw, "config_groups", dict)

@@ -18,7 +18,7 @@ from errors import UserError
 from hf_config import config_from_hf, config_to_hf
 from presets import model_config
 from quantized.hf import read_quantization
-from tests.quantized.test_formats import SHAPE
+from tests.quantized.test_formats import COMPRESSED, SHAPE
 from tests.quantized.writers import FORMATS, STATIC, TOKEN, Tensors, compressed, write
 from tests.support.command_line import Finished, launch
 from tests.support.ranks import Ranks
@@ -348,6 +348,24 @@ def test_what_is_quantized_already_is_not_quantized(name: str, tmp_path: Path, s
     write(SHAPE, FORMATS[name], tmp_path, tmp_path / "plain")
     with pytest.raises(UserError, match="quantized already"):
         model_config(str(tmp_path), None, 1, "int4")
+
+
+FROZEN = {"quantization_status": "frozen"}
+
+
+@pytest.mark.parametrize("name", COMPRESSED)
+def test_a_frozen_model_is_read_if_its_weights_are_compressed(name: str, tmp_path: Path, seed: int) -> None:
+    """compressed-tensors freezes a model before it compresses its weights."""
+    write(SHAPE, format := FORMATS[name], tmp_path, plain := tmp_path / "plain")
+    raw = json.loads((plain / "config.json").read_text()) | {"quantization_config": format.quantization | FROZEN}
+    for folder in (tmp_path, plain):
+        (folder / "config.json").write_text(json.dumps(raw))
+    tensors = load_file(tmp_path / "model.safetensors")
+    scales = {key: tensor for key, tensor in tensors.items() if key.endswith("_scale")}
+    save_file(load_file(plain / "model.safetensors") | scales, plain / "model.safetensors")
+    read, message = refusals(World(0, 1, torch.device("cpu"), Local()), [tmp_path, plain])
+    assert not read
+    assert "config.json" in message and ".weight" in message and "\n" not in message
 
 
 def test_a_boundary_that_leaves_less_than_a_kernel_reads(ranks: Ranks, tmp_path: Path, seed: int) -> None:
