@@ -88,8 +88,8 @@ def _compressed(raw: dict[str, Any]) -> Quantization:
             raise UserError(f"{what}: config_groups must hold objects, not {shown(group)}")
         scheme = _compressed_scheme(group, group.get("format") or get(raw, "format", str))
         rules += [(target, scheme) for target in _names(group, "targets")]
-    # a layer's name counts before an expression, and this before a class
-    rules.sort(key=lambda rule: (rule[0] == "Linear", rule[0].startswith("re:")))
+    # a layer's name counts before an expression, and this before a class; of expressions the first in alphabetical order
+    rules.sort(key=lambda rule: (rule[0] == "Linear", rule[0].startswith("re:"), rule[0]))
     ignored = _names(raw, "ignore")
     _few([name for name in (*ignored, *(target for target, _ in rules)) if name.startswith("re:")], what)
     found = [Rule(ALL if target == "Linear" else _pattern(target), scheme) for target, scheme in rules]

@@ -1,5 +1,6 @@
 """Quantized checkpoints that are damaged or not supported: one line on every rank, before or while weights are read."""
 
+import itertools
 import json
 import random
 from collections.abc import Callable, Iterator
@@ -366,6 +367,21 @@ def test_a_frozen_model_is_read_if_its_weights_are_compressed(name: str, tmp_pat
     read, message = refusals(World(0, 1, torch.device("cpu"), Local()), [tmp_path, plain])
     assert not read
     assert "config.json" in message and ".weight" in message and "\n" not in message
+
+
+def test_the_order_of_expressions_is_that_of_compressed_tensors(seed: int) -> None:
+    match = pytest.importorskip("compressed_tensors.utils.match")
+    targets = ["re:.*down_proj", "re:model.*proj", r"re:.*layers\.1\..*", "Linear", LAYER, "re:model.layers.1.*"]
+    for _ in range(20):
+        some = random.sample(targets, random.randint(2, len(targets)))
+        schemes = dict(zip(some, itertools.product((4, 8), (16, 32, 64)), strict=False))
+        groups = {
+            target: {"targets": [target], "weights": W4 | {"num_bits": bits, "group_size": size}}
+            for target, (bits, size) in schemes.items()
+        }
+        found = read_quantization(compressed("pack-quantized", W4) | {"config_groups": groups}).scheme(LAYER)
+        first = match.match_targets(LAYER, torch.nn.Linear(1, 1), some)[0]
+        assert found is not None and (found.bits, found.group) == schemes[first], some
 
 
 def test_a_boundary_that_leaves_less_than_a_kernel_reads(ranks: Ranks, tmp_path: Path, seed: int) -> None:
