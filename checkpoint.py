@@ -36,6 +36,10 @@ INDEX, SINGLE, PTH = "model.safetensors.index.json", "model.safetensors", "model
 AUTOGPTQ = "gptq_model-*.safetensors"  # what AutoGPTQ calls its only file
 TABLES = "model.embed_tokens.weight", "lm_head.weight"  # with one row for each token
 MANY_LAYERS = 256
+CACHE_SCALES = (  # of a cache in 8 bits and of attention in 8 bits
+    ".k_scale", ".v_scale", ".kv_scale", ".q_scale", ".prob_scale", ".prob_output_scale",
+    "q_proj.output_scale", "k_proj.output_scale", "v_proj.output_scale",
+)  # fmt: skip
 READERS = 8  # threads that read weights for a GPU
 MAX_TOUCHED_BYTES = 256 * 2**20  # of a mapped `.pth` that may be resident in addition to the model
 DTYPES = {name: getattr(torch, name) for name in DTYPE_NAMES}
@@ -388,15 +392,14 @@ def check_names(config: ModelConfig, wanted: Iterable[AnyPlace], source: Source)
 
 
 def _unused(config: ModelConfig, name: str, source: Source) -> bool:
-    """Whether the model needs nothing of this tensor: RoPE's table; of a quantized checkpoint the scales of an 8-bit cache, which
-    has its own, and biases of zeros, which writers of GPTQ add to every layer."""
-    if name.endswith("rotary_emb.inv_freq"):
+    """Whether the model needs nothing of this tensor: RoPE's table; the scales of an 8-bit cache, which has its own; of a quantized
+    checkpoint biases of zeros, which writers of GPTQ add to every layer."""
+    if name.endswith(("rotary_emb.inv_freq", *CACHE_SCALES)):
         return True
     if config.quantization is None:
         return False
     shape = source.shapes()[name]
-    zero = name.endswith("_proj.bias") and len(shape) == 1 and not source.read(name, 0, 0, shape[0]).any()
-    return zero or name.endswith((".k_scale", ".v_scale"))
+    return name.endswith("_proj.bias") and len(shape) == 1 and not source.read(name, 0, 0, shape[0]).any()
 
 
 def _some(names: list[str]) -> str:

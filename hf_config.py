@@ -124,10 +124,13 @@ def config_from_hf(raw: dict[str, Any]) -> ModelConfig:
 
 def _quantization(raw: dict[str, Any]) -> Quantization | None:
     found = get(raw, "quantization_config", dict, None)
+    if found is None:
+        return None
     try:
-        return None if found is None else read_quantization(found)
+        quantization = read_quantization(found)
     except UserError as e:
         raise UserError(f"quantization_config: {e}") from None
+    return quantization if quantization.rules else None
 
 
 def _model_type(raw: dict[str, Any]) -> str:

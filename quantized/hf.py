@@ -243,6 +243,8 @@ MODELOPT = {
 
 
 def _modelopt(raw: dict[str, Any]) -> Quantization:
+    if "quant_algo" in raw and raw["quant_algo"] is None:  # only the cache is quantized
+        return Quantization("modelopt", ())
     algorithm = get(raw, "quant_algo", str)
     if algorithm not in MODELOPT:
         raise UserError(f"modelopt: quant_algo {shown(algorithm)} is not supported; supported: {', '.join(MODELOPT)}")

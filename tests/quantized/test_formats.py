@@ -3,7 +3,9 @@
 import math
 import random
 from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
+from typing import Any
 from unittest import mock
 
 import pytest
@@ -184,12 +186,35 @@ def test_a_preset_quantized_at_load_needs_the_memory_that_is_counted(quantize: s
         assert weight_bytes(config, count, torch.float32) == pytest.approx(held, rel=0.05)
 
 
+CACHE_SCALES = (
+    *("k_scale", "v_scale", "kv_scale", "q_scale", "prob_scale", "attn.k_scale", "k_proj.k_scale", "v_proj.v_scale"),
+    *("prob_output_scale", "q_proj.output_scale", "k_proj.output_scale", "v_proj.output_scale"),
+)
+
+
 def test_scales_of_a_cache_in_8_bits_and_empty_biases_are_passed_over(tmp_path: Path, seed: int) -> None:
     write(SHAPE, FORMATS["GPTQ 4 bits"], tmp_path, tmp_path / "plain")
     tokens = torch.randint(0, SHAPE.vocab_size, (1, 5))
     before = logits_of(ALONE, tmp_path, tokens)
     tensors = load_file(tmp_path / "model.safetensors")
-    tensors["model.layers.0.self_attn.k_proj.k_scale"] = torch.ones(1)
+    tensors |= {f"model.layers.0.self_attn.{name}": torch.ones(1) for name in CACHE_SCALES}
     tensors["model.layers.1.self_attn.q_proj.bias"] = torch.zeros(256)
     save_file(tensors, tmp_path / "model.safetensors")
     assert torch.equal(before, logits_of(ALONE, tmp_path, tokens))
+
+
+@pytest.mark.parametrize(
+    "quantization",
+    [
+        {"producer": {}, "quantization": {"quant_algo": None, "kv_cache_quant_algo": "FP8", "exclude_modules": ["lm_head"]}},
+        {"quant_method": "compressed-tensors", "format": "dense", "config_groups": {}, "ignore": [], "kv_cache_scheme": {}},
+    ],
+)
+def test_a_model_of_which_only_the_cache_is_quantized(quantization: dict[str, Any], tmp_path: Path, seed: int) -> None:
+    write(SHAPE, replace(FORMATS["AWQ"], quantization=quantization), tmp_path, plain := tmp_path / "plain")
+    tensors = load_file(plain / "model.safetensors")
+    tensors |= {f"model.layers.0.self_attn.{name}": torch.ones(1) for name in CACHE_SCALES}
+    save_file(tensors, tmp_path / "model.safetensors")
+    tokens = torch.randint(0, SHAPE.vocab_size, (1, 5))
+    assert torch.equal(logits_of(ALONE, tmp_path, tokens), logits_of(ALONE, plain, tokens))
+    assert model_config(str(tmp_path), None, 1).quantization is None
