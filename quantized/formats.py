@@ -154,7 +154,8 @@ def of_rows(grid: Tensor, part: Slice) -> Tensor:
 def packed_codes(words: Tensor, bits: int) -> Tensor:
     """Unsigned integers in int32 words (N, K * bits / 32), the first in the lowest bits, as signed codes in the layout of
     `weight.pack`. Memory has a word's lowest byte first, so these are the bytes of the words."""
-    found = words.contiguous().view(torch.uint8)
+    # flat, because a transposed column counts as contiguous whatever its last stride, which `view` needs to be 1
+    found = words.contiguous().flatten().view(torch.uint8).view(len(words), words.shape[1] * 4)
     return found if bits == 4 else (found ^ 128).view(torch.int8)
 
 

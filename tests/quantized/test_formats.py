@@ -138,6 +138,22 @@ def test_variants_read_quantized_checkpoints(variant: str, ranks: Ranks, tmp_pat
             assert error(found, expected) < NEAR, name
 
 
+def test_a_head_of_which_a_rank_has_one_word_of_zero_points(ranks: Ranks, tmp_path: Path, seed: int) -> None:
+    """24 rows are 3 words of 8, and each of 4 ranks has 6 of the rows."""
+    shape, format = replace(SHAPE, vocab_size=24), FORMATS["W4A16 group 32 asymmetric"]
+    write(shape, replace(format, quantization=format.quantization | {"ignore": []}), tmp_path, plain := tmp_path / "plain")
+    head, weight = format.write(shape.vocab_size, shape.hidden_size)
+    for folder, tensors in ((tmp_path, head), (plain, {"weight": weight})):
+        others = load_file(folder / "model.safetensors")
+        del others["lm_head.weight"]
+        found = others | {f"lm_head.{suffix}": tensor.contiguous() for suffix, tensor in tensors.items()}
+        save_file(found, folder / "model.safetensors")
+    tokens = torch.randint(0, shape.vocab_size, (1, 7))
+    expected = logits_of(ALONE, plain, tokens)
+    for found in ranks.run(4, logits_of, tmp_path, tokens):
+        assert error(found, expected) < NEAR
+
+
 # transformers 5.23 with compressed-tensors 0.20 reads no packed zero points, no act-order, and no bytes without rounded inputs
 UNREAD = ("asymmetric", "act-order", "int8 by tensor")
 COMPRESSED = [name for name, format in FORMATS.items() if format.quantization.get("quant_method") == "compressed-tensors"]
