@@ -68,6 +68,7 @@ class QuantizedPlace:
 
     part: Slice
     module: QuantizedWeight
+    dtype: torch.dtype  # of the model
 
     @property
     def name(self) -> str:
@@ -103,8 +104,9 @@ def module_places(config: ModelConfig, path: str, module: nn.Module) -> Iterator
         yield Place(_norm_name(path) + ".weight", module.weight.data, whole, 0, range(whole[0]))
 
 
-def quantized_places(model: nn.Module, config: ModelConfig) -> Iterator[QuantizedPlace]:
+def quantized_places(model: Transformer) -> Iterator[QuantizedPlace]:
     """Every quantized layer of which this rank needs a slice."""
+    config, dtype = model.config, model.norm.weight.dtype
     for module in model.modules():
         if isinstance(module, ShardedLinear):
             for part, weight in module.quantized_parts():
@@ -112,7 +114,7 @@ def quantized_places(model: nn.Module, config: ModelConfig) -> Iterator[Quantize
                 rows = module.shard.range(config, split.axis)
                 rows = range(min(rows.start, n), min(rows.stop, n)) if split.dim == 0 else rows
                 cut = (rows, range(k)) if split.dim == 0 else (range(n), rows)
-                yield QuantizedPlace(Slice(checkpoint_name(module.layer, part), (n, k), *cut, weight.scheme), weight)
+                yield QuantizedPlace(Slice(checkpoint_name(module.layer, part), (n, k), *cut, weight.scheme), weight, dtype)
 
 
 def full_shape(config: ModelConfig, part: str) -> tuple[int, int]:
@@ -316,7 +318,7 @@ def load_weights(model: Transformer, source: Source, progress: bool = False) -> 
 
 def all_places(model: Transformer) -> list[AnyPlace]:
     """Everything that this rank reads."""
-    return [*places(model), *quantized_places(model, model.config)]
+    return [*places(model), *quantized_places(model)]
 
 
 def fill_all(wanted: Sequence[AnyPlace], source: Source, readers: int, progress: bool = False) -> None:
@@ -338,7 +340,10 @@ def fill(place: AnyPlace, source: Source) -> None:
     """Copy one slice from the checkpoint, and fill the padding with zeros."""
     if isinstance(place, QuantizedPlace):
         tensors = Tensors(place.part, source.read, source.shapes(), place.module.device)
-        place.module.fill(padded(FORMATS[place.part.scheme.format].read(tensors), place.module.n))
+        found = FORMATS[place.part.scheme.format].read(tensors)
+        if found.scales.numel() and found.scales.amax().item() * place.part.scheme.largest > torch.finfo(place.dtype).max:
+            raise _not_finite(place.name, place.dtype)
+        place.module.fill(padded(found, place.module.n))
         return
     stop = min(place.rows.stop, place.shape[place.dim])
     start = min(place.rows.start, stop)
@@ -350,9 +355,7 @@ def fill(place: AnyPlace, source: Source) -> None:
         target.copy_(part.clone(memory_format=torch.contiguous_format) if target.is_cuda else part)
         # `aminmax` keeps NaN, and takes no memory beside the tensor
         if not torch.stack(torch.aminmax(target)).isfinite().all():
-            raise UserError(
-                f"{place.name} has values that are not finite in {target.dtype}; download it again, or use another --dtype"
-            )
+            raise _not_finite(place.name, target.dtype)
     place.tensor.narrow(place.dim, stop - start, len(place.rows) - (stop - start)).zero_()
 
 
@@ -360,6 +363,10 @@ def check_plain(name: str, tensor: Tensor) -> None:
     """Raises UserError for codes of a quantized tensor, which are no weights without their scales."""
     if tensor.dtype.itemsize == 1 or not tensor.is_floating_point():
         raise UserError(f"{name} has data type {tensor.dtype}, but config.json does not say how it is quantized")
+
+
+def _not_finite(name: str, dtype: torch.dtype) -> UserError:
+    return UserError(f"{name} has values that are not finite in {dtype}; download it again, or use another --dtype")
 
 
 def padded(tensors: Quantized, n: int) -> Quantized:
@@ -415,15 +422,15 @@ def random_weights(model: Transformer, seed: int = 0) -> None:
     """
     for place in places(model):
         randomize(place, seed)
-    for quantized in quantized_places(model, model.config):
-        quantized.module.fill(rounded_random(quantized, seed, model.norm.weight.dtype))
+    for quantized in quantized_places(model):
+        quantized.module.fill(rounded_random(quantized, seed))
 
 
-def rounded_random(place: QuantizedPlace, seed: int, dtype: torch.dtype) -> Quantized:
+def rounded_random(place: QuantizedPlace, seed: int) -> Quantized:
     """A slice of random weights, rounded."""
     part, module = place.part, place.module
     dim = int(len(part.columns) < part.shape[1])
-    full = torch.empty(module.n, module.k, device=module.device, dtype=dtype)
+    full = torch.empty(module.n, module.k, device=module.device, dtype=place.dtype)
     randomize(Place(part.name + ".weight", full, part.shape, dim, part.columns if dim else part.rows), seed)
     return quantize(full, part.scheme, part.name)
 

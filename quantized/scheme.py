@@ -31,6 +31,11 @@ class Scheme:
     activations: str = "none"
 
     @property
+    def largest(self) -> int:
+        """No code less its zero point is larger in size."""
+        return 448 if self.is_float else 2 ** (self.bits - self.symmetric)
+
+    @property
     def name(self) -> str:
         """`int4, group 128`; `fp8, activations by token`."""
         parts = [f"{'fp' if self.is_float else 'int'}{self.bits}"]

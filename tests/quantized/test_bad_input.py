@@ -3,6 +3,7 @@
 import itertools
 import json
 import random
+import re
 from collections.abc import Callable, Iterator
 from dataclasses import replace
 from pathlib import Path
@@ -19,6 +20,7 @@ from errors import UserError
 from hf_config import config_from_hf, config_to_hf
 from presets import model_config
 from quantized.hf import read_quantization
+from quantized.scheme import SCHEMES
 from tests.quantized.test_formats import COMPRESSED, SHAPE
 from tests.quantized.writers import FORMATS, STATIC, TOKEN, Tensors, compressed, write
 from tests.support.command_line import Finished, launch
@@ -96,18 +98,18 @@ def write_damaged(what: str, folder: Path) -> Path:
     return folder
 
 
-def refusals(world: World, folders: list[Path]) -> list[str]:
+def refusals(world: World, folders: list[Path], dtype: torch.dtype = torch.float32, quantize: str | None = None) -> list[str]:
     found = []
     for folder in folders:
         try:
             error, config = None, None
             try:
-                config = model_config(str(folder), None, world.world_size)
+                config = model_config(str(folder), None, world.world_size, quantize)
             except UserError as e:
                 error = e
             agree_on_error(world, error)
             assert config is not None
-            load_model(str(folder), config, world, torch.float32)
+            load_model(str(folder), config, world, dtype)
             found.append("")
         except UserError as e:
             found.append(str(e))
@@ -167,6 +169,30 @@ def damaged(tensor: Tensor, is_scale: bool) -> Iterator[Tensor]:
         flat = found.view(torch.uint8) if codes else found
         flat.view(-1)[random.randrange(flat.numel())] = value
         yield found
+
+
+@pytest.mark.parametrize("name", FORMATS)
+def test_scales_beyond_the_range_of_the_data_type(name: str, tmp_path: Path, seed: int) -> None:
+    alone = World(0, 1, torch.device("cpu"), Local())
+    write(replace(SHAPE, n_layers=1), FORMATS[name], tmp_path, tmp_path / "plain")
+    tensors = load_file(file := tmp_path / "model.safetensors")
+    key = random.choice([key for key in tensors if re.search(r"\.(weight_scale|weight_scale_inv|scales)$", key)])
+    tensors[key].view(-1)[random.randrange(tensors[key].numel())] = 10_000.0
+    save_file(tensors, file)
+    (message,) = refusals(alone, [tmp_path], torch.float16)
+    assert key.rpartition(".")[0] in message and "not finite in torch.float16" in message and "\n" not in message
+    assert refusals(alone, [tmp_path], random.choice([torch.bfloat16, torch.float32])) == [""]
+
+
+@pytest.mark.parametrize("quantize", SCHEMES)
+def test_weights_beyond_the_range_of_the_data_type_that_are_rounded(quantize: str, tmp_path: Path, seed: int) -> None:
+    write(replace(SHAPE, n_layers=1), FORMATS["AWQ"], tmp_path, plain := tmp_path / "plain")
+    tensors = load_file(file := plain / "model.safetensors")
+    key = random.choice([key for key in tensors if key.endswith("_proj.weight")])
+    tensors[key].view(-1)[random.randrange(tensors[key].numel())] = 70_000.0
+    save_file(tensors, file)
+    (message,) = refusals(World(0, 1, torch.device("cpu"), Local()), [plain], torch.float16, quantize)
+    assert key.removesuffix(".weight") in message and "not finite in torch.float16" in message and "\n" not in message
 
 
 def with_group_size(raw: Any, size: int) -> Any:
