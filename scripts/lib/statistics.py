@@ -1,4 +1,4 @@
-"""Standard errors of means, the paired t test, and the spread about a median."""
+"""Standard errors of means and ratios, the paired t test, and the spread about a median."""
 
 import math
 from collections.abc import Sequence
@@ -10,6 +10,17 @@ INTERVALS = 400  # of Simpson's rule, even
 def mean_error(values: Sequence[float]) -> tuple[float, float]:
     """The mean of independent values, and its standard error: the sample's deviation (n - 1) over the root of n. NaN for one value."""
     return fmean(values), stdev(values) / math.sqrt(len(values)) if len(values) > 1 else math.nan
+
+
+def ratio_error(sums: Sequence[float], sizes: Sequence[float]) -> tuple[float, float]:
+    """The ratio of the sum of `sums` to that of `sizes`, of independent clusters, and its standard error, robust to any dependence
+    within clusters. NaN for one cluster.
+
+    With one value a cluster (size 1) these are the mean and error of `mean_error`."""
+    ratio, count = math.fsum(sums) / math.fsum(sizes), len(sums)
+    residuals = math.fsum((value - ratio * size) ** 2 for value, size in zip(sums, sizes, strict=True))
+    error = math.sqrt(count / (count - 1) * residuals) / math.fsum(sizes) if count > 1 else math.nan
+    return ratio, error
 
 
 def quartiles(values: Sequence[float]) -> tuple[float, float]:

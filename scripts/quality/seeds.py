@@ -16,8 +16,10 @@ import json
 import math
 import shutil
 import time
+from collections import Counter
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from functools import cache
 from pathlib import Path
 from typing import Any
 
@@ -38,7 +40,7 @@ from scripts.lib import results
 from scripts.lib.machine import describe, machine
 from scripts.lib.markdown import captioned
 from scripts.lib.rows import code_digest, read_row, write_row
-from scripts.lib.statistics import mean_error, paired_test
+from scripts.lib.statistics import mean_error, paired_test, ratio_error
 from scripts.lib.workers import Workers, same_command, time_left, visible_gpus
 from scripts.quality.accuracy import MAX_ANSWER, SEED
 from scripts.quality.embedded import TASKS
@@ -227,14 +229,25 @@ Answers = Mapping[str, Sequence[float]]
 """For each task a number for each prompt: 1 for an exact answer and 0 for another one, or a difference of these."""
 
 
+@cache
+def keys(task: str, items: int) -> list[str]:
+    """The keys of a task's held-out prompts. Few pairs of small numbers are held out, so those of arithmetic repeat."""
+    return [document.key for document in documents(SEED, items, split="heldout", kind=task)]
+
+
 def prompts_error(models: Sequence[Answers], task: str) -> float:
     """The standard error over prompts of the mean of `task` (or of all tasks: `mean`) and of `models`, which got the same prompts.
 
-    Models agree on which prompts are hard, so the models' mean for a prompt counts as one value."""
+    Models agree on which prompts are hard, so the models' mean for a prompt counts as one value. Prompts with the same key ask the
+    same, so they are one cluster."""
     if task == "mean":
         return math.sqrt(sum(prompts_error(models, one) ** 2 for one in TASKS)) / len(TASKS)
     means = [sum(same) / len(same) for same in zip(*(answers[task] for answers in models), strict=True)]
-    return mean_error(means)[1]
+    sums = Counter[str]()
+    for key, mean in zip(keys(task, len(means)), means, strict=True):
+        sums[key] += mean
+    sizes = Counter(keys(task, len(means)))
+    return ratio_error([sums[key] for key in sizes], list(sizes.values()))[1]
 
 
 def difference(a: Answers, b: Answers) -> Answers:
@@ -287,6 +300,7 @@ def table(entries: list[dict[str, Any]], rows: list[dict[str, Any]]) -> str:
     where = describe(first["machine"], "cuda" if first["dtype"] == "bfloat16" else "cpu")
     caption = (
         f"Means over seeds ± their standard error; in brackets the error over prompts, which all seeds share. "
+        f"Prompts of the same content count as one. "
         f"The median seed has the median of the mean exact match. "
         f"Differences are of models with the same seed, with p of the two-sided paired t test. Perplexity over "
         f"{len(first['stories'])} held-out stories; exact match in %, {len(first['answers'][TASKS[0]])} held-out items a task, greedy, "
