@@ -1,4 +1,4 @@
-"""Standard errors of means and ratios, the paired t test, and the spread about a median."""
+"""Standard errors of means and ratios, the paired t test, Holm's adjustment, and the spread about a median."""
 
 import math
 from collections.abc import Sequence
@@ -54,6 +54,17 @@ def paired_test(differences: Sequence[float]) -> tuple[float, float, float]:
     if error == 0:  # as no t has
         return mean, error, 1.0 if mean == 0 else 0.0
     return mean, error, t_tails(mean / error, len(differences) - 1)
+
+
+def holm(ps: Sequence[float]) -> list[float]:
+    """The p of several tests, adjusted by Holm: the smallest times the number of tests, the next times one fewer, and so on; none below
+    a smaller one's, and at most 1. A NaN is no test and stays."""
+    tests = sorted((p, place) for place, p in enumerate(ps) if not math.isnan(p))
+    adjusted, least = list(ps), 0.0
+    for rank, (p, place) in enumerate(tests):
+        least = max(least, min(1.0, p * (len(tests) - rank)))
+        adjusted[place] = least
+    return adjusted
 
 
 def t_tails(t: float, freedom: int) -> float:

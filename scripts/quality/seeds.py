@@ -16,7 +16,7 @@ import json
 import math
 import shutil
 import time
-from collections import Counter
+from collections import defaultdict
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from functools import cache
@@ -40,7 +40,7 @@ from scripts.lib import results
 from scripts.lib.machine import describe, machine
 from scripts.lib.markdown import captioned
 from scripts.lib.rows import code_digest, read_row, write_row
-from scripts.lib.statistics import mean_error, paired_test, ratio_error
+from scripts.lib.statistics import holm, mean_error, paired_test, ratio_error
 from scripts.lib.workers import Workers, same_command, time_left, visible_gpus
 from scripts.quality.accuracy import MAX_ANSWER, SEED
 from scripts.quality.embedded import TASKS
@@ -230,9 +230,9 @@ Answers = Mapping[str, Sequence[float]]
 
 
 @cache
-def keys(task: str, items: int) -> list[str]:
-    """The keys of a task's held-out prompts. Few pairs of small numbers are held out, so those of arithmetic repeat."""
-    return [document.key for document in documents(SEED, items, split="heldout", kind=task)]
+def keys(kind: str, count: int) -> list[str]:
+    """The keys of the first held-out documents of a kind. Few pairs of small numbers are held out, so those of arithmetic repeat."""
+    return [document.key for document in documents(SEED, count, split="heldout", kind=kind)]
 
 
 def prompts_error(models: Sequence[Answers], task: str) -> float:
@@ -243,11 +243,25 @@ def prompts_error(models: Sequence[Answers], task: str) -> float:
     if task == "mean":
         return math.sqrt(sum(prompts_error(models, one) ** 2 for one in TASKS)) / len(TASKS)
     means = [sum(same) / len(same) for same in zip(*(answers[task] for answers in models), strict=True)]
-    sums = Counter[str]()
-    for key, mean in zip(keys(task, len(means)), means, strict=True):
-        sums[key] += mean
-    sizes = Counter(keys(task, len(means)))
-    return ratio_error([sums[key] for key in sizes], list(sizes.values()))[1]
+    return clustered(task, means, [1] * len(means))
+
+
+def clustered(kind: str, values: Sequence[float], sizes: Sequence[float]) -> float:
+    """The standard error of the sum of `values` over that of `sizes`, of the first held-out documents of a kind."""
+    sums, totals = defaultdict[str, float](float), defaultdict[str, float](float)
+    for key, value, size in zip(keys(kind, len(values)), values, sizes, strict=True):
+        sums[key] += value
+        totals[key] += size
+    return ratio_error(list(sums.values()), list(totals.values()))[1]
+
+
+def stories_error(rows: Sequence[dict[str, Any]], others: Sequence[dict[str, Any]] = ()) -> float:
+    """The standard error over stories of the mean `nats` of some rows, less that of `others` if there are any."""
+    sizes = [n for _, n in rows[0]["stories"]]
+    told = [[s for s, _ in row["stories"]] for row in rows]
+    less = [[s for s, _ in row["stories"]] for row in others] or [[0.0] * len(sizes)]
+    means = [sum(a) / len(a) - sum(b) / len(b) for a, b in zip(zip(*told, strict=True), zip(*less, strict=True), strict=True)]
+    return clustered("story", means, sizes)
 
 
 def difference(a: Answers, b: Answers) -> Answers:
@@ -261,7 +275,8 @@ def summary(rows: list[dict[str, Any]]) -> list[dict[str, Any]]:
     for variant in (name for name in TRAINABLE if any(row["variant"] == name for row in rows)):
         mine = {row["seed"]: row for row in rows if row["variant"] == variant}
         entry: dict[str, Any] = {"variant": variant, "seeds": sorted(mine)}
-        entry["perplexity"] = mean_error([math.exp(nats(row)) for row in mine.values()])
+        perplexity, error = mean_error([math.exp(nats(row)) for row in mine.values()])
+        entry["perplexity"] = perplexity, error, perplexity * stories_error(list(mine.values()))
         for task in (*TASKS, "mean"):
             over_prompts = prompts_error([row["answers"] for row in mine.values()], task)
             entry[task] = (*mean_error([share(row, task) for row in mine.values()]), over_prompts)
@@ -271,11 +286,16 @@ def summary(rows: list[dict[str, Any]]) -> list[dict[str, Any]]:
         if variant != BASE and pairs:
             entry["pairs"] = len(pairs)
             entry["nats_difference"] = paired_test([nats(a) - nats(b) for a, b in pairs])
+            entry["nats_difference_stories_error"] = stories_error([a for a, _ in pairs], [b for _, b in pairs])
             entry["match_difference"] = paired_test([share(a, "mean") - share(b, "mean") for a, b in pairs])
             entry["match_difference_prompts_error"] = prompts_error(
                 [difference(a["answers"], b["answers"]) for a, b in pairs], "mean"
             )
         found.append(entry)
+    compared = [entry for entry in found if "pairs" in entry]
+    for name in ("nats", "match"):
+        for entry, p in zip(compared, holm([entry[f"{name}_difference"][2] for entry in compared]), strict=True):
+            entry[f"{name}_holm_p"] = p
     return found
 
 
@@ -284,25 +304,30 @@ def table(entries: list[dict[str, Any]], rows: list[dict[str, Any]]) -> str:
     head += [f"perplexity against {BASE}, %", f"mean against {BASE}, points"]
     lines = []
     for entry in entries:
-        mean, error = entry["perplexity"]
+        mean, error, over_stories = entry["perplexity"]
         median = str(entry["median_seed"] or "embedded")
-        cells = [entry["variant"], str(len(entry["seeds"])), median, pair(mean, error, "{:.4f}")]
+        cells = [entry["variant"], str(len(entry["seeds"])), median, f"{pair(mean, error, '{:.4f}')} (± {over_stories:.4f})"]
         for task in (*TASKS, "mean"):
             mean, error, over_prompts = (100 * x for x in entry[task])
             cells.append(f"{pair(mean, error)} (± {over_prompts:.1f})")
         if "pairs" in entry:
-            (loss, loss_error, loss_p), (match, error, p) = entry["nats_difference"], entry["match_difference"]
-            cells.append(pair(100 * loss, 100 * loss_error, "{:+.2f}") + _probability(loss_p))
-            prompts = entry["match_difference_prompts_error"]
-            cells.append(f"{pair(100 * match, 100 * error, '{:+.1f}')} (± {prompts * 100:.1f}){_probability(p)}")
+            (loss, error, _), stories = entry["nats_difference"], entry["nats_difference_stories_error"]
+            scale = 100 * math.exp(loss)  # of errors: the derivative of 100 * expm1
+            cells.append(pair(100 * math.expm1(loss), scale * error, "{:+.2f}"))
+            cells[-1] += f" (± {scale * stories:.2f}){_probability(entry['nats_holm_p'])}"
+            (match, error, _), prompts = entry["match_difference"], entry["match_difference_prompts_error"]
+            cells.append(pair(100 * match, 100 * error, "{:+.1f}"))
+            cells[-1] += f" (± {prompts * 100:.1f}){_probability(entry['match_holm_p'])}"
         lines.append([*cells, *[""] * (len(head) - len(cells))])
+    freedom = sorted({entry["pairs"] - 1 for entry in entries if entry.get("pairs", 1) > 1})
+    test = f", with p of the two-sided paired t test ({' or '.join(map(str, freedom))} degrees of freedom), adjusted by Holm over the variants"
     first = rows[-1]
     where = describe(first["machine"], "cuda" if first["dtype"] == "bfloat16" else "cpu")
     caption = (
-        f"Means over seeds ± their standard error; in brackets the error over prompts, which all seeds share. "
-        f"Prompts of the same content count as one. "
+        f"Means over seeds ± their standard error; in brackets the error over prompts or stories, which all seeds share. "
+        f"Those of the same content are one cluster. "
         f"The median seed has the median of the mean exact match. "
-        f"Differences are of models with the same seed, with p of the two-sided paired t test. Perplexity over "
+        f"Differences are of models with the same seed{test if freedom else ''}. Perplexity over "
         f"{len(first['stories'])} held-out stories; exact match in %, {len(first['answers'][TASKS[0]])} held-out items a task, greedy, "
         f"{first['dtype']}. Trained on {first['training']['tokens_in_corpus'] / 1e6:,.0f}M tokens each. Made on {where}."
     )

@@ -15,7 +15,7 @@ import pytest
 
 from errors import UserError
 from scripts.corpus.documents import documents
-from scripts.lib.statistics import mean_error, paired_test, ratio_error, t_tails
+from scripts.lib.statistics import holm, mean_error, paired_test, ratio_error, t_tails
 from scripts.lib.workers import Workers, time_left
 from scripts.quality import seeds
 from scripts.quality.accuracy import SEED
@@ -44,11 +44,19 @@ def test_p_is_uniform_if_nothing_differs(seed: int) -> None:
     assert sum(p < 0.1 for p in draws) == pytest.approx(80, abs=6 * 8.5)  # 6 binomial errors
 
 
+def test_holm_multiplies_the_smallest_p_most(seed: int) -> None:
+    known = {0.001: 0.006, 0.01: 0.05, 0.012: 0.05, 0.03: 0.09, 0.2: 0.4, 0.3: 0.4}  # worked by hand
+    ps = random.sample(list(known), len(known))
+    assert holm(ps) == pytest.approx([known[p] for p in ps])
+    assert holm([0.6, math.nan, 0.7]) == pytest.approx([1.0, math.nan, 1.0], nan_ok=True)
+    assert holm([]) == []
+
+
 def row(variant: str, number: int, rate: float, items: int = 200) -> dict[str, Any]:
     return {
         "variant": variant,
         "seed": number,
-        "stories": [(-random.uniform(1, 90), random.randrange(20, 200)) for _ in range(50)],
+        "stories": [(-random.uniform(1, 90), 20 + 3 * i) for i in range(50)],  # the same ones for all models
         "answers": {task: [int(random.random() < rate) for _ in range(items)] for task in seeds.TASKS},
     }
 
@@ -68,6 +76,34 @@ def test_summary(seed: int) -> None:
     of_prompts = [sum(one[3:]) / 3 - sum(one[:3]) / 3 for one in zip(*flat, strict=True)]
     assert ladder["match_difference_prompts_error"] == pytest.approx(mean_error(of_prompts)[1], rel=0.1)
     assert base["perplexity"][0] == pytest.approx(statistics.mean(math.exp(seeds.nats(one)) for one in rows[:3]))
+
+
+def test_the_errors_of_perplexity_are_over_stories(seed: int) -> None:
+    rows = [row(variant, number, 0.9) for variant in ("standard", "ladder") for number in (1, 2)]
+    base, ladder = seeds.summary(rows)
+    told = np.array([[s for s, _ in one["stories"]] for one in rows])
+    sizes = np.array([n for _, n in rows[0]["stories"]])
+    drawn = np.random.default_rng(seed).integers(50, size=(4000, 50))
+    losses = -told[:, drawn].sum(axis=2) / sizes[drawn].sum(axis=1)  # of a bootstrap: (models, draws)
+    assert base["perplexity"][2] == pytest.approx(base["perplexity"][0] * losses[:2].mean(axis=0).std(), rel=0.15)
+    assert ladder["nats_difference_stories_error"] == pytest.approx((losses[2:] - losses[:2]).mean(axis=0).std(), rel=0.15)
+
+
+def test_the_table_says_percent_freedom_and_adjusted_p(seed: int) -> None:
+    variants = ("standard", "ladder", "parallel")
+    rows = [row(variant, number, 0.9) for variant in variants for number in (1, 2, 3)]
+    for one in rows:
+        if one["variant"] == "ladder":
+            one["stories"] = [(1.5 * s, n) for s, n in one["stories"]]
+        one |= {"dtype": "float32", "machine": seeds.machine(), "training": {"tokens_in_corpus": 0}}
+    entries = seeds.summary(rows)
+    ps = [entry["nats_difference"][2] for entry in entries[1:]]
+    assert [entry["nats_holm_p"] for entry in entries[1:]] == holm(ps)
+    text = seeds.table(entries, rows)
+    loss = next(entry for entry in entries if entry["variant"] == "ladder")["nats_difference"][0]
+    assert f"| {100 * (math.exp(loss) - 1):+.2f} ±" in text and "(2 degrees of freedom), adjusted by Holm" in text
+    alone = [one for one in rows if one["seed"] == 1]
+    assert "freedom" not in seeds.table(seeds.summary(alone), alone)
 
 
 def test_seeds_that_answer_alike_have_the_error_of_one(seed: int) -> None:
