@@ -1,8 +1,10 @@
 """Rows of a measurement, each kept in a file as soon as it is measured, so that a stopped command goes on with the others."""
 
+import fcntl
 import json
 import zlib
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
 from functools import cache
 from pathlib import Path
 from typing import Any
@@ -43,6 +45,25 @@ def kept(path: Path, measure: Callable[[], Mapping[str, Any]]) -> dict[str, Any]
     if not path.exists():
         write_row(path, measure())
     return dict(json.loads(path.read_text()))
+
+
+@contextmanager
+def locked(path: Path) -> Iterator[bool]:
+    """Whether no other process holds the lock file `path`, which this one then does. The kernel releases a lock when its owner ends."""
+    with path.open("w") as file:
+        try:
+            fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except BlockingIOError:
+            yield False
+            return
+        yield True
+
+
+@contextmanager
+def claimed(path: Path) -> Iterator[bool]:
+    """Whether the row of this file is missing, and no other worker measures it now."""
+    with locked(path.with_suffix(".lock")) as mine:
+        yield mine and not path.exists()
 
 
 def weights_checksum(model: Path) -> str:

@@ -12,15 +12,13 @@ on with the rest. Writes adapt-curve.json, .md and .png into out (with --write i
 """
 
 import argparse
-import fcntl
 import gc
 import itertools
 import json
 import math
 import shutil
 import time
-from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
@@ -38,7 +36,7 @@ from scripts.corpus.tokens import write_enough
 from scripts.lib import results
 from scripts.lib.machine import describe, machine
 from scripts.lib.markdown import captioned
-from scripts.lib.rows import code_digest, read_row, row_file, write_row
+from scripts.lib.rows import claimed, code_digest, read_row, row_file, write_row
 from scripts.lib.statistics import mean_error
 from scripts.lib.workers import Workers, same_command, visible_gpus
 from scripts.quality.accuracy import SEED
@@ -116,18 +114,6 @@ def chosen(args: argparse.Namespace) -> list[Cell]:
 
 
 # --- one process, many models -----------------------------------------------------------------------------------------------
-
-
-@contextmanager
-def claimed(path: Path) -> Iterator[bool]:
-    """Whether no other worker measures the row of this file now. The kernel releases a lock when its owner ends."""
-    with path.with_suffix(".lock").open("w") as file:
-        try:
-            fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
-        except BlockingIOError:
-            yield False
-            return
-        yield not path.exists()
 
 
 def work(args: argparse.Namespace) -> None:

@@ -6,7 +6,8 @@
 All models have the corpus (its seed is 1), the tokens and the recipe of `scripts.corpus.train_tiny`, which gets the options after
 --. A seed is that of the initial weights and of the order of windows. Each model is evaluated as soon as it is trained: one file
 of each is kept in --out, with the log-likelihood of each held-out story and whether each prompt was answered exactly. So a command
-that was stopped goes on with the models that lack their file, each from its last snapshot. Processes are spread over the GPUs.
+that was stopped goes on with the models that lack their file, each from its last snapshot. With other --stories or --items, or
+after a change of the code, kept models are evaluated again, and not trained. Processes are spread over the GPUs.
 Writes accuracy-seeds.json, .md and .png into out (with --write into docs/results).
 """
 
@@ -39,16 +40,18 @@ from scripts.corpus.tokens import write_corpus
 from scripts.lib import results
 from scripts.lib.machine import describe, machine
 from scripts.lib.markdown import captioned
-from scripts.lib.rows import code_digest, read_row, write_row
+from scripts.lib.rows import code_digest, locked, read_row, weights_checksum, write_row
 from scripts.lib.statistics import holm, mean_error, paired_test, ratio_error
 from scripts.lib.workers import Workers, same_command, time_left, visible_gpus
 from scripts.quality.accuracy import MAX_ANSWER, SEED
 from scripts.quality.embedded import TASKS
 from tokenizer_files import load_tokenizer
 from training.metrics import read_metrics
+from training.token_file import open_tokens
 from variants import TRAINABLE
 
 CORPUS_SEED = 1
+MODELS = results.ROOT / "models"
 BASE = "standard"  # the variant with which the others are compared
 # the slowest first, so that none is left at the end
 ORDER = ("desync-4x", "desync-2x", "standard", "ladder", "hybrid", "parallel")
@@ -93,38 +96,63 @@ def evaluate(path: Path, stories: int, items: int, seed: int = SEED) -> dict[str
     }
 
 
-def train(args: argparse.Namespace, one: Run) -> Path:
-    """Train one model. Returns its folder. Raises UserError."""
+def train(args: argparse.Namespace, one: Run) -> None:
+    """Train one model, unless it is. Raises UserError."""
     folder: Path = args.out / one.name
+    note_file = folder / "settings.json"
+    known = readable_row(note_file) or {"codes": [], "done": False}
+    if known["done"]:
+        return
     (folder / "tokenizer").mkdir(parents=True, exist_ok=True)
+    known |= {"training_settings": training_settings(args, one), "codes": sorted({*known["codes"], code_digest()})}
+    write_row(note_file, known)
     for name in TOKENIZER:
-        shutil.copy(results.ROOT / "models" / "tiny-standard" / name, folder / "tokenizer")
+        shutil.copy(MODELS / "tiny-standard" / name, folder / "tokenizer")
     line = ["--variant", one.variant, "--seed", one.seed, "--resume", "--tokens", args.tokens, "--batch", args.batch]
     line += ["--save-every", SAVE_EVERY]
     train_tiny.main([str(word) for word in [*line, "--data", args.data, "--out", folder, *args.more]])
-    return folder / f"tiny-{one.variant}"
+    write_row(note_file, known | {"done": True})
+    shutil.rmtree(folder / f"run-{one.variant}" / "snapshots", ignore_errors=True)
 
 
 def work(args: argparse.Namespace, one: Run) -> None:
     """Train and evaluate one model, and write its file."""
-    path = train(args, one) if one.seed else results.ROOT / "models" / f"tiny-{one.variant}"
-    started = time.monotonic()
+    if one.seed:
+        train(args, one)
+    path, started = model_of(args, one), time.monotonic()
     torch.set_float32_matmul_precision("highest")  # which training has lowered
     gc.collect()  # frees the trainer, whose hooks refer to each other
     torch.cuda.empty_cache()
     record = json.loads((path / "training.json").read_text())
     record = {key: record[key] for key in ("settings", "tokens_in_corpus", "seconds", "machine", "torch")}
-    found = {"variant": one.variant, "seed": one.seed, "asked": asked(args), "training": record, "machine": machine()}
+    record["codes"] = (readable_row(args.out / one.name / "settings.json") or {"codes": []})["codes"]
+    found = {"variant": one.variant, "seed": one.seed, **asked(args, one), "training": record, "machine": machine()}
     found |= {"dtype": "bfloat16" if torch.cuda.is_available() else "float32"} | evaluate(path, args.stories, args.items)
     found["evaluation_seconds"] = round(time.monotonic() - started, 1)
     write_row(file_of(args, one), found)
-    shutil.rmtree(args.out / one.name / f"run-{one.variant}" / "snapshots", ignore_errors=True)
 
 
-def asked(args: argparse.Namespace) -> dict[str, Any]:
-    """The settings that all files must share."""
-    names = ("tokens", "batch", "stories", "items", "more")
-    return {name: getattr(args, name) for name in names} | {"code": code_digest()}
+def model_of(args: argparse.Namespace, one: Run) -> Path:
+    return (args.out / one.name if one.seed else MODELS) / f"tiny-{one.variant}"
+
+
+@cache
+def fingerprint(data: Path) -> str:
+    """Of a token file. Raises UserError."""
+    return open_tokens(data, train_tiny.tiny_config(BASE).vocab_size).fingerprint
+
+
+def training_settings(args: argparse.Namespace, one: Run) -> dict[str, Any]:
+    """What all trained models must share. An embedded model has a checksum instead."""
+    if not one.seed:
+        return {"weights": weights_checksum(model_of(args, one))}
+    return {name: getattr(args, name) for name in ("tokens", "batch", "more")} | {"data": fingerprint(args.data)}
+
+
+def asked(args: argparse.Namespace, one: Run) -> dict[str, Any]:
+    """The settings of a row. A model is evaluated again with other settings of evaluation, of which the code is one."""
+    evaluation = {"stories": args.stories, "items": args.items, "code": code_digest()}
+    return {"training_settings": training_settings(args, one), "evaluation_settings": evaluation}
 
 
 def file_of(args: argparse.Namespace, one: Run) -> Path:
@@ -132,12 +160,28 @@ def file_of(args: argparse.Namespace, one: Run) -> Path:
     return path
 
 
+def readable_row(path: Path) -> dict[str, Any] | None:
+    """The row in `path`, None if there is none that can be read: a part of a row counts as none."""
+    try:
+        return read_row(path)
+    except (OSError, ValueError):
+        return None
+
+
 def row_of(args: argparse.Namespace, one: Run) -> dict[str, Any] | None:
-    """What was measured of one model, None if nothing. Raises UserError for a file with other settings, or of other code."""
-    row = read_row(file_of(args, one))
-    if row is not None and row["asked"] != asked(args):
-        raise UserError(f"{file_of(args, one)} is of other settings or code ({row['asked']}); name another --out")
-    return row
+    """What was measured of one model, None if nothing with these settings and this code."""
+    row = readable_row(file_of(args, one))
+    return row if row is not None and row.items() >= asked(args, one).items() else None
+
+
+def check_training(args: argparse.Namespace, one: Run) -> None:
+    """Raise UserError if a model in --out was trained with other settings."""
+    for path in (args.out / one.name / "settings.json", file_of(args, one)):
+        row, now = readable_row(path), training_settings(args, one)
+        if row is not None and row.get("training_settings") != now:
+            raise UserError(
+                f"{path} is of other settings of training ({row.get('training_settings')}, now {now}); name another --out"
+            )
 
 
 # --- all models -------------------------------------------------------------------------------------------------------------
@@ -321,6 +365,8 @@ def table(entries: list[dict[str, Any]], rows: list[dict[str, Any]]) -> str:
         lines.append([*cells, *[""] * (len(head) - len(cells))])
     freedom = sorted({entry["pairs"] - 1 for entry in entries if entry.get("pairs", 1) > 1})
     test = f", with p of the two-sided paired t test ({' or '.join(map(str, freedom))} degrees of freedom), adjusted by Holm over the variants"
+    codes = {code for row in rows for code in row["training"]["codes"]}
+    mixed = f" by {len(codes)} versions of the code" if len(codes) > 1 else ""
     first = rows[-1]
     where = describe(first["machine"], "cuda" if first["dtype"] == "bfloat16" else "cpu")
     caption = (
@@ -329,7 +375,7 @@ def table(entries: list[dict[str, Any]], rows: list[dict[str, Any]]) -> str:
         f"The median seed has the median of the mean exact match. "
         f"Differences are of models with the same seed{test if freedom else ''}. Perplexity over "
         f"{len(first['stories'])} held-out stories; exact match in %, {len(first['answers'][TASKS[0]])} held-out items a task, greedy, "
-        f"{first['dtype']}. Trained on {first['training']['tokens_in_corpus'] / 1e6:,.0f}M tokens each. Made on {where}."
+        f"{first['dtype']}. Trained on {first['training']['tokens_in_corpus'] / 1e6:,.0f}M tokens each{mixed}. Made on {where}."
     )
     return captioned(head, lines, caption)
 
@@ -398,18 +444,29 @@ def parse_args() -> argparse.Namespace:
 def main() -> None:
     started, args = time.monotonic(), parse_args()
     check_folder(args.out)
-    folder = results.results_folder(args)
     seeds = [*([0] if args.embedded else []), *args.seeds]
     runs = [Run(variant, seed) for seed in seeds for variant in ORDER if variant in args.variants]
     if args.one:
         die_with_parent()
         work(args, next(one for one in runs if one.name == args.one))
         return
+    with locked(args.out / "command.lock") as mine:
+        if not mine:
+            raise UserError(f"another command works in {args.out}; wait for its end, or name another --out")
+        command(args, runs, started)
+
+
+def command(args: argparse.Namespace, runs: list[Run], started: float) -> None:
+    """Train and evaluate what is missing, and write the results. Raises UserError."""
+    folder = results.results_folder(args)
     for one in runs:
-        model_config(str(results.ROOT / "models" / f"tiny-{one.variant}"), None, 1)
+        model_config(str(MODELS / f"tiny-{one.variant}"), None, 1)
+    trained = [one for one in runs if one.seed]
+    if trained:
+        write_corpus(args.data, MODELS / "tiny-standard", CORPUS_SEED, int(args.tokens))
+    for one in trained:
+        check_training(args, one)
     todo = [one for one in runs if row_of(args, one) is None]
-    if any(one.seed for one in todo):
-        write_corpus(args.data, results.ROOT / "models" / "tiny-standard", CORPUS_SEED, int(args.tokens))
     crew = Crew(args, todo, started + args.minutes * 60)
     crew.work()
     rows = [row for one in runs if (row := row_of(args, one)) is not None]

@@ -7,6 +7,7 @@ import statistics
 import sys
 import time
 from collections import Counter
+from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
@@ -15,11 +16,13 @@ import pytest
 
 from errors import UserError
 from scripts.corpus.documents import documents
+from scripts.lib.rows import locked
 from scripts.lib.statistics import holm, mean_error, paired_test, ratio_error, t_tails
 from scripts.lib.workers import Workers, time_left
 from scripts.quality import seeds
 from scripts.quality.accuracy import SEED
 from training.metrics import seconds_of
+from training.token_file import write_tokens
 
 
 def test_tails_of_students_t(seed: int) -> None:
@@ -95,7 +98,7 @@ def test_the_table_says_percent_freedom_and_adjusted_p(seed: int) -> None:
     for one in rows:
         if one["variant"] == "ladder":
             one["stories"] = [(1.5 * s, n) for s, n in one["stories"]]
-        one |= {"dtype": "float32", "machine": seeds.machine(), "training": {"tokens_in_corpus": 0}}
+        one |= {"dtype": "float32", "machine": seeds.machine(), "training": {"tokens_in_corpus": 0, "codes": []}}
     entries = seeds.summary(rows)
     ps = [entry["nats_difference"][2] for entry in entries[1:]]
     assert [entry["nats_holm_p"] for entry in entries[1:]] == holm(ps)
@@ -178,7 +181,7 @@ def test_a_few_models_from_training_to_the_table(monkeypatch: pytest.MonkeyPatch
     folder, found = tmp_path / "seeds", json.loads((tmp_path / "results" / "accuracy-seeds.json").read_text())
     assert [(one["variant"], one["seeds"], one["pairs"]) for one in found["summary"][1:]] == [("ladder", [1, 2], 2)]
     for one in found["rows"]:
-        assert one["asked"]["more"] == ["--device", "cpu", "--micro-batch", "1"]
+        assert one["training_settings"]["more"] == ["--device", "cpu", "--micro-batch", "1"]
         assert one["training"]["settings"]["steps"] == 2 and one["training"]["settings"]["micro_batch"] == 1
         assert 0 < one["training"]["seconds"] < time.time() - started
         assert [len(right) for right in one["answers"].values()] == [2] * len(seeds.TASKS) and len(one["stories"]) == 3
@@ -202,29 +205,100 @@ def test_the_seconds_of_a_resumed_run_include_those_before(tmp_path: Path) -> No
     assert seconds_of([]) == 0
 
 
-def test_a_stopped_command_goes_on(monkeypatch: pytest.MonkeyPatch, tmp_path: Path, seed: int) -> None:
-    """With the models that have no file; and not with files of other settings."""
-    monkeypatch.setattr(seeds.results, "OUT", tmp_path / "results")
-    given: list[str] = []
+class Tries:
+    """The command with models that take no time. `given`: what was trained and evaluated, in order."""
 
-    def work(crew: seeds.Crew) -> None:
-        for one in crew.todo[:2]:
-            given.append(one.name)
-            new = row(one.variant, one.seed, 0.9, 4) | {"asked": seeds.asked(crew.args), "dtype": "float32"}
-            new |= {"machine": seeds.machine(), "training": {"tokens_in_corpus": 0}}
-            seeds.file_of(crew.args, one).write_text(json.dumps(new))
+    def __init__(self, patch: pytest.MonkeyPatch, folder: Path) -> None:
+        self.patch, self.folder, self.given = patch, folder, list[str]()
+        self.most = 99  # models that a command works on before it is stopped
+        self.line = ["seeds", "--out", str(folder), "--variants", "standard", "ladder", "--seeds", "1", "2", "--items", "4"]
+        write_tokens(folder / "tokens.bin", np.arange(500) % 1024, 1024, "none")
+        patch.setattr(seeds.results, "OUT", folder / "results")
+        patch.setattr(seeds.train_tiny, "main", self.train)
+        patch.setattr(seeds, "evaluate", self.evaluate)
+        patch.setattr(seeds.Crew, "work", lambda crew: [seeds.work(crew.args, one) for one in crew.todo[: self.most]])
 
-    monkeypatch.setattr(seeds.Crew, "work", work)
-    line = ["seeds", "--out", str(tmp_path), "--data", str(tmp_path / "tokens.bin"), "--variants", "standard", "ladder"]
-    (tmp_path / "tokens.json").write_text("{}")
-    monkeypatch.setattr(sys, "argv", [*line, "--seeds", "1", "2"])
-    with pytest.raises(UserError, match="not ready: standard-2, ladder-2"):
+    def train(self, argv: list[str]) -> None:
+        words = dict(pairwise(argv))
+        model = Path(words["--out"]) / f"tiny-{words['--variant']}"
+        model.mkdir()
+        record = dict.fromkeys(("tokens_in_corpus", "seconds", "machine", "torch"), 0) | {"settings": {"seed": words["--seed"]}}
+        (model / "training.json").write_text(json.dumps(record))
+        (model / "model.safetensors").write_bytes(random.randbytes(8))
+        for name in ("config.json", "tokenizer.json"):
+            (model / name).write_text(f"{name} of {model}")
+        self.given.append(f"train {model.parent.name}")
+
+    def evaluate(self, path: Path, stories: int, items: int) -> dict[str, Any]:
+        self.given.append(f"evaluate {path.parent.name}")
+        found = row("", 0, 0.9, items)
+        return {key: found[key] for key in ("stories", "answers")}
+
+    def run(self, *more: str) -> list[str]:
+        """What the command did."""
+        self.given.clear()
+        self.patch.setattr(sys, "argv", [*self.line, "--data", str(self.folder / "tokens.bin"), *more])
         seeds.main()
-    seeds.main()
-    assert given == ["standard-1", "ladder-1", "standard-2", "ladder-2"]
-    assert "| ladder | 2 |" in (tmp_path / "results" / "accuracy-seeds.md").read_text()
-    for module, name, value in ((sys, "argv", [*sys.argv, "--items", "7"]), (seeds, "code_digest", lambda: "other")):
-        with monkeypatch.context() as patch:
-            patch.setattr(module, name, value)
-            with pytest.raises(UserError, match="other settings or code"):
-                seeds.main()
+        return list(self.given)
+
+
+@pytest.fixture
+def tries(monkeypatch: pytest.MonkeyPatch, tmp_path: Path, seed: int) -> Tries:
+    return Tries(monkeypatch, tmp_path)
+
+
+NAMES = ["standard-1", "ladder-1", "standard-2", "ladder-2"]
+AGAIN = [f"evaluate {name}" for name in NAMES]
+
+
+def test_a_stopped_command_goes_on(tries: Tries) -> None:
+    tries.most = 2
+    with pytest.raises(UserError, match="not ready: standard-2, ladder-2"):
+        tries.run()
+    assert tries.run() == [f"{what} {name}" for name in NAMES[2:] for what in ("train", "evaluate")]
+    assert "| ladder | 2 |" in (tries.folder / "results" / "accuracy-seeds.md").read_text()
+    assert tries.run() == []
+
+
+def test_kept_models_are_evaluated_again(tries: Tries) -> None:
+    """With other settings of evaluation, or by other code. They are not trained again."""
+    tries.run()
+    assert tries.run("--items", "5") == AGAIN
+    tries.patch.setattr(seeds, "code_digest", lambda: "other")
+    assert tries.run("--items", "5") == AGAIN
+    whole = (tries.folder / "ladder-2.json").read_bytes()
+    (tries.folder / "ladder-2.json").write_bytes(whole[: random.randrange(len(whole))])
+    assert tries.run("--items", "5") == ["evaluate ladder-2"]
+    assert "versions of the code" not in (tries.folder / "results" / "accuracy-seeds.md").read_text()
+    assert "train ladder-3" in tries.run("--items", "5", "--seeds", "1", "2", "3")
+    assert "by 2 versions of the code" in (tries.folder / "results" / "accuracy-seeds.md").read_text()
+
+
+def test_models_of_other_training_are_refused(tries: Tries) -> None:
+    tries.run()
+    write_tokens(tries.folder / "others.bin", np.arange(500) % 7, 1024, "none")
+    for more in (["--data", str(tries.folder / "others.bin")], ["--tokens", "2e6"], ["--", "--compile"]):
+        with pytest.raises(UserError, match="other settings of training"):
+            tries.run(*more)
+        assert tries.given == []
+
+
+def test_one_command_works_in_a_folder(tries: Tries) -> None:
+    with locked(tries.folder / "command.lock") as mine:
+        assert mine
+        with pytest.raises(UserError, match="another command works in"):
+            tries.run()
+    assert len(tries.run()) == 8
+
+
+def test_a_row_that_does_not_fit_is_the_failure_of_its_model(tries: Tries) -> None:
+    tries.run()
+    crew = seeds.Crew(seeds.parse_args(), [], math.inf)
+    for name, text in (("standard-1", '{"seed"'), ("ladder-1", "{}"), ("ladder-2", None)):
+        path = tries.folder / f"{name}.json"
+        path.write_text(text) if text else path.unlink()
+        crew.end(seeds.Run(name[:-2], int(name[-1])), 0)
+    crew.end(seeds.Run("standard", 2), 1)
+    assert crew.failed == ["standard-1", "ladder-1", "ladder-2", "standard-2"]
+    crew.end(seeds.Run("standard", 2), 0)
+    assert len(crew.failed) == 4 and len(crew.evaluations) == 1
