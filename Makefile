@@ -116,7 +116,7 @@ accuracy-weights: setup #+ Measure: what weights in 8 and 4 bits and an 8-bit KV
 vllm-reads: setup #+ Measure: what vLLM makes of the checkpoints that scripts.quantize writes, compared with our log-probabilities, into out/vllm-reads.md (tracked: ARGS=--write; a GPU): make vllm-reads ARGS="--vllm-python PYTHON"
 	@$(PY) -m scripts.quality.vllm_reads $(ARGS)
 
-accuracy-seeds: setup-dev #+ Measure: train and evaluate every embedded variant with three seeds, resumable; mean, errors and a paired test (on a GPU, ARGS="--processes 6 -- --compile")
+accuracy-seeds: setup-dev #+ Measure: train and evaluate every embedded variant with three seeds, resumable; mean, errors and a paired test (on a GPU, ARGS="--processes 6 -- --compile"; --install: the median seeds' models become the embedded ones)
 	@$(PY) -m scripts.quality.seeds $(ARGS)
 
 divergence: setup-dev #+ Measure: how many greedy answers differ between tp 1 and tp RANKS, batch 1 and 64, and with and without drafts, with and without --deterministic, and where, into out (tracked: ARGS=--write; half an hour, 2 GB; drafts only: ARGS="--compare drafts")

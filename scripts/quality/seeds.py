@@ -8,7 +8,8 @@ All models have the corpus (its seed is 1), the tokens and the recipe of `script
 of each is kept in --out, with the log-likelihood of each held-out story and whether each prompt was answered exactly. So a command
 that was stopped goes on with the models that lack their file, each from its last snapshot. With other --stories or --items, or
 after a change of the code, kept models are evaluated again, and not trained. Processes are spread over the GPUs.
-Writes accuracy-seeds.json, .md and .png into out (with --write into docs/results).
+Writes accuracy-seeds.json, .md and .png into out (with --write into docs/results). --install then makes the models of the median
+seeds the embedded ones.
 """
 
 import argparse
@@ -429,6 +430,12 @@ def parse_args() -> argparse.Namespace:
     parser.add_argument("--items", type=whole_number(2), default=1000, help="held-out prompts of a task (default: 1000)")
     parser.add_argument("--out", type=Path, default=results.OUT / "seeds", help="default: out/seeds")
     parser.add_argument("--data", type=Path, help="token file, made if missing (default: OUT/tokens-TOKENS.bin)")
+    parser.add_argument(
+        "--install",
+        action="store_true",
+        help="when all models are ready, replace models/tiny-VARIANT of each variant by the model of its median seed, and remove draft "
+        "heads of replaced models, which must be trained again",
+    )
     parser.add_argument("--one", help=argparse.SUPPRESS)
     results.add_write_option(parser)
     parser.add_argument("more", nargs="*", help="after --: further options of scripts.corpus.train_tiny, such as --compile")
@@ -436,6 +443,8 @@ def parse_args() -> argparse.Namespace:
     taken = [word for word in args.more if word.partition("=")[0] in OURS]
     if taken:
         raise UserError(f"{', '.join(taken)} after --: this command sets that for each model; give its own option before --")
+    if args.install and (args.embedded or not args.seeds):
+        raise UserError("--install takes the median of trained models; give --seeds and leave out --embedded")
     args.out = args.out.absolute()
     args.data = args.data or args.out / f"tokens-{int(args.tokens)}.bin"
     return args
@@ -483,6 +492,26 @@ def command(args: argparse.Namespace, runs: list[Run], started: float) -> None:
         raise UserError(
             f"not ready: {', '.join(missing)}; failed: {', '.join(crew.failed) or 'none'}. The same command goes on"
         )
+    if args.install:
+        for entry in entries:
+            install(args, Run(entry["variant"], entry["median_seed"]))
+
+
+def install(args: argparse.Namespace, one: Run) -> None:
+    """Make a trained model the embedded one of its variant. The examples stay; a draft head, which was trained for the replaced
+    weights, is removed."""
+    source, target = model_of(args, one), model_of(args, Run(one.variant, 0))
+    if weights_checksum(source) == weights_checksum(target):
+        note(f"{target} is the model of seed {one.seed} already")
+        return
+    new, head = target.with_name(f"{target.name}.new"), target / "draft"
+    again = f"; its draft head was removed: python -m scripts.corpus.train_drafts --models {target}" if head.exists() else ""
+    shutil.rmtree(new, ignore_errors=True)
+    shutil.copytree(source, new)
+    shutil.copy(target / "examples.json", new)
+    shutil.rmtree(target)
+    new.rename(target)
+    note(f"{target} is now the model of seed {one.seed}, the median{again}")
 
 
 if __name__ == "__main__":

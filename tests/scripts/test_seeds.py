@@ -3,6 +3,7 @@
 import json
 import math
 import random
+import shutil
 import statistics
 import sys
 import time
@@ -21,6 +22,7 @@ from scripts.lib.statistics import holm, mean_error, paired_test, ratio_error, t
 from scripts.lib.workers import Workers, time_left
 from scripts.quality import seeds
 from scripts.quality.accuracy import SEED
+from tests import MODELS
 from training.metrics import seconds_of
 from training.token_file import write_tokens
 
@@ -225,8 +227,7 @@ class Tries:
         record = dict.fromkeys(("tokens_in_corpus", "seconds", "machine", "torch"), 0) | {"settings": {"seed": words["--seed"]}}
         (model / "training.json").write_text(json.dumps(record))
         (model / "model.safetensors").write_bytes(random.randbytes(8))
-        for name in ("config.json", "tokenizer.json"):
-            (model / name).write_text(f"{name} of {model}")
+        shutil.copy(MODELS / model.name / "config.json", model)
         self.given.append(f"train {model.parent.name}")
 
     def evaluate(self, path: Path, stories: int, items: int) -> dict[str, Any]:
@@ -302,3 +303,50 @@ def test_a_row_that_does_not_fit_is_the_failure_of_its_model(tries: Tries) -> No
     assert crew.failed == ["standard-1", "ladder-1", "ladder-2", "standard-2"]
     crew.end(seeds.Run("standard", 2), 0)
     assert len(crew.failed) == 4 and len(crew.evaluations) == 1
+
+
+@pytest.fixture
+def embedded(tries: Tries) -> Path:
+    """A folder of embedded models, of which standard has a draft head."""
+    models = tries.folder / "models"
+    for name in ("tiny-standard", "tiny-ladder"):
+        shutil.copytree(MODELS / name, models / name)
+        (models / name / "examples.json").write_text(name)
+    shutil.rmtree(models / "tiny-ladder" / "draft")
+    tries.patch.setattr(seeds, "MODELS", models)
+    return models
+
+
+def test_install_takes_the_models_of_the_median_seeds(tries: Tries, embedded: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    before = contents(embedded)
+    tries.most = 5
+    more = ["--items", "50", "--seeds", "1", "2", "3", "--install"]
+    with pytest.raises(UserError, match="not ready: ladder-3"):
+        tries.run(*more)
+    assert contents(embedded) == before  # not before all are ready
+    capsys.readouterr()
+    tries.run(*more)
+    said = capsys.readouterr().err
+    found = json.loads((tries.folder / "results" / "accuracy-seeds.json").read_text())
+    for entry in found["summary"]:
+        shares = {one["seed"]: seeds.share(one, "mean") for one in found["rows"] if one["variant"] == entry["variant"]}
+        middle, name = entry["median_seed"], f"tiny-{entry['variant']}"
+        assert shares[middle] == statistics.median(shares.values())
+        trained = contents(tries.folder / f"{entry['variant']}-{middle}" / name)
+        assert contents(embedded / name) == trained | {Path("examples.json"): name.encode()}
+        assert f"{name} is now the model of seed {middle}" in said
+        assert json.loads((embedded / name / "training.json").read_text())["settings"]["seed"] == str(middle)
+    assert said.count("its draft head was removed") == 1 and len(list(embedded.iterdir())) == 2
+    (embedded / "tiny-standard" / "draft").mkdir()  # trained again
+    tries.run(*more)
+    assert (embedded / "tiny-standard" / "draft").exists()
+
+
+def contents(folder: Path) -> dict[Path, bytes]:
+    return {path.relative_to(folder): path.read_bytes() for path in folder.rglob("*") if path.is_file()}
+
+
+@pytest.mark.parametrize("more", [["--embedded"], ["--seeds"]], ids=str)
+def test_install_needs_trained_models(tries: Tries, more: list[str]) -> None:
+    with pytest.raises(UserError, match="leave out --embedded"):
+        tries.run("--install", *more)
