@@ -102,7 +102,7 @@ def train(args: argparse.Namespace, one: Run) -> None:
     folder: Path = args.out / one.name
     note_file = folder / "settings.json"
     known = readable_row(note_file) or {"codes": [], "done": False}
-    if known["done"]:
+    if known["done"] and model_of(args, one).exists():
         return
     (folder / "tokenizer").mkdir(parents=True, exist_ok=True)
     known |= {"training_settings": training_settings(args, one), "codes": sorted({*known["codes"], code_digest()})}

@@ -273,6 +273,8 @@ def test_kept_models_are_evaluated_again(tries: Tries) -> None:
     assert "versions of the code" not in (tries.folder / "results" / "accuracy-seeds.md").read_text()
     assert "train ladder-3" in tries.run("--items", "5", "--seeds", "1", "2", "3")
     assert "by 2 versions of the code" in (tries.folder / "results" / "accuracy-seeds.md").read_text()
+    shutil.rmtree(tries.folder / "standard-2" / "tiny-standard")
+    assert tries.run("--items", "6") == ["evaluate standard-1", "evaluate ladder-1", "train standard-2", *AGAIN[2:]]
 
 
 def test_models_of_other_training_are_refused(tries: Tries) -> None:
