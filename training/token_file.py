@@ -79,8 +79,9 @@ def _little_endian(dtype: str) -> np.dtype:
 class TokenWriter:
     """Writes a token file piece by piece: `with TokenWriter(path, ...) as writer: writer.append(ids)`.
 
-    The header is written last, and only if no exception was raised, so a header always belongs to a complete file. After
-    an error, the partial files are removed. Raises UserError if the files cannot be written.
+    The files get their names at the end, the header last, and only if no exception was raised. So a header always belongs to a
+    complete file, and processes that have mapped an earlier file of this name keep it. After an error, the partial files are
+    removed. Raises UserError if the files cannot be written.
     """
 
     def __init__(self, path: Path, vocab_size: int, tokenizer: str, masked: bool = False, window: int | None = None) -> None:
@@ -93,12 +94,16 @@ class TokenWriter:
 
     def __enter__(self) -> "TokenWriter":
         with writing(self.path):
-            for suffix in (".json", ".mask"):
-                self.path.with_suffix(suffix).unlink(missing_ok=True)
-            suffixes = (".bin", ".mask") if self.masked else (".bin",)
-            self._files = [self.path.with_suffix(suffix).open("wb") for suffix in suffixes]
+            self._files = [self._part(suffix).open("wb") for suffix in self._data]
         self._digests = [hashlib.sha256() for _ in self._files]
         return self
+
+    @property
+    def _data(self) -> tuple[str, ...]:
+        return (".bin", ".mask") if self.masked else (".bin",)
+
+    def _part(self, suffix: str) -> Path:
+        return self.path.with_suffix(suffix + ".part")
 
     def append(self, ids: np.ndarray, mask: np.ndarray | None = None) -> None:
         """ids: (n,) of any integer type. mask: (n,) of 0 and 1, for a masked file. Raises UserError for ids outside the
@@ -117,18 +122,20 @@ class TokenWriter:
         self.header = replace(self.header, tokens=self.header.tokens + len(ids))
 
     def __exit__(self, kind: type[BaseException] | None, *_: object) -> None:
-        is_whole = False
         try:
             with writing(self.path):
                 for file in self._files:
                     file.close()
                 if kind is None:
                     header = replace(self.header, digest=_joined(self._digests))
-                    self.path.with_suffix(".json").write_text(json.dumps(asdict(header), indent=1) + "\n")
-                    is_whole = True
+                    self._part(".json").write_text(json.dumps(asdict(header), indent=1) + "\n")
+                    for suffix in (".json", ".mask"):
+                        self.path.with_suffix(suffix).unlink(missing_ok=True)
+                    for suffix in (*self._data, ".json"):
+                        self._part(suffix).replace(self.path.with_suffix(suffix))
         finally:
-            for suffix in () if is_whole else (".bin", ".mask", ".json"):
-                self.path.with_suffix(suffix).unlink(missing_ok=True)
+            for suffix in (".bin", ".mask", ".json"):
+                self._part(suffix).unlink(missing_ok=True)
 
 
 def write_tokens(

@@ -1,9 +1,11 @@
 """The synthetic corpus as a token file for training."""
 
+import fcntl
 import os
 from pathlib import Path
 
 from errors import UserError
+from files import writing
 from hf_config import read_config
 from scripts.corpus.encode import encode_corpus
 from tokenizer_files import load_tokenizer
@@ -14,11 +16,18 @@ TOKENS_PER_DOCUMENT = 90  # on average
 
 def write_corpus(path: Path, tokenizer: Path, seed: int, tokens: int) -> None:
     """Write the first documents of the corpus with this seed as a token file of about so many tokens, with the tokenizer in the folder
-    `tokenizer`, unless the file exists. Raises UserError as `encode_corpus` does."""
+    `tokenizer`, unless the file exists. Of several commands at once the first writes it, and the others wait. Raises UserError as
+    `encode_corpus` does, and if the file cannot be written."""
     if path.with_suffix(".json").exists():
         return
-    ids = encode_corpus(tokenizer, seed, tokens // TOKENS_PER_DOCUMENT, processes=os.cpu_count() or 1)
-    write_tokens(path, ids, load_tokenizer(tokenizer).vocab_size, tokenizer_fingerprint(tokenizer))
+    with writing(path):
+        lock = path.with_suffix(".lock").open("w")
+    with lock:
+        fcntl.flock(lock, fcntl.LOCK_EX)
+        if path.with_suffix(".json").exists():
+            return
+        ids = encode_corpus(tokenizer, seed, tokens // TOKENS_PER_DOCUMENT, processes=os.cpu_count() or 1)
+        write_tokens(path, ids, load_tokenizer(tokenizer).vocab_size, tokenizer_fingerprint(tokenizer))
 
 
 def write_enough(path: Path, model: Path, seed: int, tokens: int) -> None:

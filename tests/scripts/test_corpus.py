@@ -5,7 +5,9 @@ import json
 import random
 import re
 import sys
+import time
 from pathlib import Path
+from threading import Thread
 
 import numpy as np
 import pytest
@@ -14,13 +16,14 @@ from tokenizers import pre_tokenizers
 import cli
 from errors import UserError
 from scripts.corpus import documents as corpus
-from scripts.corpus import stories, words
+from scripts.corpus import stories, tokens, words
 from scripts.corpus.__main__ import main
 from scripts.corpus.encode import encode_corpus
 from scripts.corpus.plots import PLOTS
 from scripts.corpus.tokenizer import CHAT_TEMPLATE, MAX_LENGTH, load_tokenizer, train_tokenizer
 from tests import ROOT
 from tests.support import quick_start
+from training.token_file import open_tokens
 
 CHAT_KINDS = [kind for kind in corpus.KINDS if kind != "story"]
 
@@ -283,6 +286,25 @@ def test_parallel_encoding_equals_serial(tokenizer_dir: Path) -> None:
     text = "".join(map(corpus.render, corpus.documents(9, 1100)))
     assert load_tokenizer(tokenizer_dir).decode(serial.tolist(), skip_special_tokens=False) == text
     assert encode_corpus(tokenizer_dir, 9, 0, 2).size == 0
+
+
+def test_two_commands_that_start_together_make_one_token_file(
+    tokenizer_dir: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    encoded = []
+
+    def slow(*_: object, **__: object) -> np.ndarray:
+        encoded.append(1)
+        time.sleep(0.2)
+        return np.arange(100, dtype=np.uint16)
+
+    monkeypatch.setattr(tokens, "encode_corpus", slow)
+    both = [Thread(target=tokens.write_corpus, args=(tmp_path / "x.bin", tokenizer_dir, 1, 9000)) for _ in range(2)]
+    for one in both:
+        one.start()
+    for one in both:
+        one.join()
+    assert encoded == [1] and len(open_tokens(tmp_path / "x.bin", 1024).tokens) == 100
 
 
 def test_every_document_fits_the_context(tokenizer_dir: Path) -> None:

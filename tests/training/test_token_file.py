@@ -90,6 +90,17 @@ def test_a_mask_of_an_earlier_file_does_not_stay(tmp_path: Path) -> None:
     assert numbered(tmp_path, 20).mask is None
 
 
+def test_a_mapped_file_keeps_its_tokens_when_it_is_written_again(tmp_path: Path, seed: int) -> None:
+    rng = np.random.default_rng(seed)
+    ids, others = rng.integers(0, 50, 5000), rng.integers(50, 99, 5000)
+    mapped = write_tokens(tmp_path / "x.bin", ids, 99, "none")
+    with TokenWriter(tmp_path / "x.bin", 99, "none") as writer:
+        writer.append(others)
+        assert np.array_equal(open_tokens(mapped.path, 99).tokens, ids)  # of the file that is whole
+    assert np.array_equal(mapped.tokens, ids) and np.array_equal(open_tokens(mapped.path, 99).tokens, others)
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["x.bin", "x.json"]
+
+
 def test_an_interrupted_file_is_removed(tmp_path: Path) -> None:
     def interrupted() -> None:
         with TokenWriter(tmp_path / "x.bin", 100, "none", masked=True) as writer:
