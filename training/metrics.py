@@ -22,6 +22,10 @@ from training.optimizer import Schedule
 from training.step import Trainer, total
 
 
+class Diverged(UserError):
+    """The loss or the gradient's norm is no longer finite."""
+
+
 @dataclass(frozen=True)
 class Measured:
     """One line of `metrics.jsonl`, about several steps. Times and speeds are averages over these steps; `step` and `learning_rate`
@@ -72,8 +76,7 @@ class Meter(ABC):
             self.flush()
 
     def flush(self) -> None:
-        """Read and log the pending results. Collective. Raises UserError if the loss or the gradient's norm is no longer
-        finite."""
+        """Read and log the pending results. Collective. Raises Diverged."""
         if not self.pending:
             return
         count = len(self.pending)
@@ -83,7 +86,7 @@ class Meter(ABC):
         seconds, self.started = (now - self.started) / count, now
         for i, (loss, norm, *_) in enumerate(results, self.step - count + 1):
             if not (math.isfinite(loss) and math.isfinite(norm)):
-                raise UserError(f"step {i}: the loss is {loss} and the gradient's norm {norm}; {self.advice}")
+                raise Diverged(f"step {i}: the loss is {loss} and the gradient's norm {norm}; {self.advice}")
         line, shown = self.line(results, seconds)
         self.save_seconds = 0.0
         if self.is_first:

@@ -8,7 +8,8 @@ distillation.
 For each number of layers, share of the training tokens and distillation, the learning rate with the lowest loss on held-out
 stories is searched with the first seed. The further seeds have that rate. Its stories and prompts have another seed than those of
 the figures. Each retrained model is a row file in --out, and workers take what has no file yet. So a command that was stopped goes
-on with the rest. Writes adapt-curve.json, .md and .png into out (with --write into docs/results).
+on with the rest, each model from its last snapshot. A model whose loss is no longer finite has a row without results. Writes
+adapt-curve.json, .md and .png into out (with --write into docs/results), also if models are missing.
 """
 
 import argparse
@@ -19,7 +20,7 @@ import math
 import shutil
 import time
 from collections.abc import Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, fields
 from pathlib import Path
 from typing import Any
 
@@ -41,11 +42,12 @@ from scripts.lib.statistics import mean_error
 from scripts.lib.workers import Workers, same_command, visible_gpus
 from scripts.quality.accuracy import SEED
 from scripts.quality.embedded import TASKS
-from scripts.quality.seeds import difference, evaluate, nats, pair, prompts_error, share
+from scripts.quality.seeds import SAVE_EVERY, difference, evaluate, nats, pair, prompts_error, share
 from tp import init_world
 from training import adapt
 from training.convert import convert, to_hybrid_ladder
 from training.loop import prepare, train
+from training.metrics import Diverged, read_metrics, seconds_of
 
 DATA_SEED = 77  # of the retraining corpus, which shares no document with the original one or the held-out ones
 SEARCH_SEED = 3  # of the held-out documents on which learning rates are compared
@@ -84,9 +86,9 @@ def searched(args: argparse.Namespace) -> list[Cell]:
 
 
 def tokens_of(args: argparse.Namespace) -> list[int]:
-    """The tokens of each share, in whole steps."""
+    """The tokens of each share, in whole steps. Shares that round to the same steps are one."""
     step = args.batch * args.sequence_length
-    return [max(1, int(part * args.training_tokens) // step) * step for part in args.shares]
+    return list(dict.fromkeys(max(1, int(part * args.training_tokens) // step) * step for part in args.shares))
 
 
 def file_of(args: argparse.Namespace, cell: Cell) -> Path:
@@ -100,9 +102,10 @@ def file_of(args: argparse.Namespace, cell: Cell) -> Path:
 
 
 def best_rate(args: argparse.Namespace, group: tuple[int, int, float]) -> float | None:
-    """The learning rate with the lowest loss on the stories of the search, None as long as a rate has no row."""
+    """The learning rate with the lowest loss on the stories of the search, infinite for a model that diverged. None as long as a
+    rate has no row."""
     rows = {rate: read_row(file_of(args, Cell(*group, rate, args.seeds[0]))) for rate in args.rates}
-    found = {rate: nats(row["search"]) for rate, row in rows.items() if row is not None}
+    found = {rate: nats(row["search"]) if row["search"] else math.inf for rate, row in rows.items() if row is not None}
     return min(found, key=lambda rate: found[rate]) if len(found) == len(rows) else None
 
 
@@ -117,40 +120,55 @@ def chosen(args: argparse.Namespace) -> list[Cell]:
 
 
 def work(args: argparse.Namespace) -> None:
-    """Measure models until all have rows."""
+    """Measure models until all have rows. Raises UserError at the end if some could not be measured."""
+    failed: set[Cell] = set()
     while True:
         cells = list(dict.fromkeys([*searched(args), *chosen(args)]))
-        todo = [cell for cell in cells if not file_of(args, cell).exists()]
+        todo = [cell for cell in cells if cell not in failed and not file_of(args, cell).exists()]
+        if not todo and failed:
+            raise UserError(f"{len(failed)} models could not be measured; see above")
         if not todo and len(cells) == total(args):
             return
         for cell in todo:
             with claimed(file_of(args, cell)) as mine:
                 if mine:
-                    write_row(file_of(args, cell), measure(args, cell))
+                    try:
+                        write_row(file_of(args, cell), measure(args, cell))
+                    except UserError as e:
+                        failed.add(cell)
+                        note(f"{cell.name}: {e}")
                     break  # there may be new models, which come before those that no search waits for
         else:
             time.sleep(1)
 
 
 def measure(args: argparse.Namespace, cell: Cell) -> dict[str, Any]:
-    """Retrain and evaluate one model."""
-    folder = args.out / "work" / cell.name
-    shutil.rmtree(folder, ignore_errors=True)
-    started = time.monotonic()
-    if cell.tokens:
-        retrain(args, cell, folder)
-    elif cell.layers:
-        convert(args.model, folder / "model", cell.layers)
+    """Retrain and evaluate one model. Results are None if its loss is no longer finite. A retraining that was stopped goes on."""
+    folder = args.out / "work" / file_of(args, cell).stem
+    started, row = time.monotonic(), asdict(cell) | {"heldout": None, "search": None}
+    try:
+        if cell.tokens:
+            retrain(args, cell, folder)
+        elif cell.layers:
+            convert(args.model, folder / "model", cell.layers, force=True)
+    except Diverged as e:
+        note(f"{cell.name}: {e}")
+        path = None
+    else:
+        path = folder / "model" if cell.layers else args.model
     trained = time.monotonic()
     torch.set_float32_matmul_precision("highest")  # which training has lowered
     gc.collect()  # frees the trainer, whose hooks refer to each other
     torch.compiler.reset()  # what was compiled for it counts against the limit of the next one
     torch.cuda.empty_cache()
-    path = folder / "model" if cell.layers else args.model
-    row = asdict(cell) | {"heldout": evaluate(path, args.stories, args.items, SEED)}
-    if cell.tokens:
+    if path is not None:
+        row["heldout"] = evaluate(path, args.stories, args.items, SEED)
+    if path is not None and cell.tokens:
         row["search"] = evaluate(path, args.stories, 2, SEARCH_SEED)
-    row["training_seconds"], row["evaluation_seconds"] = trained - started, time.monotonic() - trained
+        if not math.isfinite(nats(row["search"]) + nats(row["heldout"])):  # of the last step's update
+            row["heldout"] = row["search"] = None
+    row["training_seconds"] = seconds_of(read_metrics(folder / "metrics.jsonl")) if cell.tokens else trained - started
+    row["evaluation_seconds"] = time.monotonic() - trained
     shutil.rmtree(folder, ignore_errors=True)
     return row
 
@@ -160,12 +178,15 @@ def retrain(args: argparse.Namespace, cell: Cell, out: Path) -> None:
     line: list[object] = ["--model", args.model, "--ladder-layers", cell.layers, "--data", data_of(args), "--out", out]
     line += ["--steps", steps, "--warmup", max(1, int(WARMUP * steps)), "--learning-rate", cell.rate, "--distill", cell.distill]
     line += ["--sequence-length", args.sequence_length, "--global-batch", args.batch, "--micro-batch", args.batch]
-    line += ["--seed", cell.seed, "--save-every", steps, "--log-every", max(1, steps // 20), *args.more]
+    line += ["--seed", cell.seed, "--resume", "--save-every", SAVE_EVERY, "--log-every", max(1, steps // 20), *args.more]
     settings = adapt.parse_args([str(word) for word in line])
     world = init_world(settings.device)
     setup = adapt.setup(settings, world)
     trainer, snapshots = prepare(settings, world, setup)
-    train(settings, world, trainer, snapshots, setup)
+    try:
+        train(settings, world, trainer, snapshots, setup)
+    finally:
+        snapshots.wait()  # nothing else may be written into a folder that is removed
 
 
 # --- all processes ----------------------------------------------------------------------------------------------------------
@@ -189,23 +210,23 @@ def rows_of(args: argparse.Namespace) -> list[dict[str, Any]]:
 
 def seconds_left(args: argparse.Namespace, rows: Sequence[dict[str, Any]]) -> float | None:
     """Until all models have rows, from the seconds of the rows there are: so many a model, and so many a token. None before the
-    first retrained model."""
-    trained = [row for row in rows if row["tokens"]]
+    first retrained model with results."""
+    trained = [row for row in rows if row["tokens"] and row["search"]]
     if not trained:
         return None
     wanted = [(cell.tokens, 1) for cell in searched(args)]
     wanted += [(tokens, len(args.seeds) - 1) for _, tokens, _ in dict.fromkeys(c.group for c in searched(args) if c.tokens)]
     tokens = sum(each * count for each, count in wanted) - sum(row["tokens"] for row in rows)
     of_token = sum(row["training_seconds"] for row in trained) / sum(row["tokens"] for row in trained)
-    of_model = sum(row["evaluation_seconds"] for row in rows) / len(rows)
+    of_model = sum(row["evaluation_seconds"] for row in trained) / len(trained)
     return float((tokens * of_token + (total(args) - len(rows)) * of_model) / args.workers)
 
 
-def command(args: argparse.Namespace, started: float) -> None:
-    """Run the workers until all rows are there or the time is over."""
-    workers, said, deadline = Workers(visible_gpus()), 0.0, started + args.minutes * 60
+def command(args: argparse.Namespace, started: float) -> list[str]:
+    """Run the workers until all rows are there or the time is over. Returns what to say of those that failed."""
+    workers, said, deadline, failed = Workers(visible_gpus()), 0.0, started + args.minutes * 60, list[str]()
     if len(rows_of(args)) == total(args):
-        return
+        return failed
     words = same_command("scripts.quality.adapt_curve", "--work")
     for i in range(args.workers):
         workers.start(f"worker-{i}", words, args.out / f"worker-{i}.log")
@@ -215,14 +236,15 @@ def command(args: argparse.Namespace, started: float) -> None:
             workers.stop()
         for name, code in workers.ended().items():
             if code:
-                workers.stop()
-                raise UserError(f"{name} failed with exit code {code}; see {args.out / name}.log. The same command goes on")
+                failed.append(f"; {name} failed with exit code {code}, see {args.out / name}.log")
+                note(failed[-1].removeprefix("; "))
         if time.monotonic() > said + 20:
             said, rows = time.monotonic(), rows_of(args)
             left = seconds_left(args, rows)
             when = "no estimate before the first" if left is None else f"about {left / 60:.1f} min left"
             note(f"{len(rows)} of {total(args)} models; {when}")
         time.sleep(0.5)
+    return failed
 
 
 # --- results ----------------------------------------------------------------------------------------------------------------
@@ -232,7 +254,7 @@ def summary(args: argparse.Namespace) -> list[dict[str, Any]]:
     """One entry for the original, for each converted model, and for each group: means over seeds with their standard errors."""
     groups: dict[tuple[int, int, float], list[dict[str, Any]]] = {}
     for cell in [*(one for one in searched(args) if not one.tokens), *chosen(args)]:
-        if (row := read_row(file_of(args, cell))) is not None:
+        if (row := read_row(file_of(args, cell))) is not None and row["heldout"]:
             groups.setdefault(cell.group, []).append(row)
     original = groups.get((0, 0, 0.0), [None])[0]
     found = []
@@ -251,7 +273,8 @@ def summary(args: argparse.Namespace) -> list[dict[str, Any]]:
             if (layers, 0, 0.0) in groups:
                 converted = share(groups[layers, 0, 0.0][0]["heldout"], "mean")
                 gap = share(first, "mean") - converted
-                entry["recovered"] = (entry["mean"][0] - converted) / gap if gap else math.nan
+                mean, error, _ = entry["mean"]
+                entry["recovered"] = ((mean - converted) / gap, error / abs(gap)) if gap else (math.nan, math.nan)
         found.append(entry)
     return found
 
@@ -262,8 +285,9 @@ def table(entries: list[dict[str, Any]], args: argparse.Namespace, where: dict[s
     lines = []
     for entry in entries:
         trained = bool(entry["tokens"])
+        edge = " (edge)" if entry["rate"] in (min(args.rates), max(args.rates)) else ""
         cells = [str(entry["layers"] or "original"), f"{entry['tokens'] / 1e6:.3g}" if entry["layers"] else ""]
-        cells += [f"{entry['distill']:.0%}", f"{entry['rate']:g}", str(entry["seeds"])] if trained else [""] * 3
+        cells += [f"{entry['distill']:.0%}", f"{entry['rate']:g}" + edge, str(entry["seeds"])] if trained else [""] * 3
         cells.append(pair(entry["perplexity"][0], entry["perplexity"][1], "{:.4f}"))
         change = entry.get("perplexity_change")
         cells.append(pair(100 * change[0], 100 * change[1], "{:+.2f}") if change else "")
@@ -272,11 +296,17 @@ def table(entries: list[dict[str, Any]], args: argparse.Namespace, where: dict[s
             cells.append(f"{pair(mean, error)} (± {over_prompts:.1f})")
         lost = entry.get("difference")
         cells.append(f"{100 * lost[0]:+.1f} (± {100 * lost[1]:.1f})" if lost else "")
-        lines.append([*cells, f"{100 * entry['recovered']:.0f}" if "recovered" in entry else ""])
+        back = entry.get("recovered")
+        lines.append([*cells, pair(100 * back[0], 100 * back[1], "{:.0f}") if back else ""])
+    diverged = [Cell(*(row[field.name] for field in fields(Cell))).name for row in rows_of(args) if not row["heldout"]]
+    infinite = f"The loss did not stay finite: {', '.join(diverged)}. " if diverged else ""
     caption = (
-        f"Means over seeds ± their standard error; in brackets the error over prompts. Recovered: of the mean exact match that "
-        f"conversion takes. Learning rates searched among {', '.join(f'{rate:g}' for rate in args.rates)} on other held-out stories, "
-        f"{args.batch} windows of {args.sequence_length} tokens a step. Perplexity over {args.stories} held-out stories; exact match in "
+        f"Means over seeds ± their standard error; in brackets the error over prompts. All seeds start from the same model and vary "
+        f"only the windows. Recovered: of the mean exact match that conversion takes; its error is the mean's, divided by what "
+        f"conversion takes, which is the same for all seeds. Learning rates searched among "
+        f"{', '.join(f'{rate:g}' for rate in args.rates)} on other held-out stories; edge: the lowest or highest of them, beyond which "
+        f"another may be better. {infinite}"
+        f"Steps of {args.batch} windows of {args.sequence_length} tokens. Perplexity over {args.stories} held-out stories; exact match in "
         f"%, {args.items} held-out items a task, greedy. The original was trained on {args.training_tokens / 1e6:,.0f}M tokens. Made on "
         f"{describe(where)}."
     )
@@ -284,20 +314,25 @@ def table(entries: list[dict[str, Any]], args: argparse.Namespace, where: dict[s
 
 
 def draw(entries: list[dict[str, Any]], path: Path) -> None:
-    """The mean exact match and the perplexity against the tokens, a line for each number of layers and distillation."""
-    figure = new_figure(9, 3.6)
+    """The mean exact match, its recovered share and the perplexity against the tokens, with errors over seeds: a line for each number
+    of layers and distillation."""
+    figure = new_figure(13, 3.6)
     layers = sorted({entry["layers"] for entry in entries} - {0})
     shares = sorted({entry["distill"] for entry in entries if entry["tokens"]})
-    labels = ("mean", 100, "exact match, %, mean of tasks"), ("perplexity", 1, "held-out perplexity")
-    for axes, (name, scale, label) in zip(figure.subplots(1, 2), labels, strict=True):
+    labels = [
+        ("mean", 100, "exact match, %, mean of tasks"),
+        ("recovered", 100, "recovered, %"),
+        ("perplexity", 1, "held-out perplexity"),
+    ]
+    for axes, (name, scale, label) in zip(figure.subplots(1, len(labels)), labels, strict=True):
         for (i, count), (k, distill) in itertools.product(enumerate(layers), enumerate(shares)):
-            mine = [e for e in entries if e["layers"] == count and (e["distill"] == distill or not e["tokens"])]
+            mine = [e for e in entries if e["layers"] == count and (e["distill"] == distill or not e["tokens"]) and name in e]
             values = [scale * e[name][0] for e in mine]
             errors = [0.0 if math.isnan(e[name][1]) else scale * e[name][1] for e in mine]
             look: dict[str, Any] = {"color": CYCLE[i % len(CYCLE)], "linestyle": ("--", "-", ":", "-.")[k % 4], "capsize": 3}
             what = f"{count} layers, {distill:.0%} distillation" if name == "mean" else None
             axes.errorbar([e["tokens"] / 1e6 for e in mine], values, errors, marker="o", markersize=3, label=what, **look)
-        for entry in (e for e in entries if not e["layers"]):
+        for entry in (e for e in entries if not e["layers"] and name in e):
             axes.axhline(scale * entry[name][0], color="black", linewidth=0.8, label="original" if name == "mean" else None)
         axes.set(xlabel="retraining tokens, M", ylabel=label)
         axes.grid(alpha=0.3)
@@ -358,7 +393,7 @@ def main() -> None:
     check_folder(args.out / "rows")
     folder, where = results.results_folder(args), machine()
     write_enough(data_of(args), args.model, DATA_SEED, max(tokens_of(args)))
-    command(args, started)
+    failed = command(args, started)
     entries = summary(args)
     if entries:
         text = table(entries, args, where)
@@ -369,7 +404,7 @@ def main() -> None:
         results.made(folder / "adapt-curve.png", raw)
         note(f"wrote adapt-curve.json, .md and .png in {folder}")
     if (ready := len(rows_of(args))) < total(args):
-        raise UserError(f"{ready} of {total(args)} models are ready; the same command goes on")
+        raise UserError(f"{ready} of {total(args)} models are ready; the same command goes on{''.join(failed)}")
 
 
 if __name__ == "__main__":

@@ -12,10 +12,12 @@ from typing import Any
 import pytest
 
 from errors import UserError
+from scripts.corpus.tokens import write_enough
 from scripts.lib.rows import write_row
 from scripts.quality import adapt_curve, seeds
 from scripts.quality.adapt_curve import Cell
 from scripts.quality.embedded import TASKS
+from training.step import Trainer
 
 SMALL = ["--sequence-length", "32", "--batch", "2", "--training-tokens", "2000", "--shares", "0.1", "--layers", "4"]
 
@@ -31,8 +33,11 @@ def evaluation(loss: float, right: float) -> dict[str, Any]:
     return {"stories": [(-loss * 10, 10)] * 3, "answers": answers}
 
 
-def put(args: argparse.Namespace, cell: Cell, heldout: tuple[float, float], search: float = 1.0) -> None:
-    row = asdict(cell) | {"heldout": evaluation(*heldout), "search": evaluation(search, 0.5)}
+def put(args: argparse.Namespace, cell: Cell, heldout: tuple[float, float] | None, search: float = 1.0) -> None:
+    """The row of a model with these losses and this share of right answers, or of one that diverged."""
+    row: dict[str, Any] = asdict(cell) | {"heldout": None, "search": None}
+    if heldout:
+        row |= {"heldout": evaluation(*heldout), "search": evaluation(search, 0.5)}
     write_row(adapt_curve.file_of(args, cell), row | {"training_seconds": 8.0, "evaluation_seconds": 3.0})
 
 
@@ -55,19 +60,85 @@ def test_the_grid_is_searched_with_one_seed_and_measured_with_all(
     put(args, Cell(4, 192, 0.5, 2e-3, 2), (0.34, 0.8))
     original, converted, retrained = adapt_curve.summary(args)
     assert retrained["rate"] == 2e-3 and retrained["seeds"] == 2
-    assert retrained["mean"][:2] == pytest.approx((0.75, 0.05)) and converted["recovered"] == 0
-    assert retrained["recovered"] == pytest.approx((0.75 - 0.5) / (0.9 - 0.5))
+    assert retrained["mean"][:2] == pytest.approx((0.75, 0.05)) and converted["recovered"][0] == 0
+    assert retrained["recovered"] == pytest.approx(((0.75 - 0.5) / (0.9 - 0.5), 0.05 / (0.9 - 0.5)))
     assert retrained["difference"][0] == pytest.approx(-0.15)
     assert retrained["perplexity_change"][0] == pytest.approx((math.exp(0.02) + math.exp(0.04)) / 2 - 1)
     assert "recovered" not in original
     text = adapt_curve.table([original, converted, retrained], args, seeds.machine())
-    assert "| 4 | 0.000192 | 50% | 0.002 | 2 |" in text and "| 62 |" in text  # 62.5 %, to even
+    assert "| 4 | 0.000192 | 50% | 0.002 (edge) | 2 |" in text and "| 62 ± 1" in text  # 62.5 ± 12.5
+    assert "did not stay finite" not in text
     args.batch += 1
     assert adapt_curve.rows_of(args) == []  # other settings have other rows
     args.batch -= 1
     assert adapt_curve.rows_of(args)
     monkeypatch.setattr(adapt_curve, "code_digest", lambda: "other")
     assert adapt_curve.rows_of(args) == []
+
+
+def test_a_rate_that_diverges_is_not_chosen(monkeypatch: pytest.MonkeyPatch, tmp_path: Path, seed: int) -> None:
+    args = arguments(monkeypatch, tmp_path, "--distill", "0", "--rates", "1e-3", "2e-3", "1e30", "--seeds", "1")
+    original, converted, *trained = adapt_curve.searched(args)
+    put(args, original, (0.3, 0.9))
+    put(args, converted, (0.5, 0.5))
+    order = random.sample(range(3), 3)
+    for i in order:
+        put(args, trained[i], None if i == 2 else (0.3, 0.8), search=0.4 - 0.1 * i)
+    assert adapt_curve.chosen(args) == [trained[1]]
+    text = adapt_curve.table(adapt_curve.summary(args), args, seeds.machine())
+    assert "| 0.002 | 1 |" in text and f"did not stay finite: {trained[2].name}." in text
+
+
+def test_shares_that_round_to_the_same_steps_are_one(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    args = arguments(monkeypatch, tmp_path, "--distill", "0", "--rates", "1e-3", "--seeds", "1", "--shares", "0.03", "0.04")
+    assert adapt_curve.tokens_of(args) == [64]
+    for cell in adapt_curve.searched(args):
+        put(args, cell, (0.3, 0.9))
+    assert adapt_curve.total(args) == len(adapt_curve.rows_of(args)) == 3
+    adapt_curve.work(args)  # returns
+
+
+def test_a_worker_goes_on_behind_a_model_that_fails(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    args = arguments(monkeypatch, tmp_path, "--distill", "0", "--rates", "1e-3", "2e-3", "--seeds", "1")
+    (tmp_path / "rows").mkdir()
+    broken, *others = adapt_curve.searched(args)
+
+    def measured(_: argparse.Namespace, cell: Cell) -> dict[str, Any]:
+        if cell == broken:
+            raise UserError("no room")
+        return asdict(cell) | {"heldout": evaluation(0.3, 0.9), "search": evaluation(0.4, 0.5)}
+
+    monkeypatch.setattr(adapt_curve, "measure", measured)
+    with pytest.raises(UserError, match="1 models could not be measured"):
+        adapt_curve.work(args)
+    assert [row["layers"] for row in adapt_curve.rows_of(args)] == [cell.layers for cell in others]
+
+
+def test_a_model_goes_on_from_its_last_snapshot(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    more = ["--distill", "0", "--rates", "1e-3", "--seeds", "1", "--stories", "2", "--items", "2", "--", "--device", "cpu"]
+    args = arguments(monkeypatch, tmp_path, *more)
+    monkeypatch.setattr(adapt_curve, "SAVE_EVERY", 2)
+    write_enough(adapt_curve.data_of(args), args.model, adapt_curve.DATA_SEED, 192)
+    cell = adapt_curve.searched(args)[-1]
+    left = Trainer.train_step
+
+    def killed(self: Trainer) -> Any:
+        if self.step == 2:
+            raise KeyboardInterrupt
+        return left(self)
+
+    monkeypatch.setattr(Trainer, "train_step", killed)
+    with pytest.raises(KeyboardInterrupt):
+        adapt_curve.measure(args, cell)
+    steps = []
+    monkeypatch.setattr(Trainer, "train_step", lambda self: (steps.append(self.step), left(self))[1])
+    row = adapt_curve.measure(args, cell)
+    assert steps == [2] and row["search"]
+    args.rates = [1e30]
+    cell = adapt_curve.searched(args)[-1]
+    row = adapt_curve.measure(args, cell)
+    assert row["heldout"] is row["search"] is None
+    json.dumps(row, allow_nan=False)
 
 
 def test_a_model_is_measured_by_one_worker(tmp_path: Path) -> None:
@@ -108,3 +179,23 @@ def test_a_small_curve_from_training_to_the_table(monkeypatch: pytest.MonkeyPatc
     assert not list((args.out / "work").iterdir())
     monkeypatch.setattr(adapt_curve.Workers, "start", lambda *_: pytest.fail("nothing is left to do"))
     adapt_curve.main()
+
+
+@pytest.mark.usefixtures("forked_commands")
+def test_a_worker_that_fails_leaves_the_others_alone_and_the_table_is_written(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    monkeypatch.setattr(adapt_curve.results, "OUT", tmp_path / "results")
+    more = ["--distill", "0", "--rates", "1e-3", "--seeds", "1", "--workers", "2"]
+    args = arguments(monkeypatch, tmp_path / "curve", *more)
+    put(args, Cell(0), (0.3, 0.9))
+    write_row(tmp_path / "late.json", asdict(Cell(4)) | {"heldout": evaluation(0.5, 0.5), "search": None})
+    late = f"import os, time; time.sleep(2); os.rename({str(tmp_path / 'late.json')!r}, {str(adapt_curve.file_of(args, Cell(4)))!r})"
+    scripts = {"worker-0": "raise SystemExit(9)", "worker-1": late}
+    start = adapt_curve.Workers.start
+    monkeypatch.setattr(
+        adapt_curve.Workers, "start", lambda self, name, _, log: start(self, name, [sys.executable, "-c", scripts[name]], log)
+    )
+    with pytest.raises(UserError, match="2 of 3 models are ready; the same command goes on; worker-0 failed with exit code 9"):
+        adapt_curve.main()
+    assert "| 4 | 0 |" in (tmp_path / "results" / "adapt-curve.md").read_text()
