@@ -49,20 +49,25 @@ class Trainer:
         Returns this rank's share of the loss per token (the sum over the ranks is the loss) and the gradient's global
         norm, both fp32 scalars on the device.
         """
-        supervised = self.batches.supervised(self.step)
-        share = torch.zeros((), device=self.device)
-        for number in range(self.accumulation):
-            index = number * self.world_size + self.rank
-            batch = self.batches.micro_batch(self.step, index, self.micro_batch).to(self.device)
-            hidden = self.executor.forward(batch.inputs)
-            loss = self.loss(self.executor.model, hidden, batch) / supervised
-            self.executor.backward(loss, last=number == self.accumulation - 1)
-            share += loss.detach()
+        share = self.accumulate(self.batches, self.step)
         norm = self.optimizer.step(self.executor.take_gradients(), self.schedule.rate(self.step))
         if not self.executor.overlap.updates:
             self.executor.synchronize()
         self.step += 1
         return share, norm
+
+    def accumulate(self, batches: GlobalBatches, step: int) -> Tensor:
+        """Add up the gradients of batch `step`. Collective. Returns this rank's share of the loss per token, an fp32 scalar."""
+        supervised = batches.supervised(step)
+        share = torch.zeros((), device=self.device)
+        for number in range(self.accumulation):
+            index = number * self.world_size + self.rank
+            batch = batches.micro_batch(step, index, self.micro_batch).to(self.device)
+            hidden = self.executor.forward(batch.inputs)
+            loss = self.loss(self.executor.model, hidden, batch) / supervised
+            self.executor.backward(loss, last=number == self.accumulation - 1)
+            share += loss.detach()
+        return share
 
     # --- snapshots -------------------------------------------------------------------------------------------------------
 

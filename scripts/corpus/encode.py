@@ -24,6 +24,7 @@ class _Range:
     seed: int
     start: int
     count: int
+    split: str
 
 
 _worker_tokenizer: Tokenizer | None = None
@@ -39,21 +40,21 @@ def _start_worker(tokenizer_path: Path) -> None:
 def _encode_range(work: _Range) -> tuple[int, np.ndarray]:
     """The number of documents in a range, and their token ids."""
     assert _worker_tokenizer is not None
-    texts = [render(document) for document in documents(work.seed, work.count, start=work.start)]
+    texts = [render(document) for document in documents(work.seed, work.count, work.split, start=work.start)]
     encodings = _worker_tokenizer.encode_batch_fast(texts, add_special_tokens=False)
     ids = [token for encoding in encodings for token in encoding.ids]
     return work.count, np.array(ids, dtype=np.uint16)
 
 
-def encode_corpus(tokenizer_path: Path, seed: int, count: int, processes: int) -> np.ndarray:
-    """Token ids (uint16) of the first `count` documents, rendered and concatenated. They are the same for any number of processes.
+def encode_corpus(tokenizer_path: Path, seed: int, count: int, processes: int, split: str = "train") -> np.ndarray:
+    """Token ids (uint16) of the first `count` documents of a split, rendered and concatenated. They are the same for any number of processes.
 
     Raises UserError for a missing tokenizer, a vocabulary too large for uint16, and as `documents` does.
     """
-    documents(seed, count)
+    documents(seed, count, split)
     if load_tokenizer(tokenizer_path).get_vocab_size() > 1 << 16:
         raise UserError(f"the tokenizer at {tokenizer_path} has more than 65536 tokens; ids are stored as uint16")
-    ranges = [_Range(seed, first, min(CHUNK, count - first)) for first in range(0, count, CHUNK)]
+    ranges = [_Range(seed, first, min(CHUNK, count - first), split) for first in range(0, count, CHUNK)]
     pieces = [np.empty(0, dtype=np.uint16)]
     with tqdm(total=count, unit="doc", desc="encode", disable=None) as bar:
         for done, ids in _encoded(tokenizer_path, ranges, processes):

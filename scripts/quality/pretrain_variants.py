@@ -4,9 +4,10 @@
     python -m scripts.quality.pretrain_variants --model tiny --ranks 2 --steps 40 --sequence-length 128 --streams 2 --dry-run
 
 The data is the synthetic corpus, tokenized as for the embedded models. So the curves only compare the variants with each other.
-The standard model is trained with each of --seeds, whose differences are the noise, and the others with the first one. Writes
-pretrain-MODEL.json, .md and .png into out, or with --write into docs/results. The ranks start once and train one model after the
-other. A model whose metrics in --out are complete, and of the same settings, is not trained again.
+The standard model is trained with each of --seeds, whose differences are the noise, and the others with the first one. At the end
+each model is evaluated on the same held-out windows. Writes pretrain-MODEL.json, .md and .png into out, or with --write into
+docs/results. The ranks start once and train one model after the other. A command that was stopped goes on from the last snapshot.
+The snapshots of a model are removed once it is evaluated.
 """
 
 import argparse
@@ -14,9 +15,13 @@ import gc
 import json
 import math
 import os
+import shutil
 import subprocess
 import sys
+import time
+from dataclasses import replace
 from pathlib import Path
+from statistics import fmean
 from typing import Any
 
 import torch
@@ -31,21 +36,26 @@ from scripts.lib import results
 from scripts.lib.machine import describe, machine
 from scripts.lib.markdown import captioned
 from scripts.lib.process_tree import end
-from scripts.lib.rows import read_row, write_row
+from scripts.lib.rows import code_digest, read_row, write_row
 from scripts.lib.statistics import mean_error
 from tp import World, init_world
 from training.loop import prepare, together
 from training.loop import train as train_one
 from training.metrics import draw_losses, read_metrics
+from training.step import Trainer, total
+from training.token_file import open_tokens
 from training.train import parse_args as training_args
 from training.train import setup
 from variants import TRAINABLE
 
 BASE = "standard"  # the variant with which the others are compared
-LAST = 4  # log lines over which losses are compared, because a single step's loss has the noise of its windows
+LAST = 4  # log lines over which the training loss is averaged, because a single step's loss has the noise of its windows
 TOKENIZER = results.ROOT / "models" / "tiny-standard"
 LOG_EVERY = 5  # steps
 WARMUP = 0.25  # of the steps; with fewer, the deeper variants diverge while Adam's second moments are still inaccurate
+SAVE_EVERY = 100  # steps, which is what a stop loses at most
+HELDOUT = "heldout.json"
+HELDOUT_STEPS = 4  # global batches of held-out windows
 TRAIN = "--train"  # first word of the ranks' command line
 
 
@@ -80,21 +90,44 @@ def parse_args() -> argparse.Namespace:
 # --- the ranks ------------------------------------------------------------------------------------------------------------
 
 
-def train(world: World, words: list[str]) -> None:
-    """Train one variant. words: the command line of training.train. Collective."""
+def train(world: World, words: list[str], heldout: Path) -> None:
+    """Train one variant from its last snapshot, and write its loss on the token file `heldout`. words: the command line of
+    training.train. Collective."""
     args = training_args(words)
     found = together(world, lambda: setup(args))
-    trainer, snapshots = prepare(args, world, found)
-    train_one(args, world, trainer, snapshots, found)
+    train_one(args, world, *prepare(args, world, found), found)
+    free()
+    trainer, _ = prepare(args, world, found)  # of the last step's snapshot: the training has closed its executor
+    loss = heldout_loss(trainer, heldout)
+    trainer.executor.close()
+    if world.rank == 0:
+        write_row(args.out / HELDOUT, {"loss": loss})
+        for name in ("snapshots", "model"):
+            shutil.rmtree(args.out / name)
 
 
-def on_rank(command_lines: list[list[str]]) -> None:
+def heldout_loss(trainer: Trainer, data: Path) -> float:
+    """The mean loss of a token over HELDOUT_STEPS global batches, which are the same for all models. Collective."""
+    tokens = open_tokens(data, trainer.executor.model.config.vocab_size)
+    batches, loss = replace(trainer.batches, tokens=tokens, seed=0), torch.zeros((), device=trainer.device)
+    for step in range(HELDOUT_STEPS):
+        loss += trainer.accumulate(batches, step)
+        trainer.executor.take_gradients()  # the backward pass only frees the weights that forward has gathered
+    return float(total(loss, trainer.executor.whole_groups.replicas)) / HELDOUT_STEPS
+
+
+def free() -> None:
+    """Free modules and hooks, which refer to each other, and their GPU memory."""
+    gc.collect()
+    torch.cuda.empty_cache()
+
+
+def on_rank(command_lines: list[list[str]], heldout: Path) -> None:
     os.environ.setdefault("NCCL_NVLS_ENABLE", "0")  # NVLink multicast stays off unless the user turns it on
     world = init_world(training_args(command_lines[0]).device)
     for words in command_lines:
-        train(world, words)
-        gc.collect()  # frees modules and hooks, which refer to each other
-        torch.cuda.empty_cache()
+        train(world, words, heldout)
+        free()
 
 
 # --- the command ----------------------------------------------------------------------------------------------------------
@@ -117,17 +150,19 @@ def words(args: argparse.Namespace, label: str, data: Path) -> list[str]:
     variant, seed = models(args)[label]
     full = f"{variant}:{args.streams}" if variant.startswith("desync") else variant
     line = ["--model", args.model, "--variant", full, "--seed", seed, "--data", data, "--out", folder_of(args, label)]
-    line += ["--steps", args.steps, "--sequence-length", args.sequence_length, "--log-every", LOG_EVERY, "--metrics-only"]
+    line += ["--steps", args.steps, "--sequence-length", args.sequence_length, "--log-every", LOG_EVERY]
+    line += ["--resume", "--save-every", SAVE_EVERY]
     line += ["--global-batch", args.global_batch, "--micro-batch", args.micro_batch]
     line += ["--learning-rate", args.learning_rate, "--warmup", int(WARMUP * args.steps)]
     return [*map(str, line), *args.more]
 
 
-def corpus(args: argparse.Namespace) -> Path:
+def corpus(args: argparse.Namespace, split: str = "train") -> Path:
     """Write a token file with enough windows for all steps, unless there is one. Returns its path. Raises UserError."""
-    needed = args.steps * args.global_batch * (args.sequence_length + 1)  # a window has one more, its last target
-    data: Path = args.out / f"tokens-{needed}.bin"
-    write_enough(data, TOKENIZER, 1, needed)
+    steps = args.steps if split == "train" else HELDOUT_STEPS
+    needed = steps * args.global_batch * (args.sequence_length + 1)  # a window has one more, its last target
+    data: Path = args.out / f"{split}-{needed}.bin"
+    write_enough(data, TOKENIZER, 1, needed, split)
     return data
 
 
@@ -136,7 +171,7 @@ def settings_file(args: argparse.Namespace, label: str) -> Path:
 
 
 def settings(args: argparse.Namespace, label: str, data: Path) -> dict[str, Any]:
-    return {"words": words(args, label, data), "ranks": args.ranks}
+    return {"words": words(args, label, data), "ranks": args.ranks, "code": code_digest()}
 
 
 def metrics(args: argparse.Namespace, label: str, data: Path) -> list[dict[str, Any]]:
@@ -147,22 +182,46 @@ def metrics(args: argparse.Namespace, label: str, data: Path) -> list[dict[str, 
     return found
 
 
+def heldout(args: argparse.Namespace, label: str, data: Path) -> float | None:
+    """The held-out loss of a model, None if it has none yet."""
+    row = read_row(folder_of(args, label) / HELDOUT) if metrics(args, label, data) else None
+    return None if row is None else float(row["loss"])
+
+
 def begin(args: argparse.Namespace, label: str, data: Path) -> list[str]:
-    """Note the settings of a model that is to be trained, and remove metrics of other settings. Returns its command line."""
+    """Note the settings of a model that is to be trained, and remove what is of other settings. Returns its command line."""
     if not metrics(args, label, data):
-        (folder_of(args, label) / "metrics.jsonl").unlink(missing_ok=True)
+        for name in ("metrics.jsonl", HELDOUT):
+            (folder_of(args, label) / name).unlink(missing_ok=True)
+        shutil.rmtree(folder_of(args, label) / "snapshots", ignore_errors=True)
     write_row(settings_file(args, label), settings(args, label, data))
     return words(args, label, data)
 
 
-def launch(args: argparse.Namespace, todo: list[list[str]]) -> str | None:
+def seconds_left(args: argparse.Namespace, data: Path) -> float | None:
+    """Until all models are trained, by their step times so far. None before the first."""
+    found = {label: metrics(args, label, data) for label in models(args)}
+    times = {label: lines[-1]["step_ms"] / 1e3 for label, lines in found.items() if lines}
+    if not times:
+        return None
+    usual = fmean(times.values())
+    return sum((args.steps - (lines[-1]["step"] if lines else 0)) * times.get(label, usual) for label, lines in found.items())
+
+
+def launch(args: argparse.Namespace, todo: list[list[str]], data: Path) -> str | None:
     """Train all variants in `todo` in one launch of ranks. Returns None, or why the training ended early."""
     line = [*on_ranks(args.ranks), "-m", "scripts.quality.pretrain_variants"]
-    process = subprocess.Popen([*line, TRAIN, json.dumps(todo)], cwd=results.ROOT)
+    process = subprocess.Popen([*line, TRAIN, json.dumps(todo), str(corpus(args, "heldout"))], cwd=results.ROOT)
+    started = said = time.monotonic()
     try:
-        code = process.wait(args.timeout)
-    except subprocess.TimeoutExpired:
-        return f"stopped after {args.timeout:.0f} s (--timeout)"
+        while (code := process.poll()) is None:
+            time.sleep(0.2)
+            now = time.monotonic()
+            if args.timeout is not None and now > started + args.timeout:
+                return f"stopped after {args.timeout:.0f} s (--timeout); the same command goes on"
+            if now > said + 20:
+                said, left = now, seconds_left(args, data)
+                note("no estimate before the first steps" if left is None else f"about {left / 60:.1f} min of training left")
     finally:
         end(process)
     return f"the training failed with exit code {code}; see above" if code else None
@@ -182,59 +241,63 @@ def loss_at(lines: Lines, step: int) -> float:
     return sum(last) / len(last)
 
 
-def differences(found: dict[str, Lines]) -> tuple[dict[str, float], float]:
-    """The loss of each model less that of the first of BASE, nats, at the last common step; and the standard deviation of one
-    difference between seeds: sqrt(2) times that of BASE over its seeds. NaN for one seed, and no differences without BASE."""
-    step = common_step(found)
-    if BASE not in found or not step:
+def differences(losses: dict[str, float]) -> tuple[dict[str, float], float]:
+    """The held-out loss of each model less that of the first of BASE, nats; and the standard deviation of one difference between
+    seeds: sqrt(2) times that of BASE over its seeds. NaN for one seed, and no differences without BASE."""
+    if BASE not in losses:
         return {}, math.nan
-    losses = {label: loss_at(lines, step) for label, lines in found.items()}
     seeds = [loss for label, loss in losses.items() if label.partition(",")[0] == BASE]
     noise = math.sqrt(2 * len(seeds)) * mean_error(seeds)[1]
     return {label: loss - losses[BASE] for label, loss in losses.items() if label != BASE}, noise
 
 
-def table(args: argparse.Namespace, found: dict[str, Lines], where: dict[str, Any]) -> str:
-    """A Markdown table of each model's loss at the last common step, its difference, and its median speed, with a caption."""
+def table(args: argparse.Namespace, found: dict[str, Lines], losses: dict[str, float], where: dict[str, Any]) -> str:
+    """A Markdown table of each model's loss at the last common step, its held-out loss if it is known, the difference of that, and
+    its median speed, with a caption."""
     step = common_step(found)
-    lost, noise = differences(found)
-    head = ["variant", "steps", f"loss at step {step}, nats a token", f"against {BASE}", "step, ms", "tokens a GPU and second"]
+    lost, noise = differences(losses)
+    head = ["variant", "steps", f"loss at step {step}, nats a token", "held-out loss", f"against {BASE}"]
+    head += ["step, ms", "tokens a GPU and second"]
     rows: list[list[object]] = []
     for label, lines in found.items():
         steady = sorted(lines, key=lambda line: line["step_ms"])[len(lines) // 2]
         speed = [f"{steady['step_ms']:,.0f}", f"{steady['tokens_per_gpu_second']:,.0f}"]
         loss = f"{loss_at(lines, step):.4f}" if step else ""
-        rows.append([label, lines[-1]["step"], loss, f"{lost[label]:+.4f}" if label in lost else "", *speed])
+        last = [f"{losses[label]:.4f}" if label in losses else "", f"{lost[label]:+.4f}" if label in lost else ""]
+        rows.append([label, lines[-1]["step"], loss, *last, *speed])
     batch = f"{args.global_batch} windows of {args.sequence_length} tokens a step, {args.streams} desync streams"
     tokens = f"{step * args.global_batch * args.sequence_length / 1e6:,.1f}M tokens until step {step}"
-    known = "" if math.isnan(noise) else f" Two seeds of {BASE} differ by {noise:.4f} (standard deviation of a difference)."
+    seeds = sum(label.partition(",")[0] == BASE for label in losses)
+    known = f" The difference of two seeds of {BASE} has a standard deviation of {noise:.4f}, estimated from {seeds} seeds."
     caption = (
-        f"{args.model} on {args.ranks} ranks, {batch}, {tokens}, synthetic corpus. Losses are means of up to {LAST} log lines, "
-        f"{LOG_EVERY} steps apart.{known} Step times are medians. Made on {describe(where)}."
+        f"{args.model} on {args.ranks} ranks, {batch}, {tokens}, synthetic corpus. Training losses are means of up to "
+        f"{LAST} log lines, {LOG_EVERY} steps apart. Held-out losses, after the last step, are of the same {HELDOUT_STEPS} batches of "
+        f"windows for all models.{'' if math.isnan(noise) else known} Step times are medians. Made on {describe(where)}."
     )
     return captioned(head, rows, caption)
 
 
 def main() -> None:
     if sys.argv[1:2] == [TRAIN]:
-        on_rank(json.loads(sys.argv[2]))
+        on_rank(json.loads(sys.argv[2]), Path(sys.argv[3]))
         return
     args, where = parse_args(), machine()
     check_folder(args.out)
     folder = None if args.dry_run else results.results_folder(args)
     data = corpus(args)
-    # a model is done if the last line of its metrics is that of the last step
-    todo = [label for label in models(args) if not (lines := metrics(args, label, data)) or lines[-1]["step"] < args.steps]
-    failure = launch(args, [begin(args, label, data) for label in todo]) if todo else None
+    todo = [label for label in models(args) if heldout(args, label, data) is None]
+    failure = launch(args, [begin(args, label, data) for label in todo], data) if todo else None
     found = {label: lines for label in models(args) if (lines := metrics(args, label, data))}
+    losses = {label: loss for label in found if (loss := heldout(args, label, data)) is not None}
     if found:
-        text = table(args, found, where)
+        text = table(args, found, losses, where)
         print(text)
     if found and folder:
         name = f"pretrain-{args.model.replace(':', '-')}"
         shown = {key: value for key, value in vars(args).items() if not isinstance(value, Path)}
-        lost, noise = differences(found)
-        about = {"machine": where, "settings": shown, "common_step": common_step(found), "differences": lost, "noise": noise}
+        lost, noise = differences(losses)
+        about = {"machine": where, "settings": shown, "common_step": common_step(found)}
+        about |= {"heldout": losses, "differences": lost, "noise": noise}
         raw = results.write_table(name, about | {"metrics": found}, text, folder)
         draw_losses(list(found.items()), folder / f"{name}.png")
         results.made(folder / f"{name}.png", raw)

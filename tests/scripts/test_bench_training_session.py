@@ -2,8 +2,10 @@
 
 import json
 import math
+import random
 import statistics
 import sys
+import time
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -14,11 +16,16 @@ import pytest
 from errors import UserError
 from scripts.bench.training import __main__ as bench_training
 from scripts.bench.training import launches
+from scripts.corpus.encode import encode_corpus
+from scripts.lib.machine import machine
 from scripts.lib.results import ROOT
+from scripts.lib.rows import read_row
 from scripts.quality import pretrain_variants
 from tests.support import quick_start
+from tp import init_world
 from training.metrics import read_metrics
-from training.token_file import write_tokens
+from training.step import Trainer
+from training.token_file import open_tokens, write_tokens
 
 pytestmark = pytest.mark.usefixtures("forked_commands")
 
@@ -74,7 +81,8 @@ def test_pretraining_the_variants_writes_their_losses_and_no_models(tmp_path: Pa
     labels = {"standard": "standard", "hybrid": "hybrid", "desync-2x": "desync-2x", "standard, seed 4": "standard-seed-4"}
     for label, folder in labels.items():
         assert [line["step"] for line in read_metrics(tmp_path / folder / "metrics.jsonl")] == [5, 7]
-        assert not (tmp_path / folder / "model").exists()
+        assert not (tmp_path / folder / "model").exists() and not (tmp_path / folder / "snapshots").exists()
+        assert f"| {read_row(tmp_path / folder / 'heldout.json')['loss']:.4f} |" in done.stdout
         assert f"| {label} | 7 |" in done.stdout
     assert not list(tmp_path.rglob("*.safetensors"))
     times = {path: path.stat().st_mtime_ns for path in tmp_path.rglob("metrics.jsonl")}
@@ -97,12 +105,61 @@ def test_variants_are_compared_at_the_last_step_that_all_have() -> None:
         "standard, seed 4": lines_until(60, lambda i: 2.03 - i / 100),
     }
     assert pretrain_variants.common_step(found) == 40
-    lost, noise = pretrain_variants.differences(found)
-    assert lost == pytest.approx({"ladder": 0.5, "standard, seed 4": 0.03})
-    assert noise == pytest.approx(math.sqrt(2) * statistics.stdev([1.65, 1.68]))
-    lost, noise = pretrain_variants.differences({label: found[label] for label in ("standard", "ladder")})
-    assert lost == pytest.approx({"ladder": 0.5}) and math.isnan(noise)
-    assert pretrain_variants.differences({"ladder": found["ladder"]})[0] == {}
+    assert pretrain_variants.loss_at(found["ladder"], 40) == pytest.approx(2.5 - 0.325)
+
+
+@pytest.mark.parametrize("seeds", [2, 3])
+def test_differences_of_heldout_losses_have_the_noise_of_the_seeds(
+    seeds: int, monkeypatch: pytest.MonkeyPatch, seed: int
+) -> None:
+    monkeypatch.setattr(
+        sys, "argv", ["pretrain", "--seeds", *map(str, range(1, seeds + 1)), "--variants", "standard", "ladder"]
+    )
+    args = pretrain_variants.parse_args()
+    losses = {label: random.uniform(1, 2) for label in pretrain_variants.models(args)}
+    lost, noise = pretrain_variants.differences(losses)
+    assert lost == {label: loss - losses["standard"] for label, loss in losses.items() if label != "standard"}
+    assert noise == pytest.approx(math.sqrt(2) * statistics.stdev(loss for label, loss in losses.items() if label != "ladder"))
+    text = pretrain_variants.table(args, {label: lines_until(20, lambda _: 1.0) for label in losses}, losses, machine())
+    assert f"| {losses['ladder']:.4f} | {lost['ladder']:+.4f} |" in text
+    assert f"deviation of {noise:.4f}, estimated from {seeds} seeds" in text
+    assert math.isnan(pretrain_variants.differences({"standard": 1.0, "ladder": 2.0})[1])
+    assert pretrain_variants.differences({"ladder": 1.0})[0] == {}
+
+
+def test_a_stopped_variant_goes_on_from_its_snapshot(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    line = ["pretrain", "--model", "tiny:1", "--steps", "6", "--sequence-length", "16", "--global-batch", "2"]
+    monkeypatch.setattr(pretrain_variants, "SAVE_EVERY", 2)
+    step, world, losses = Trainer.train_step, init_world("cpu"), []
+    steps = list[int]()
+
+    def stopped(self: Trainer) -> Any:
+        if self.step == 5 and len(steps) == 5:
+            raise UserError("stopped")
+        steps.append(self.step)
+        return step(self)
+
+    for name in ("whole", "stopped"):
+        (tmp_path / name).mkdir()
+        monkeypatch.setattr(sys, "argv", [*line, "--out", str(tmp_path / name), "--", "--device", "cpu"])
+        args = pretrain_variants.parse_args()
+        data, heldout = pretrain_variants.corpus(args), pretrain_variants.corpus(args, "heldout")
+        assert pretrain_variants.seconds_left(args, data) is None
+        if name == "stopped":
+            monkeypatch.setattr(Trainer, "train_step", stopped)
+            with pytest.raises(UserError, match="stopped"):
+                pretrain_variants.train(world, pretrain_variants.begin(args, "ladder", data), heldout)
+            time.sleep(0.5)  # the snapshot of step 4 is written meanwhile
+            each = pretrain_variants.metrics(args, "ladder", data)[-1]["step_ms"]
+            count = len(pretrain_variants.models(args)) * 6 - 4
+            assert pretrain_variants.seconds_left(args, data) == pytest.approx(count * each / 1e3)
+        pretrain_variants.train(world, pretrain_variants.begin(args, "ladder", data), heldout)
+        losses.append(pretrain_variants.heldout(args, "ladder", data))
+    assert steps == [0, 1, 2, 3, 4, 4, 5] and losses[0] == losses[1]
+    monkeypatch.setattr(pretrain_variants, "code_digest", lambda: "other")
+    assert pretrain_variants.heldout(args, "ladder", data) is None
+    ids = encode_corpus(pretrain_variants.TOKENIZER, 1, 20, 1, "heldout")
+    assert np.array_equal(open_tokens(heldout, 1024).tokens[: len(ids)], ids)
 
 
 def test_metrics_of_other_settings_and_short_corpora_are_not_used(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
