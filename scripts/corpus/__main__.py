@@ -20,7 +20,8 @@ def parse_args() -> argparse.Namespace:
     parser = Parser(
         description=(
             "Write a synthetic English corpus: stories from a simulated world, questions about them, and exact tasks.\n"
-            "The same flags always give the same text. The splits train and heldout never share a task or a cast."
+            "The same flags always give the same text. The splits train and heldout never share a task.\n"
+            "Their stories and questions never share a cast, but a requested story may have one of the other split."
         ),
         epilog=(
             "examples:\n"

@@ -6,6 +6,7 @@ range can be generated independently, in parallel and repeatedly.
 
 Every document has a key that identifies its content (the operands, the list, the cast and the things of a story). A hash
 of the key puts 1/16 of all keys into the split "heldout" and the rest into "train", so the splits never share a key.
+The key of a requested story is the animal and the item asked for. Its cast may also be in a story of the other split.
 """
 
 import random

@@ -5,11 +5,11 @@
     python -m scripts.quality.accuracy --tp 1 2 --comm gloo int4:64 --items 50 --models models/tiny-hybrid --dry-run
 
 This is a small version of tables 3 and 5 of the ladder paper, and of tables 2 and 6 of the Flash Communication paper. Held-out
-documents share no cast, operands or lists with the training corpus. Writes accuracy.json and accuracy.md into out (with --write
-into docs/results), or accuracy-quantized.json and .md if --comm names communicators other than gloo. Ranks are started once for
-each number of ranks and communicator. Each evaluation is kept in out/accuracy-rows as soon as it is done, so a command that was
-stopped goes on with the others. It first measures a few items and says how long it will take. One rank sends nothing, so tp 1 is
-evaluated only with gloo. scripts/quality/weights.py measures quantized weights.
+documents share no operands or lists with the training corpus, and no cast with its stories and questions. Writes accuracy.json
+and accuracy.md into out (with --write into docs/results), or accuracy-quantized.json and .md if --comm names communicators other
+than gloo. Ranks are started once for each number of ranks and communicator. Each evaluation is kept in out/accuracy-rows as soon
+as it is done, so a command that was stopped goes on with the others. It first measures a few items and says how long it will
+take. One rank sends nothing, so tp 1 is evaluated only with gloo. scripts/quality/weights.py measures quantized weights.
 """
 
 import argparse

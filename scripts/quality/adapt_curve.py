@@ -49,7 +49,7 @@ from training.convert import convert, to_hybrid_ladder
 from training.loop import prepare, train
 from training.metrics import Diverged, read_metrics, seconds_of
 
-DATA_SEED = 77  # of the retraining corpus, which shares no document with the original one or the held-out ones
+DATA_SEED = 77  # of the retraining corpus, which shares short tasks with the original one, but none with the held-out ones
 SEARCH_SEED = 3  # of the held-out documents on which learning rates are compared
 WARMUP = 0.05  # of the steps
 

@@ -3,10 +3,10 @@
     python -m scripts.quality.adapt_demo                      # half and 5/8 of the layers: 2 ranks on a CPU, else a GPU
     python -m scripts.quality.adapt_demo --ladder-layers 4 --steps 20 --items 40 --out /tmp/adapt --dry-run
 
-This is a small version of table 4 of the ladder paper (arXiv:2501.06589). The retraining corpus shares no document with the
-original training corpus or the held-out tasks. The command first measures a few steps and says how long it will take. If it is
-stopped, the same command goes on. Writes adapt.json, .md and .png into out (with --write into docs/results). The models stay in
---out and can be used with generate.py and the server.
+This is a small version of table 4 of the ladder paper (arXiv:2501.06589). The retraining corpus has another seed than the
+original one. It shares short tasks with it, mostly sums, but none with the held-out tasks. The command first measures a few steps
+and says how long it will take. If it is stopped, the same command goes on. Writes adapt.json, .md and .png into out (with --write
+into docs/results). The models stay in --out and can be used with generate.py and the server.
 """
 
 import argparse
