@@ -4,6 +4,7 @@ import argparse
 import os
 import re
 import sys
+import time
 from collections.abc import Callable, Sequence
 from difflib import get_close_matches
 from typing import Any, NoReturn
@@ -12,6 +13,7 @@ from errors import RankError, UserError, first_line
 from processes import is_rank, join_launcher
 
 USER_ERROR, LOST_RANK, INTERRUPTED = 2, 1, 130  # exit codes
+PRINT_SECONDS = 1.0  # time for the first rank of a host to print what all know, because a launcher ends all once one has ended
 
 
 def rank() -> int:
@@ -46,6 +48,8 @@ def run(main: Callable[[], None]) -> NoReturn:
         end_bars()
         if local_rank() == 0 or isinstance(e, RankError):  # what all ranks know, once on each host
             print(f"error: {' '.join(str(e).splitlines())}", file=sys.stderr, flush=True)
+        elif is_rank():
+            time.sleep(PRINT_SECONDS)
         code = USER_ERROR
     except KeyboardInterrupt:
         end_bars()

@@ -269,6 +269,30 @@ def test_ranks_connect_after_a_communicator_that_they_cannot_have(tmp_path: Path
     assert (done.returncode, done.stdout) == (0, "connected\n" * 2), done.stderr
 
 
+LATE = """
+import pathlib, sys, time
+from cli import rank, run
+from errors import UserError
+def main():
+    ready = pathlib.Path(sys.argv[1])
+    if rank() == 0:
+        ready.touch()
+        time.sleep(0.3)  # three times as long as the agent waits between its checks
+    while not ready.exists():
+        time.sleep(0.01)
+    raise UserError("a reason")
+run(main)
+"""
+
+
+def test_an_error_that_all_ranks_know_is_printed_though_another_ends_first(tmp_path: Path) -> None:
+    script = tmp_path / "program.py"
+    script.write_text(LATE)
+    args, env = [str(script), str(tmp_path / "ready")], environment(PYTHONPATH=ROOT)
+    done = quick_start.run([*on_ranks(2), *args], cwd=ROOT, env=env, capture_output=True, text=True, timeout=GONE_SECONDS)
+    assert (done.returncode, done.stderr) == (2, "error: a reason\n")
+
+
 def test_ranks_of_a_test_show_their_own_errors(tmp_path: Path) -> None:
     """Without C++ frames, and without what torchrun reports after them."""
     program = tmp_path / "rank.py"
