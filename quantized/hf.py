@@ -227,10 +227,13 @@ def _gptq_scheme(raw: dict[str, Any]) -> Scheme:
     return Scheme(GPTQ[raw["format"]], get(raw, "bits", int), group=group, symmetric=get(raw, "sym", bool, True))
 
 
+GEMM = ("gemm", "GEMM")  # the one layout of AWQ that is read
+
+
 def _awq(raw: dict[str, Any]) -> Quantization:
     what = "awq"
     raw = {"bits": raw.get("w_bit"), "group_size": raw.get("q_group_size")} | {k: v for k, v in raw.items() if v is not None}
-    _is(raw, what, bits=4, version=("gemm", "GEMM"), format=("gemm", "GEMM"))
+    _is(raw, what, bits=4, version=GEMM, format=GEMM, checkpoint_format=GEMM)
     symmetric = not get(raw, "zero_point", bool, True)  # GPTQModel's default
     scheme = Scheme("awq", get(raw, "bits", int), group=_group(get(raw, "group_size", int), what), symmetric=symmetric)
     return Quantization(what, (Rule(ALL, scheme),), (*_parts(_names(raw, "modules_to_not_convert")), HEAD))

@@ -21,6 +21,7 @@ import shutil
 import time
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass, fields
+from functools import cache
 from pathlib import Path
 from typing import Any
 
@@ -37,7 +38,7 @@ from scripts.corpus.tokens import write_enough
 from scripts.lib import results
 from scripts.lib.machine import describe, machine
 from scripts.lib.markdown import captioned
-from scripts.lib.rows import claimed, code_digest, read_row, row_file, write_row
+from scripts.lib.rows import claimed, code_digest, read_row, row_file, weights_checksum, write_row
 from scripts.lib.statistics import mean_error
 from scripts.lib.workers import Workers, same_command, visible_gpus
 from scripts.quality.accuracy import SEED
@@ -91,10 +92,13 @@ def tokens_of(args: argparse.Namespace) -> list[int]:
     return list(dict.fromkeys(max(1, int(part * args.training_tokens) // step) * step for part in args.shares))
 
 
+checksum = cache(weights_checksum)
+
+
 def file_of(args: argparse.Namespace, cell: Cell) -> Path:
     names = ("batch", "sequence_length", "stories", "items", "more")
     settings = {name: getattr(args, name) for name in names} | {
-        "model": str(args.model),
+        "weights": checksum(args.model),
         "cell": asdict(cell),
         "code": code_digest(),
     }
@@ -144,7 +148,9 @@ def work(args: argparse.Namespace) -> None:
 
 def measure(args: argparse.Namespace, cell: Cell) -> dict[str, Any]:
     """Retrain and evaluate one model. Results are None if its loss is no longer finite. A retraining that was stopped goes on."""
-    folder = args.out / "work" / file_of(args, cell).stem
+    free()  # what a model before it that failed has left
+    device = "cuda" if torch.cuda.is_available() else "cpu"  # a snapshot fits only the device's data type and the same tokens
+    folder = args.out / "work" / f"{file_of(args, cell).stem}-{device}-{data_of(args).stem}"
     started, row = time.monotonic(), asdict(cell) | {"heldout": None, "search": None}
     try:
         if cell.tokens:
@@ -157,10 +163,7 @@ def measure(args: argparse.Namespace, cell: Cell) -> dict[str, Any]:
     else:
         path = folder / "model" if cell.layers else args.model
     trained = time.monotonic()
-    torch.set_float32_matmul_precision("highest")  # which training has lowered
-    gc.collect()  # frees the trainer, whose hooks refer to each other
-    torch.compiler.reset()  # what was compiled for it counts against the limit of the next one
-    torch.cuda.empty_cache()
+    free()
     if path is not None:
         row["heldout"] = evaluate(path, args.stories, args.items, SEED)
     if path is not None and cell.tokens:
@@ -171,6 +174,14 @@ def measure(args: argparse.Namespace, cell: Cell) -> dict[str, Any]:
     row["evaluation_seconds"] = time.monotonic() - trained
     shutil.rmtree(folder, ignore_errors=True)
     return row
+
+
+def free() -> None:
+    """Free what training holds, and undo what it has set."""
+    torch.set_float32_matmul_precision("highest")
+    gc.collect()  # frees the trainer, whose hooks refer to each other
+    torch.compiler.reset()  # what was compiled for it counts against the limit of the next one
+    torch.cuda.empty_cache()
 
 
 def retrain(args: argparse.Namespace, cell: Cell, out: Path) -> None:

@@ -56,6 +56,10 @@ WARMUP = 0.25  # of the steps; with fewer, the deeper variants diverge while Ada
 SAVE_EVERY = 100  # steps, which is what a stop loses at most
 HELDOUT = "heldout.json"
 HELDOUT_STEPS = 4  # global batches of held-out windows
+OURS = (  # of training.train, or without the snapshots that are evaluated
+    "--model", "--variant", "--seed", "--data", "--out", "--steps", "--sequence-length", "--log-every", "--resume", "--save-every",
+    "--global-batch", "--micro-batch", "--learning-rate", "--warmup", "--metrics-only", "--stop-after",
+)  # fmt: skip
 TRAIN = "--train"  # first word of the ranks' command line
 
 
@@ -81,6 +85,11 @@ def parse_args() -> argparse.Namespace:
     results.add_write_option(parser)
     parser.add_argument("more", nargs="*", help="after --: further options of python -m training.train, such as --compile")
     args = parser.parse_args()
+    taken = [word for word in args.more if word.partition("=")[0] in OURS]
+    if taken:
+        raise UserError(
+            f"{', '.join(taken)} after --: this command sets that for each model; give its own option before --, if any"
+        )
     preset(args.model)
     args.seeds = list(dict.fromkeys(args.seeds))
     args.out = (args.out or results.ROOT / "out" / f"pretrain-{args.model.replace(':', '-')}").absolute()

@@ -102,8 +102,10 @@ def train(args: argparse.Namespace, one: Run) -> None:
     folder: Path = args.out / one.name
     note_file = folder / "settings.json"
     known = readable_row(note_file) or {"codes": [], "done": False}
-    if known["done"] and model_of(args, one).exists():
-        return
+    if known["done"]:
+        if model_of(args, one).exists():
+            return
+        known = {"codes": [], "done": False}  # somebody has removed it
     (folder / "tokenizer").mkdir(parents=True, exist_ok=True)
     known |= {"training_settings": training_settings(args, one), "codes": sorted({*known["codes"], code_digest()})}
     write_row(note_file, known)
@@ -475,7 +477,7 @@ def command(args: argparse.Namespace, runs: list[Run], started: float) -> None:
         write_corpus(args.data, MODELS / "tiny-standard", CORPUS_SEED, int(args.tokens))
     for one in trained:
         check_training(args, one)
-    todo = [one for one in runs if row_of(args, one) is None]
+    todo = [one for one in runs if row_of(args, one) is None or (args.install and not model_of(args, one).exists())]
     crew = Crew(args, todo, started + args.minutes * 60)
     crew.work()
     rows = [row for one in runs if (row := row_of(args, one)) is not None]

@@ -264,6 +264,7 @@ UNSUPPORTED: list[tuple[dict[str, Any], str]] = [
     (GPTQ | {"dynamic": {f"-:{i}": {} for i in range(101)}}, "regular expressions"),
     (AWQ | {"version": "gemv"}, "gemv"),
     (AWQ | {"format": "gemv"}, "gemv"),
+    (AWQ | {"checkpoint_format": "gemv"}, "gemv"),
     (AWQ | {"bits": 8}, "bits = 8"),
     (FP8 | {"weight_block_size": [64, 64]}, "weight_block_size"),
     (FP8 | {"scale_fmt": "ue8m0"}, "ue8m0"),

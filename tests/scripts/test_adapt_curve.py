@@ -4,6 +4,7 @@ import argparse
 import json
 import math
 import random
+import shutil
 import sys
 from dataclasses import asdict
 from pathlib import Path
@@ -17,6 +18,7 @@ from scripts.lib.rows import write_row
 from scripts.quality import adapt_curve, seeds
 from scripts.quality.adapt_curve import Cell
 from scripts.quality.embedded import TASKS
+from tests import MODELS
 from training.step import Trainer
 
 SMALL = ["--sequence-length", "32", "--batch", "2", "--training-tokens", "2000", "--shares", "0.1", "--layers", "4"]
@@ -130,8 +132,13 @@ def test_a_model_goes_on_from_its_last_snapshot(monkeypatch: pytest.MonkeyPatch,
     monkeypatch.setattr(Trainer, "train_step", killed)
     with pytest.raises(KeyboardInterrupt):
         adapt_curve.measure(args, cell)
-    steps = []
+    steps: list[int] = []
     monkeypatch.setattr(Trainer, "train_step", lambda self: (steps.append(self.step), left(self))[1])
+    args.shares = [0.1, 0.2]  # whose tokens are in another file, which a snapshot does not fit
+    write_enough(adapt_curve.data_of(args), args.model, adapt_curve.DATA_SEED, 384)
+    assert adapt_curve.measure(args, cell)["search"] and steps == [0, 1, 2]
+    steps.clear()
+    args.shares = [0.1]
     row = adapt_curve.measure(args, cell)
     assert steps == [2] and row["search"]
     args.rates = [1e30]
@@ -139,6 +146,15 @@ def test_a_model_goes_on_from_its_last_snapshot(monkeypatch: pytest.MonkeyPatch,
     row = adapt_curve.measure(args, cell)
     assert row["heldout"] is row["search"] is None
     json.dumps(row, allow_nan=False)
+
+
+def test_rows_of_other_weights_are_not_used(monkeypatch: pytest.MonkeyPatch, tmp_path: Path, seed: int) -> None:
+    model = shutil.copytree(MODELS / "tiny-standard", tmp_path / "model")
+    args = arguments(monkeypatch, tmp_path / "out", "--model", str(model))
+    before = adapt_curve.file_of(args, Cell(0))
+    (model / "model.safetensors").write_bytes(random.randbytes(100))
+    adapt_curve.checksum.cache_clear()
+    assert adapt_curve.file_of(args, Cell(0)) != before
 
 
 def test_a_model_is_measured_by_one_worker(tmp_path: Path) -> None:

@@ -90,6 +90,13 @@ def test_pretraining_the_variants_writes_their_losses_and_no_models(tmp_path: Pa
     assert again.stdout == done.stdout and times == {path: path.stat().st_mtime_ns for path in tmp_path.rglob("metrics.jsonl")}
 
 
+@pytest.mark.parametrize("more", ["--metrics-only", "--stop-after=2", "--steps"])
+def test_options_without_a_last_snapshot_are_refused(more: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(sys, "argv", ["pretrain_variants", "--model", "tiny", "--out", str(tmp_path), "--", more])
+    with pytest.raises(UserError, match=f"{more} after --"):
+        pretrain_variants.parse_args()
+
+
 def lines_until(step: int, loss: Callable[[int], float]) -> list[dict[str, Any]]:
     return [
         {"step": i, "loss": loss(i), "step_ms": 1.0, "tokens_per_gpu_second": 2.0}

@@ -277,6 +277,22 @@ def test_kept_models_are_evaluated_again(tries: Tries) -> None:
     assert tries.run("--items", "6") == ["evaluate standard-1", "evaluate ladder-1", "train standard-2", *AGAIN[2:]]
 
 
+def test_a_model_whose_second_training_is_stopped_is_trained_again(tries: Tries) -> None:
+    tries.run()
+    model, made = tries.folder / "standard-2" / "tiny-standard", seeds.train_tiny.main
+    shutil.rmtree(model)
+
+    def killed(words: list[str]) -> None:
+        model.mkdir()
+        raise KeyboardInterrupt
+
+    tries.patch.setattr(seeds.train_tiny, "main", killed)
+    with pytest.raises(KeyboardInterrupt):
+        tries.run("--items", "5")
+    tries.patch.setattr(seeds.train_tiny, "main", lambda words: (shutil.rmtree(model), made(words)))
+    assert "train standard-2" in tries.run("--items", "5")
+
+
 def test_models_of_other_training_are_refused(tries: Tries) -> None:
     tries.run()
     write_tokens(tries.folder / "others.bin", np.arange(500) % 7, 1024, "none")
@@ -342,6 +358,10 @@ def test_install_takes_the_models_of_the_median_seeds(tries: Tries, embedded: Pa
     (embedded / "tiny-standard" / "draft").mkdir()  # trained again
     tries.run(*more)
     assert (embedded / "tiny-standard" / "draft").exists()
+    for file in seeds.TOKENIZER:  # a real model has them
+        shutil.copy(MODELS / "tiny-standard" / file, embedded / "tiny-standard")
+    shutil.rmtree(tries.folder / "ladder-2" / "tiny-ladder")
+    assert tries.run(*more) == ["train ladder-2", "evaluate ladder-2"]
 
 
 def contents(folder: Path) -> dict[Path, bytes]:
