@@ -24,7 +24,8 @@ def test_a_thread_that_ends_meanwhile_hides_no_child(monkeypatch: pytest.MonkeyP
 
 
 IGNORES = "import signal; signal.signal(signal.SIGTERM, signal.SIG_IGN)\n"
-SAYS_SO = "import signal, sys; signal.signal(signal.SIGTERM, lambda *_: sys.exit(print('told', flush=True)))\n"
+# by `os.write`, because the signal may come while `print` has not returned yet
+SAYS_SO = "import os, signal, sys; signal.signal(signal.SIGTERM, lambda *_: sys.exit(os.write(1, b'told\\n')))\n"
 STAYS = "import time; print('ready', flush=True); time.sleep(600)"
 
 
