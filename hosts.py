@@ -132,7 +132,7 @@ def model_fact(model: str) -> str:
     if not folder.is_dir():
         return model
     for path in sorted(folder.glob("*")):
-        if path.suffix in (".json", ".safetensors", ".model", ".pth") and path.is_file():
+        if path.suffix in (".json", ".safetensors", ".model", ".pth", ".bin") and path.is_file():
             found.update(f"{path.name} {path.stat().st_size} ".encode())
             with path.open("rb") as file:
                 found.update(file.read(SAMPLE))

@@ -18,7 +18,7 @@ from cli import check_ranks, leave, local_rank, note, rank
 from config import ModelConfig, limit_context
 from engine.adapters import Adapters
 from engine.core import Engine
-from engine.draft_models import Draft, check_accept_rate, find_draft
+from engine.draft_models import Draft, check_accept_rate, find_draft, resolved
 from engine.limits import EngineLimits
 from engine.protocol import Fatal, Ready, Starting
 from engine.scheduler import Scheduler
@@ -125,9 +125,10 @@ def shared_facts(settings: Settings) -> dict[str, str]:
     another path on each host."""
     kinds = (ModelOptions, BatchOptions, SpeculationOptions, SharedTextOptions, StandInOptions, LoraOptions)
     flags = {one.name: getattr(settings, one.name) for kind in kinds for one in fields(kind) if one.metadata}
+    speculate = resolved(settings.speculate, settings.model)
     folders = {
         "model": model_fact(settings.model),
-        "speculate": settings.speculate and model_fact(settings.speculate),
+        "speculate": speculate and model_fact(speculate),
         "lora": [(name, model_fact(path)) for name, path in settings.adapters],
     }
     here = ("tp", "lora_root")  # --tp is checked by itself

@@ -2,13 +2,16 @@
 disagrees. The parts of `hosts.py` and `launch.py` that need no network follow."""
 
 import os
+import random
 import re
+import shutil
 import signal
 import threading
 import time
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from datetime import timedelta
+from pathlib import Path
 from typing import Any
 
 import httpx
@@ -23,6 +26,8 @@ from engine.protocol import SamplingParams
 from errors import UserError
 from launch import SeveralHosts
 from scripts.lib.process_tree import process_tree
+from server.launch import shared_facts
+from server.settings import Settings
 from tests.support.command_line import HYBRID
 from tests.support.namespaces import TwoHosts
 from tests.support.ports import free_port
@@ -289,6 +294,33 @@ def test_the_name_of_a_host_that_left_is_not_waited_for(hosts_wanted: int, words
         leave_at_once(port, None)
         with pytest.raises(UserError, match=f"{words}.*one without a name"):
             meeting.result(SECONDS)
+
+
+def test_hosts_with_other_draft_heads_disagree(tmp_path: Path, seed: int) -> None:
+    """Also about the head that `auto` finds on one host alone, and about weights that are pickled."""
+
+    def said(speculate: str) -> str:
+        facts = [shared_facts(Settings(model=str(folder), speculate=speculate.format(folder))) for folder in folders]
+        records = [
+            {"host": name, "address": "10.0.0.1", "facts": one, "error": None} for name, one in zip("ab", facts, strict=True)
+        ]
+        try:
+            hosts.check(records)
+        except UserError as e:
+            return str(e)
+        return "they agree"
+
+    folders, weights = [tmp_path / "a", tmp_path / "b"], random.randbytes(100)
+    for folder in folders:
+        (folder / "draft").mkdir(parents=True)
+        (folder / "model.safetensors").write_bytes(weights)
+        (folder / "draft" / "pytorch_model.bin").write_bytes(weights)
+    assert [said(speculate) for speculate in ("", "ngram", "auto", "{}/draft")] == ["they agree"] * 4
+    (folders[1] / "draft" / "pytorch_model.bin").write_bytes(weights[::-1])
+    assert [said(speculate) for speculate in ("", "ngram")] == ["they agree"] * 2
+    assert all("disagree: --speculate is" in said(speculate) for speculate in ("auto", "{}/draft"))
+    shutil.rmtree(folders[1] / "draft")
+    assert re.search("disagree: --speculate is [0-9a-f]+ on a and ngram on b", said("auto")) and said("") == "they agree"
 
 
 def test_a_loopback_address_of_one_host_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
