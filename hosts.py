@@ -35,6 +35,7 @@ from torch.distributed.rendezvous import rendezvous
 from cli import LOST_RANK, local_rank, lost_connection, rank
 from comm.table import digest
 from errors import UserError
+from files import model_folder
 from processes import LAUNCHER
 
 MEET_SECONDS = 120.0  # time for the ranks of all hosts to import what they need, once their launchers have met
@@ -128,13 +129,13 @@ def check(records: list[dict[str, Any]]) -> None:
 
 def model_fact(model: str) -> str:
     """Identifies a checkpoint: a digest of the names, the sizes and the first MiB of its files. A preset's is its name."""
-    folder, found = Path(model), hashlib.sha256()
-    if not folder.is_dir():
+    path, found = Path(model), hashlib.sha256()
+    if not path.exists():
         return model
-    for path in sorted(folder.glob("*")):
-        if path.suffix in (".json", ".safetensors", ".model", ".pth", ".bin") and path.is_file():
-            found.update(f"{path.name} {path.stat().st_size} ".encode())
-            with path.open("rb") as file:
+    for each in [path] if path.suffix == ".json" else sorted(model_folder(path).glob("*")):
+        if each.is_file() and (each == path or each.suffix in (".json", ".safetensors", ".model", ".pth", ".bin")):
+            found.update(f"{each.name} {each.stat().st_size} ".encode())
+            with each.open("rb") as file:
                 found.update(file.read(SAMPLE))
     return found.hexdigest()[:12]
 

@@ -107,11 +107,15 @@ def named_config(name: str) -> ModelConfig:
     """The config of a preset, a checkpoint (a folder, or a weights file in it), or a `config.json`. Raises UserError."""
     if is_preset(name):
         return preset(name)
+    if not Path(name).exists():
+        raise UserError(f"{config_file(name)} is missing; {instead(name)}")
+    return read_config(config_file(name))
+
+
+def config_file(name: str) -> Path:
+    """The file that describes a checkpoint (a folder, or a weights file in it), or a `config.json` itself."""
     path = Path(name)
-    file = path if path.suffix == ".json" else model_folder(path) / "config.json"
-    if not path.exists():
-        raise UserError(f"{file} is missing; {instead(name)}")
-    return read_config(file)
+    return path if path.suffix == ".json" else model_folder(path) / "config.json"
 
 
 def model_config(name: str, variant: str | None, world_size: int, quantize: str | None = None) -> ModelConfig:

@@ -50,13 +50,14 @@ def resolved(speculate: str | None, model: str | None) -> str | None:
     """A value of `--speculate`, with what `auto` means for the model: its own head, or text if it has none or is not known."""
     if speculate != AUTO:
         return speculate
-    return str(Path(model) / EMBEDDED) if model and (Path(model) / EMBEDDED).is_dir() else TEXT
+    head = model_folder(model) / EMBEDDED if model else None
+    return str(head) if head and head.is_dir() else TEXT
 
 
 def find_draft(
     speculate: str | None, model: str | None, target: ModelConfig, tokenizer: Tokenizer | None, ranks: int
 ) -> Draft | None:
-    """What `--speculate` names, None for text. model: the target's folder, whose head `auto` takes, if it is known. Raises UserError
+    """What `--speculate` names, None for text. model: the target's path, whose head `auto` takes, if it is known. Raises UserError
     for a model that does not exist or has another vocabulary than the target, and for a head of other widths."""
     speculate = resolved(speculate, model)
     if speculate in (None, TEXT):

@@ -4,7 +4,6 @@ The routes are those that SGLang's router (sglang-router 0.3.2) calls, with the 
 """
 
 import time
-from pathlib import Path
 from typing import Any
 
 from fastapi import FastAPI
@@ -12,6 +11,7 @@ from starlette.responses import Response
 
 from errors import UserError
 from files import CONFIG_BYTES, read_json
+from presets import config_file
 from server import replies
 from server.http import JsonResponse
 from server.openapi import errors_of
@@ -76,6 +76,6 @@ def _add_metrics(service: Service) -> None:
 def _read_config(model: str) -> dict[str, Any]:
     """The checkpoint's config.json; empty for a preset."""
     try:
-        return read_json(Path(model) / "config.json", CONFIG_BYTES)
+        return read_json(config_file(model), CONFIG_BYTES)
     except (FileNotFoundError, UserError):
         return {}

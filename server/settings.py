@@ -11,6 +11,7 @@ from pathlib import Path
 import determinism
 from cli import Parser
 from errors import UserError
+from files import model_folder
 from options import (
     TUNE_SECONDS,
     ModelOptions,
@@ -411,7 +412,7 @@ class Settings(
     @property
     def model_names(self) -> tuple[str, ...]:
         """The names that requests may use; the first one appears in answers."""
-        return self.served_model_name or (Path(self.model).name or self.model,)
+        return self.served_model_name or (model_folder(self.model).absolute().name or self.model,)
 
     @property
     def client_queue(self) -> int:

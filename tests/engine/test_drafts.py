@@ -1042,6 +1042,14 @@ def test_a_rate_stands_in_for_agreement(rate: float, seed: int) -> None:
     assert abs(right / (right + wrong) - rate) <= 5 * (rate * (1 - rate) / (right + wrong)) ** 0.5
 
 
+def test_auto_is_the_head_in_the_folder_of_the_model(tmp_path: Path) -> None:
+    (tmp_path / "model.pth").touch()
+    models = [str(tmp_path), str(tmp_path / "model.pth")]
+    assert [draft_models.resolved("auto", model) for model in models] == ["ngram", "ngram"]
+    (tmp_path / "draft").mkdir()
+    assert [draft_models.resolved("auto", model) for model in models] == [str(tmp_path / "draft")] * 2
+
+
 def test_a_stand_in_for_agreement_is_only_for_random_weights(tmp_path: Path) -> None:
     base = model_config("tiny", None, 1)
     head = draft_models.find_draft("random-head", "tiny", base, None, 1)

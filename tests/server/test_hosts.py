@@ -323,6 +323,29 @@ def test_hosts_with_other_draft_heads_disagree(tmp_path: Path, seed: int) -> Non
     assert re.search("disagree: --speculate is [0-9a-f]+ on a and ngram on b", said("auto")) and said("") == "they agree"
 
 
+@pytest.mark.parametrize(
+    ("model", "changed", "other"),
+    [
+        ("", "model.pth", "README.md"),
+        ("model.pth", "model.pth", "README.md"),
+        ("model.pth", "config.json", "README.md"),
+        ("weights.pt", "weights.pt", "README.md"),
+        ("config.json", "config.json", "model.pth"),
+    ],
+)
+def test_a_checkpoint_is_known_by_the_files_that_are_read(
+    model: str, changed: str, other: str, tmp_path: Path, seed: int
+) -> None:
+    """Also if --model names one of them."""
+    for name in ("model.pth", "weights.pt", "config.json"):
+        (tmp_path / name).write_bytes(random.randbytes(50))
+    before = hosts.model_fact(str(tmp_path / model))
+    (tmp_path / other).write_bytes(random.randbytes(50))
+    assert hosts.model_fact(str(tmp_path / model)) == before
+    (tmp_path / changed).write_bytes(random.randbytes(50))
+    assert hosts.model_fact(str(tmp_path / model)) != before
+
+
 def test_a_loopback_address_of_one_host_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("MASTER_ADDR", "host-a")
     records = [{"host": name, "address": a, "facts": {}, "error": None} for name, a in (("a", "127.0.1.1"), ("b", "10.0.0.2"))]

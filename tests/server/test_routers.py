@@ -4,6 +4,7 @@
 """
 
 import json
+import shutil
 import threading
 from collections.abc import Callable
 from pathlib import Path
@@ -116,6 +117,13 @@ def test_what_sglangs_router_asks(make_site: Callable[..., Site]) -> None:
         assert (refused.status_code, refused.headers["retry-after"], refused.headers["connection"]) == (503, "1", "close")
         health = router.get("/health")
         assert (health.status_code, health.headers["connection"]) == (503, "close")
+
+
+def test_a_model_named_by_its_weights_file_is_described(tmp_path: Path, make_site: Callable[..., Site]) -> None:
+    shutil.copy(MODEL / "config.json", tmp_path)
+    (tmp_path / "model.pth").touch()
+    described = make_site(model=str(tmp_path / "model.pth")).http.get("/model_info").json()
+    assert described["model_type"] == json.loads((MODEL / "config.json").read_text())["model_type"]
 
 
 @pytest.mark.parametrize("router", sorted(path.stem for path in FIXTURES.glob("*.json")))

@@ -33,6 +33,16 @@ def test_settings_precedence(tmp_path: Path) -> None:
         assert load_settings(["--model", "m", *more], {}).client_queue == waiting
 
 
+def test_a_model_is_called_like_its_folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    folder = tmp_path / "llama"
+    folder.mkdir()
+    (folder / "model.pth").touch()
+    monkeypatch.chdir(folder)
+    for model in (str(folder), str(folder / "model.pth"), "model.pth", "."):
+        assert Settings(model=model).model_names == ("llama",)
+    assert Settings(model="llama-3-70b:16").model_names == ("llama-3-70b:16",)
+
+
 @pytest.mark.parametrize(
     ("argv", "environ", "file", "message"),
     [
