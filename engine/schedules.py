@@ -15,9 +15,6 @@ from math import ceil
 from statistics import median
 from typing import cast
 
-import torch
-import torch.distributed as dist
-
 from comm.interface import LEAST_COPIED, SCHEDULES, Communicator, Schedule
 from comm.table import Table, load, machine_key, save
 from comm.workspace import links
@@ -87,7 +84,7 @@ class Schedules:
         if len(prepared) > 1:
             invent()
             self._measure(case, prepared)
-            self.spent += self._slowest([time.monotonic() - start])[0]
+            self.spent += self.world.largest([time.monotonic() - start])[0]
         self.use(case)
         return prepared[self.chosen[case]]
 
@@ -99,10 +96,10 @@ class Schedules:
                 self.comm.use(schedule)  # of a step without a graph
                 samples[schedule] += self.timer(captured.replay, replays)
             if turn == 0:
-                fastest = min(self._slowest([median(times) for times in samples.values()]))
+                fastest = min(self.world.largest([median(times) for times in samples.values()]))
                 replays = max(1, min(MOST_REPLAYS, ceil(SECONDS / fastest)))
                 samples = {schedule: [] for schedule in prepared}
-        seconds = self._slowest([median(times) for times in samples.values()])
+        seconds = self.world.largest([median(times) for times in samples.values()])
         self.table.times[case] = {name: 1e6 * one for name, one in zip(prepared, seconds, strict=True)}
         if self.world.device.type == "cuda":
             save(self.table, self._names, self.world.control)
@@ -134,12 +131,6 @@ class Schedules:
     def _names(self, case: str) -> set[str]:
         """The schedules in the table for this case."""
         return set(self._tried(case))
-
-    def _slowest(self, seconds: list[float]) -> list[float]:
-        """The longest of all ranks."""
-        slowest = torch.tensor(seconds, dtype=torch.float64)
-        dist.all_reduce(slowest, dist.ReduceOp.MAX, group=self.world.control)
-        return slowest.tolist()
 
     def __str__(self) -> str:
         """The choices: `decode 1 to 64 overlapped, decode 96 deferred`."""
