@@ -13,9 +13,9 @@ from starlette.requests import Request
 from starlette.responses import JSONResponse, Response, StreamingResponse
 
 from deploy.routing import Call, prefix_keys
-from server.bodies import Bodies, Full
 from server.clients import sender
 from server.error_types import NO_RETRY, error_type, with_retry
+from server.held_bytes import Full, HeldBytes
 from server.messages import errors as messages
 from server.uploads import TooLarge, TooSlow, read_body
 from server.writing import ClientGone
@@ -64,7 +64,7 @@ class Gateway:
         bodies at once."""
         self._replicas, self._timeout, self._idle = replicas, request_timeout, idle_timeout
         self._most = max_body_mb << 20
-        self.bodies = Bodies(max_bodies_mb << 20, self._most)
+        self.bodies = HeldBytes(max_bodies_mb << 20, self._most)
         self._forward = replicas.options(stream=True, method_name="forward")
         self._draining = self._ending = False
         self._open: dict[asyncio.Task[Any], Callable[[], object]] = {}  # tasks of requests in flight, and what ends each

@@ -1,4 +1,4 @@
-"""How many sequences and unread answers may be in the server, in all and of one client. Who exceeds that gets a 429.
+"""How many sequences may be in the server, in all and of one client. Who exceeds that gets a 429.
 
 A refused request is told when to come again: each when another place becomes free, else all would come for the same. No place is kept
 for it, because it may not come.
@@ -18,8 +18,6 @@ WINDOW = 30.0  # seconds over which ends are counted
 MOST_ENDS = 4096
 LONGEST_RETRY = 120  # seconds
 FORECAST_SECONDS = 1.0  # for which a forecast is used: it reads all sequences
-UNREAD_BYTES = 1 << 30  # of vectors that are computed, or wait for their clients to read them
-UNREAD_SHARE = 4  # one client may have a quarter of them
 
 
 @dataclass(frozen=True)
@@ -142,29 +140,3 @@ class Admission:
             del self._held[client]
             self._told_of.pop(client, None)
         self._ends.append((self._clock(), client))
-
-
-class Unread:
-    """Bytes of answers that are in memory until their clients have read them. `most`: of all; one client has UNREAD_SHARE of it."""
-
-    def __init__(self, most: int = UNREAD_BYTES) -> None:
-        self._most = most
-        self._held = Counter[str]()  # by client
-
-    @contextmanager
-    def hold(self, client: str, size: int) -> Iterator[None]:
-        """Take `size` bytes until the end of the `with` block. Raises a 429 if there is no room now, and a 400 if there never is."""
-        share = self._most // UNREAD_SHARE
-        if size > share:
-            message = f"the answer has {size} bytes, but the server keeps {share} for a client; send fewer inputs at once"
-            raise bad(None, message, "too_many_inputs")
-        if self._held[client] + size > share or self._held.total() + size > self._most:
-            message = "too many embeddings are computed or wait to be read; read the answers to earlier requests first"
-            raise ApiError(429, message, None, "queue_full")
-        self._held[client] += size
-        try:
-            yield
-        finally:
-            self._held[client] -= size
-            if not self._held[client]:
-                del self._held[client]

@@ -23,9 +23,10 @@ from server.completions import as_list, encode_prompts
 from server.embedding_bodies import EmbeddingBody, PoolingBody, ScoreBody, listed
 from server.endpoint import check, turn_of
 from server.generation import timed_out
+from server.held_bytes import Full, HeldBytes
 from server.http import JsonResponse, to_json, unless_gone
 from server.limits import Limits, check_prompts
-from server.problems import bad
+from server.problems import ApiError, bad
 from server.service import Service
 from server.sse import PacedResponse
 
@@ -102,8 +103,20 @@ async def _embeddings(
     submits = [Submit(f"{unique}-{i}", prompt, params, turn=turn, adapter=adapter) for i, prompt in enumerate(prompts)]
     width = service.client.ready.hidden_size if service.client.ready else 0
     size = len(submits) * width * Vector("f").itemsize
-    request.state.until_written.enter_context(service.unread.hold(sender(request.scope).name, size))
+    _hold(service.unread, request, size)
     return await _computed(service, submits, request.state.request_id), tokens
+
+
+def _hold(unread: HeldBytes, request: Request, size: int) -> None:
+    """Take memory for the vectors until the answer is written. Raises a 429 if there is no room now, and a 400 if there never is."""
+    if size > unread.share:
+        message = f"the answer has {size} bytes, but the server keeps {unread.share} for a client; send fewer inputs at once"
+        raise bad(None, message, "too_many_inputs")
+    try:
+        request.state.until_written.enter_context(unread.hold(sender(request.scope).name))(size)
+    except Full:
+        message = "too many embeddings are computed or wait to be read; read the answers to earlier requests first"
+        raise ApiError(429, message, None, "queue_full") from None
 
 
 async def _computed(service: Service, submits: Sequence[Submit], name: str) -> list[Vector]:

@@ -13,8 +13,8 @@ from urllib.parse import quote
 from starlette.datastructures import Headers, MutableHeaders
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
-from server.bodies import Bodies, Full
 from server.clients import current_client, digest, read_keys, sender
+from server.held_bytes import Full, HeldBytes
 from server.logs import access_line, log
 from server.messages.errors import is_messages
 from server.paths import HEALTH_PATHS, METRIC_PATHS
@@ -155,7 +155,7 @@ class BodyLimit:
 
     def __init__(self, app: ASGIApp, limit: int, timeout: float) -> None:
         self.app, self.limit, self.timeout = app, limit, timeout
-        self.bodies = Bodies(BODIES_BYTES, limit, FREE_BYTES)
+        self.bodies = HeldBytes(BODIES_BYTES, limit, FREE_BYTES)
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         if scope["type"] == "http":

@@ -11,11 +11,12 @@ from pydantic import BaseModel
 
 from engine.protocol import Pooling
 from errors import UserError
-from server.admission import Admission, Unread
+from server.admission import Admission
 from server.backlog import Backlog
 from server.bounds import MAX_VALUES, Bounds, parse
 from server.engine_client import EngineClient, broken
 from server.examples import read_examples
+from server.held_bytes import HeldBytes
 from server.journal import Journal
 from server.json_schema import Compiled
 from server.logs import log
@@ -31,6 +32,7 @@ from tokenizer import Tokenizer
 M = TypeVar("M", bound=BaseModel)
 
 RETRY = {"retry-after": "1"}  # seconds: a router sends the request to another server, or this one's next start answers it
+UNREAD_BYTES = 1 << 30  # of vectors that are computed, or wait for their clients to read them; one client may have a quarter
 INLINE = 16384  # bytes, about 2,000 token ids or a few pages of text; larger bodies are checked in a worker
 WORKER_MODULES = (  # with the jobs of workers
     "server.bounds",
@@ -48,7 +50,7 @@ class Service:
         self.metrics = client.metrics
         capacity = settings.max_num_seqs + settings.max_queue  # sequences
         self.admission = Admission(capacity, settings.max_num_seqs + settings.client_queue, progress=client.progress)
-        self.unread = Unread()
+        self.unread = HeldBytes(UNREAD_BYTES, 0)
         self.backlog = Backlog()
         self.workers = Workers(
             settings.model,

@@ -28,8 +28,8 @@ from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any, TypeVar
 
-from server.bodies import Bodies, Full
 from server.clients import current_client
+from server.held_bytes import Full, HeldBytes
 from server.logs import log
 from server.problems import ApiError
 from server.worker_process import HEADER, needs_memory
@@ -71,9 +71,10 @@ class Workers:
     """`count` worker processes with the tokenizer of `model`. To be used from one event loop.
 
     `seconds`: time limit of each job. `max_queue`: most callers that wait for quick jobs, and most that wait for slow ones, also where
-    many wait for one. `patience`: longest time of a job in the queue, in seconds. `largest`: bytes of a job that a client may always have, see `Bodies`. `modules`: names of the
-    modules that have most jobs, which a worker imports when it starts. If there are two or more workers, the first one takes only
-    quick jobs. The first worker starts in `start`, each other one with the first slow job that it can take.
+    many wait for one. `patience`: longest time of a job in the queue, in seconds. `largest`: bytes of a job that a client may always
+    have, see `HeldBytes`. `modules`: names of the modules that have most jobs, which a worker imports when it starts. If there are two
+    or more workers, the first one takes only quick jobs. The first worker starts in `start`, each other one with the first slow job
+    that it can take.
 
     Clients take turns: the next job is of the one that has waited longest since a job of its own began. A full queue drops the
     newest caller of the client that has most, if the new one's has fewer.
@@ -92,7 +93,7 @@ class Workers:
         self._model, self._modules, self._count, self._seconds = model, modules, count, seconds
         self._max_queue, self._patience = max_queue, patience
         self._quick, self._slow = deque[_Job](), deque[_Job]()
-        self._bytes = Bodies(JOBS_BYTES, largest, FREE_BYTES)
+        self._bytes = HeldBytes(JOBS_BYTES, largest, FREE_BYTES)
         self._callers = {id(self._quick): dict[_Caller, None](), id(self._slow): dict[_Caller, None]()}  # the oldest first
         self._shared: dict[bytes, _Job] = {}  # by their data
         self._closed = False

@@ -32,7 +32,7 @@ if not importlib.util.find_spec("ray"):
 from ray.serve.exceptions import DeploymentUnavailableError
 
 from deploy.gateway import MOST_LOSSES, Gateway, ServerLost
-from server.bodies import Bodies, Full
+from server.held_bytes import Full, HeldBytes
 
 JSON, EVENTS = {"content-type": "application/json"}, {"content-type": "text/event-stream"}
 Replica = Callable[[], AsyncIterator[Any]]
@@ -241,8 +241,8 @@ def test_unfinished_bodies_take_no_more_than_their_bound() -> None:
 def test_bodies_of_all_clients_have_a_bound_and_a_client_has_its_share(seed: int) -> None:
     rng = random.Random(seed)
     most, largest = rng.randrange(40, 100), rng.randrange(1, 30)
-    bodies = Bodies(most, largest)
-    with Bodies(most, 2 * most).hold("a") as take:
+    bodies = HeldBytes(most, largest)
+    with HeldBytes(most, 2 * most).hold("a") as take:
         take(2 * most)  # one of the largest always fits alone
     held = Counter[str]()
     for _ in range(200):

@@ -15,8 +15,8 @@ import httpx
 import pytest
 
 from server import replies
-from server.admission import UNREAD_SHARE, Unread
 from server.embeddings import SLICE
+from server.held_bytes import SHARE, HeldBytes
 from server.pooling_file import checkpoint_pooling
 from server.schemas import MAX_PROMPTS
 from tests.support.server_thread import CONTEXT, TOKENIZER, WIDTH, Site, embedding, raw_request, wait_for
@@ -114,7 +114,8 @@ def test_thousands_of_inputs_take_few_places_and_a_client_that_leaves_frees_them
 
 def test_each_client_has_its_share_of_unread_vectors_without_fairness(make_site: Callable[..., Site]) -> None:
     site = make_site(fairness="off", trusted_proxy=("127.0.0.1",))
-    site.server.service.unread = Unread(UNREAD_SHARE * 4 * WIDTH)  # a client may have one vector
+    site.server.service.unread = HeldBytes(SHARE * 4 * WIDTH, 0)  # a client may have one vector
+    assert site.refused(PATH, {"input": ["a", "b"]})["code"] == "too_many_inputs"
     site.engine.hold = True
 
     def ask(client: str) -> httpx.Response:

@@ -16,7 +16,6 @@ import pytest
 
 from engine.protocol import Outputs, SamplingParams, Submit, TokenOutput
 from engine.text import TextStream
-from server.admission import Unread
 from server.answers import Chunks
 from server.backlog import Backlog
 from server.engine_client import SLICE, EngineClient
@@ -296,30 +295,14 @@ def test_a_client_that_never_reads_is_dropped(make_site: Callable[..., Site], ca
             raw = stack.enter_context(site.slow_reader())
             raw.sendall(raw_request(body, path))
             assert raw.recv(10) == b"HTTP/1.1 2"
-            held.append(sum(service.unread._held.values()))
+            held.append(service.unread.held)
         site.http.close()
         wait_for(lambda: service.open_requests == 0 and not state.connections)
-    assert held == [0, 2048 * 4 * WIDTH] and not service.unread._held
+    assert held == [0, 2048 * 4 * WIDTH] and service.unread.held == 0
     with httpx.Client(base_url=site.url) as again:
         metrics = again.get("/metrics").text
     assert all(f'path="{path}",status="499"}} 1.0' in metrics for path in requests)
     assert "error" not in capfd.readouterr().err
-
-
-def test_what_clients_leave_unread_is_bounded() -> None:
-    unread = Unread(most=800)
-    with pytest.raises(ApiError, match="fewer inputs") as error:
-        unread.hold("a", 201).__enter__()
-    assert error.value.status_code == 400
-    with contextlib.ExitStack() as stack:
-        for client, size in (("a", 200), ("b", 150), ("b", 50), ("c", 200), ("d", 150)):
-            stack.enter_context(unread.hold(client, size))
-        for client, size in (("a", 1), ("d", 51), ("e", 51)):
-            with pytest.raises(ApiError, match="read the answers") as error:
-                unread.hold(client, size).__enter__()
-            assert error.value.status_code == 429
-        stack.enter_context(unread.hold("e", 50))
-    assert not unread._held
 
 
 INCLUDE = ["message.output_text.logprobs"]

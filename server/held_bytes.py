@@ -1,4 +1,4 @@
-"""How many bytes of bodies a process holds. Standard library only, because the gateway of replicas imports this."""
+"""How many bytes a process holds for its clients. Standard library only, because the gateway of replicas imports this."""
 
 from collections import Counter
 from collections.abc import Callable, Iterator
@@ -8,16 +8,16 @@ SHARE = 4  # one client may have a quarter
 
 
 class Full(Exception):
-    """There is no room for the body now."""
+    """There is no room for so many bytes now."""
 
 
-class Bodies:
-    """Bytes of the bodies whose requests have no answer yet, and of those that are still arriving."""
+class HeldBytes:
+    """Bytes of what requests hold in memory: their bodies, for example, until they have their answers."""
 
     def __init__(self, most: int, largest: int, free: int = 0) -> None:
-        """most: bytes of all bodies. largest: bytes of one body; all, and a client, may always have as many. free: bytes at the
-        start of each body that do not count, so that there is always room for short ones."""
-        self._most, self._share, self._free = max(most, largest), max(most // SHARE, largest), free
+        """most: bytes of all requests. largest: bytes of one; all, and a client, may always have as many. free: the first bytes of
+        each request, which do not count, so that there is always room for short ones."""
+        self._most, self.share, self._free = max(most, largest), max(most // SHARE, largest), free
         self._held = Counter[str]()  # by client
 
     @property
@@ -37,10 +37,10 @@ class Bodies:
             size -= uncounted
             if not size:
                 return
-            if self._held[client] + size > self._share:
-                raise self._full(self._share, " of one client")
+            if self._held[client] + size > self.share:
+                raise _full(self.share, " of one client")
             if self.held + size > self._most:
-                raise self._full(self._most, "")
+                raise _full(self._most, "")
             self._held[client] += size
             taken += size
 
@@ -51,5 +51,6 @@ class Bodies:
             if not self._held[client]:
                 del self._held[client]
 
-    def _full(self, size: int, whose: str) -> Full:
-        return Full(f"requests without an answer have {size >> 20} MiB of bodies{whose}, the most at once; try again soon")
+
+def _full(size: int, whose: str) -> Full:
+    return Full(f"requests{whose} without an answer may hold at most {size >> 20} MiB; try again soon")
