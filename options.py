@@ -1,6 +1,8 @@
 """Options that several programs share, as dataclasses whose fields are also command-line flags. Needs no torch."""
 
 import argparse
+import math
+import operator
 from collections.abc import Callable, Collection
 from dataclasses import MISSING, dataclass, field, fields
 from typing import Any
@@ -14,6 +16,7 @@ KV_DTYPES = ("auto", "fp8")
 OVERLAPS = ("auto", "overlapped", "few-sms", "deferred", "copy-engines")  # `auto`, and `comm.interface.SCHEDULES`
 TUNE_SECONDS = 30  # at a model's first start on a GPU, at most, to find its fastest kernels
 MOST_DRAFT_TOKENS = 64
+LARGEST = 1e9  # of the numbers that flags take; a thread can wait for at most 9.2e9 seconds
 
 
 def option(*, default: Any = MISSING, repr: bool = True, **flag: Any) -> Any:
@@ -58,6 +61,26 @@ def whole_number(low: int, high: int | None = None) -> Callable[[str], int]:
 
     parse.__name__ = "int"  # argparse says "invalid int value"
     return parse
+
+
+def above_zero(text: str) -> float:
+    """A type of flags: numbers above 0."""
+    return _number(text, operator.gt, "above 0")
+
+
+def zero_or_more(text: str) -> float:
+    """A type of flags: 0, and numbers above it."""
+    return _number(text, operator.ge, "of at least 0")
+
+
+def _number(text: str, fits: Callable[[float, float], bool], words: str) -> float:
+    try:
+        value = float(text)
+    except ValueError:
+        value = math.nan  # which does not fit
+    if not (fits(value, 0) and value < LARGEST):
+        raise argparse.ArgumentTypeError(f"{text!r} is no number {words} and below {LARGEST:g}")
+    return value
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -18,9 +18,11 @@ from options import (
     SharedTextOptions,
     SpeculationOptions,
     StandInOptions,
+    above_zero,
     add_options,
     option,
     whole_number,
+    zero_or_more,
 )
 from presets import has_random_weights
 from server.call_syntax import REASONING, SYNTAXES
@@ -40,12 +42,6 @@ def network(text: str) -> str:
     except ValueError as e:
         raise argparse.ArgumentTypeError(f"{text} is not an address or a network such as 10.0.0.0/8 ({e})") from e
     return str(found.network_address) if found.num_addresses == 1 else str(found)
-
-
-def above_zero(text: str) -> float:
-    if not 0 < (value := float(text)) < 1e9:
-        raise argparse.ArgumentTypeError(f"{text} is not above 0")
-    return value
 
 
 def memory_size(text: str) -> float:
@@ -285,12 +281,6 @@ class LimitOptions:
     )
 
 
-def seconds_or_never(text: str) -> float:
-    if not 0 <= (value := float(text)) < 1e9:
-        raise argparse.ArgumentTypeError(f"{text} is not 0 or more")
-    return value
-
-
 @dataclass(frozen=True, kw_only=True)
 class FaultOptions:
     max_restarts: int = option(
@@ -302,7 +292,7 @@ class FaultOptions:
     )
     hang_seconds: float | None = option(
         default=None,
-        type=seconds_or_never,
+        type=zero_or_more,
         metavar="S",
         help="ranks that report nothing for S seconds hang and are killed, and so is a frontend that does not run; 0: never (default: "
         "for ranks 10 times as long as the largest step can take, from the measured steps, and at least 30; for the frontend 30)",

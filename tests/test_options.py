@@ -1,6 +1,7 @@
 """Options that are fields of a dataclass and flags at the same time, and the model's options, which several programs share."""
 
 import argparse
+from collections.abc import Callable
 from dataclasses import dataclass, fields
 
 import pytest
@@ -10,7 +11,7 @@ from comm.interface import SCHEDULES
 from config import with_variant
 from errors import UserError
 from generate import parse_args
-from options import OVERLAPS, ModelOptions, add_options, option, whole_number
+from options import OVERLAPS, ModelOptions, above_zero, add_options, option, whole_number, zero_or_more
 from presets import PRESETS
 from server.settings import Settings, load_settings
 from variants import usage
@@ -69,6 +70,23 @@ def test_a_required_flag_can_be_made_optional() -> None:
 def test_wrong_flags(argv: list[str], message: str) -> None:
     with pytest.raises(UserError, match=message):
         parser().parse_args(argv)
+
+
+@pytest.mark.parametrize(
+    ("kind", "right", "wrong", "words"),
+    [
+        (above_zero, ["1e-9", "2.5", "7", "9e8"], ["0", "-1", "nan", "inf", "1e9", "soon", ""], "above 0 and below 1e"),
+        (zero_or_more, ["0", "2.5", "7", "9e8"], ["-1e-9", "nan", "inf", "1e9", "soon", ""], "of at least 0 and below 1e"),
+    ],
+)
+def test_numbers_have_bounds(kind: Callable[[str], float], right: list[str], wrong: list[str], words: str) -> None:
+    made = Parser()
+    made.add_argument("--seconds", type=kind)
+    for text in right:
+        assert made.parse_args(["--seconds", text]).seconds == float(text)
+    for text in wrong:
+        with pytest.raises(UserError, match=f"--seconds: '{text}' is no number {words}"):
+            made.parse_args([f"--seconds={text}"])
 
 
 def test_programs_have_the_same_options_of_the_model() -> None:

@@ -10,27 +10,16 @@ import torch
 from checkpoint import DTYPES
 from cluster import shipped_clusters
 from errors import UserError
-from options import dtype_name
+from options import above_zero, dtype_name
 from training.executor import BUCKET_BYTES
 from training.optimizer import AdamSettings, Schedule
 from training.planner.workload import OVERLAPS
 from training.sharding import Mesh
 
 POSITIVE = (
-    *("sequence_length", "global_batch", "micro_batch", "steps", "save_every", "keep", "log_every", "bucket_mb"),
+    *("sequence_length", "global_batch", "micro_batch", "steps", "save_every", "keep", "log_every"),
     *("learning_rate", "clip", "gpus_per_node", "stop_after"),
 )
-
-
-def amount(text: str) -> float:
-    """Parse a number that is not negative."""
-    try:
-        value = float(text)
-    except ValueError:
-        value = -1.0
-    if not 0 <= value < float("inf"):
-        raise argparse.ArgumentTypeError(f"{text!r} is no number of at least 0")
-    return value
 
 
 def add_batch_options(parser: argparse.ArgumentParser, learning_rate: float) -> None:
@@ -119,7 +108,7 @@ def add_exchange_options(group: argparse._ArgumentGroup) -> None:
     )
     group.add_argument(
         "--bucket-mb",
-        type=amount,
+        type=above_zero,
         default=BUCKET_BYTES / 2**20,
         metavar="MIB",
         help="size of the buckets in which gradients are all-reduced (default: 64)",

@@ -22,8 +22,9 @@ from typing import Any
 from cli import Parser, run
 from cluster import load_cluster, shipped_clusters
 from errors import UserError
+from options import zero_or_more
 from presets import PRESETS, model_config
-from training.options import add_exchange_options, amount
+from training.options import add_exchange_options
 from training.planner.collectives import profile_for
 from training.planner.cost import Prediction, predict
 from training.planner.node_order import node_order, read_leaves, spans
@@ -52,7 +53,7 @@ def _add_model_and_cluster_options(parser: argparse.ArgumentParser) -> None:
     what.add_argument("--gpus", type=count, required=True, metavar="N", help="number of GPUs, in whole nodes")
     what.add_argument("--gpus-per-node", type=count, metavar="N", help="GPUs in a node (default: the cluster's)")
     what.add_argument(
-        "--gpu-memory", type=amount, metavar="GB", help="memory of a GPU in units of 1e9 bytes (default: the cluster's)"
+        "--gpu-memory", type=zero_or_more, metavar="GB", help="memory of a GPU in units of 1e9 bytes (default: the cluster's)"
     )
     what.add_argument(
         "--cluster",
@@ -97,7 +98,7 @@ def _add_execution_options(parser: argparse.ArgumentParser) -> None:
     add_exchange_options(how)
     how.add_argument(
         "--reserve",
-        type=amount,
+        type=zero_or_more,
         default=2.0,
         metavar="GB",
         help="memory for CUDA, NCCL and fragmentation, for which there is no formula (default: 2)",
@@ -114,7 +115,7 @@ def _add_choice_options(parser: argparse.ArgumentParser) -> None:
     )
     search.add_argument(
         "--tolerance",
-        type=amount,
+        type=zero_or_more,
         default=TOLERANCE,
         help=f"plans within this share of the best count as equal; of these, the one with the least communication, G = P and "
         f"the least memory is chosen (default: {TOLERANCE})",
@@ -144,8 +145,6 @@ def parse_args(argv: Sequence[str] | None = None) -> argparse.Namespace:
     _add_choice_options(parser)
     _add_output_options(parser)
     args = parser.parse_args(argv)
-    if args.bucket_mb == 0:
-        raise UserError("--bucket-mb must be above 0; 64 is the executor's")
     if args.plot and args.plot.suffix not in (".png", ".svg", ".pdf"):
         raise UserError(f"--plot {args.plot}: give a name that ends in .png, .svg or .pdf")
     return args

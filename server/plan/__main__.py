@@ -23,23 +23,13 @@ from typing import Any
 
 from cli import Parser, note, run
 from errors import UserError
-from options import whole_number
+from options import above_zero, whole_number
 from presets import PRESETS, is_preset, named_config
 from quantized.scheme import SCHEMES
 from variants import usage
 
 PLOTS = (".png", ".svg", ".pdf")
 WIDTHS = ("bf16", *SCHEMES)
-
-
-def amount(text: str) -> float:
-    try:
-        value = float(text)
-    except ValueError:
-        value = 0.0
-    if not 0 < value < float("inf"):
-        raise argparse.ArgumentTypeError(f"{text!r} is no number above 0")
-    return value
 
 
 def parse_args(argv: Sequence[str] | None = None) -> argparse.Namespace:
@@ -49,9 +39,11 @@ def parse_args(argv: Sequence[str] | None = None) -> argparse.Namespace:
     what.add_argument("--gpus", type=whole_number(1), required=True, metavar="N", help="how many GPUs there are")
     what.add_argument("--gpu", default="h200", metavar="NAME", help="h100 or h200 (default: h200)")
     goals = parser.add_argument_group("the goals")
-    goals.add_argument("--ttft", type=amount, required=True, metavar="MS", help="longest time to the first token")
-    goals.add_argument("--itl", type=amount, required=True, metavar="MS", help="longest mean time between an answer's tokens")
-    goals.add_argument("--share", type=amount, default=0.9, help="of the requests that must keep both (default: 0.9)")
+    goals.add_argument("--ttft", type=above_zero, required=True, metavar="MS", help="longest time to the first token")
+    goals.add_argument(
+        "--itl", type=above_zero, required=True, metavar="MS", help="longest mean time between an answer's tokens"
+    )
+    goals.add_argument("--share", type=above_zero, default=0.9, help="of the requests that must keep both (default: 0.9)")
     goals.add_argument("--prompt", type=whole_number(1), default=1024, metavar="TOKENS", help="of a request (default: 1024)")
     goals.add_argument("--answer", type=whole_number(1), default=256, metavar="TOKENS", help="of a request (default: 256)")
     choice = parser.add_argument_group("what may be chosen")

@@ -48,6 +48,8 @@ def test_a_model_is_called_like_its_folder(tmp_path: Path, monkeypatch: pytest.M
     [
         ([], {}, "", "no model"),
         (["--model", "m", "--por", "1"], {}, "", "--por"),
+        (["--model", "m", "--request-timeout", "abc"], {}, "", "--request-timeout: 'abc' is no number above 0"),
+        (["--model", "m"], {"RUNG_HANG_SECONDS": "-1"}, "", "--hang-seconds: '-1' is no number of at least 0"),
         (["--model", "m", "--port", "x"], {}, "", "--port"),
         (["--model", "m"], {"RUNG_PORT": "70000"}, "", "RUNG_PORT"),
         (["--model", "m"], {}, "prot = 1", "prot"),

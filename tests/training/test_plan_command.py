@@ -152,7 +152,7 @@ def test_a_measured_profile_is_plotted_as_far_as_it_reaches(command: Here, tmp_p
         ((*PAPER[:4], "--cluster", "b300"), ("no cluster 'b300'", "a800, h100, h200")),
         ((*PAPER, "--profile", "pyproject.toml"), ("cannot be read as JSON", "make profile-collectives")),
         ((*PAPER, "--leaves", "no-such-file"), ("NODE LEAF",)),
-        ((*PAPER, "--bucket-mb", "0"), ("--bucket-mb must be above 0",)),
+        ((*PAPER, "--bucket-mb", "0"), ("--bucket-mb: '0' is no number above 0",)),
         (("--model", "llama-7b"), ("--gpus", "--help")),
     ],
 )
