@@ -30,7 +30,7 @@ from presets import has_random_weights
 from quantized.formats import FORMATS, Shapes, Slice, Tensors
 from quantized.weight import Quantized, QuantizedWeight, joined, quantize
 from sharded_linear import ShardedLinear
-from tp import SPLITS, World, agree_on_error, checkpoint_name
+from tp import SPLITS, Shard, World, agree_on_error, checkpoint_name
 
 INDEX, SINGLE, PTH = "model.safetensors.index.json", "model.safetensors", "model.pth"
 AUTOGPTQ = "gptq_model-*.safetensors"  # what AutoGPTQ calls its only file
@@ -91,17 +91,32 @@ NORM_NAMES = {
 def places(model: Transformer) -> Iterator[Place]:
     """Every checkpoint tensor that this rank needs, with its slice. With desync, once for each of the rank's streams."""
     for path, module in model.named_modules():
-        yield from module_places(model.config, path, module)
+        yield from module_places(path, module)
 
 
-def module_places(config: ModelConfig, path: str, module: nn.Module) -> Iterator[Place]:
+def module_places(path: str, module: nn.Module) -> Iterator[Place]:
     """The places of the module at `path` itself, without those of its children and of quantized weights."""
     if isinstance(module, ShardedLinear):
         for piece, tensor in module.pieces():
-            yield _linear_place(config, module, piece, tensor)
+            part, _, kind = piece.partition(".")
+            yield linear_place(module, piece, tensor, f"{checkpoint_name(module.layer, part)}.{kind}")
     elif isinstance(module, RMSNorm):
-        whole = tuple(module.weight.shape)
-        yield Place(_norm_name(path) + ".weight", module.weight.data, whole, 0, range(whole[0]))
+        yield whole_place(_norm_name(path) + ".weight", module.weight)
+
+
+def linear_place(module: ShardedLinear, piece: str, tensor: Tensor, name: str) -> Place:
+    """The place of one of a layer's `pieces`, which the checkpoint has as `name`."""
+    part, _, kind = piece.partition(".")
+    split, shape = SPLITS[part], [*tensor.shape]
+    if kind == "bias" and split.dim == 1:  # every shard holds the whole bias
+        return whole_place(name, tensor)
+    shape[split.dim] = len(Shard(0, 1).range(module.config, split.axis))
+    return Place(name, tensor.data, tuple(shape), split.dim, module.own_range(part))
+
+
+def whole_place(name: str, tensor: Tensor) -> Place:
+    """The place of a tensor that every rank has as a whole."""
+    return Place(name, tensor.data, tuple(tensor.shape), 0, range(len(tensor)))
 
 
 def quantized_places(model: Transformer) -> Iterator[QuantizedPlace]:
@@ -120,28 +135,13 @@ def quantized_places(model: Transformer) -> Iterator[QuantizedPlace]:
 def full_shape(config: ModelConfig, part: str) -> tuple[int, int]:
     """(out_features, in_features) of a layer of `tp.SPLITS`, of the full model."""
     split = SPLITS[part]
-    full = {
-        "vocab": config.vocab_size,
-        "heads": config.n_heads * config.head_dim,
-        "kv_heads": config.n_kv_heads * config.head_dim,
-        "intermediate": config.intermediate_size,
-    }[split.axis]
+    full = len(Shard(0, 1).range(config, split.axis))
     return (full, config.hidden_size) if split.dim == 0 else (config.hidden_size, full)
 
 
 def _layer_prefix(path: str) -> str:
     found = re.match(r"layers\.\d+\.", path)
     return "model." + found[0] if found else ""
-
-
-def _linear_place(config: ModelConfig, module: ShardedLinear, piece: str, tensor: Tensor) -> Place:
-    part, _, kind = piece.partition(".")
-    name, split, shape = f"{checkpoint_name(module.layer, part)}.{kind}", SPLITS[part], full_shape(config, part)
-    if kind == "weight":
-        return Place(name, tensor.data, shape, split.dim, module.shard.range(config, split.axis))
-    if split.dim == 1:  # every shard holds the whole bias
-        return Place(name, tensor.data, shape[:1], 0, range(shape[0]))
-    return Place(name, tensor.data, shape[:1], 0, module.shard.range(config, split.axis))
 
 
 def _norm_name(path: str) -> str:

@@ -28,7 +28,18 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from attention import AttentionContext
-from checkpoint import INDEX, SINGLE, PickledSource, Place, SafetensorsSource, Source, check_names, fill_all
+from checkpoint import (
+    INDEX,
+    SINGLE,
+    PickledSource,
+    Place,
+    SafetensorsSource,
+    Source,
+    check_names,
+    fill_all,
+    linear_place,
+    whole_place,
+)
 from comm import Communicator, Local, Residual
 from config import ModelConfig
 from errors import UserError
@@ -39,7 +50,7 @@ from kernels.linear import linear
 from model import Factory, RMSNorm, Transformer, attention_heads
 from rope import rope_frequencies
 from sharded_linear import ShardedLinear
-from tp import SPLITS, Shard, World, agree_on_error, stream_shards
+from tp import Shard, World, agree_on_error, stream_shards
 
 ARCHITECTURE = "LlamaForCausalLMEagle3"
 STREAMS = 3  # hidden states of the model that a head reads
@@ -214,32 +225,16 @@ class EagleHead(nn.Module):
 
 def head_places(head: EagleHead, layer: str = "midlayer.") -> Iterator[Place]:
     """The head's tensors under their published names. layer: the prefix of those of its layer."""
-    linears = {head.wqkv: "self_attn.", head.wo: "self_attn.", head.w_gate_up: "mlp.", head.w_down: "mlp."}
-    for module, group in linears.items():
-        yield from _linear_places(head.config.layer, module, layer + group)
-    yield from _linear_places(head.config.drafting, head.output, "")
+    attention, mlp = layer + "self_attn.", layer + "mlp."
+    linears = {head.wqkv: attention, head.wo: attention, head.w_gate_up: mlp, head.w_down: mlp, head.output: ""}
+    for module, prefix in linears.items():
+        yield from (linear_place(module, piece, tensor, prefix + piece) for piece, tensor in module.pieces())
     norms = {layer + name: getattr(head, name) for name in ("input_layernorm", "hidden_norm", "post_attention_layernorm")}
     if head.heads.q_norm is not None:
-        norms |= {f"{layer}self_attn.q_norm": head.heads.q_norm, f"{layer}self_attn.k_norm": head.heads.k_norm}
+        norms |= {f"{attention}q_norm": head.heads.q_norm, f"{attention}k_norm": head.heads.k_norm}
     whole = {name: norm.weight for name, norm in {**norms, "norm": head.norm}.items()} | {"fc": head.fc}
     for name, tensor in (whole if head.embed_tokens is None else whole | {"embed_tokens": head.embed_tokens}).items():
-        yield _whole(name + ".weight", tensor)
-
-
-def _linear_places(config: ModelConfig, module: ShardedLinear, prefix: str) -> Iterator[Place]:
-    for piece, tensor in module.pieces():
-        part, _, kind = piece.partition(".")
-        split = SPLITS[part]
-        if kind == "bias" and split.dim == 1:  # every shard holds the whole bias
-            yield _whole(prefix + piece, tensor)
-            continue
-        shape, dim = list(tensor.shape), split.dim
-        shape[dim] = len(Shard(0, 1).range(config, split.axis))
-        yield Place(prefix + piece, tensor.data, tuple(shape), dim, module.shard.range(config, split.axis))
-
-
-def _whole(name: str, tensor: Tensor) -> Place:
-    return Place(name, tensor.data, tuple(tensor.shape), 0, range(len(tensor)))
+        yield whole_place(name + ".weight", tensor)
 
 
 def sharing(head: EagleHead, world: World) -> Communicator:
@@ -324,7 +319,7 @@ def check_head(directory: Path, base: ModelConfig, dtype: torch.dtype = torch.fl
     layer = "midlayer." if any(name.startswith("midlayer.") for name in found) else "layers.0."
     maps = {"d2t": config.draft_vocab_size, "t2d": base.vocab_size}
     required = {"d2t"} if config.draft_vocab_size < base.vocab_size else set()
-    wanted = [_whole(name, torch.empty(n, device="meta")) for name, n in maps.items() if name in found or name in required]
+    wanted = [whole_place(name, torch.empty(n, device="meta")) for name, n in maps.items() if name in found or name in required]
     try:
         check_names(config.layer, [*head_places(hollow, layer), *wanted], source)
         return HeadFiles(source, hollow, layer, _targets(source, config.draft_vocab_size, base.vocab_size))

@@ -158,7 +158,7 @@ class Calibration:
 
     def places(self, layer: int, block: nn.Module) -> Iterator[Place]:
         for path, module in block.named_modules():
-            yield from module_places(self.job.config, f"layers.{layer}.{path}", module)
+            yield from module_places(f"layers.{layer}.{path}", module)
 
     def hessians(self, block: nn.Module) -> dict[nn.Module, Tensor]:
         """The sum of x^T x (K, K) over the inputs x of each linear layer."""
@@ -210,7 +210,7 @@ def calibrated(job: Job, layer: int, inputs: Calibration) -> dict[str, Quantized
         if not isinstance(module, ShardedLinear):
             continue
         first, whole = 0, gptq(module.weight.to(job.stored), hessians.pop(module), job.scheme, path)
-        for place in module_places(job.config, f"layers.{layer}.{path}", module):
+        for place in module_places(f"layers.{layer}.{path}", module):
             if place.name.endswith(".weight"):
                 rows = slice(first, first + len(place.tensor))
                 piece = whole._replace(codes=whole.codes[rows], scales=whole.scales[rows])
