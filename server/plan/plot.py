@@ -1,12 +1,11 @@
 """The plot of `--plot`: latencies by load."""
 
-import os
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from errors import UserError
-from figures import CYCLE, plain_log_axis
+from figures import CYCLE, new_figure, plain_log_axis
+from files import writing
 
 
 def draw(
@@ -14,12 +13,8 @@ def draw(
 ) -> None:
     """curves: of `choice.curves`. limits: the goals in ms, by the key of a point. Raises UserError if matplotlib is missing or `path`
     cannot be written."""
-    os.environ.setdefault("MPLBACKEND", "Agg")
-    try:
-        import matplotlib.pyplot as plt
-    except ImportError:
-        raise UserError("--plot needs matplotlib, which is for developers; make setup-dev installs it") from None
-    figure, panels = plt.subplots(1, len(limits), figsize=(10, 4.2), layout="constrained")
+    figure = new_figure(10, 4.2)
+    panels = figure.subplots(1, len(limits))
     for panel, (key, limit) in zip(panels, limits.items(), strict=True):
         for (name, points), colour in zip(curves.items(), CYCLE, strict=False):
             load = [point["requests_per_second"] for point in points]
@@ -30,8 +25,5 @@ def draw(
         panel.grid(alpha=0.3)
     panels[0].legend(fontsize=8)
     figure.suptitle(title, fontsize=10)
-    try:
+    with writing(path):
         figure.savefig(path)
-    except OSError as e:
-        raise UserError(f"--plot {path} cannot be written ({e.strerror}); name a file in a folder that exists") from None
-    plt.close(figure)

@@ -253,9 +253,11 @@ def test_the_variant_of_a_checkpoint_is_its_own(plan: Here, tmp_path: Path) -> N
 
 
 def test_a_quantized_checkpoint_is_drawn(plan: Here, tmp_path: Path) -> None:
-    flags = ("--model", MODELS / "tiny-hybrid-int4", "--gpus", 1, "--gpu", "h100", "--ttft", 500, "--itl", 20, "--prompt", 64)
-    assert plan(*flags, "--answer", 8, "--max-num-seqs", 8, "--plot", tmp_path / "plan.svg").code == 0
+    model = ("--model", MODELS / "tiny-hybrid-int4", "--gpus", 1, "--gpu", "h100", "--ttft", 500, "--itl", 20)
+    flags = (*model, "--prompt", 64, "--answer", 8, "--max-num-seqs", 8, "--plot")
+    assert plan(*flags, tmp_path / "plan.svg").code == 0
     assert "int4, hybrid, tp 1 x 1" in (tmp_path / "plan.svg").read_text()
+    assert "plan.svg cannot be written" in plan.refuses(*flags, tmp_path / "none" / "plan.svg")
 
 
 def test_docs_quote_what_the_command_prints_now(plan: Here) -> None:
