@@ -165,8 +165,13 @@ class Tokenizer(ABC):
         return self._encode_parts(parts, add_special_tokens)
 
     @functools.cached_property
+    def special_texts(self) -> dict[str, int]:
+        """The ids of the special tokens by their texts."""
+        return {text: i for i in self.special_ids if (text := self.token_text(i))}
+
+    @functools.cached_property
     def _control_tokens(self) -> Spellings:
-        return Spellings(self.token_text(i) for i in self.special_ids)
+        return Spellings(self.special_texts)
 
     def _encode_parts(self, parts: Sequence[str], add_special_tokens: bool) -> list[int]:
         """The ids of `parts`: plain text at even indices, special tokens at odd ones."""

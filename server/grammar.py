@@ -1,7 +1,6 @@
 """Constrained generation: the grammar for what a request demands of its answer, compiled in a worker and cached."""
 
 import pickle
-from functools import lru_cache
 
 from engine.grammars import MAX_TEXT
 from server.call_syntax import JSON, CallSyntax, Marks
@@ -73,16 +72,11 @@ def _callable(body: ChatBody) -> list[CallableTool]:
 
 def _special(tokenizer: Tokenizer, demand: Demand) -> dict[str, int]:
     """The special tokens that calls, reasoning and structural tags may spell."""
-    known = _special_ids(tokenizer)
+    known = tokenizer.special_texts
     if demand.constraint and demand.constraint.kind == "structural_tag":
         return known
     texts = [*demand.syntax.markers, *(demand.reasoning[:2] if demand.reasoning else ())]
-    return {text: id for text, id in known.items() if text in texts}
-
-
-@lru_cache(1)
-def _special_ids(tokenizer: Tokenizer) -> dict[str, int]:
-    return {text: id for id in tokenizer.special_ids if (text := tokenizer.token_text(id))}
+    return {text: known[text] for text in texts if text in known}
 
 
 async def _compiled(service: Service, demand: Demand, wait_seconds: float | None) -> Compiled:

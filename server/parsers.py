@@ -1,6 +1,5 @@
 """Which parser reads the answers to a request. The chat template tells how the model writes reasoning and calls."""
 
-import functools
 from array import array
 from bisect import bisect_left
 from collections.abc import Sequence
@@ -131,7 +130,7 @@ def _markers(reasoning: ReasoningSyntax | None, tools: Tools | None) -> tuple[st
     return (*((reasoning.start, reasoning.end) if reasoning else ()), *(tools.syntax.markers if tools else ()))
 
 
-@functools.lru_cache(maxsize=16)
 def _special(tokenizer: Tokenizer, markers: tuple[str, ...]) -> dict[str, int]:
     """The markers that are special tokens, with their ids."""
-    return {text: i for i in tokenizer.special_ids if (text := tokenizer.token_text(i)) in markers}
+    known = tokenizer.special_texts
+    return {text: known[text] for text in markers if text in known}
