@@ -61,7 +61,8 @@ def read_file(path: Path, most: int) -> bytes:
     except OSError as e:
         raise UserError(f"cannot read {path}: {e.strerror}; check the path and its permissions") from None
     if size > most or len(content) > most:
-        raise UserError(f"{path} has more than {most >> 20} MiB, far more than such a file needs; shorten or replace it")
+        bound = f"{most >> 20} MiB" if most >> 20 else f"{most >> 10} KiB"
+        raise UserError(f"{path} has more than {bound}, far more than such a file needs; shorten or replace it")
     return content
 
 
