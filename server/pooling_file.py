@@ -1,10 +1,10 @@
 """Read how sentence-transformers pools a checkpoint's hidden states."""
 
-import json
 from pathlib import Path
 
 from engine.protocol import Pooling
-from files import model_folder
+from errors import UserError
+from files import CONFIG_BYTES, model_folder, read_json
 from server.logs import log
 
 POOLINGS: dict[str, Pooling] = {"mean_tokens": "mean", "mean": "mean", "lasttoken": "last"}
@@ -15,9 +15,11 @@ def checkpoint_pooling(model: str) -> Pooling:
     """What the checkpoint at path `model` was trained for, as sentence-transformers writes it; the mean if it does not say so."""
     file = model_folder(model) / POOLING_FILE
     try:
-        config = json.loads(file.read_text()) if file.is_file() else {}
+        config = read_json(file, CONFIG_BYTES)
         modes = [name.removeprefix("pooling_mode_") for name, on in config.items() if on is True and name != "include_prompt"]
         return POOLINGS[config.get("pooling_mode") or (*modes, "mean")[0]]
-    except (OSError, ValueError, AttributeError, KeyError, TypeError) as e:
+    except FileNotFoundError:
+        return "mean"
+    except (UserError, KeyError, TypeError) as e:  # KeyError, TypeError: a pooling that is not known
         log.warning("%s is not used, and embeddings are means: %r (--embedding-pooling says which)", file, e)
         return "mean"

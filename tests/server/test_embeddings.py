@@ -14,6 +14,7 @@ from typing import Any
 import httpx
 import pytest
 
+from files import CONFIG_BYTES
 from server import replies
 from server.embeddings import SLICE
 from server.held_bytes import SHARE, HeldBytes
@@ -140,6 +141,9 @@ def test_sentence_transformers_files_say_the_default(tmp_path: Path) -> None:
         ({"pooling_mode": "lasttoken"}, "last"),
         ({"pooling_mode_cls_token": True}, "mean"),
         ([1], "mean"),
+        ({"pooling_mode": [1]}, "mean"),
     ):
         file.write_text(json.dumps(content))
         assert checkpoint_pooling(str(tmp_path)) == expected
+    file.write_text('{"pooling_mode": "lasttoken"}' + " " * CONFIG_BYTES)
+    assert checkpoint_pooling(str(tmp_path)) == "mean", "it is not read beyond its bound"
