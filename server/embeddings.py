@@ -46,7 +46,7 @@ async def embed(service: Service, request: Request, body: EmbeddingBody) -> Resp
     vectors, tokens = await unless_gone(request.receive, work)
     usage = {"prompt_tokens": tokens, "total_tokens": tokens}
     pieces = _reply(vectors, body, {"model": body.model or service.model_name, "usage": usage})
-    return PacedResponse(pieces, service.settings.idle_timeout)
+    return PacedResponse(pieces)
 
 
 async def score(service: Service, request: Request, body: ScoreBody) -> Response:

@@ -92,6 +92,5 @@ async def respond(
     log_fields = request.state.log_fields
     if body.stream:
         generation.count_unread = request.state.until_written.enter_context(request.state.backlog())
-        events, seconds = generation.events(log_fields), service.settings.idle_timeout
-        return EventStream(events, seconds, generation.write_error, generation.stream_end)
+        return EventStream(generation.events(log_fields), generation.write_error, generation.stream_end)
     return JsonResponse(await unless_gone(request.receive, generation.answer(log_fields)))

@@ -30,17 +30,16 @@ class EventStream(Response):
     `events` yields bytes of one event or several. Events that are yielded together are written together, up to PIECE bytes.
     The status is sent with the first event, so that a request that fails at once gets a plain error response. A later error
     becomes an event, which `write_error` encodes. The stream always ends with `end`. Raises ClientGone if the client
-    disconnects, or reads too slowly: `write_timeout` is in seconds.
+    disconnects, or reads too slowly.
     """
 
     def __init__(
         self,
         events: AsyncGenerator[bytes, None],
-        write_timeout: float,
         write_error: Callable[[ApiError], bytes] = error_event,
         end: bytes = DONE,
     ) -> None:
-        self.events, self.write_timeout, self.write_error, self.end = events, write_timeout, write_error, end
+        self.events, self.write_error, self.end = events, write_error, end
         super().__init__(headers={"cache-control": "no-cache", "x-accel-buffering": "no"}, media_type="text/event-stream")
         del self.headers["content-length"]
 
@@ -57,7 +56,7 @@ class EventStream(Response):
                 return
             await send({"type": "http.response.start", "status": self.status_code, "headers": self.raw_headers})
             # The middleware looks at the start of a response only, so the events bypass it.
-            async with writing(scope["state"]["send"], self.write_timeout) as writer:
+            async with writing(scope["state"]["send"], scope["state"]["write_timeout"]) as writer:
                 await writer.write(first)
                 while True:
                     try:
@@ -77,17 +76,17 @@ class PacedResponse(Response):
     Raises ClientGone as an EventStream does.
     """
 
-    def __init__(self, pieces: Iterator[bytes], write_timeout: float) -> None:
-        self.pieces, self.write_timeout = pieces, write_timeout
+    def __init__(self, pieces: Iterator[bytes]) -> None:
+        self.pieces = pieces
         super().__init__(media_type="application/json")
         del self.headers["content-length"]
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        await unless_gone(receive, self._run(send))
+        await unless_gone(receive, self._run(send, scope["state"]["write_timeout"]))
 
-    async def _run(self, send: Send) -> None:
+    async def _run(self, send: Send, timeout: float) -> None:
         await send({"type": "http.response.start", "status": self.status_code, "headers": self.raw_headers})
-        async with writing(send, self.write_timeout) as writer:
+        async with writing(send, timeout) as writer:
             for piece in self.pieces:
                 await writer.write(piece)
                 await asyncio.sleep(0)  # let other requests run: making a piece takes about 1 ms

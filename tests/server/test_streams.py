@@ -13,6 +13,7 @@ from typing import Any
 
 import httpx
 import pytest
+from starlette.types import Send
 
 from engine.protocol import Outputs, SamplingParams, Submit, TokenOutput
 from engine.text import TextStream
@@ -171,11 +172,17 @@ def test_what_is_there_at_once_is_written_at_once(seed: int) -> None:
             written.append(message["body"])
 
     async def run() -> None:
-        await EventStream(events(), 30)({"type": "http", "state": {"send": send}}, asyncio.Event().wait, send)  # type: ignore[arg-type]
+        await send_events(events(), send, 30)
 
     asyncio.run(run())
     wanted = [b"".join(b"data: " + to_json(one) + b"\n\n" for one in group) for group in groups]
     assert written == [*wanted, b"data: [DONE]\n\n", b""], seed
+
+
+async def send_events(events: AsyncGenerator[bytes, None], send: Send, timeout: float) -> None:
+    """Send them to a client that never disconnects, and may leave a piece unread for `timeout` seconds."""
+    state = {"send": send, "write_timeout": timeout}
+    await EventStream(events)({"type": "http", "state": state}, asyncio.Event().wait, send)  # type: ignore[arg-type]
 
 
 class Clock(selectors.DefaultSelector):
@@ -214,7 +221,7 @@ def test_large_events_leave_in_pieces_with_a_time_limit_each(seed: int, stalls: 
             written.append(message["body"])
 
     async def run() -> None:
-        await EventStream(events(), 1.5)({"type": "http", "state": {"send": send}}, asyncio.Event().wait, send)  # type: ignore[arg-type]
+        await send_events(events(), send, 1.5)
 
     def finish() -> None:
         with asyncio.Runner(loop_factory=InstantLoop) as runner:
@@ -248,7 +255,7 @@ def test_a_busy_server_is_not_a_stalled_reader(seed: int) -> None:
             written.append(message["body"])
 
     async def run() -> None:
-        await EventStream(events(), timeout)({"type": "http", "state": {"send": send}}, asyncio.Event().wait, send)  # type: ignore[arg-type]
+        await send_events(events(), send, timeout)
 
     with asyncio.Runner(loop_factory=lambda: loop) as runner:
         runner.run(run())
