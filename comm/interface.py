@@ -80,7 +80,7 @@ class Linear(Protocol):
 
 
 class PendingAllReduce(ABC):
-    """An all-reduce that has begun, or that begins when its result is read. Read it once, by one of the first four methods.
+    """An all-reduce that has begun, or that begins when its result is read. Read it once, by `wait` or a method that adds.
 
     scatters: whether `add_norm_linear` leaves each rank only its own rows (R, C) of the residual stream. If so, `add` and
     `add_norm_linear` also take these rows as x.

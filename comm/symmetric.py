@@ -35,7 +35,7 @@ KINDS: tuple[Kind, ...] = ("one-shot", "two-shot")
 CAPACITY: dict[Kind, int] = {"one-shot": 256 << 10, "two-shot": 16 << 20}  # 1,024 rows of 70B
 OVERLAP_CAPACITY: dict[Kind, int] = {"one-shot": 256 << 10, "two-shot": 4 << 20}  # a decode step of 256 rows of 70B
 FEW_SMS_CAPACITY: dict[Kind, int] = {"one-shot": 256 << 10, "two-shot": 8 << 20}  # 512 rows of 70B
-GATHER_CAPACITY = 64 << 10  # logits of one row on two ranks; longer messages use the process group
+GATHER_CAPACITY = 64 << 10  # logits of one row of Llama 3 on four ranks; longer messages use the process group
 # Least and most rows of a linear layer that sends its own partial sums. With fewer rows, the ordinary kernels read the weight
 # as fast, and only 1 µs of the all-reduce could be hidden. With more rows, the bandwidth of the link is the limit.
 PUSHED_ROWS = 3, 16
