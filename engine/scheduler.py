@@ -85,8 +85,7 @@ class Scheduler:
             )
 
     def add(self, sequence: Sequence) -> None:
-        """Add a sequence to the waiting queue. Raises UserError if it can never run, however long it waits."""
-        self.check(sequence)
+        """Add a sequence, which `check` has accepted, to the waiting queue."""
         self.by_id[sequence.request_id] = sequence
         self.waiting.add(sequence)
 
