@@ -25,6 +25,7 @@ from engine.adapters import ADAPTER, single_adapter
 from engine.core import Engine
 from engine.draft_models import find_draft
 from engine.limits import EngineLimits
+from engine.logits import check_ids
 from engine.logprobs import SCORE_CHUNK
 from engine.protocol import Abort, Refused, SamplingParams, Submit, TokenLogprobs
 from engine.runner import LARGEST_MEASURED, largest_graph
@@ -34,7 +35,7 @@ from errors import UserError
 from files import model_folder
 from kernels.sampling import log_softmax
 from model import Transformer
-from options import MOST_DRAFT_TOKENS, draft_limit
+from options import MOST_DRAFT_TOKENS, draft_limit, dtype_name
 from presets import has_random_weights, model_config
 from tokenizer import Tokenizer, check_fits
 from tokenizer_files import find_tokenizer, load_tokenizer
@@ -122,7 +123,7 @@ class LLM:
         else:
             config = model_config(str(model), variant, self.world.world_size, quantize)
             self.tokenizer = tokenizer or read_tokenizer(str(model), config)
-            name = dtype or ("bfloat16" if self.world.device.type == "cuda" else "float32")
+            name = dtype_name(dtype, self.world.device.type)
             if name not in DTYPES:
                 raise UserError(f"unknown dtype {name!r}; known: {', '.join(DTYPES)}")
             draft = find_draft(speculate, str(model), config, self.tokenizer, self.world.world_size)
@@ -313,11 +314,7 @@ def check_prompts(config: ModelConfig, prompts: Sequence[Sequence[int]], new_tok
     for prompt, count in zip(prompts, new_tokens, strict=True):
         if not prompt:
             raise UserError("the prompt is empty; give at least one token")
-        outside = next((i for i in prompt if not 0 <= i < config.vocab_size), None)
-        if outside is not None:
-            raise UserError(
-                f"token id {outside} is outside the model's vocabulary of {config.vocab_size}; use ids 0 to {config.vocab_size - 1}"
-            )
+        check_ids(prompt, config.vocab_size)
         if len(prompt) + count > config.max_seq_len:
             raise UserError(
                 f"the prompt's {len(prompt)} tokens and {count} new ones exceed the model's context of {config.max_seq_len}; "

@@ -51,11 +51,11 @@ def sibling(state: SamplingState) -> SamplingState:
     return SamplingState(bias=state.bias)
 
 
-def check_ids(ids: list[int], vocab_size: int) -> None:
+def check_ids(ids: abc.Sequence[int], vocab_size: int) -> None:
     """Raises UserError for an id outside the vocabulary."""
     if ids and (min(ids) < 0 or max(ids) >= vocab_size):
         outside = next(i for i in ids if not 0 <= i < vocab_size)
-        raise UserError(f"token id {outside} is outside the model's vocabulary of {vocab_size}")
+        raise UserError(f"token id {outside} is outside the model's vocabulary of {vocab_size}; use ids 0 to {vocab_size - 1}")
 
 
 def process(logits: Tensor, draws: list[Draw]) -> Tensor:

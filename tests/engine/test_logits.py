@@ -177,7 +177,9 @@ def test_ids_outside_the_vocabulary_are_refused(field: str, seed: int) -> None:
     for outside in (VOCAB, VOCAB + 1000, -1):
         params: dict[str, Any] = {"logit_bias": {outside: 1.0}} if field == "logit_bias" else {field: [0, outside]}
         prompt = params.pop("prompt", [1])
-        with pytest.raises(UserError, match=f"^token id {outside} is outside the model's vocabulary of {VOCAB}$"):
+        with pytest.raises(
+            UserError, match=f"^token id {outside} is outside the model's vocabulary of {VOCAB}; use ids 0 to {VOCAB - 1}$"
+        ):
             sequence_of(prompt, [], **params)
     edges = [0, VOCAB - 1]
     sequence_of(edges, [], logit_bias=dict.fromkeys(edges, 1.0), allowed_token_ids=edges, stop_token_ids=edges)
