@@ -42,35 +42,17 @@ class RequestScope:
         if scope["type"] != "http":
             await self.app(scope, receive, send)
             return
-        given = Headers(scope=scope).get("x-request-id", "")
-        request_id = given if REQUEST_ID.fullmatch(given) else uuid.uuid4().hex
         method = scope["method"]
         if method == "HEAD":  # answered as GET; uvicorn keeps the original scope and leaves the body out
             scope = {**scope, "method": "GET"}
-        log_fields: dict[str, Any] = {"request_id": request_id}
-        state = scope.setdefault("state", {})
-        until_written = ExitStack()  # what is left when the response has been written
-        state.update(request_id=request_id, log_fields=log_fields, until_written=until_written)
-        state["write_timeout"] = self.service.settings.idle_timeout
-        state.setdefault("send", send)
-        state.setdefault("abandon", lambda: None)
-        state["backlog"] = lambda: self.service.backlog.hold(sender(scope).name, state["abandon"])
+        state = self._fill_state(scope, send)
         status = 0
 
         async def send_with_id(message: Message) -> None:
             nonlocal status
             if message["type"] == "http.response.start":
                 status = message["status"]
-                headers = MutableHeaders(scope=message)
-                headers["x-request-id"] = request_id
-                if is_messages(scope["path"]):
-                    headers["request-id"] = request_id
-                if self.service.draining:  # a router's next request on this connection might come when the server has ended
-                    headers["connection"] = "close"
-                if ignored := log_fields.get("ignored"):
-                    headers["x-rung-ignored"] = ignored
-                if left_out := log_fields.get("not_enforced"):
-                    headers["x-rung-not-enforced"] = left_out
+                self._add_headers(MutableHeaders(scope=message), scope)
             if message.get("more_body"):  # of a stream, whose `Writer` limits the time
                 await send(message)
                 return
@@ -92,16 +74,46 @@ class RequestScope:
             status = status or CLIENT_GONE
             raise
         except Exception:
-            log.exception("request %s failed", request_id)
+            log.exception("request %s failed", state["request_id"])
             if not status:
                 await internal_error().response(scope)(scope, receive, send_with_id)
             status = 500
         finally:
-            until_written.close()
+            state["until_written"].close()
             self.service.open_requests -= 1
-            self._record(scope, method, status, time.monotonic() - started, log_fields)
+            self._record(scope, method, status, time.monotonic() - started)
 
-    def _record(self, scope: Scope, method: str, status: int, seconds: float, log_fields: dict[str, Any]) -> None:
+    def _fill_state(self, scope: Scope, send: Send) -> dict[str, Any]:
+        """What the layers below need of the request. Returns the scope's state."""
+        given = Headers(scope=scope).get("x-request-id", "")
+        request_id = given if REQUEST_ID.fullmatch(given) else uuid.uuid4().hex
+        state: dict[str, Any] = scope.setdefault("state", {})
+        state.update(
+            request_id=request_id,
+            log_fields={"request_id": request_id},
+            until_written=ExitStack(),  # what is left when the response has been written
+            write_timeout=self.service.settings.idle_timeout,
+            backlog=lambda: self.service.backlog.hold(sender(scope).name, state["abandon"]),
+        )
+        state.setdefault("send", send)
+        state.setdefault("abandon", lambda: None)
+        return state
+
+    def _add_headers(self, headers: MutableHeaders, scope: Scope) -> None:
+        """Add those that every response has, and what the request's work has noted for its client."""
+        request_id, log_fields = scope["state"]["request_id"], scope["state"]["log_fields"]
+        headers["x-request-id"] = request_id
+        if is_messages(scope["path"]):
+            headers["request-id"] = request_id
+        if self.service.draining:  # a router's next request on this connection might come when the server has ended
+            headers["connection"] = "close"
+        if ignored := log_fields.get("ignored"):
+            headers["x-rung-ignored"] = ignored
+        if left_out := log_fields.get("not_enforced"):
+            headers["x-rung-not-enforced"] = left_out
+
+    def _record(self, scope: Scope, method: str, status: int, seconds: float) -> None:
+        log_fields = scope["state"]["log_fields"]
         path, client = scope["path"], scope.get("client")
         route = getattr(scope.get("route"), "path", "other")
         self.service.metrics.responses.labels(self.service.model_name, route, str(status)).inc()
