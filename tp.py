@@ -185,13 +185,7 @@ def init_world(
         raise
     if world_size == 1:
         return World(0, 1, torch_device, Local())
-    one_host = os.environ.get("LOCAL_WORLD_SIZE") == str(world_size)
-    if one_host:
-        listen_on_loopback()
-    store: Store | None = hosts.join(facts or {}, error) if hosts.several() else None
-    if one_host:
-        launched = os.environ.get("TORCHELASTIC_USE_AGENT_STORE") == "True"
-        store = PrefixStore(hosts.store_prefix(), _agent_store() if launched else _loopback_store(rank))
+    store = hosts.join(facts or {}, error) if hosts.several() else _store_of_host(rank, world_size)
     dist.init_process_group(
         choice.backend,
         timeout=timedelta(minutes=10),
@@ -209,10 +203,15 @@ def init_world(
     return World(rank, world_size, torch_device, communicator, control, overlap)
 
 
-def _agent_store() -> Store:
-    """The agent's store."""
-    store, _, _ = next(iter(rendezvous("env://", timeout=timedelta(minutes=10))))
-    return store
+def _store_of_host(rank: int, world_size: int) -> Store | None:
+    """A store for ranks that are all on this host, which listen on loopback only; None if no launcher says that they are."""
+    if os.environ.get("LOCAL_WORLD_SIZE") != str(world_size):
+        return None
+    listen_on_loopback()
+    if os.environ.get("TORCHELASTIC_USE_AGENT_STORE") != "True":
+        return PrefixStore(hosts.store_prefix(), _loopback_store(rank))
+    agents, _, _ = next(iter(rendezvous("env://", timeout=timedelta(minutes=10))))
+    return PrefixStore(hosts.store_prefix(), agents)
 
 
 def _own_device(kind: str, rank: int) -> torch.device:
