@@ -89,14 +89,14 @@ class FusedNorm(torch.autograd.Function):
         raise AssertionError("not needed")
 
 
-@pytest.mark.parametrize("variant", ["standard", "ladder", "parallel"])
+@pytest.mark.parametrize("variant", ["standard", "ladder", "parallel", "desync-2x:2", "desync-4x:4"])
 @pytest.mark.parametrize(("dtype", "element"), [(torch.float32, 4), (torch.bfloat16, 2)])
 def test_activations_are_what_autograd_keeps(
     seed: int, monkeypatch: pytest.MonkeyPatch, variant: str, dtype: torch.dtype, element: int
 ) -> None:
-    """Count the storages that a layer of the real model keeps, weights and the shared rotary tables left out."""
+    """Count the storages that layers of the real model keep, weights and the shared rotary tables left out."""
     draw = random.Random(seed)
-    heads, tokens = 2 * draw.randint(1, 4), draw.randint(40, 90)
+    heads, tokens = 8 * draw.randint(1, 2), draw.randint(40, 90)
     shape = dict(n_heads=heads, n_kv_heads=heads // 2, head_dim=16, hidden_size=16 * draw.randint(3, 9))
     config = replace(with_variant(small(), variant), intermediate_size=8 * draw.randint(5, 30), **shape)  # type: ignore[arg-type]
     monkeypatch.setattr("kernels.norm.rms_norm_reference", lambda x, weight, eps: FusedNorm.apply(x))
@@ -109,18 +109,24 @@ def test_activations_are_what_autograd_keeps(
         return tensor
 
     x, before = (torch.randn(1, tokens, config.hidden_size, dtype=dtype, requires_grad=True) for _ in range(2))
-    with torch.autograd.graph.saved_tensors_hooks(keep, lambda tensor: tensor):
-        model.layers[1](Residual(x, Local(), (Done(before),)), model.frequencies, context)
-    shared = {t.untyped_storage().data_ptr() for t in (*model.parameters(), *(context._rope or ()))}
-    found = sum(t.untyped_storage().nbytes() for address, t in kept.items() if address not in shared)
-    assert found == layer_activations(config, tokens, element)
+    streams = config.kind.streams
+    stream: Any = [Residual(x, Local())] * len(model.shards) if streams else Residual(x, Local(), (Done(before),))
+    for number, layer in enumerate(model.layers):
+        earlier = set(kept)
+        with torch.autograd.graph.saved_tensors_hooks(keep, lambda tensor: tensor):
+            stream = layer(stream, model.frequencies, context)
+        shared = {t.untyped_storage().data_ptr() for t in (*model.parameters(), *(context._rope or ()))} | earlier
+        found = sum(t.untyped_storage().nbytes() for address, t in kept.items() if address not in shared)
+        assert found == layer_activations(config, tokens, element, number)
 
 
 def test_recomputing_keeps_the_layers_inputs_and_one_layer() -> None:
     plain, again = workload(Mesh(2, 1)), workload(Mesh(2, 1), recompute=True)
-    layer, loss = layer_activations(small(), 128, 2), loss_activations(small(), 128, 2)
+    layer, loss = layer_activations(small(), 128, 2, 0), loss_activations(small(), 128, 2)
     assert activations(plain) == 3 * layer + loss
     assert activations(again) == 3 * 128 * 64 * 2 + max(layer, loss)
+    desync = replace(again, config=with_variant(small(), "desync-4x:2"))  # whose second layer reads two streams
+    assert activations(desync) == 4 * 128 * 64 * 2 + max(layer_activations(desync.config, 128, 2, 1), loss)
     assert activations(replace(plain, micro_batch=5)) == 5 * 3 * layer + loss_activations(small(), 5 * 128, 2)
     head, logits = 1024 * 64 * (4 + 2 + 2), 1024 * (2 + 3 * 4)
     assert loss == 3 * 2 * 128 * 64 + head + 128 * logits

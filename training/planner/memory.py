@@ -30,15 +30,24 @@ class Memory:
         return sum(asdict(self).values())
 
 
-def layer_activations(config: ModelConfig, tokens: int, element: int) -> int:
+def streams(config: ModelConfig, layer: int) -> tuple[int, int]:
+    """How many different residual streams the attention and the MLP of a layer read: several with desync, where the module before
+    has not reduced them."""
+    pattern, count = config.desync_pattern, config.desync_streams
+    if not config.kind.streams:
+        return 1, 1
+    return 1 if layer == 0 or pattern[layer - 1].mlp else count, 1 if pattern[layer].attention else count
+
+
+def layer_activations(config: ModelConfig, tokens: int, element: int, layer: int) -> int:
     """Bytes that a layer keeps for its backward pass, with `element` bytes per number.
 
     Per token, for C features, H query heads and K key-value heads of dimension D, and an MLP of width F: the inputs and
-    outputs of both norms (4 C; 2 C if attention and MLP share a norm); rotated q and k, the fused projection that v is a
-    view of, and the output of attention (3 H D + 3 K D); gate, up, silu(gate) and their product (4 F); and in fp32 the
-    log-sum-exp of attention (H).
+    outputs of both norms (4 C; 2 C if attention and MLP share a norm; with S desync streams S outputs of each, and as many
+    inputs as streams differ); rotated q and k, the fused projection that v is a view of, and the output of attention
+    (3 H D + 3 K D); gate, up, silu(gate) and their product (4 F); and in fp32 the log-sum-exp of attention (H).
     """
-    norms = 2 if config.kind.shared_input else 4
+    norms = 2 if config.kind.shared_input else 2 * config.desync_streams + sum(streams(config, layer))
     numbers = norms * config.hidden_size + 3 * (config.n_heads + config.n_kv_heads) * config.head_dim
     numbers += 4 * config.intermediate_size
     return tokens * (element * numbers + 4 * config.n_heads)
@@ -56,12 +65,13 @@ def loss_activations(config: ModelConfig, tokens: int, element: int) -> int:
 def activations(workload: Workload) -> int:
     """Bytes at the peak. Without recomputation: all layers when backward begins, plus the loss. With recomputation: the
     inputs of all layers, plus the larger of one layer and the loss."""
-    layer = layer_activations(workload.config, workload.tokens, workload.bytes.activations)
-    loss = loss_activations(workload.config, workload.tokens, workload.bytes.activations)
+    config, tokens, element = workload.config, workload.tokens, workload.bytes.activations
+    layers = [layer_activations(config, tokens, element, layer) for layer in range(config.n_layers)]
+    loss = loss_activations(config, tokens, element)
     if not workload.recompute:
-        return workload.config.n_layers * layer + loss
-    inputs = workload.config.n_layers * workload.tokens * workload.config.hidden_size * workload.bytes.activations
-    return inputs + max(layer, loss)
+        return sum(layers) + loss
+    inputs = sum(streams(config, layer)[0] for layer in range(config.n_layers))
+    return inputs * tokens * config.hidden_size * element + max(*layers, loss)
 
 
 def buffers(workload: Workload, sharding: Sharding) -> int:
