@@ -14,7 +14,7 @@ import torch.distributed as dist
 from checkpoint import Source
 from cli import note
 from config import ModelConfig
-from errors import UserError
+from errors import RankError, UserError, first_line
 from files import check_folder
 from hf_config import config_to_hf
 from options import dtype_name
@@ -202,8 +202,8 @@ def train(args: argparse.Namespace, world: World, trainer: Trainer, snapshots: S
         try:
             result = torch.stack(trainer.train_step())
         except torch.OutOfMemoryError as e:
-            raise UserError(
-                f"out of GPU memory ({str(e).splitlines()[0]}); use --recompute or a smaller --micro-batch"
+            raise RankError(
+                f"rank {trainer.rank} is out of GPU memory ({first_line(e)}); use --recompute or a smaller --micro-batch"
             ) from None
         saves = not args.metrics_only and (trainer.step % args.save_every == 0 or trainer.step == last)
         if saves:

@@ -6,8 +6,9 @@
 The data is the synthetic corpus, tokenized as for the embedded models. So the curves only compare the variants with each other.
 The standard model is trained with each of --seeds, whose differences are the noise, and the others with the first one. At the end
 each model is evaluated on the same held-out windows. Writes pretrain-MODEL.json, .md and .png into out, or with --write into
-docs/results. The ranks start once and train one model after the other. A command that was stopped goes on from the last snapshot.
-The snapshots of a model are removed once it is evaluated.
+docs/results. The ranks train one model after the other. If one fails, as for want of GPU memory, they are started again for the
+next ones. A command that was stopped goes on from the last snapshot, and tries again what has failed. The snapshots of a model
+are removed once it is evaluated.
 """
 
 import argparse
@@ -71,7 +72,13 @@ def parse_args() -> argparse.Namespace:
     parser.add_argument(
         "--seeds", type=int, nargs="+", default=[1, 2], help=f"of {BASE}; the others have the first (default: 1 2)"
     )
-    parser.add_argument("--streams", type=int, default=8, help="streams of the desync variants (default: 8)")
+    parser.add_argument(
+        "--streams",
+        type=int,
+        default=8,
+        help="streams of the desync variants (default: 8). With 8, ladder-1b keeps twice the activations of the standard model: "
+        "give GPUs of 80 GB a --micro-batch of at most 4",
+    )
     parser.add_argument("--steps", type=int, default=300, help="default: 300")
     parser.add_argument("--sequence-length", type=int, default=2048, metavar="TOKENS", help="default: 2048")
     parser.add_argument("--global-batch", type=int, default=64, metavar="WINDOWS", help="default: 64")
@@ -93,6 +100,7 @@ def parse_args() -> argparse.Namespace:
     preset(args.model)
     args.seeds = list(dict.fromkeys(args.seeds))
     args.out = (args.out or results.ROOT / "out" / f"pretrain-{args.model.replace(':', '-')}").absolute()
+    training_args(words(args, args.variants[0], args.out))  # refuses what no model can be trained with
     return args
 
 
@@ -145,8 +153,12 @@ def on_rank(command_lines: list[list[str]], heldout: Path) -> None:
 def models(args: argparse.Namespace) -> dict[str, tuple[str, int]]:
     """Variant and seed of each model, by its label."""
     first, *more = args.seeds
-    found = {variant: (variant, first) for variant in args.variants}
-    return found | {f"{BASE}, seed {seed}": (BASE, seed) for seed in more if BASE in args.variants}
+    found = {}
+    for variant in args.variants:
+        found[variant] = variant, first
+        if variant == BASE:  # its noise is needed for every difference
+            found |= {f"{BASE}, seed {seed}": (BASE, seed) for seed in more}
+    return found
 
 
 def folder_of(args: argparse.Namespace, label: str) -> Path:
@@ -217,23 +229,42 @@ def seconds_left(args: argparse.Namespace, data: Path) -> float | None:
     return sum((args.steps - (lines[-1]["step"] if lines else 0)) * times.get(label, usual) for label, lines in found.items())
 
 
-def launch(args: argparse.Namespace, todo: list[list[str]], data: Path) -> str | None:
-    """Train all variants in `todo` in one launch of ranks. Returns None, or why the training ended early."""
+def train_all(args: argparse.Namespace, data: Path) -> list[str]:
+    """Train and evaluate all models that are not yet, until --timeout. Returns those that failed.
+
+    A rank may fail alone and leave the others in a collective. So each failure ends the ranks, and the next launch leaves that model
+    out."""
+    deadline, failed = time.monotonic() + (args.timeout or math.inf), list[str]()
+
+    def todo() -> list[str]:
+        return [label for label in models(args) if label not in failed and heldout(args, label, data) is None]
+
+    while labels := todo():
+        if not launch(args, [begin(args, label, data) for label in labels], data, deadline):
+            note(f"stopped after {args.timeout:.0f} s (--timeout)")
+            break
+        failed += todo()[:1]
+    return failed
+
+
+def launch(args: argparse.Namespace, todo: list[list[str]], data: Path, deadline: float) -> bool:
+    """Train one model after the other in one launch of ranks, which ends at the first that fails. todo: their command lines.
+    Returns whether it ended before `deadline`."""
     line = [*on_ranks(args.ranks), "-m", "scripts.quality.pretrain_variants"]
     process = subprocess.Popen([*line, TRAIN, json.dumps(todo), str(corpus(args, "heldout"))], cwd=results.ROOT)
-    started = said = time.monotonic()
+    said = time.monotonic()
     try:
-        while (code := process.poll()) is None:
+        while process.poll() is None:
             time.sleep(0.2)
             now = time.monotonic()
-            if args.timeout is not None and now > started + args.timeout:
-                return f"stopped after {args.timeout:.0f} s (--timeout); the same command goes on"
+            if now > deadline:
+                return False
             if now > said + 20:
                 said, left = now, seconds_left(args, data)
                 note("no estimate before the first steps" if left is None else f"about {left / 60:.1f} min of training left")
     finally:
         end(process)
-    return f"the training failed with exit code {code}; see above" if code else None
+    return True
 
 
 Lines = list[dict[str, Any]]
@@ -278,10 +309,12 @@ def table(args: argparse.Namespace, found: dict[str, Lines], losses: dict[str, f
     tokens = f"{step * args.global_batch * args.sequence_length / 1e6:,.1f}M tokens until step {step}"
     seeds = sum(label.partition(",")[0] == BASE for label in losses)
     known = f" The difference of two seeds of {BASE} has a standard deviation of {noise:.4f}, estimated from {seeds} seeds."
+    missing = [label for label in models(args) if label not in losses]
+    not_ready = f" Not ready, because its training failed or was stopped: {'; '.join(missing)}." if missing else ""
     caption = (
         f"{args.model} on {args.ranks} ranks, {batch}, {tokens}, synthetic corpus. Training losses are means of up to "
         f"{LAST} log lines, {LOG_EVERY} steps apart. Held-out losses, after the last step, are of the same {HELDOUT_STEPS} batches of "
-        f"windows for all models.{'' if math.isnan(noise) else known} Step times are medians. Made on {describe(where)}."
+        f"windows for all models.{'' if math.isnan(noise) else known}{not_ready} Step times are medians. Made on {describe(where)}."
     )
     return captioned(head, rows, caption)
 
@@ -294,8 +327,7 @@ def main() -> None:
     check_folder(args.out)
     folder = None if args.dry_run else results.results_folder(args)
     data = corpus(args)
-    todo = [label for label in models(args) if heldout(args, label, data) is None]
-    failure = launch(args, [begin(args, label, data) for label in todo], data) if todo else None
+    failed = train_all(args, data)
     found = {label: lines for label in models(args) if (lines := metrics(args, label, data))}
     losses = {label: loss for label in found if (loss := heldout(args, label, data)) is not None}
     if found:
@@ -311,8 +343,10 @@ def main() -> None:
         draw_losses(list(found.items()), folder / f"{name}.png")
         results.made(folder / f"{name}.png", raw)
         note(f"wrote {name}.json, .md and .png in {folder.relative_to(results.ROOT)}")
-    if failure:
-        raise UserError(failure)
+    if missing := [label for label in models(args) if label not in losses]:
+        raise UserError(
+            f"not ready: {'; '.join(missing)}. Failed: {'; '.join(failed) or 'none'}, see above. The same command goes on"
+        )
 
 
 if __name__ == "__main__":

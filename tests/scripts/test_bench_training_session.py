@@ -90,6 +90,33 @@ def test_pretraining_the_variants_writes_their_losses_and_no_models(tmp_path: Pa
     assert again.stdout == done.stdout and times == {path: path.stat().st_mtime_ns for path in tmp_path.rglob("metrics.jsonl")}
 
 
+def test_pretraining_goes_on_behind_a_model_that_fails(tmp_path: Path) -> None:
+    """Of a desync model with more streams than KV heads, as of one for which there is no memory."""
+    flags = "--model tiny:1 --ranks 2 --steps 2 --dry-run --sequence-length 16 --global-batch 4 --streams 8 --seeds 3"
+    line = [sys.executable, "-m", "scripts.quality.pretrain_variants", *flags.split(), "--out", str(tmp_path)]
+    line += ["--variants", "desync-2x", "ladder"]
+    done = quick_start.run(line, cwd=ROOT, capture_output=True, text=True, timeout=600)
+    assert done.returncode == 2 and "Failed: desync-2x, see above. The same command goes on" in done.stderr
+    assert f"| {read_row(tmp_path / 'ladder' / 'heldout.json')['loss']:.4f} |" in done.stdout
+    assert "Not ready, because its training failed or was stopped: desync-2x." in done.stdout
+    assert done.stderr.count("8 streams, 4 KV heads") == 1
+
+
+def test_the_noise_is_known_before_the_other_variants(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(sys, "argv", ["pretrain", "--seeds", "5", "6"])
+    labels = list(pretrain_variants.models(pretrain_variants.parse_args()))
+    assert labels[:2] == ["standard", "standard, seed 6"] and labels[-2:] == ["desync-2x", "desync-4x"]
+
+
+@pytest.mark.parametrize(
+    ("more", "part"), [("--steps 0", "--steps must be above 0"), ("-- --compiled", "unknown flag --compiled")]
+)
+def test_options_that_no_model_can_have_start_no_ranks(more: str, part: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(sys, "argv", ["pretrain_variants", "--model", "tiny", *more.split()])
+    with pytest.raises(UserError, match=part):
+        pretrain_variants.parse_args()
+
+
 @pytest.mark.parametrize("more", ["--metrics-only", "--stop-after=2", "--steps"])
 def test_options_without_a_last_snapshot_are_refused(more: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(sys, "argv", ["pretrain_variants", "--model", "tiny", "--out", str(tmp_path), "--", more])

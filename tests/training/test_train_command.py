@@ -21,7 +21,7 @@ from attention import Causal
 from checkpoint import load_model, random_weights
 from comm import Local
 from config import with_variant
-from errors import UserError
+from errors import RankError, UserError
 from hf_config import read_config
 from model import Transformer
 from presets import preset
@@ -107,6 +107,19 @@ def test_a_run_writes_a_model_that_is_read_again(model: Path, tokens: Path, tmp_
     assert not torch.allclose(trained(ids, context), before(ids, context), atol=1e-3)
     master = read_manifest(tmp_path / "out" / "snapshots" / "step-00000012")
     assert master["step"] == STEPS
+
+
+def test_a_rank_without_memory_says_so_itself(
+    model: Path, tokens: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The other ranks do not know of it."""
+
+    def full(_: Trainer) -> None:
+        raise torch.OutOfMemoryError("CUDA out of memory. Tried 56.00 MiB.\nMore")
+
+    monkeypatch.setattr(Trainer, "train_step", full)
+    with pytest.raises(RankError, match=r"rank 0 is out of GPU memory \(CUDA .* 56\.00 MiB\.\); use --recompute"):
+        run(ALONE, arguments(model, tokens, tmp_path))
 
 
 @pytest.mark.parametrize(
