@@ -46,7 +46,7 @@ class ModelMeasured(Measured):
 
     tokens_per_gpu_second: float  # tokens_per_second / ranks, which AMSP calls TGS
     mfu: float | None  # None if the device's peak is unknown
-    peak_memory_gb: float | None  # of rank 0's GPU
+    peak_memory_gb: float | None  # of rank 0's GPU, since this run began
     exposed_ms: float  # time per step in which rank 0 computed nothing because it waited for communication
 
 
@@ -139,6 +139,8 @@ class ModelMeter(Meter):
     ) -> None:
         """step_flops: FLOPs of a step, over all ranks. peak_flops: FLOP/s of one device; None if unknown."""
         self.trainer, self.step_flops, self.peak_flops = trainer, step_flops, peak_flops
+        if trainer.device.type == "cuda":
+            torch.cuda.reset_peak_memory_stats()  # of a model before it in the same process
         tokens = trainer.batches.size * trainer.batches.length
         super().__init__(path, every, trainer.step, steps, trainer.schedule, tokens, trainer.rank == 0)
 
