@@ -193,8 +193,22 @@ def _build(args: argparse.Namespace, world: World, setup: Setup, batches: Global
 
 
 def train(args: argparse.Namespace, world: World, trainer: Trainer, snapshots: Snapshots, setup: Setup) -> None:
-    """Train to --steps with a snapshot every --save-every steps, then plot the loss and export the model. With
-    --metrics-only: train and plot."""
+    """Train to --steps, then export the model and close the executor. With --metrics-only: without the model. Collective. Raises
+    UserError."""
+    take_steps(args, world, trainer, snapshots, setup)
+    is_done = trainer.step >= args.steps
+    if is_done and not args.metrics_only:
+        together(world, lambda: trainer.export(args.out / "model", setup.tokenizer_from))
+    trainer.executor.close()
+    if is_done:
+        note(f"done: {args.out if args.metrics_only else args.out / 'model'}")
+    else:
+        note(f"stopped after step {trainer.step}; {'nothing was saved' if args.metrics_only else 'go on with --resume'}")
+
+
+def take_steps(args: argparse.Namespace, world: World, trainer: Trainer, snapshots: Snapshots, setup: Setup) -> None:
+    """Train to --steps with a snapshot every --save-every steps, unless with --metrics-only, and plot the loss. Collective. Raises
+    UserError."""
     meta = _identity(args, setup, trainer.batches, trainer.device)
     last = min(args.steps, args.stop_after or args.steps)
     meter = ModelMeter(trainer, args.out / "metrics.jsonl", args.log_every, args.steps, *_flops(args, trainer))
@@ -216,14 +230,6 @@ def train(args: argparse.Namespace, world: World, trainer: Trainer, snapshots: S
     together(world, snapshots.wait)
     if trainer.rank == 0:
         plot_run(args.out)
-    is_done = last == args.steps
-    if is_done and not args.metrics_only:
-        together(world, lambda: trainer.export(args.out / "model", setup.tokenizer_from))
-    trainer.executor.close()
-    if is_done:
-        note(f"done: {args.out if args.metrics_only else args.out / 'model'}")
-    else:
-        note(f"stopped after step {trainer.step}; {'nothing was saved' if args.metrics_only else 'go on with --resume'}")
 
 
 def _flops(args: argparse.Namespace, trainer: Trainer) -> tuple[float, float | None]:

@@ -40,8 +40,7 @@ from scripts.lib.process_tree import end
 from scripts.lib.rows import code_digest, read_row, write_row
 from scripts.lib.statistics import mean_error
 from tp import World, init_world
-from training.loop import prepare, together
-from training.loop import train as train_one
+from training.loop import prepare, take_steps, together
 from training.metrics import draw_losses, read_metrics
 from training.step import Trainer, total
 from training.token_file import open_tokens
@@ -112,15 +111,13 @@ def train(world: World, words: list[str], heldout: Path) -> None:
     training.train. Collective."""
     args = training_args(words)
     found = together(world, lambda: setup(args))
-    train_one(args, world, *prepare(args, world, found), found)
-    free()
-    trainer, _ = prepare(args, world, found)  # of the last step's snapshot: the training has closed its executor
+    trainer, snapshots = prepare(args, world, found)
+    take_steps(args, world, trainer, snapshots, found)
     loss = heldout_loss(trainer, heldout)
     trainer.executor.close()
     if world.rank == 0:
         write_row(args.out / HELDOUT, {"loss": loss})
-        for name in ("snapshots", "model"):
-            shutil.rmtree(args.out / name)
+        shutil.rmtree(args.out / "snapshots")
 
 
 def heldout_loss(trainer: Trainer, data: Path) -> float:

@@ -196,6 +196,19 @@ def test_a_stopped_variant_goes_on_from_its_snapshot(monkeypatch: pytest.MonkeyP
     assert np.array_equal(open_tokens(heldout, 1024).tokens[: len(ids)], ids)
 
 
+def test_the_heldout_loss_is_of_the_model_in_memory(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    """No snapshot is read for it, and no model written."""
+    line = ["pretrain", "--model", "tiny:1", "--steps", "2", "--sequence-length", "16", "--global-batch", "2"]
+    monkeypatch.setattr(sys, "argv", [*line, "--out", str(tmp_path), "--", "--device", "cpu"])
+    args = pretrain_variants.parse_args()
+    data, heldout = pretrain_variants.corpus(args), pretrain_variants.corpus(args, "heldout")
+    for name in ("restore", "export"):
+        monkeypatch.setattr(Trainer, name, lambda *_: pytest.fail("a file of gigabytes"))
+    pretrain_variants.train(init_world("cpu"), pretrain_variants.begin(args, "ladder", data), heldout)
+    loss = pretrain_variants.heldout(args, "ladder", data)
+    assert loss is not None and 0 < loss < 9 and not (tmp_path / "ladder" / "snapshots").exists()
+
+
 def test_metrics_of_other_settings_and_short_corpora_are_not_used(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     line = ["pretrain", "--model", "tiny:1", "--steps", "5", "--sequence-length", "16", "--global-batch", "4"]
     monkeypatch.setattr(sys, "argv", [*line, "--out", str(tmp_path)])
