@@ -8,8 +8,8 @@ distillation.
 For each number of layers, share of the training tokens and distillation, the learning rate with the lowest loss on held-out
 stories is searched with the first seed. The further seeds have that rate. Its stories and prompts have another seed than those of
 the figures. Each retrained model is a row file in --out, and workers take what has no file yet. So a command that was stopped goes
-on with the rest, each model from its last snapshot. A model whose loss is no longer finite has a row without results. Writes
-adapt-curve.json, .md and .png into out (with --write into docs/results), also if models are missing.
+on with the rest, each model from its last snapshot, and tries again what has failed. A model whose loss is no longer finite has a
+row without results. Writes adapt-curve.json, .md and .png into out (with --write into docs/results), also if models are missing.
 """
 
 import argparse
@@ -19,6 +19,7 @@ import json
 import math
 import shutil
 import time
+import traceback
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass, fields
 from functools import cache
@@ -28,7 +29,7 @@ from typing import Any
 import torch
 
 from cli import Parser, note, run
-from errors import UserError
+from errors import UserError, first_line
 from figures import CYCLE, new_figure
 from files import check_folder
 from hf_config import read_config
@@ -105,6 +106,15 @@ def file_of(args: argparse.Namespace, cell: Cell) -> Path:
     return row_file(args.out / "rows", cell.name, settings)
 
 
+def failure_of(args: argparse.Namespace, cell: Cell) -> Path:
+    """The file that tells the other workers of this command that a model could not be measured."""
+    return file_of(args, cell).with_suffix(".failed")
+
+
+def failures(args: argparse.Namespace) -> list[Path]:
+    return sorted((args.out / "rows").glob("*.failed"))
+
+
 def best_rate(args: argparse.Namespace, group: tuple[int, int, float]) -> float | None:
     """The learning rate with the lowest loss on the stories of the search, infinite for a model that diverged. None as long as a
     rate has no row."""
@@ -124,26 +134,35 @@ def chosen(args: argparse.Namespace) -> list[Cell]:
 
 
 def work(args: argparse.Namespace) -> None:
-    """Measure models until all have rows. Raises UserError at the end if some could not be measured."""
-    failed: set[Cell] = set()
+    """Measure models until all have rows or have failed. After an error that leaves the GPU unusable, raises it."""
     while True:
         cells = list(dict.fromkeys([*searched(args), *chosen(args)]))
-        todo = [cell for cell in cells if cell not in failed and not file_of(args, cell).exists()]
-        if not todo and failed:
-            raise UserError(f"{len(failed)} models could not be measured; see above")
-        if not todo and len(cells) == total(args):
+        todo = [cell for cell in cells if not file_of(args, cell).exists() and not failure_of(args, cell).exists()]
+        if not todo and (len(cells) == total(args) or failures(args)):
             return
         for cell in todo:
             with claimed(file_of(args, cell)) as mine:
-                if mine:
+                if mine and not failure_of(args, cell).exists():
                     try:
                         write_row(file_of(args, cell), measure(args, cell))
-                    except UserError as e:
-                        failed.add(cell)
-                        note(f"{cell.name}: {e}")
+                    except Exception as e:
+                        traceback.print_exc()
+                        write_row(failure_of(args, cell), {"model": cell.name, "reason": first_line(e)})
+                        if not gpu_is_usable():
+                            raise
                     break  # there may be new models, which come before those that no search waits for
         else:
             time.sleep(1)
+
+
+def gpu_is_usable() -> bool:
+    """Whether this process can still use its GPU, if it has one: an illegal address, for one, ends that."""
+    try:
+        if torch.cuda.is_initialized():
+            torch.cuda.synchronize()
+    except RuntimeError:
+        return False
+    return True
 
 
 def measure(args: argparse.Namespace, cell: Cell) -> dict[str, Any]:
@@ -234,8 +253,10 @@ def seconds_left(args: argparse.Namespace, rows: Sequence[dict[str, Any]]) -> fl
 
 
 def command(args: argparse.Namespace, started: float) -> list[str]:
-    """Run the workers until all rows are there or the time is over. Returns what to say of those that failed."""
+    """Run the workers until all models have rows or have failed, or the time is over. Returns what to say of what failed."""
     workers, said, deadline, failed = Workers(visible_gpus()), 0.0, started + args.minutes * 60, list[str]()
+    for path in failures(args):  # of the command before, perhaps for want of memory or time
+        path.unlink()
     if len(rows_of(args)) == total(args):
         return failed
     words = same_command("scripts.quality.adapt_curve", "--work")
@@ -255,7 +276,7 @@ def command(args: argparse.Namespace, started: float) -> list[str]:
             when = "no estimate before the first" if left is None else f"about {left / 60:.1f} min left"
             note(f"{len(rows)} of {total(args)} models; {when}")
         time.sleep(0.5)
-    return failed
+    return failed + [f"; {row['model']} failed ({row['reason']})" for row in map(read_row, failures(args)) if row]
 
 
 # --- results ----------------------------------------------------------------------------------------------------------------

@@ -11,6 +11,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 
 from errors import UserError
 from scripts.corpus.tokens import write_enough
@@ -100,20 +101,51 @@ def test_shares_that_round_to_the_same_steps_are_one(monkeypatch: pytest.MonkeyP
     adapt_curve.work(args)  # returns
 
 
-def test_a_worker_goes_on_behind_a_model_that_fails(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+@pytest.mark.parametrize(
+    "error", [UserError("no room"), RuntimeError("an index is out of range"), ZeroDivisionError()], ids=repr
+)
+def test_workers_go_on_behind_a_model_that_fails(monkeypatch: pytest.MonkeyPatch, tmp_path: Path, error: Exception) -> None:
     args = arguments(monkeypatch, tmp_path, "--distill", "0", "--rates", "1e-3", "2e-3", "--seeds", "1")
     (tmp_path / "rows").mkdir()
     broken, *others = adapt_curve.searched(args)
+    tried = list[Cell]()
 
     def measured(_: argparse.Namespace, cell: Cell) -> dict[str, Any]:
+        tried.append(cell)
         if cell == broken:
-            raise UserError("no room")
+            raise error
         return asdict(cell) | {"heldout": evaluation(0.3, 0.9), "search": evaluation(0.4, 0.5)}
 
     monkeypatch.setattr(adapt_curve, "measure", measured)
-    with pytest.raises(UserError, match="1 models could not be measured"):
+    for _ in range(2):
         adapt_curve.work(args)
+    assert tried == [broken, *others]  # the second worker did nothing
     assert [row["layers"] for row in adapt_curve.rows_of(args)] == [cell.layers for cell in others]
+    reason = str(error) or "ZeroDivisionError()"
+    monkeypatch.setattr(adapt_curve.Workers, "start", lambda *_: adapt_curve.work(args))
+    assert adapt_curve.command(args, 0) == [f"; {broken.name} failed ({reason})"]
+    assert tried[-1] == broken and len(tried) == len(others) + 2  # a later command tries it again
+
+
+def test_a_worker_whose_gpu_is_unusable_ends_and_leaves_the_rest_to_others(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    args = arguments(monkeypatch, tmp_path, "--distill", "0", "--rates", "1e-3", "--seeds", "1")
+    (tmp_path / "rows").mkdir()
+
+    def broken(*_: object) -> None:
+        raise RuntimeError("CUDA error: an illegal memory access was encountered\nMore")
+
+    with monkeypatch.context() as patch:
+        patch.setattr(adapt_curve, "measure", broken)
+        patch.setattr(torch.cuda, "is_initialized", lambda: True)
+        patch.setattr(torch.cuda, "synchronize", broken)
+        with pytest.raises(RuntimeError, match="illegal"):
+            adapt_curve.work(args)
+    measured = {"heldout": evaluation(0.3, 0.9), "search": evaluation(0.4, 0.5)}
+    monkeypatch.setattr(adapt_curve, "measure", lambda _, cell: asdict(cell) | measured)
+    adapt_curve.work(args)
+    assert len(adapt_curve.rows_of(args)) == adapt_curve.total(args) - 1 and len(adapt_curve.failures(args)) == 1
 
 
 def test_a_model_goes_on_from_its_last_snapshot(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
