@@ -51,8 +51,9 @@ def on_cores(cores: frozenset[int]) -> Iterator[None]:
 class Workers:
     """Processes by name. Each new one gets the GPU that has the fewest of them, and one of `cores` that no other one has."""
 
-    def __init__(self, gpus: Sequence[str], cores: Sequence[frozenset[int]] = ()) -> None:
-        self.gpus, self.cores = gpus, cores
+    def __init__(self, gpus: Sequence[str], cores: Sequence[frozenset[int]] = (), count: int = 1) -> None:
+        """count: of the processes that share the cores, at most so many at a time. torch.compile starts processes for each."""
+        self.gpus, self.cores, self.count = gpus, cores, count
         self.running: dict[str, tuple[subprocess.Popen[bytes], str | None, frozenset[int]]] = {}
 
     def start(self, name: str, words: Sequence[str], log: Path) -> None:
@@ -64,6 +65,7 @@ class Workers:
         env = os.environ | ({"CUDA_VISIBLE_DEVICES": gpu} if gpu is not None else {})
         env |= {"OMP_NUM_THREADS": str(len(cores))} if cores else {}
         with log.open("ab") as file, on_cores(cores):
+            env.setdefault("TORCHINDUCTOR_COMPILE_THREADS", str(max(1, len(os.sched_getaffinity(0)) // self.count)))
             process = subprocess.Popen(words, cwd=ROOT, env=env, stdout=file, stderr=file, start_new_session=True)
         self.running[name] = process, gpu, cores
 

@@ -254,7 +254,7 @@ def seconds_left(args: argparse.Namespace, rows: Sequence[dict[str, Any]]) -> fl
 
 def command(args: argparse.Namespace, started: float) -> list[str]:
     """Run the workers until all models have rows or have failed, or the time is over. Returns what to say of what failed."""
-    workers, said, deadline, failed = Workers(visible_gpus()), 0.0, started + args.minutes * 60, list[str]()
+    workers, said, deadline, failed = Workers(visible_gpus(), count=args.workers), 0.0, started + args.minutes * 60, list[str]()
     for path in failures(args):  # of the command before, perhaps for want of memory or time
         path.unlink()
     if len(rows_of(args)) == total(args):

@@ -197,7 +197,7 @@ class Crew:
         """deadline: of `time.monotonic()`."""
         self.args, self.todo, self.deadline = args, todo, deadline
         self.steps = max(1, int(args.tokens) // (args.batch * train_tiny.WINDOW))
-        self.workers = Workers(visible_gpus())
+        self.workers = Workers(visible_gpus(), count=args.processes)
         self.running: dict[str, Run] = {}
         self.failed: list[str] = []
         self.evaluations: list[float] = []  # seconds of those that are done
