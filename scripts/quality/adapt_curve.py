@@ -394,7 +394,12 @@ def parse_args() -> argparse.Namespace:
     parser.add_argument("--stories", type=whole_number(2), default=1000, help="held-out stories (default: 1000)")
     parser.add_argument("--items", type=whole_number(2), default=1000, help="held-out prompts of a task (default: 1000)")
     parser.add_argument("--workers", type=whole_number(1), help="processes, over all GPUs (default: one on each)")
-    parser.add_argument("--minutes", type=float, default=math.inf, help="stop then, counted from the start (default: no limit)")
+    parser.add_argument(
+        "--minutes",
+        type=float,
+        default=math.inf,
+        help="stop so long after the start and show what is ready; the same command goes on from the last snapshots (default: no limit)",
+    )
     parser.add_argument("--out", type=Path, default=results.OUT / "adapt-curve", help="default: out/adapt-curve")
     parser.add_argument("--work", action="store_true", help=argparse.SUPPRESS)
     results.add_write_option(parser)

@@ -1,6 +1,6 @@
 """Train every embedded variant with several seeds, and compare the variants with the errors of seeds and of prompts.
 
-    python -m scripts.quality.seeds --processes 6 -- --compile                     # on GPUs: 18 models, 6 at a time
+    python -m scripts.quality.seeds --processes 6 --minutes 9 -- --compile    # on GPUs: 18 models, 6 at a time, as often as needed
     python -m scripts.quality.seeds --seeds 1 2 --variants standard ladder --tokens 2e5 --batch 4 --stories 20 --items 5   # a try
 
 All models have the corpus (its seed is 1), the tokens and the recipe of `scripts.corpus.train_tiny`, which gets the options after
@@ -54,7 +54,7 @@ from variants import TRAINABLE
 CORPUS_SEED = 1
 MODELS = results.ROOT / "models"
 BASE = "standard"  # the variant with which the others are compared
-# the slowest first, so that none is left at the end
+# the slowest first, so that none is left at the end: a model stays on its GPU
 ORDER = ("desync-4x", "desync-2x", "standard", "ladder", "hybrid", "parallel")
 EVALUATION = 25.0  # seconds, with the start of a process; the guess before the first model is evaluated
 SAVE_EVERY = 100  # steps, which is what a kill loses at most
@@ -426,7 +426,7 @@ def parse_args() -> argparse.Namespace:
         "--minutes",
         type=float,
         default=math.inf,
-        help="stop then, counted from the start, with what is ready (default: no limit)",
+        help="stop so long after the start and show what is ready; the same command goes on from the last snapshots (default: no limit)",
     )
     parser.add_argument("--stories", type=whole_number(2), default=1000, help="held-out stories (default: 1000)")
     parser.add_argument("--items", type=whole_number(2), default=1000, help="held-out prompts of a task (default: 1000)")
@@ -456,7 +456,7 @@ def main() -> None:
     started, args = time.monotonic(), parse_args()
     check_folder(args.out)
     seeds = [*([0] if args.embedded else []), *args.seeds]
-    runs = [Run(variant, seed) for seed in seeds for variant in ORDER if variant in args.variants]
+    runs = [Run(variant, seed) for variant in ORDER if variant in args.variants for seed in seeds]
     if args.one:
         die_with_parent()
         work(args, next(one for one in runs if one.name == args.one))

@@ -265,13 +265,13 @@ def tries(monkeypatch: pytest.MonkeyPatch, tmp_path: Path, seed: int) -> Tries:
     return Tries(monkeypatch, tmp_path)
 
 
-NAMES = ["standard-1", "ladder-1", "standard-2", "ladder-2"]
+NAMES = ["standard-1", "standard-2", "ladder-1", "ladder-2"]  # slow variants first
 AGAIN = [f"evaluate {name}" for name in NAMES]
 
 
 def test_a_stopped_command_goes_on(tries: Tries) -> None:
     tries.most = 2
-    with pytest.raises(UserError, match="not ready: standard-2, ladder-2"):
+    with pytest.raises(UserError, match="not ready: ladder-1, ladder-2"):
         tries.run()
     assert tries.run() == [f"{what} {name}" for name in NAMES[2:] for what in ("train", "evaluate")]
     assert "| ladder | 2 |" in (tries.folder / "results" / "accuracy-seeds.md").read_text()
@@ -291,7 +291,7 @@ def test_kept_models_are_evaluated_again(tries: Tries) -> None:
     assert "train ladder-3" in tries.run("--items", "5", "--seeds", "1", "2", "3")
     assert "by 2 versions of the code" in (tries.folder / "results" / "accuracy-seeds.md").read_text()
     shutil.rmtree(tries.folder / "standard-2" / "tiny-standard")
-    assert tries.run("--items", "6") == ["evaluate standard-1", "evaluate ladder-1", "train standard-2", *AGAIN[2:]]
+    assert tries.run("--items", "6") == ["evaluate standard-1", "train standard-2", *AGAIN[1:]]
 
 
 def test_a_model_whose_second_training_is_stopped_is_trained_again(tries: Tries) -> None:
