@@ -2,6 +2,7 @@
 
 import multiprocessing
 import os
+import sys
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -69,6 +70,11 @@ def _encoded(tokenizer_path: Path, ranges: Sequence[_Range], processes: int) -> 
         _start_worker(tokenizer_path)
         yield from map(_encode_range, ranges)
         return
-    context = multiprocessing.get_context("spawn")
-    with context.Pool(min(processes, len(ranges)), _start_worker, (tokenizer_path,)) as pool:
+    context, program = multiprocessing.get_context("spawn"), sys.modules["__main__"]
+    sys.modules["__main__"] = sys.modules[__name__]  # a new process imports it; the program may import torch
+    try:
+        pool = context.Pool(min(processes, len(ranges)), _start_worker, (tokenizer_path,))
+    finally:
+        sys.modules["__main__"] = program
+    with pool:
         yield from pool.imap(_encode_range, ranges)

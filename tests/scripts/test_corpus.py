@@ -2,8 +2,10 @@
 
 import dataclasses
 import json
+import os
 import random
 import re
+import subprocess
 import sys
 import time
 from pathlib import Path
@@ -286,6 +288,19 @@ def test_parallel_encoding_equals_serial(tokenizer_dir: Path) -> None:
     text = "".join(map(corpus.render, corpus.documents(9, 1100)))
     assert load_tokenizer(tokenizer_dir).decode(serial.tolist(), skip_special_tokens=False) == text
     assert encode_corpus(tokenizer_dir, 9, 0, 2).size == 0
+
+
+def test_processes_that_encode_import_no_torch(tokenizer_dir: Path, tmp_path: Path) -> None:
+    """Although the program that starts them does."""
+    (tmp_path / "torch.py").write_text(f"print('imported', file=open({str(tmp_path / 'log')!r}, 'a'))")
+    program = tmp_path / "program.py"
+    program.write_text(
+        "import sys\nfrom pathlib import Path\nimport torch\nfrom scripts.corpus.encode import encode_corpus\n"
+        "if __name__ == '__main__':\n"
+        f"    assert len(encode_corpus(Path({str(tokenizer_dir)!r}), 9, 1100, 2)) and sys.modules['__main__'].__file__ == __file__\n"
+    )
+    subprocess.run([sys.executable, program], env=os.environ | {"PYTHONPATH": f"{tmp_path}:{ROOT}"}, check=True)
+    assert (tmp_path / "log").read_text() == "imported\n"
 
 
 def test_two_commands_that_start_together_make_one_token_file(
