@@ -341,9 +341,7 @@ def main() -> None:
         results.made(folder / f"{name}.png", raw)
         note(f"wrote {name}.json, .md and .png in {folder.relative_to(results.ROOT)}")
     if missing := [label for label in models(args) if label not in losses]:
-        raise UserError(
-            f"not ready: {'; '.join(missing)}. Failed: {'; '.join(failed) or 'none'}, see above. The same command goes on"
-        )
+        raise UserError(f"not ready: {'; '.join(missing)}. Failed: {'; '.join(failed) or 'none'}. The same command goes on")
 
 
 if __name__ == "__main__":

@@ -96,7 +96,7 @@ def test_pretraining_goes_on_behind_a_model_that_fails(tmp_path: Path) -> None:
     line = [sys.executable, "-m", "scripts.quality.pretrain_variants", *flags.split(), "--out", str(tmp_path)]
     line += ["--variants", "desync-2x", "ladder"]
     done = quick_start.run(line, cwd=ROOT, capture_output=True, text=True, timeout=600)
-    assert done.returncode == 2 and "Failed: desync-2x, see above. The same command goes on" in done.stderr
+    assert done.returncode == 2 and "Failed: desync-2x. The same command goes on" in done.stderr
     assert f"| {read_row(tmp_path / 'ladder' / 'heldout.json')['loss']:.4f} |" in done.stdout
     assert "Not ready, because its training failed or was stopped: desync-2x." in done.stdout
     assert done.stderr.count("8 streams, 4 KV heads") == 1
