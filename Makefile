@@ -65,7 +65,7 @@ startup: setup-dev #+ Measure: seconds from the server's command to its first to
 step-tokens: setup #+ Measure: throughput and steps of MODEL on RANKS ranks by --max-batch-tokens, the source of its default (ARGS="--tokens 1024 2048"), into out/step-tokens.json
 	@$(ON_RANKS) $(RANKS) -m scripts.bench.serving.step_tokens --model $(MODEL) $(ARGS)
 
-fairness: setup #+ Measure: how long a client waits for its first token while another one has 1,000 requests in the server, by places in the batch, into out/fairness.json (tracked: ARGS=--write; 3 min on a CPU)
+fairness: setup-dev #+ Measure: how long a client waits for its first token while another one has 1,000 requests in the server, by places in the batch, into out/fairness.json (tracked: ARGS=--write; 3 min on a CPU)
 	@$(PY) -m scripts.bench.serving.fairness --model $(MODEL) $(ARGS)
 
 bench-host: setup #+ Measure: what the host adds to a decode step of 64 sequences, in ms

@@ -1,10 +1,18 @@
-"""Whether a server will be able to listen at an address, before anything heavy starts. Standard library only."""
+"""Ports of servers: a free one, and whether a server will be able to listen, before anything heavy starts. Standard library only."""
 
 import errno
 import os
 import socket
 
 from errors import UserError
+
+
+def free_port() -> int:
+    """A port of 127.0.0.1 on which nothing listens now."""
+    with socket.socket() as s:
+        s.bind(("127.0.0.1", 0))
+        port: int = s.getsockname()[1]
+        return port
 
 
 def check_port(host: str, port: int) -> None:

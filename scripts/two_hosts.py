@@ -20,9 +20,9 @@ import torch
 
 from cli import Parser, run
 from errors import UserError
+from ports import free_port
 from scripts.lib.process_tree import end
 from scripts.lib.results import ROOT
-from scripts.lib.servers import free_port
 
 HOSTS = 2
 GRACE_SECONDS = 35.0  # for a torchrun to end: it gives its ranks 30, and this process gets 40 itself

@@ -1,7 +1,6 @@
 """Start an HTTP server, wait until it is healthy, and stop it."""
 
 import os
-import socket
 import subprocess
 import sys
 import time
@@ -14,6 +13,7 @@ import httpx
 
 from cli import note
 from errors import UserError
+from ports import free_port
 from scripts.lib.process_tree import end
 from scripts.lib.results import ROOT
 
@@ -26,13 +26,6 @@ LOG_LINES = 80  # of a server that was not ready, shown to the user
 class Server:
     url: str
     pid: int
-
-
-def free_port() -> int:
-    with socket.socket() as s:
-        s.bind(("127.0.0.1", 0))
-        port: int = s.getsockname()[1]
-        return port
 
 
 @contextmanager

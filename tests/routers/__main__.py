@@ -29,10 +29,11 @@ from prometheus_client.parser import text_string_to_metric_families
 
 from cli import Parser, note, run
 from errors import UserError
+from ports import free_port
 from scripts.lib.markdown import table_lines
 from scripts.lib.process_tree import end, kill, process_tree
 from scripts.lib.results import OUT, RESULTS, ROOT, add_write_option, results_folder, write_table, write_text
-from scripts.lib.servers import READY_SECONDS, STOP_SECONDS, free_port, is_healthy, running
+from scripts.lib.servers import READY_SECONDS, STOP_SECONDS, is_healthy, running
 from tests.clients.recorder import Request, recording, shape_of
 from tests.support.environments import install
 

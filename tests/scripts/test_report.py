@@ -1,6 +1,5 @@
 """scripts/report/page.py and what it uses: the split of a traced step, the figures of a sweep's rows, the plots and the page."""
 
-import importlib.util
 import json
 import random
 import re
@@ -20,7 +19,6 @@ import profiling
 from errors import UserError
 from scripts import trace
 from scripts.lib.load_generator import Answer, summary
-from scripts.lib.results import ROOT
 from scripts.report import page as report
 from scripts.report import paper_tables, plots
 from scripts.sweep import tables
@@ -456,10 +454,3 @@ def test_tables_name_every_variant_once() -> None:
     assert line.endswith("| 3.00 (3.00 to 3.00) | 2.00 (2.00 to 2.00) |")
     assert tables.latency_table([steady(1, 1, batch=2)]) is None
     assert tables.table(rows).count("\n") == 3
-
-
-def test_the_makefile_names_the_scripts() -> None:
-    makefile = (ROOT / "Makefile").read_text()
-    for target in ("sweep", "latency", "throughput", "draft-times", "plot", "report", "trace", "paper-tables"):
-        recipe = re.search(rf"^{target}: .* #[#+] .*\n\t(.*)$", makefile, re.MULTILINE)
-        assert recipe and importlib.util.find_spec(re.findall(r"-m (scripts[.\w]+)", recipe[1])[0])

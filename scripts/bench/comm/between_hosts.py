@@ -24,11 +24,11 @@ from cli import Parser, note, run
 from comm import GlooCommunicator, HierarchicalCommunicator
 from comm.interface import Communicator
 from errors import UserError
+from ports import free_port
 from scripts.lib.machine import describe, machine
 from scripts.lib.markdown import captioned
 from scripts.lib.namespaces import DEVICE, TwoHosts
 from scripts.lib.results import ROOT, add_write_option, results_folder, write_table
-from scripts.lib.servers import free_port
 from tp import init_world
 
 RANKS = 2  # of a host

@@ -25,10 +25,11 @@ from cli import Parser, run
 from engine.protocol import Abort, Outputs, Ready, Shutdown, Submit, SubmitAll, TokenOutput, decode_to_engine
 from engine.worker import FrontendLink
 from errors import UserError
+from ports import free_port
 from processes import run_folder
 from scripts.lib.load_generator import offer, plan, summary
 from scripts.lib.results import ROOT
-from scripts.lib.servers import STOP_SECONDS, free_port, is_healthy
+from scripts.lib.servers import STOP_SECONDS, is_healthy
 from scripts.lib.sse_client import StreamClient, in_event_loop
 from server.process import Frontend
 from server.settings import load_settings

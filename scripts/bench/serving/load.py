@@ -38,13 +38,14 @@ import httpx
 from cli import Parser, note, run
 from errors import UserError
 from options import ModelOptions, SpeculationOptions, StandInOptions, add_options, whole_number
+from ports import free_port
 from presets import has_random_weights, model_config
 from processes import on_ranks
 from scripts.lib.load_generator import Answer, Range, keep_busy, offer, plan, summary
 from scripts.lib.machine import machine
 from scripts.lib.markdown import table_lines
 from scripts.lib.results import ROOT, check_output, write_text
-from scripts.lib.servers import Server, free_port, is_healthy, rung_server, running
+from scripts.lib.servers import Server, is_healthy, rung_server, running
 from scripts.lib.sse_client import StreamClient, in_event_loop, parse_url
 from scripts.lib.vllm_model import QUANTIZES, add_vllm_memory, write_model
 
