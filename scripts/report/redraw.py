@@ -13,21 +13,26 @@ from pathlib import Path
 from cli import Parser, note, run
 from scripts.bench.training.tables import plot, table
 from scripts.lib.results import RESULTS, add_write_option, made, results_folder
+from scripts.quality import divergence
 from scripts.report import performance
 from training.metrics import draw_losses
+
+FOLDERS = sorted(path for path in RESULTS.iterdir() if path.is_dir())  # of GPU measurements
 
 
 def main() -> None:
     parser = Parser(description=__doc__)
     add_write_option(parser)
     folder = results_folder(parser.parse_args())
-    for raw in (path for path in sorted(RESULTS.glob("gpu-*")) if path.is_dir()):
+    for raw in FOLDERS:
         performance.show(raw, folder)
     for path in sorted(RESULTS.glob("*.json")):
         if path.name.startswith("training-"):
             training(path, folder)
         elif path.stem == "adapt" or path.name.startswith("pretrain-"):
             losses(path, folder)
+        elif path.name.startswith("divergence"):
+            answers(path, folder)
 
 
 def training(path: Path, folder: Path) -> None:
@@ -45,6 +50,14 @@ def losses(path: Path, folder: Path) -> None:
     """Draw the loss curves of a result file of adapt_demo.py or pretrain_variants.py."""
     out = folder / f"{path.stem}.png"
     draw_losses(list(json.loads(path.read_text())["metrics"].items()), out)
+    made(out, path)
+    note(f"drew {out}")
+
+
+def answers(path: Path, folder: Path) -> None:
+    """Draw the figure of a result file of divergence.py."""
+    found, out = json.loads(path.read_text()), folder / f"{path.stem}.png"
+    divergence.plot(found["rows"], found["tokens"], out)
     made(out, path)
     note(f"drew {out}")
 
