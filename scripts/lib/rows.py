@@ -34,6 +34,15 @@ def read_row(path: Path) -> dict[str, Any] | None:
     return dict(json.loads(path.read_text())) if path.exists() else None
 
 
+def whole_lines(path: Path) -> list[str]:
+    """The lines of a file of rows, none if there is no file. An incomplete last line, left by a killed run, is removed from it."""
+    text = path.read_text() if path.exists() else ""
+    whole = text[: text.rfind("\n") + 1]
+    if whole != text:
+        path.write_text(whole)
+    return whole.splitlines()
+
+
 def write_row(path: Path, row: Mapping[str, Any]) -> None:
     """Write a row whole or not at all."""
     path.parent.mkdir(parents=True, exist_ok=True)

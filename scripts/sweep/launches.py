@@ -20,9 +20,11 @@ import torch
 from errors import UserError
 from files import writing
 from processes import on_ranks
+from scripts.lib.failures import reason
 from scripts.lib.machine import machine
 from scripts.lib.process_tree import end
 from scripts.lib.results import ROOT, check_output
+from scripts.lib.rows import whole_lines
 from scripts.lib.vllm_model import MEMORY, write_model
 from scripts.sweep.rows import VLLM, Row, Setting, interconnect, read_rows, row_line
 from scripts.sweep.worker import MARK
@@ -86,10 +88,7 @@ class RowsFile:
     def __init__(self, path: Path) -> None:
         self.path, self.machine, self.versions = path, machine(), versions()
         check_output(path)
-        if path.exists():
-            text = path.read_text()
-            path.write_text(text[: text.rfind("\n") + 1])  # drop an incomplete last line of a killed sweep
-        self.rows = read_rows(path) if path.exists() else []
+        self.rows = read_rows(path) if whole_lines(path) else []
         if any(row.machine != self.machine for row in self.rows):
             raise UserError(f"{path} was made on another machine or torch; name another file with --out")
 
@@ -108,7 +107,7 @@ def launch(
 ) -> str | None:
     """Run `command`, pass each marked line of its stdout to `heard`, and end it after `timeout` seconds without such a line.
 
-    Returns None if it succeeded, else an error message: the timeout, or the exit code and the `cause` from stderr.
+    Returns None if it succeeded, else an error message: the timeout, or the exit code and the `reason` from stderr.
     """
     lines = queue.SimpleQueue[str | None]()  # None at the end
     with tempfile.TemporaryFile("w+") as errors:
@@ -132,7 +131,7 @@ def launch(
         finally:
             end(process)
         errors.seek(0)
-        return None if code == 0 else f"exit code {code}: {cause(errors.read())}"
+        return None if code == 0 else f"exit code {code}: {reason(errors.read())}"
 
 
 def read_lines(file: IO[str], lines: "queue.SimpleQueue[str | None]") -> None:
@@ -140,15 +139,6 @@ def read_lines(file: IO[str], lines: "queue.SimpleQueue[str | None]") -> None:
         for line in file:
             lines.put(line)
     lines.put(None)
-
-
-def cause(said: str) -> str:
-    """The most informative line of a failed launch's stderr: a rank's own error rather than the launcher's report."""
-    lines = [line.strip() for line in said.splitlines() if line.strip()]
-    telling = [
-        line for line in lines if line.partition(":")[0].endswith(("error", "Error", "Exception")) and "ChildFailed" not in line
-    ]
-    return (telling or lines or ["no message"])[-1][:500]
 
 
 def one_launch(

@@ -250,14 +250,6 @@ def test_a_launch_that_fails_or_hangs_says_so() -> None:
     assert "--timeout" in str(launch("import time; time.sleep(60)", 0.2))
 
 
-def test_the_reason_of_a_failure_is_found() -> None:
-    output = "W1 x\n[rank3]: Traceback\n[rank1]: torch.distributed.DistBackendError: gone\n"
-    output += "[rank3]: torch.OutOfMemoryError: CUDA out of memory. Tried\n"
-    output += "torch.distributed.elastic.multiprocessing.errors.ChildFailedError: \n"
-    assert launches.reason(output) == "torch.OutOfMemoryError: CUDA out of memory. Tried"
-    assert launches.reason("error: --sharding: give three\nChildFailedError: x") == "error: --sharding: give three"
-
-
 @pytest.mark.parametrize(
     ("more", "mends"),
     [

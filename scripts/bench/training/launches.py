@@ -3,7 +3,6 @@
 import argparse
 import json
 import os
-import re
 import subprocess
 import sys
 import tempfile
@@ -18,8 +17,10 @@ from cli import note
 from errors import UserError
 from presets import preset
 from processes import on_ranks
+from scripts.lib.failures import reason
 from scripts.lib.process_tree import end
 from scripts.lib.results import ROOT
+from scripts.lib.rows import whole_lines
 from training.planner.workload import OVERLAPS
 from training.token_file import write_tokens
 
@@ -30,7 +31,6 @@ EXPOSED: dict[str, tuple[str, ...]] = {  # rows of the ablation, and what each d
     "nothing overlapped": OVERLAPS,
 }
 BATCHES = 4  # distinct global batches in the data
-STOPPED = re.compile(r"^(?:\[rank\d+\]:\s*)?((?:[\w.]*(?:Error|Exception)|error): .*)")
 
 Row = dict[str, Any]
 
@@ -90,15 +90,6 @@ def launch(line: list[str], timeout: float, log: Path | None = None) -> str | No
             raise
         output.seek(0)
         return reason(output.read()) if process.returncode else None
-
-
-def reason(output: str) -> str:
-    """The line of a launch's output that best explains its failure, at most 300 characters long."""
-    found = [match[1] for match in map(STOPPED.match, output.splitlines()) if match]
-    own = [line for line in found if "ChildFailedError" not in line]
-    memory = [line for line in own if "OutOfMemoryError" in line or "out of memory" in line]
-    first = [*memory, *own, *found, *output.splitlines()[-1:], "no output"][0]
-    return first if len(first) <= 300 else first[:297] + "..."
 
 
 def measure(settings: Row, data: Path, links: Path | None, timeout: float) -> Row:
@@ -178,11 +169,7 @@ def append(path: Path, row: Row) -> None:
 
 def read_rows(path: Path) -> list[Row]:
     """The rows of a file of JSON lines. An incomplete last line, left by a killed run, is removed from the file."""
-    text = path.read_text() if path.exists() else ""
-    whole = text[: text.rfind("\n") + 1]
-    if whole != text:
-        path.write_text(whole)
-    return [json.loads(line) for line in whole.splitlines()]
+    return [json.loads(line) for line in whole_lines(path)]
 
 
 def measure_all(args: argparse.Namespace, where: Row) -> list[Row]:
