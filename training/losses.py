@@ -20,6 +20,12 @@ from training.batches import IGNORED, Batch
 CHUNK = 2048  # positions
 CHUNK_LOGITS = 1 << 26  # with a small vocabulary a chunk has more positions, so that a GPU gets fewer and larger kernels
 
+
+def chunk_of(columns: int) -> int:
+    """The rows of a chunk, of a matrix with so many columns, such as logits of a vocabulary."""
+    return max(CHUNK, CHUNK_LOGITS // columns)
+
+
 ChunkLoss = Callable[..., Tensor]
 """(logits (chunk, vocab_size), the chunk of each further tensor) to the sum of the loss over the chunk, a scalar."""
 
@@ -65,7 +71,7 @@ def head_logits(model: Transformer, rows: Tensor, head: Tensor) -> Tensor:
 
 def _by_chunks(model: Transformer, hidden: Tensor, loss: ChunkLoss, chunk: int | None, *others: Tensor) -> Tensor:
     rows, head = hidden.flatten(0, 1), model.head.weight
-    chunk = chunk or max(CHUNK, CHUNK_LOGITS // len(head))
+    chunk = chunk or chunk_of(len(head))
 
     def loss_of(rows: Tensor, head: Tensor, *others: Tensor) -> Tensor:
         return loss(head_logits(model, rows, head), *others)
@@ -110,7 +116,7 @@ def _scaled(matrix: Tensor, factor: Tensor) -> Tensor:
     """matrix * factor, multiplied in the wider of the two dtypes, in chunks of rows. A factor such as 1 / tokens must not
     be rounded to bfloat16, which would bias all gradients by up to 0.4%."""
     product = torch.empty_like(matrix)
-    rows = max(CHUNK, CHUNK_LOGITS // matrix.shape[1])
+    rows = chunk_of(matrix.shape[1])
     for target, source in zip(product.split(rows), matrix.split(rows), strict=True):
         target.copy_(source.to(torch.promote_types(source.dtype, factor.dtype)) * factor)
     return product

@@ -17,6 +17,8 @@ from config import ModelConfig, with_variant
 from errors import UserError
 from model import Transformer
 from presets import preset
+from training import losses
+from training.batches import Batch
 from training.planner.collectives import Profile, synthesize
 from training.planner.cost import communication, exposed, forward_flops, model_flops, predict
 from training.planner.memory import activations, layer_activations, loss_activations, memory
@@ -130,7 +132,21 @@ def test_recomputing_keeps_the_layers_inputs_and_one_layer() -> None:
     assert activations(replace(plain, micro_batch=5)) == 5 * 3 * layer + loss_activations(small(), 5 * 128, 2)
     head, logits = 1024 * 64 * (4 + 2 + 2), 1024 * (2 + 3 * 4)
     assert loss == 3 * 2 * 128 * 64 + head + 128 * logits
-    assert loss_activations(small(), 100_000, 2) == 3 * 2 * 100_000 * 64 + head + 2048 * logits  # a chunk at a time
+    assert loss_activations(small(), 100_000, 2) == 3 * 2 * 100_000 * 64 + head + 65_536 * logits  # a chunk at a time
+
+
+def test_the_logits_counted_are_those_of_the_losses_chunks(monkeypatch: pytest.MonkeyPatch, seed: int) -> None:
+    """With few positions and with many, and vocabularies on both sides of the size from which chunks have the fewest rows."""
+    monkeypatch.setattr(losses, "CHUNK", least := random.randint(3, 9))
+    monkeypatch.setattr(losses, "CHUNK_LOGITS", 20 * least)
+    for vocabulary, tokens in itertools.product((random.randint(8, 19), random.randint(21, 99)), (random.randint(1, 3), 100)):
+        config, rows = replace(small(), vocab_size=vocabulary), list[int]()
+        model = Transformer(config, Local(), torch.device("cpu"), torch.float32)
+        ids = torch.zeros(1, tokens, dtype=torch.long)
+        monkeypatch.setattr(losses, "log_softmax", lambda x, rows=rows: rows.append(len(x)) or x)
+        losses.cross_entropy(model, torch.randn(1, tokens, config.hidden_size), Batch(ids, ids))
+        counted = loss_activations(config, tokens, 4) - 3 * 4 * tokens * 64 - (4 + 2 * 4) * vocabulary * 64
+        assert counted == (4 + 12) * vocabulary * max(rows)
 
 
 def test_buffers_are_there_for_what_is_sharded() -> None:

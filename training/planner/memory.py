@@ -9,7 +9,7 @@ counted, with an attention kernel that does not store the scores.
 from dataclasses import asdict, dataclass
 
 from config import ModelConfig
-from training.losses import CHUNK
+from training.losses import chunk_of
 from training.planner.workload import Workload, layer_matrices, tables
 from training.sharding import Mesh, Sharding
 
@@ -59,7 +59,7 @@ def loss_activations(config: ModelConfig, tokens: int, element: int) -> int:
     log-softmax and gradient."""
     rows = 3 * element * tokens * config.hidden_size
     head = (4 + 2 * element) * config.vocab_size * config.hidden_size
-    return rows + head + (element + 12) * min(tokens, CHUNK) * config.vocab_size
+    return rows + head + (element + 12) * min(tokens, chunk_of(config.vocab_size)) * config.vocab_size
 
 
 def activations(workload: Workload) -> int:
