@@ -170,7 +170,7 @@ tune: setup #+ Measure: which kernels make MODEL's linear layers fastest on RANK
 bench-read: setup #+ Measure: how fast one GPU reads its memory, the ceiling of a decode step, into out/read.json
 	@$(PY) -m scripts.bench.kernels.read --out out/read.json $(ARGS)
 
-bench-linear: setup #+ Measure: linear layers of few rows on RANKS GPUs compared with cuBLAS, into out/linear.json.RANK, the source of kernels/linear_configs
+bench-linear: setup #+ Measure: linear layers of few rows on RANKS GPUs compared with cuBLAS, into out/linear-RANK.json, the source of kernels/linear_configs
 	@$(ON_RANKS) $(RANKS) -m scripts.bench.kernels.linear --out out/linear.json $(ARGS)
 
 bench-linear-quantized: setup #+ Measure: linear layers of few rows in 8 and 4 bits on one GPU compared with 16 bits, µs and TB/s, into out/linear-quantized.json (10 min; one model: ARGS="--models llama-3-8b")

@@ -11,6 +11,7 @@ import pytest
 
 from figures import COMMUNICATORS
 from scripts import trace
+from scripts.bench.kernels import linear
 from scripts.bench.training.rank import SYSTEMS
 from scripts.report import performance, redraw
 from scripts.sweep.rows import Row, Setting, finished, read_rows, row_line
@@ -29,6 +30,20 @@ def test_the_committed_tables_are_those_of_the_raw_files(name: str, folder: Path
 @pytest.mark.parametrize("name", performance.TABLES)
 def test_a_folder_without_measurements_gives_no_tables(name: str, tmp_path: Path) -> None:
     assert performance.TABLES[name][0](tmp_path) is None
+
+
+def test_linear_layers_are_read_where_the_ranks_wrote_them(tmp_path: Path, seed: int) -> None:
+    ranks, shape = random.choice((1, 2, 8)), {"n": 1280, "k": 8192}
+    for rank in range(ranks):
+        times = [{"shape": f"llama-70b-tp{rank + 1}-o", "rows": 1, **shape, "config": c, "us": 9.0} for c in (None, {})]
+        content = {
+            "machine": {"gpus": "1 x X", "torch": "2.11", "cores": 8, "cpu": "Y"},
+            "times": times,
+            "configs": {"key": None},
+        }
+        linear.write(content, linear.file_of(tmp_path / "linear.json", rank, ranks))
+    text = performance.linear(tmp_path)
+    assert text is not None and all(f"| 70b-tp{rank + 1}-o |" in text for rank in range(ranks))
 
 
 def test_widths_are_compared_with_standard_in_the_same_line(tmp_path: Path, seed: int) -> None:

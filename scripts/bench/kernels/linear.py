@@ -1,13 +1,13 @@
 """Compare every candidate config of linear layers of few rows with cuBLAS on one GPU; make a table for `kernels/linear_configs`.
 
     python launch.py --ranks 2 -m scripts.bench.kernels.linear --out linear.json --seconds 300   # half of the shapes a GPU
-    python -m scripts.bench.kernels.linear --merge linear.json.0 linear.json.1                   # into kernels/linear_configs
+    python -m scripts.bench.kernels.linear --merge linear-0.json linear-1.json                   # into kernels/linear_configs
     python -m scripts.bench.kernels.linear --device 2 --part 2/4 --shapes 70b-tp4 --rows 1 16
 
 `kernels/linear_tuning.py` says how a time is measured. Here the layers have distinct random weights, many times the size of
 the L2 cache, so that every weight is read from HBM. Shapes that end in -swiglu are compared with cuBLAS plus a separate kernel for
 silu(gate) * up. Candidates that give wrong results are dropped, with a message. Writes {"machine", "version",
-"times", "configs"}; on several ranks each rank writes FILE.RANK. The version is that of the kernels.
+"times", "configs"}; on several ranks each writes a file of its own, such as linear-0.json. The version is that of the kernels.
 """
 
 import argparse
@@ -148,7 +148,12 @@ def bench(args: argparse.Namespace) -> None:
             print("\n".join((*messages, describe(found))), flush=True)
             content["times"] += found
             content["configs"][task.key] = format_config(winner(task.rows, times))
-    write(content, args.out if ranks == 1 else args.out.with_name(f"{args.out.name}.{rank}"))
+    write(content, file_of(args.out, rank, ranks))
+
+
+def file_of(out: Path, rank: int, ranks: int) -> Path:
+    """The file that a rank writes."""
+    return out if ranks == 1 else out.with_stem(f"{out.stem}-{rank}")
 
 
 def merge(parts: list[Path]) -> None:
