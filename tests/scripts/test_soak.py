@@ -1,14 +1,19 @@
 """scripts/bench/serving/soak.py: its progress bar and its verdict."""
 
+import argparse
 import asyncio
 import random
+import threading
 from copy import deepcopy
+from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from typing import Any
 
 import httpx
 import pytest
 
-from scripts.bench.serving.soak import load, verdict
+from scripts.bench.serving.soak import load, soak, verdict
+from scripts.lib.servers import Server
+from tests.support.ports import free_port
 
 pytestmark = pytest.mark.usefixtures("forked_commands")
 
@@ -34,6 +39,24 @@ def test_the_load_shows_a_bar(seed: int, capsys: pytest.CaptureFixture[str]) -> 
 
     count = asyncio.run(some())
     assert f"3 clients for 0.2 s: {count}request" in capsys.readouterr().err
+
+
+def test_a_proxy_of_the_environment_is_not_asked(monkeypatch: pytest.MonkeyPatch) -> None:
+    class NoModels(BaseHTTPRequestHandler):
+        def do_GET(self) -> None:
+            self.send_response(200)
+            self.end_headers()
+            self.wfile.write(b'{"data": []}')
+
+        def log_message(self, *_: Any) -> None:
+            pass
+
+    monkeypatch.setenv("http_proxy", f"http://127.0.0.1:{free_port()}")
+    with ThreadingHTTPServer(("127.0.0.1", 0), NoModels) as site:
+        threading.Thread(target=site.serve_forever, daemon=True).start()
+        with pytest.raises(IndexError):  # the answer arrived
+            asyncio.run(soak(argparse.Namespace(seed=0), Server(f"http://127.0.0.1:{site.server_port}", 0)))
+        site.shutdown()
 
 
 def test_the_verdict() -> None:

@@ -131,7 +131,7 @@ async def rate(client: httpx.AsyncClient, model: str, clients: int, rng: random.
 async def soak(args: argparse.Namespace, server: Server) -> dict[str, Any]:
     rng = random.Random(args.seed)
     limits = httpx.Limits(max_connections=None, max_keepalive_connections=0)
-    async with httpx.AsyncClient(base_url=server.url, timeout=120, limits=limits) as client:
+    async with httpx.AsyncClient(base_url=server.url, timeout=120, limits=limits, trust_env=False) as client:
         model = (await client.get("/v1/models")).json()["data"][0]["id"]
         await load(client, model, args.clients, 3, rng)  # warm-up: allocations at first use are not leaks
         before = footprint(server.pid)
