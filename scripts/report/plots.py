@@ -17,7 +17,7 @@ points. A panel shows at most six variants in addition to the standard model.
 from collections.abc import Callable, Sequence
 from itertools import groupby
 from pathlib import Path
-from statistics import quantiles
+from statistics import median
 from textwrap import fill
 from typing import Any
 
@@ -30,6 +30,7 @@ from errors import UserError
 from figures import MOST_LINES, PARTS, plain_log_axis, variant_colour
 from files import check_folder
 from scripts.lib.results import ROOT
+from scripts.lib.statistics import quartiles
 from scripts.sweep.rows import Row, baseline, finished, ratio, read_rows
 
 MAX_PANELS = 12
@@ -269,7 +270,7 @@ def split(rows: Sequence[Row]) -> Figure | None:
         steps = [[ms for sample in r.samples for ms in sample["step_ms"]] for r in found]
         for line, ms in enumerate(steps):
             if ms:
-                low, middle, high = quantiles(ms, n=4) if len(ms) > 1 else ms * 3
+                middle, (low, high) = median(ms), quartiles(ms)
                 axis.errorbar(middle, line, xerr=[[middle - low], [high - middle]], **MEASURED, label=None if line else STEP)
         axis.set_yticks(range(len(found)), labels, fontsize=9)
         axis.set_ylim(len(found) - 0.4, -0.6)

@@ -287,6 +287,12 @@ def test_plots_show_the_ratios(seed: int) -> None:
     assert figure is not None
     assert max(p.get_x() + p.get_width() for p in figure.axes[0].patches) == pytest.approx(2.0)
     plt.close(figure)
+    steps = [random.uniform(1, 9) for _ in range(random.randint(1, 4))]
+    figure = plots.split([row([1], [steps])])  # whiskers reach from one quartile of the steps to the other
+    assert figure is not None
+    (errors,) = [c for c in figure.axes[0].containers if getattr(c, "has_xerr", False)]
+    assert errors[2][0].get_segments()[0][:, 0] == pytest.approx(np.quantile(steps, (0.25, 0.75)))
+    plt.close(figure)
     assert plots.throughput([r for r in rows if r.setting.variant != "standard"]) is None
     assert plots.bars([]) is None and plots.pareto([]) is None and plots.split([replace(r, split=None) for r in rows]) is None
 
