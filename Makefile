@@ -197,7 +197,7 @@ throughput: setup-dev ## Measure: MODEL on RANKS ranks, offline and through the 
 compare: setup-dev ## Measure: Rung beside vLLM on RANKS GPUs, with ratios: make compare RANKS=2 ARGS="--models llama-3-70b:16 --vllm-python PYTHON"
 	@$(PY) -m scripts.compare --ranks $(RANKS) $(ARGS)
 
-measure-gpus: setup-dev ## Measure: every measurement of docs/results on RANKS GPUs, most important first, resumable: make measure-gpus RANKS=8 ARGS="--raw docs/results/gpu-8"
+measure-gpus: setup-dev ## Measure: sweeps, server load, drafts, all-reduces, start-up and training on RANKS GPUs, most important first, resumable: make measure-gpus RANKS=8 ARGS="--raw docs/results/gpu-8"
 	@$(PY) -m scripts.measure_gpus --ranks $(RANKS) $(ARGS)
 
 plot: setup-dev #+ Measure: the paper's figures 2, 3 and 4 and the parts of a step, from out/sweep.jsonl into out/plots
