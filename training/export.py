@@ -55,8 +55,8 @@ def save_checkpoint(
         save_config(raw | add_modeling(directory, model.config), directory)
 
 
-def save_head(head: EagleHead, directory: Path, dtype: torch.dtype = torch.bfloat16) -> None:
-    """Write a draft head in the published layout `LlamaForCausalLMEagle3`: config.json and model.safetensors.
+def save_head(head: EagleHead, directory: Path) -> None:
+    """Write a draft head in bf16 in the published layout `LlamaForCausalLMEagle3`: config.json and model.safetensors.
 
     config.json has the layers whose streams the head reads twice: `eagle_aux_hidden_state_layer_ids` names the layers after the
     streams (vLLM), the same key in `eagle_config` the layers before them (SGLang). Raises UserError if the directory cannot be written.
@@ -65,10 +65,10 @@ def save_head(head: EagleHead, directory: Path, dtype: torch.dtype = torch.bfloa
     drafted, known = config.draft_vocab_size, torch.zeros(config.layer.vocab_size, dtype=torch.bool)
     targets = head.targets.cpu()
     known[targets] = True
-    tensors = {place.name: place.tensor.to("cpu", dtype).contiguous() for place in head_places(head)}
+    tensors = {place.name: place.tensor.to("cpu", torch.bfloat16).contiguous() for place in head_places(head)}
     raw = config_to_hf(config.layer) | {
         "architectures": [ARCHITECTURE],
-        "torch_dtype": str(dtype).removeprefix("torch."),
+        "torch_dtype": "bfloat16",
         "draft_vocab_size": drafted,
         "target_hidden_size": config.base_hidden_size,
         "norm_before_residual": config.norm_before_residual,

@@ -55,13 +55,13 @@ def plan(args: argparse.Namespace, config: ModelConfig, mesh: Mesh, device: torc
     return choice(workload, _memory(device) or workload.cluster.memory_gb * 1e9)
 
 
-def choice(workload: Workload, memory_bytes: float, objective: str = OBJECTIVE) -> Planned:
+def choice(workload: Workload, memory_bytes: float) -> Planned:
     """The planner's choice. Unless the workload has evenly cut optimizer states, it is computed with and without even cuts.
     Of the two, the one with the lower cost is taken; if the costs are within the tolerance, the one with less
     communication."""
     cuts = dict.fromkeys((workload.intra_tensor, True))
-    plans = {cut: choose(replace(workload, intra_tensor=cut), memory_bytes, objective)[0] for cut in cuts}
-    cost = OBJECTIVES[objective]
+    plans = {cut: choose(replace(workload, intra_tensor=cut), memory_bytes)[0] for cut in cuts}
+    cost = OBJECTIVES[OBJECTIVE]
     least = min(map(cost, plans.values()))
     close = {cut: plan for cut, plan in plans.items() if cost(plan) <= (1 + TOLERANCE) * least}
     cut, best = min(close.items(), key=lambda item: item[1].communication.total)

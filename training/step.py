@@ -118,9 +118,9 @@ class Trainer:
             save_checkpoint(copy, directory, dtype, tokenizer_from)
 
 
-def total(values: Tensor, group: Group | None) -> Tensor:
-    """All-reduce `values` in place over `group`, and return them. None: this process is alone."""
-    if group is not None and group.size > 1:
+def total(values: Tensor, group: Group) -> Tensor:
+    """All-reduce `values` in place over `group`, and return them."""
+    if group.size > 1:
         dist.all_reduce(values, group=group.handle)
     return values
 

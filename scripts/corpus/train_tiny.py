@@ -109,7 +109,6 @@ def main(argv: Sequence[str] | None = None) -> None:
     parser.add_argument("--resume", action="store_true", help="continue a stopped run with the same settings")
     parser.add_argument("--save-every", type=int, default=100, metavar="STEPS", help="steps between snapshots (default: 100)")
     parser.add_argument("--out", type=Path, default=Path("models"), help="folder for tiny-VARIANT (default: models)")
-    parser.add_argument("--prepare", action="store_true", help="write the tokenizer and the token file, then stop")
     parser.add_argument("--data", type=Path, help="token file, made if missing (default: OUT/tokens-SEED-TOKENS.bin)")
     args = parser.parse_args(argv)
     args.out.mkdir(parents=True, exist_ok=True)
@@ -122,9 +121,6 @@ def main(argv: Sequence[str] | None = None) -> None:
         write_corpus(data, tokenizer, args.seed, int(args.tokens))
     if world.world_size > 1:
         dist.barrier()
-    if args.prepare:
-        note(f"{data} is ready")
-        return
     for variant in [args.variant] if args.variant else TRAINABLE:
         train_variant(args, world, variant, data, tokenizer)
 

@@ -9,10 +9,7 @@ import runpy
 import shutil
 import subprocess
 import sys
-import threading
-from collections.abc import Callable
 from pathlib import Path
-from typing import Any
 
 from errors import UserError
 
@@ -31,7 +28,7 @@ class TwoHosts:
         if os.geteuid() or not shutil.which("ip"):
             raise UserError("network namespaces need root and the program ip (iproute2)")
         for name in self.names:
-            if (done := _ip("netns", "add", name)).returncode:
+            if (done := ip("netns", "add", name)).returncode:
                 raise UserError(f"no network namespaces here: {done.stderr.strip()}")
         steps = [f"-n {self.names[0]} link add {DEVICE} type veth peer name {DEVICE} netns {self.names[1]}"]
         for name, address in zip(self.names, self.addresses, strict=True):
@@ -41,7 +38,7 @@ class TwoHosts:
                 f"-n {name} link set lo up",
             ]
         for step in steps:
-            if (done := _ip(*step.split())).returncode:
+            if (done := ip(*step.split())).returncode:
                 self.__exit__()
                 raise UserError(f"no cable between network namespaces here: {done.stderr.strip()}")
 
@@ -50,11 +47,7 @@ class TwoHosts:
 
     def __exit__(self, *_: object) -> None:
         for name in self.names:
-            _ip("netns", "del", name)
-
-    def plug(self, state: str) -> None:
-        """Set the cable `up` or `down` at the second host."""
-        assert not _ip("-n", self.names[1], "link", "set", DEVICE, state).returncode
+            ip("netns", "del", name)
 
     def slow_down(self, shaping: str) -> None:
         """Send at both ends as `tc qdisc` says, such as `tbf rate 200mbit burst 128kb latency 100ms`. Raises UserError."""
@@ -71,21 +64,8 @@ class TwoHosts:
         """The command line that runs a Python program on a host."""
         return [sys.executable, "-m", "scripts.lib.namespaces", self.names[host], *map(str, program)]
 
-    def on(self, host: int, function: Callable[[], Any]) -> Any:
-        """`function()` in a thread of this process that is in a host's namespace."""
-        found: list[Any] = []
 
-        def call() -> None:
-            enter(self.names[host])
-            found.append(function())
-
-        thread = threading.Thread(target=call)
-        thread.start()
-        thread.join()
-        return found[0]
-
-
-def _ip(*words: str) -> "subprocess.CompletedProcess[str]":
+def ip(*words: str) -> "subprocess.CompletedProcess[str]":
     return subprocess.run(["ip", *words], capture_output=True, text=True)
 
 

@@ -44,7 +44,6 @@ from scripts.report.compare import compare, lengths_of
 from scripts.sweep.rows import ORDER, VLLM, Row, Setting
 
 NCCL = "µs nccl"
-EXACT = ("µs one-shot", "µs two-shot")
 ALGORITHMS = {  # names in comm.json: names in tables and plots
     "µs nccl": "NCCL",
     "µs torch one_shot_all_reduce": "torch one-shot",
@@ -220,7 +219,7 @@ def overlap(found: dict[str, Any]) -> str:
 
 def kind_of(name: str) -> str:
     """The plot panel of one of the names in comm.json."""
-    return "exact" if name in ALGORITHMS or name in EXACT else "carried by NCCL" if "portable" in name else "quantized"
+    return "exact" if name in ALGORITHMS else "carried by NCCL" if "portable" in name else "quantized"
 
 
 def plot_comm(files: list[Any], where: str, out: Path) -> None:

@@ -1,6 +1,9 @@
 """Two network namespaces as two hosts, for tests: skipped where there are none."""
 
 import subprocess
+import threading
+from collections.abc import Callable
+from typing import Any
 
 import pytest
 
@@ -23,6 +26,23 @@ class TwoHosts(namespaces.TwoHosts):
             super().slow_down(shaping)
         except UserError as e:
             pytest.skip(str(e))
+
+    def plug(self, state: str) -> None:
+        """Set the cable `up` or `down` at the second host."""
+        assert not namespaces.ip("-n", self.names[1], "link", "set", namespaces.DEVICE, state).returncode
+
+    def on(self, host: int, function: Callable[[], Any]) -> Any:
+        """`function()` in a thread of this process that is in a host's namespace."""
+        found: list[Any] = []
+
+        def call() -> None:
+            namespaces.enter(self.names[host])
+            found.append(function())
+
+        thread = threading.Thread(target=call)
+        thread.start()
+        thread.join()
+        return found[0]
 
     def start(self, host: int, *program: object, **environ: object) -> quick_start.Popen:
         """Start a Python program on a host."""
