@@ -79,7 +79,7 @@ def prepare(args: argparse.Namespace, world: World, setup: Setup) -> tuple[Train
         dist.broadcast_object_list(run_id, src=0)
     snapshots = Snapshots(args.out / "snapshots", world.rank, world.world_size, keep=args.keep, run_id=run_id[0])
     path = together(world, lambda: _snapshot(args, world, setup, snapshots, batches))
-    trainer = together(world, lambda: _build(args, world, setup, batches, planned))
+    trainer = together(world, lambda: build_trainer(args, world, setup, batches, planned))
     if path is not None:
         together(world, lambda: trainer.restore(snapshots, path))
         note(f"resuming from {path} after step {trainer.step}")
@@ -163,7 +163,8 @@ def _short(value: Any) -> str:
     return text if len(text) <= 60 else text[:57] + "..."
 
 
-def _build(args: argparse.Namespace, world: World, setup: Setup, batches: GlobalBatches, planned: Planned) -> Trainer:
+def build_trainer(args: argparse.Namespace, world: World, setup: Setup, batches: GlobalBatches, planned: Planned) -> Trainer:
+    """The trainer before its first step. Raises UserError if this rank's states do not fit into its GPU."""
     torch.manual_seed(args.seed)
     torch.set_float32_matmul_precision("high")
     mesh = ranks_mesh(args, world.world_size)

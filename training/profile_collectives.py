@@ -25,6 +25,7 @@ from tqdm import tqdm
 from cli import Parser, note, rank, run
 from errors import UserError
 from tp import World, agree_on_error, init_world
+from training.options import ranks_mesh
 from training.plan import count
 from training.planner.collectives import OPERATIONS, Point, Profile, write_profile
 from training.planner.search import tiling_meshes
@@ -73,16 +74,13 @@ def parse_args(argv: Sequence[str] | None = None) -> argparse.Namespace:
     return args
 
 
-def cluster_mesh(gpus_per_node: int | None, world_size: int) -> Mesh:
+def cluster_mesh(args: argparse.Namespace, world_size: int) -> Mesh:
     """All ranks as a mesh. Raises UserError if there is only one, or if they do not fill whole nodes."""
-    per_node = gpus_per_node or int(os.environ.get("LOCAL_WORLD_SIZE", world_size))
     if world_size < 2:
         raise UserError(
             "a single rank has no other to communicate with; start several: python launch.py --ranks 2 -m training.profile_collectives …"
         )
-    if world_size % per_node:
-        raise UserError(f"{world_size} ranks do not fill whole nodes of {per_node}; give a --gpus-per-node that divides them")
-    return Mesh(per_node, world_size // per_node)
+    return ranks_mesh(args, world_size)
 
 
 def group_of(mine: int, mesh: Mesh, cluster: Mesh) -> list[int]:
@@ -162,7 +160,7 @@ def main() -> None:
     args = cluster = error = None
     try:
         args = parse_args()
-        cluster = cluster_mesh(args.gpus_per_node, int(os.environ.get("WORLD_SIZE", 1)))
+        cluster = cluster_mesh(args, int(os.environ.get("WORLD_SIZE", 1)))
     except UserError as e:
         error = e
     world = init_world(args.device if args else "cpu", error=error)

@@ -1,5 +1,6 @@
 """Profiles of collectives: synthesis from link speeds, interpolation, the file, and measurement on gloo ranks."""
 
+import argparse
 import json
 import math
 import random
@@ -237,8 +238,8 @@ def test_groups_are_blocks_of_the_grid() -> None:
 
 
 def test_ranks_must_be_whole_nodes() -> None:
-    assert cluster_mesh(2, 4) == Mesh(2, 2)
-    with pytest.raises(UserError, match="--gpus-per-node that divides"):
-        cluster_mesh(3, 4)
+    assert cluster_mesh(argparse.Namespace(gpus_per_node=2), 4) == Mesh(2, 2)
+    with pytest.raises(UserError, match="change --gpus-per-node"):
+        cluster_mesh(argparse.Namespace(gpus_per_node=3), 4)
     with pytest.raises(UserError, match=r"launch\.py --ranks 2"):
-        cluster_mesh(None, 1)
+        cluster_mesh(argparse.Namespace(gpus_per_node=None), 1)

@@ -29,22 +29,19 @@ from cli import Parser, run
 from config import ModelConfig
 from errors import UserError
 from presets import preset
-from profiling import Span, intersection, length, union
+from profiling import Span, intersection, length, read_trace, span_of, union
 from scripts.bench.training.fsdp2 import PREFETCH, Fsdp2Trainer, prefetch, shard
 from tp import World, init_world
 from training import profile_collectives
 from training.batches import GlobalBatches
-from training.executor import Executor
-from training.initialize import empty_model, materializer
-from training.loop import together
+from training.loop import Setup, build_trainer, together
 from training.losses import cross_entropy
-from training.optimizer import Optimizer
 from training.options import adam_of, add_batch_options, add_execution_options, dtype_of, ranks_mesh, schedule_of
 from training.planner.collectives import write_profile
 from training.planner.cost import forward_flops, predict
 from training.planner.search import alternatives, choose
 from training.sharding import Mesh, Sharding
-from training.sharding_choice import Planned, execution_of, plan, workload_of
+from training.sharding_choice import Planned, plan, workload_of
 from training.step import Trainer, check_batch
 from training.token_file import open_tokens
 
@@ -149,18 +146,6 @@ def copies(system: str, mesh: Mesh) -> tuple[int, ...]:
     return (nodes, mesh.size // nodes)
 
 
-def build_executor(
-    args: argparse.Namespace, config: ModelConfig, world: World, batches: GlobalBatches, how: Planned
-) -> Trainer:
-    model = empty_model(config, world.device, dtype_of(args, world.device))
-    mesh = ranks_mesh(args, world.world_size)
-    fill = materializer(model, None, args.seed)
-    executor = Executor(model, fill, world.rank, how.sharding, mesh, execution_of(args, how))
-    optimizer = Optimizer(executor.weights, executor.vectors, executor.groups.copy, adam_of(args))
-    schedule, size = schedule_of(args), world.world_size
-    return Trainer(executor, optimizer, schedule, batches, cross_entropy, world.rank, size, args.micro_batch, world.device)
-
-
 def build_fsdp2(
     args: argparse.Namespace, config: ModelConfig, world: World, batches: GlobalBatches, shape: tuple[int, ...]
 ) -> Fsdp2Trainer:
@@ -250,14 +235,13 @@ def kernels(step: Callable[[], object], steps: int) -> tuple[dict[str, list[Span
                 if number in (0, steps):
                     torch.cuda.synchronize()  # so that the trace has nothing of the first step and all of the last
                 recorder.step()
-        events = json.loads(path.read_text())["traceEvents"]
+        events = read_trace(path)["traceEvents"]
     communication: dict[str, list[Span]] = {}
     computation: list[Span] = []
     for event in events:
         if event.get("cat") == "kernel":
-            span = (float(event["ts"]), float(event["ts"] + event["dur"]))
             nccl = event["name"].startswith("nccl")
-            (communication.setdefault(event["name"], []) if nccl else computation).append(span)
+            (communication.setdefault(event["name"], []) if nccl else computation).append(span_of(event))
     return communication, computation
 
 
@@ -295,7 +279,7 @@ def build(args: argparse.Namespace, world: World) -> tuple[Trainer | Fsdp2Traine
     predicted = 1e3 * how.step_seconds if how.step_seconds else None
     cut = args.intra_tensor or how.intra_tensor
     row |= {"sharding": f"{how.sharding}{', cut evenly' * cut}", "predicted_ms": predicted}
-    return build_executor(args, config, world, batches, how), row
+    return build_trainer(args, world, Setup(config, None, None, args.data, cross_entropy), batches, how), row
 
 
 def config_of(args: argparse.Namespace) -> ModelConfig:

@@ -4,7 +4,7 @@
 
 list.json: a list of {"arguments": the command line of rank.py as a list, "row": the first fields of its row,
 "into": a file of JSON lines}. Rank 0 appends each configuration's row to its file as soon as it is measured. A configuration
-that cannot be trained gets a row with the error. One that crashes or runs out of memory ends the launch.
+that cannot be trained gets a row with the error. One that crashes or runs out of memory in a step ends the launch.
 """
 
 import gc
