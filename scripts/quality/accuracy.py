@@ -17,6 +17,7 @@ import json
 import math
 import subprocess
 import time
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -50,19 +51,32 @@ BATCH = 64
 PROBE_SHARE = 20  # one in so many items, from which the duration is estimated
 
 
+def held_out_stories(tokenizer: Tokenizer, count: int, seed: int = SEED) -> list[list[int]]:
+    """Token ids of held-out stories, without begin tokens. seed: of the held-out documents."""
+    texts = (render(document) for document in documents(seed, count, split="heldout", kind="story"))
+    return [tokenizer.encode(text, add_special_tokens=False) for text in texts]
+
+
+def likelihoods(llm: LLM, prompts: Sequence[Sequence[int]]) -> list[list[float]]:
+    """The log-likelihoods (nats) of the tokens of each prompt but its first, as the engine computes them."""
+    answers = llm.generate(prompts, SamplingParams(max_tokens=1, temperature=0, prompt_logprobs=0))
+    return [[token.chosen.logprob for token in answer.prompt_logprobs or [] if token is not None] for answer in answers]
+
+
 def perplexity(llm: LLM, tokenizer: Tokenizer, items: int) -> float:
-    """exp of the mean negative log-likelihood (nats) per token over held-out stories, without the begin token."""
+    """exp of the mean negative log-likelihood (nats) per token over held-out stories. Each is computed alone, because quantized
+    all-reduces round the tokens of a batch together."""
     total, count = 0.0, 0
-    for document in documents(SEED, items, split="heldout", kind="story"):
-        logprobs = llm.score(tokenizer.encode(render(document), add_special_tokens=False)).logprobs
+    for story in held_out_stories(tokenizer, items):
+        logprobs = llm.score(story).logprobs
         total -= sum(p for p in logprobs if p is not None)
         count += len(logprobs) - 1
     return math.exp(total / count)
 
 
-def matches(llm: LLM, tokenizer: Tokenizer, task: str, items: int) -> list[bool]:
-    """Whether the greedy answer to each held-out prompt equals the expected text exactly."""
-    asked = list(documents(SEED, items, split="heldout", kind=task))
+def matches(llm: LLM, tokenizer: Tokenizer, task: str, items: int, seed: int = SEED) -> list[bool]:
+    """Whether the greedy answer to each held-out prompt equals the expected text exactly. seed: of the held-out documents."""
+    asked = list(documents(seed, items, split="heldout", kind=task))
     prompts = [tokenizer.encode_chat(document.prompt_messages) for document in asked]
     found = []
     for first in range(0, items, BATCH):

@@ -30,11 +30,10 @@ from engine import LLM
 from errors import UserError
 from presets import model_config
 from processes import on_ranks
-from scripts.corpus.documents import documents, render
 from scripts.lib.machine import describe, machine
 from scripts.lib.markdown import table_lines
 from scripts.lib.results import ROOT, add_write_option, results_folder, write_table
-from scripts.quality.accuracy import SEED, perplexity
+from scripts.quality.accuracy import held_out_stories, perplexity
 from tokenizer_files import load_tokenizer
 from tp import World, init_world
 
@@ -70,9 +69,9 @@ def record(path: Path, world: World) -> list[tuple[Tensor, Tensor]]:
     recorder = Recorder(world.comm)
     model = load_model(str(path), model_config(str(path), None, world.world_size), replace(world, comm=recorder), torch.float32)
     llm, tokenizer, kept = LLM(model, world=world), load_tokenizer(path), []
-    for document in documents(SEED, RECORDED, split="heldout", kind="story"):
+    for story in held_out_stories(tokenizer, RECORDED):
         recorder.partials = []
-        llm.score(tokenizer.encode(render(document), add_special_tokens=False))
+        llm.score(story)
         kept += recorder.partials[1:]
     return [(partial, world.comm.all_reduce(partial.clone())) for partial in kept]
 

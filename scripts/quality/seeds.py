@@ -28,7 +28,7 @@ from typing import Any
 import torch
 
 from cli import Parser, note, run
-from engine import LLM, SamplingParams
+from engine import LLM
 from errors import UserError
 from figures import new_figure, variant_colour
 from files import check_folder
@@ -36,7 +36,7 @@ from options import whole_number
 from presets import model_config
 from processes import die_with_parent
 from scripts.corpus import train_tiny
-from scripts.corpus.documents import documents, render
+from scripts.corpus.documents import documents
 from scripts.corpus.tokens import write_corpus
 from scripts.lib import results
 from scripts.lib.machine import describe, machine
@@ -44,7 +44,7 @@ from scripts.lib.markdown import captioned
 from scripts.lib.rows import code_digest, locked, read_row, weights_checksum, write_row
 from scripts.lib.statistics import holm, mean_error, paired_test, ratio_error
 from scripts.lib.workers import Workers, same_command, time_left, visible_gpus
-from scripts.quality.accuracy import MAX_ANSWER, SEED
+from scripts.quality.accuracy import SEED, held_out_stories, likelihoods, matches
 from scripts.quality.embedded import TASKS
 from tokenizer_files import load_tokenizer
 from training.metrics import read_metrics
@@ -82,18 +82,10 @@ def evaluate(path: Path, stories: int, items: int, seed: int = SEED) -> dict[str
     seed: of the held-out documents."""
     tokenizer = load_tokenizer(path)
     llm = LLM(path, tokenizer)
-    texts = [render(document) for document in documents(seed, stories, split="heldout", kind="story")]
-    told = [tokenizer.encode(text, add_special_tokens=False) for text in texts]
-    scored = llm.generate(told, SamplingParams(max_tokens=1, temperature=0, prompt_logprobs=0))
-    likelihoods = [[one.chosen.logprob for one in answer.prompt_logprobs or [] if one is not None] for answer in scored]
-    asked = {task: list(documents(seed, items, split="heldout", kind=task)) for task in TASKS}
-    flat = [document for some in asked.values() for document in some]
-    prompts = [tokenizer.encode_chat(document.prompt_messages) for document in flat]
-    answers = llm.generate(prompts, SamplingParams(max_tokens=MAX_ANSWER, temperature=0))
-    right = [int(answer.text == document.answer) for answer, document in zip(answers, flat, strict=True)]
+    told = likelihoods(llm, held_out_stories(tokenizer, stories, seed))
     return {
-        "stories": [(round(sum(story), 4), len(story)) for story in likelihoods],
-        "answers": {task: right[i * items : (i + 1) * items] for i, task in enumerate(TASKS)},
+        "stories": [(round(sum(story), 4), len(story)) for story in told],
+        "answers": {task: [*map(int, matches(llm, tokenizer, task, items, seed))] for task in TASKS},
     }
 
 

@@ -23,15 +23,14 @@ from typing import Any
 import torch
 
 from cli import Parser, run
-from engine import LLM, SamplingParams
+from engine import LLM
 from errors import UserError
 from options import dtype_name, whole_number
 from presets import model_config
-from scripts.corpus.documents import documents, render
 from scripts.lib.machine import describe, machine
 from scripts.lib.markdown import captioned
 from scripts.lib.results import ROOT, add_write_option, results_folder, write_table
-from scripts.quality.accuracy import SEED
+from scripts.quality.accuracy import SEED, held_out_stories, likelihoods
 from scripts.quality.vllm_scores import MARK
 from scripts.quantize import LENGTH, SAMPLES, quantize_model
 from tokenizer_files import find_tokenizer, load_tokenizer
@@ -58,9 +57,7 @@ def held_out(model: Path, count: int) -> list[list[int]]:
     if find_tokenizer(model) is None:
         draw = random.Random(SEED)
         return [[draw.randrange(config.vocab_size) for _ in range(draw.randrange(2, longest + 1))] for _ in range(count)]
-    tokenizer = load_tokenizer(model)
-    texts = (render(document) for document in documents(SEED, count, split="heldout", kind="story"))
-    return [tokenizer.encode(text, add_special_tokens=False)[:longest] for text in texts]
+    return [story[:longest] for story in held_out_stories(load_tokenizer(model), count)]
 
 
 def vllm_scores(python: str, model: Path, dtype: str, prompts: list[list[int]]) -> tuple[str, Scores]:
@@ -82,12 +79,6 @@ def vllm_scores(python: str, model: Path, dtype: str, prompts: list[list[int]]) 
         raise UserError(f"vLLM ended with exit code {done.returncode}: {said[-1] if said else 'no message'}")
     found = json.loads(lines[0])
     return found["vllm"], found["logprobs"]
-
-
-def our_scores(model: Path, dtype: str, prompts: list[list[int]]) -> Scores:
-    llm = LLM(model, dtype=dtype)
-    answers = llm.generate(prompts, SamplingParams(max_tokens=1, temperature=0, prompt_logprobs=0, ignore_eos=True))
-    return [[token.chosen.logprob for token in answer.prompt_logprobs or [] if token is not None] for answer in answers]
 
 
 def row_of(width: str, ours: Scores, theirs: Scores) -> dict[str, Any]:
@@ -114,7 +105,9 @@ def compare(args: argparse.Namespace) -> tuple[str, list[dict[str, Any]]]:
                 version, theirs[width] = vllm_scores(args.vllm_python, path, args.dtype, prompts)
             except UserError as e:
                 rows.append({"width": width, "error": str(e)})
-        rows += [row_of(width, our_scores(paths[width], args.dtype, prompts), scores) for width, scores in theirs.items()]
+        rows += [
+            row_of(width, likelihoods(LLM(paths[width], dtype=args.dtype), prompts), scores) for width, scores in theirs.items()
+        ]
     return version, sorted(rows, key=lambda row: args.widths.index(row["width"]))
 
 

@@ -14,28 +14,26 @@ accuracy-weights.json and .md into out (with --write into docs/results).
 import argparse
 import math
 import tempfile
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import torch
-from torch import Tensor
 from tqdm import tqdm
 
 from cli import Parser, run
-from engine import LLM, SamplingParams
+from engine import LLM
 from errors import UserError
 from options import dtype_name, whole_number
 from presets import model_config
-from scripts.corpus.documents import documents, render
 from scripts.lib.machine import describe, machine
 from scripts.lib.markdown import captioned
 from scripts.lib.results import OUT, ROOT, add_write_option, results_folder, write_table
 from scripts.lib.rows import code_digest, kept, row_file, weights_checksum
-from scripts.lib.statistics import mean_error
-from scripts.quality.accuracy import BATCH, SEED, matches
+from scripts.lib.statistics import ratio_error
+from scripts.quality.accuracy import held_out_stories, likelihoods, matches
 from scripts.quality.embedded import TASKS
 from scripts.quantize import LENGTH, SAMPLES, quantize_model
-from tokenizer import Tokenizer
 from tokenizer_files import load_tokenizer
 from variants import TRAINABLE
 
@@ -50,18 +48,6 @@ LOADED: dict[str, dict[str, str]] = {  # arguments of LLM
 }
 
 
-def likelihoods(llm: LLM, tokenizer: Tokenizer, stories: int) -> list[list[float]]:
-    """The log-likelihoods (nats) of the tokens of each held-out story without its begin token."""
-    texts = [render(document) for document in documents(SEED, stories, split="heldout", kind="story")]
-    prompts = [tokenizer.encode(text, add_special_tokens=False) for text in texts]
-    found = []
-    for first in range(0, stories, BATCH):
-        some = prompts[first : first + BATCH]
-        for answer in llm.generate(some, SamplingParams(max_tokens=1, temperature=0, prompt_logprobs=0)):
-            found.append([round(token.chosen.logprob, 6) for token in answer.prompt_logprobs or [] if token is not None])
-    return found
-
-
 def evaluate(path: Path, width: str, stories: int, items: int) -> dict[str, Any]:
     """What one model answers with weights or keys and values of `width`."""
     tokenizer = load_tokenizer(path)
@@ -72,7 +58,7 @@ def evaluate(path: Path, width: str, stories: int, items: int) -> dict[str, Any]
             path = made
         llm = LLM(path, tokenizer, **LOADED[width])  # type: ignore[arg-type]  # a dictionary of texts
     return {
-        "stories": likelihoods(llm, tokenizer, stories),
+        "stories": [[round(token, 6) for token in told] for told in likelihoods(llm, held_out_stories(tokenizer, stories))],
         "answers": {task: matches(llm, tokenizer, task, items) for task in TASKS},
     }
 
@@ -90,24 +76,20 @@ def measured(path: Path, width: str, args: argparse.Namespace, folder: Path) -> 
 def change(of: dict[str, Any], to: dict[str, Any]) -> tuple[float, float]:
     """The mean log-likelihood a token that is lost from `of` to `to`, nats, which is the relative change of the perplexity while it
     is small; and its standard error over stories (of a ratio: Cochran, Sampling Techniques, section 2.11)."""
-    return _mean_of_tokens([before - after for before, after in _pairs(of, to)])
+    return _mean_of_tokens(of, to, lambda lost: lost)
 
 
 def divergence(of: dict[str, Any], to: dict[str, Any]) -> tuple[float, float]:
     """Half the mean squared change of a token's log-likelihood from `of` to `to`, and its standard error: while the change is small,
     the Kullback-Leibler divergence, nats, if the tokens are as likely as `of` says."""
-    return _mean_of_tokens([(before - after).square() / 2 for before, after in _pairs(of, to)])
+    return _mean_of_tokens(of, to, lambda lost: lost**2 / 2)
 
 
-def _pairs(of: dict[str, Any], to: dict[str, Any]) -> list[tuple[Tensor, Tensor]]:
+def _mean_of_tokens(of: dict[str, Any], to: dict[str, Any], value: Callable[[float], float]) -> tuple[float, float]:
+    """The mean of `value` of what each token's log-likelihood loses, and its standard error over stories."""
     both = zip(of["stories"], to["stories"], strict=True)
-    return [(torch.tensor(before, dtype=torch.float64), torch.tensor(after, dtype=torch.float64)) for before, after in both]
-
-
-def _mean_of_tokens(stories: list[Tensor]) -> tuple[float, float]:
-    sums, tokens = torch.stack([values.sum() for values in stories]), torch.tensor([float(len(values)) for values in stories])
-    mean = sums.sum() / tokens.sum()
-    return mean.item(), mean_error((sums - mean * tokens).tolist())[1] / tokens.mean().item()
+    stories = [[value(before - after) for before, after in zip(*pair, strict=True)] for pair in both]
+    return ratio_error([*map(sum, stories)], [*map(len, stories)])
 
 
 def exact_match(found: dict[str, Any]) -> tuple[float, float]:

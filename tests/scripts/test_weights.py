@@ -12,13 +12,14 @@ import torch
 
 from scripts.lib.rows import CODE
 from scripts.quality import weights
+from scripts.quality.accuracy import SEED
 from tests import ROOT
 from tests.support.command_line import MODELS
 
 
 def evaluation(stories: int, items: int, loss: float) -> dict[str, Any]:
     """Stories of very different lengths and likelihoods, from each of which about `loss` nats a token are lost, not evenly."""
-    draws, noise = random.Random(weights.SEED), random.Random()
+    draws, noise = random.Random(SEED), random.Random()
     lengths = [draws.randrange(20, 300) for _ in range(stories)]
     means = [draws.uniform(0.1, 0.6) + loss + loss * noise.gauss(0, 1) for _ in lengths]
     texts = [[-mean + 0.1 * loss * noise.gauss(0, 1) for _ in range(n)] for mean, n in zip(means, lengths, strict=True)]
