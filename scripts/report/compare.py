@@ -10,6 +10,7 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 from scripts.lib.machine import describe
+from scripts.lib.markdown import captioned
 from scripts.sweep.rows import ORDER, VLLM, finished, read_rows, with_widths
 
 PERCENTILE = "p50"
@@ -57,7 +58,7 @@ def compare(folder: Path) -> str | None:
         return None
     variants = sorted({name for by in figures.values() for name in by} - {VLLM}, key=ORDER.index)
     head = ["model", "ranks", "tokens", "what", "vLLM", *(part for v in variants for part in (v, "times as fast"))]
-    lines = [head, ["---"] * len(head)]
+    lines = []
     for case, by in figures.items():
         quantity = QUANTITIES[case.quantity]
         cells = [case.model, str(case.ranks), case.tokens, quantity.name.format(size=f"{case.size:g}")]
@@ -66,8 +67,7 @@ def compare(folder: Path) -> str | None:
             ratio = f"{_ratio(quantity, by, variant):.2f}" if VLLM in by and variant in by else "–"
             cells += [_number(by[variant]) if variant in by else "–", ratio]
         lines.append(cells)
-    table = "\n".join(f"| {' | '.join(line)} |" for line in lines)
-    return f"{table}\n\nMedians. Made on {'; '.join(machines)}.\n"
+    return captioned(head, lines, f"Medians. Made on {'; '.join(machines)}.")
 
 
 def _ratio(quantity: Quantity, by: dict[str, float], variant: str) -> float:

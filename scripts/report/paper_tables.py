@@ -15,6 +15,7 @@ from typing import Any
 
 from cli import Parser, note, run
 from scripts.lib.machine import describe
+from scripts.lib.markdown import table_lines
 from scripts.lib.results import ROOT, write_text
 from scripts.sweep.rows import Row, finished, ratio, read_rows
 
@@ -76,9 +77,8 @@ def markdown(rows: Sequence[Row], **ours: int) -> str:
     for table in paper["tables"]:
         columns = [f"{TITLES[name]}: {whose}" for name in table["columns"] for whose in ("paper", "ours")]
         head = ["", "interconnect", "ours", *columns]
-        cells = [head, ["---"] * len(head), *lines_of(table, paper["interconnects"], done, ours)]
-        text = "\n".join(f"| {' | '.join(line)} |" for line in cells)
-        parts.append(f"Table {table['table']}: {table['what']}\n\n{text}\n")
+        lines = table_lines(head, lines_of(table, paper["interconnects"], done, ours))
+        parts.append("\n".join([f"Table {table['table']}: {table['what']}", "", *lines, ""]))
     made = f" Ours on {describe(done[0].machine, 'cuda')}." if done else ""
     return "\n".join([*parts, f"Paper: {paper['source']}, on H100.{made}", ""])
 

@@ -22,7 +22,7 @@ folder. The outputs go into out, or with --write into docs/results.
 
 import argparse
 import json
-from collections.abc import Callable, Iterable
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -37,6 +37,7 @@ from scripts.bench.serving.load import table as load_table
 from scripts.bench.training import launches
 from scripts.bench.training import tables as training_tables
 from scripts.lib.machine import describe
+from scripts.lib.markdown import captioned
 from scripts.lib.results import RESULTS, add_write_option, made, results_folder, write_text
 from scripts.lib.rows import read_row
 from scripts.report import linear_quantized, paper_tables, step_profile
@@ -65,11 +66,6 @@ PUSHED = {"o": "wo", "down": "w_down", "o and down": "both in turn"}  # layer na
 NOT_A_CASE = {"kernel", "us", "peer_us", "gb_per_second", "tflop_per_second", "error", "peer_error", "right", "config"}
 
 
-def markdown(head: list[str], rows: Iterable[list[str]], caption: str) -> str:
-    lines = [head, ["---"] * len(head), *rows]
-    return "\n".join([*(f"| {' | '.join(line)} |" for line in lines), "", caption, ""])
-
-
 def decode(folder: Path) -> str | None:
     """A table of ms per decode step and per prefill, one column per variant. None if there are no rows."""
     rows = step_profile.swept(folder, "sweep*.jsonl")
@@ -94,7 +90,7 @@ def decode(folder: Path) -> str | None:
     ]
     made = describe(rows[0].machine, "cuda")
     caption = f"ms of a decode step and of the prefill, medians of so many runs; 1 is a single run. Made on {made}."
-    return markdown(["model", "tp", "batch", "tokens", "all-reduce", "interconnect", "runs", "", *variants], lines, caption)
+    return captioned(["model", "tp", "batch", "tokens", "all-reduce", "interconnect", "runs", "", *variants], lines, caption)
 
 
 def _place(variant: str) -> tuple[int, str]:
@@ -129,7 +125,7 @@ def widths(folder: Path) -> str | None:
         f"ms of a decode step / of the prefill, medians of {min(row.setting.runs for row in rows)} runs or more with {lengths} tokens, "
         f"and how many times as fast as standard in the same line. Made on {describe(rows[0].machine, 'cuda')}."
     )
-    return markdown(["model", "tp", "interconnect", "batch", "weights", "all-reduce", *variants], lines, caption)
+    return captioned(["model", "tp", "interconnect", "batch", "weights", "all-reduce", *variants], lines, caption)
 
 
 def _gain(row: Row | None, standard: Row | None) -> str:
@@ -165,7 +161,7 @@ def comm(found: dict[str, Any]) -> str:
         f"µs of an all-reduce of bf16 over {found['ranks']} ranks, medians in CUDA graphs of 20. All-reduce, residual addition and norm of "
         f"rows of 8,192: {'; '.join(fused)}. Made on {found['ranks']} x {found['gpu']}, torch {found['torch']}."
     )
-    return markdown(["message", *times], lines, caption)
+    return captioned(["message", *times], lines, caption)
 
 
 def quantized(folder: Path) -> str | None:
@@ -186,7 +182,7 @@ def quantized(folder: Path) -> str | None:
             f"µs of a sum of bf16 over {found['ranks']} ranks{where}, and how many times as fast as NCCL's, medians in CUDA graphs of "
             f"20. Made on {found['ranks']} x {found['gpu']}, torch {found['torch']}."
         )
-        tables.append(markdown(["message", "NCCL", *(QUANTIZED[name] for name in times)], lines, caption))
+        tables.append(captioned(["message", "NCCL", *(QUANTIZED[name] for name in times)], lines, caption))
     return "\n".join(tables) or None
 
 
@@ -209,7 +205,7 @@ def push(found: dict[str, Any]) -> str:
         "µs of a layer, its sum over ranks, residual addition and norm, in CUDA graphs of 20 with weights that no cache holds. Made on "
         f"{found['ranks']} x {found['gpu']}, torch {found['torch']}."
     )
-    return markdown(head, lines, caption)
+    return captioned(head, lines, caption)
 
 
 def overlap(found: dict[str, Any]) -> str:
@@ -270,7 +266,7 @@ def linear(folder: Path) -> str | None:
     caption = (
         f"Chains of layers with weights of their own in CUDA graphs, bf16. Made on {describe(files[0]['machine'], 'cuda')}."
     )
-    return markdown(head, lines, caption)
+    return captioned(head, lines, caption)
 
 
 def kernels(found: dict[str, Any]) -> str | None:
@@ -282,7 +278,7 @@ def kernels(found: dict[str, Any]) -> str | None:
     if not lines:
         return None
     caption = f"Inside CUDA graphs, compared with PyTorch's own operations. Made on {describe(found['machine'], 'cuda')}."
-    return markdown(["kernel", "case", "µs", "PyTorch, µs", "GB/s"], lines, caption)
+    return captioned(["kernel", "case", "µs", "PyTorch, µs", "GB/s"], lines, caption)
 
 
 def attention(found: dict[str, Any]) -> str:
@@ -296,7 +292,7 @@ def attention(found: dict[str, Any]) -> str:
         "Inside CUDA graphs. A configuration of decode is keys of a tile, warps, pipeline stages, programs an SM, most splits; of prefill "
         f"rows, keys of a tile, warps, stages. Made on {describe(found['machine'], 'cuda')}."
     )
-    return markdown(["kernel", "case", "configuration", "µs"], lines, caption)
+    return captioned(["kernel", "case", "configuration", "µs"], lines, caption)
 
 
 def long_attention(found: dict[str, Any]) -> str | None:
@@ -324,7 +320,7 @@ def long_attention(found: dict[str, Any]) -> str | None:
         f"bf16, inside CUDA graphs; SDPA reads contiguous tensors. Queries are the last ones. The read ceiling is "
         f"{found['read_bytes_per_second'] / 1e12:.2f} TB/s. Made on {describe(found['machine'], 'cuda')}."
     )
-    return markdown(head, lines, caption)
+    return captioned(head, lines, caption)
 
 
 def _case(row: dict[str, Any]) -> str:
@@ -339,7 +335,7 @@ def startup(found: dict[str, Any]) -> str:
     ]
     s = found["settings"]
     caption = f"Seconds; {s['model']} with random weights on {s['ranks']} ranks. Made on {describe(found['machine'], 'cuda')}."
-    return markdown(["kernel cache", *phases, "command to first token"], lines, caption)
+    return captioned(["kernel cache", *phases, "command to first token"], lines, caption)
 
 
 def load(folder: Path) -> str | None:
@@ -379,7 +375,7 @@ def clients(folder: Path) -> str | None:
         f"the next when the last has ended. Drafts by an EAGLE-3 head with random weights, at the cost of a real one; a drafted token counts as "
         f"right with probability {s['accept_rate']:g}. Made on {describe(machine, 'cuda')}."
     )
-    return markdown(head, rows, caption)
+    return captioned(head, rows, caption)
 
 
 def trained(folder: Path) -> tuple[list[launches.Row], argparse.Namespace] | None:

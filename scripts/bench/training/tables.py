@@ -11,7 +11,7 @@ from figures import BLUE, CYCLE, GREY, new_figure
 from scripts.bench.training.launches import EXPOSED, Row
 from scripts.bench.training.rank import SYSTEMS
 from scripts.lib.machine import describe
-from scripts.lib.markdown import cell
+from scripts.lib.markdown import captioned, cell
 
 
 def quartiles(row: Row) -> tuple[float, float, float]:
@@ -41,14 +41,15 @@ def label(row: Row) -> str:
     return name if not exposed else f"{name}, {next(n for n, e in EXPOSED.items() if e == exposed)}"
 
 
-def table_row(row: Row) -> str:
+def cells_of(row: Row) -> list[object]:
     settings = row["settings"]
-    head = f"| {settings['model']} | {label(row)} | {settings['micro_batches']} |"
+    head = [settings["model"], label(row), settings["micro_batches"]]
     if "error" in row:
-        return f"{head} failed: {row['error'].replace('|', '/')} |" + " |" * 9
+        return [*head, f"failed: {row['error'].replace('|', '/')}", *[""] * 9]
     low, middle, high = quartiles(row)
     predicted = row.get("predicted_ms")
-    cells = [
+    return [
+        *head,
         row["sharding"],
         f"{speed(row, middle):,.0f}",
         cell(utilization(row, middle), ".1%"),
@@ -60,14 +61,12 @@ def table_row(row: Row) -> str:
         cell(predicted, ",.1f"),
         cell(None if predicted is None else predicted / middle, ".2f"),
     ]
-    return f"{head} {' | '.join(cells)} |"
 
 
 def table(rows: list[Row], args: argparse.Namespace) -> str:
     """A Markdown table of all rows, with a caption."""
     columns = ["model", "system", "micro-batches", "meshes", "TGS", "MFU", "step, ms", "quartiles", "peak memory, GB"]
     columns += ["waited, ms", "exposed in a trace, ms", "predicted, ms", "predicted / measured"]
-    head = f"| {' | '.join(columns)} |\n|{'---|' * len(columns)}"
     precision = next((row["precision"] for row in rows if "error" not in row), "")
     nodes = ", as two nodes" + (" with sockets between them" if args.device == "cuda" else "") if args.two_nodes else ""
     more = f", {' '.join(args.more)}" if args.more else ""
@@ -80,7 +79,7 @@ def table(rows: list[Row], args: argparse.Namespace) -> str:
         "rank 0. Peak memory is PyTorch's, of the fullest GPU. Predictions are the planner's, for our executor. Made on "
         f"{describe(rows[0]['machine'], args.device)}."
     )
-    return "\n".join([head, *map(table_row, rows), "", caption, ""])
+    return captioned(columns, map(cells_of, rows), caption)
 
 
 def figure_of(row: Row) -> tuple[float, float, float]:

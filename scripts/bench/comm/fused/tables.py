@@ -3,6 +3,8 @@
 from dataclasses import dataclass
 from typing import Any
 
+from scripts.lib.markdown import table_lines
+
 UNFUSED, GEMM, TORCH = "unfused", "GEMM", "torch"  # names of algorithms; those of GEMMs alone begin with GEMM
 
 
@@ -52,13 +54,12 @@ def table(rows: list[Row]) -> str:
     """One line per layer and m: µs of the GEMM, and µs of each algorithm with its overlap efficiency."""
     ways = list(dict.fromkeys(row.way for row in rows))
     head = ["GEMM + reduce-scatter" if rows[0].scatter else "all-gather + GEMM", "n", "k", "m", "GEMM", *ways]
-    lines = [f"| {' | '.join(head)} |", f"| {' | '.join('---' for _ in head)} |"]
+    lines = []
     for (layer, m), group in by_shape(rows).items():
         cells = {row.way: f"{row.overall:.1f}{percent(row)}" for row in group}
-        shape = map(str, (layer, group[0].n, group[0].k, m))
-        line = [*shape, f"{group[0].gemm:.1f}", *(cells.get(way, "–") for way in ways)]
-        lines.append(f"| {' | '.join(line)} |")
-    return "\n".join(lines) + "\n"
+        first = group[0]
+        lines.append([layer, first.n, first.k, m, f"{first.gemm:.1f}", *(cells.get(way, "–") for way in ways)])
+    return "\n".join(table_lines(head, lines)) + "\n"
 
 
 def percent(row: Row) -> str:
