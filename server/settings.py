@@ -71,9 +71,10 @@ class NameOptions:
     reasoning_parser: str = option(
         default="auto",
         choices=("auto", *REASONING, "none"),
-        help="how the model marks its reasoning, which answers have as reasoning_content. think (also called deepseek_r1, qwen3): "
-        "<think>…</think>; thinking, reasoning: tags of these names; mistral: [THINK]…[/THINK]; none: reasoning is text. auto: the one "
-        "that the chat template has (default: auto)",
+        help="how the model marks its reasoning, which answers have as reasoning_content. think (also called qwen3): "
+        "<think>…</think>; deepseek_r1: the same, and an answer that does not begin with <think> is reasoning up to </think>, or to its "
+        "end; thinking, reasoning: tags of these names; mistral: [THINK]…[/THINK]; none: reasoning is text. auto: the one that the chat "
+        "template has (default: auto)",
     )
     tool_parser: str = option(
         default="auto",
