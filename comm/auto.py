@@ -5,7 +5,6 @@ from bisect import bisect_right
 from collections.abc import Callable, Iterable
 
 import torch
-import torch.distributed as dist
 from torch import Tensor
 
 from comm.interface import LEAST_COPIED, Communicator, Input, Linear, PendingAllReduce, Schedule
@@ -124,7 +123,6 @@ def size_table(
     key: dict[str, str],
     names: Iterable[str],
     measure: Callable[[], Times],
-    group: dist.ProcessGroup | None = None,
     rebuild: bool = False,
 ) -> Table:
     """Times of the algorithms `names` at all SIZES: read from rank 0's file if they are plausible, else measured by all
@@ -139,18 +137,16 @@ def size_table(
         complete = set(plausible(times, algorithms)) == {str(n) for n in SIZES}
         return complete and times[str(SIZES[-1])]["nccl"] > times[str(SIZES[0])]["nccl"]
 
-    table = load("comm", key, algorithms, group, rebuild)
+    table = load("comm", key, algorithms, rebuild=rebuild)
     if not is_plausible(table.times):
-        table = from_rank_0(Table("comm", key, measure()), group)
+        table = from_rank_0(Table("comm", key, measure()))
         if not is_plausible(table.times):
             raise RuntimeError(f"all-reduces took implausible times, so auto cannot choose: {table.times}")
-        save(table, algorithms, group)
+        save(table, algorithms)
     return table
 
 
-def measure_times(
-    algorithms: dict[str, Communicator], device: torch.device, dtype: torch.dtype, group: dist.ProcessGroup | None = None
-) -> Times:
+def measure_times(algorithms: dict[str, Communicator], device: torch.device, dtype: torch.dtype) -> Times:
     """µs of blocking all-reduces by size and algorithm, in CUDA graphs. Collective."""
     times: Times = {str(size): {} for size in SIZES}
     with torch.inference_mode():
@@ -158,5 +154,5 @@ def measure_times(
             for size in MEASURED_SIZES[name]:
                 partial = torch.zeros(size // dtype.itemsize, dtype=dtype, device=device)
                 call = lambda c=communicator, partial=partial: c.all_reduce(partial)  # noqa: E731
-                times[str(size)][name] = graph_microseconds(call, group=group)
+                times[str(size)][name] = graph_microseconds(call)
     return times

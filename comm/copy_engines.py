@@ -30,14 +30,14 @@ PARTIAL, SUM = range(2)  # what a flag says has arrived
 class CopyEngines:
     """All-reduces on one stream at a time. All ranks make the same calls in the same order."""
 
-    def __init__(self, device: torch.device, group: dist.ProcessGroup | None, capacity: int = CAPACITY) -> None:
+    def __init__(self, device: torch.device, capacity: int = CAPACITY) -> None:
         """Collective. capacity: bytes of the longest piece, a multiple of ALIGNMENT for each rank. Raises UserError as
         `open_shared`."""
-        self.rank, self.world_size, self.capacity = dist.get_rank(group), dist.get_world_size(group), capacity
+        self.rank, self.world_size, self.capacity = dist.get_rank(), dist.get_world_size(), capacity
         self.slice_bytes = -(-capacity // (self.world_size * ALIGNMENT)) * ALIGNMENT
         # a rank's buffer: flags, the partial sums of its slice by rank, and their sum
         self.data = -(-2 * self.world_size * FLAG_BYTES // ALIGNMENT) * ALIGNMENT
-        self.shared = open_shared(self.data + (self.world_size + 1) * self.slice_bytes, device, group)
+        self.shared = open_shared(self.data + (self.world_size + 1) * self.slice_bytes, device)
         self.epoch, self.fault = torch.zeros(1, dtype=torch.int64, device=device), fault_word(device)
 
     def all_reduce(self, partial: Tensor) -> Tensor:

@@ -11,7 +11,6 @@ from collections.abc import Callable
 from typing import NamedTuple
 
 import torch
-import torch.distributed as dist
 from torch import Tensor
 
 from comm.auto import AutoCommunicator
@@ -74,7 +73,6 @@ class FusedCommunicator(Communicator):
         self,
         inner: Communicator,
         device: torch.device,
-        group: dist.ProcessGroup | None = None,
         capacity: int = CAPACITY,
         compare: bool = True,
         rebuild: bool = False,
@@ -86,10 +84,10 @@ class FusedCommunicator(Communicator):
         fuse what is faster unfused. rebuild: ignore earlier measurements. measure: µs of a pair of layers by strategy, the
         same on all ranks; None for `measured_pair` on a GPU and no measurements on a CPU. min_rows: per rank, of the
         shortest stream that is fused. strategy: used for all shapes, without measurements; None measures and chooses. Raises
-        UserError on every rank if the GPUs of `group` have no peer access."""
-        self.inner, self.group, self.compare = inner, group, compare
+        UserError on every rank if the GPUs have no peer access."""
+        self.inner, self.compare = inner, compare
         self.rank, self.world_size = inner.rank, inner.world_size
-        self.buffers, self.min_rows, self.default = RowBuffers(device, group, capacity), min_rows, strategy or Strategy()
+        self.buffers, self.min_rows, self.default = RowBuffers(device, capacity), min_rows, strategy or Strategy()
         self.fused = 0  # all-reduces that were fused
         measured = measured_pair if measure is None and device.type == "cuda" else measure
         self.measure = measured if strategy is None else None
@@ -97,7 +95,7 @@ class FusedCommunicator(Communicator):
         if device.type == "cuda":
             unfused = inner.algorithms if isinstance(inner, AutoCommunicator) else [inner.name]
             key = machine_key(device, self.world_size, torch.bfloat16, CODE) | {"unfused": " ".join(unfused)}
-        self.table = Table("fused", key) if self.measure is None else load("fused", key, names_of, group, rebuild)
+        self.table = Table("fused", key) if self.measure is None else load("fused", key, names_of, rebuild=rebuild)
         self.chosen: dict[str, Strategy] = {}  # by `Pair.key`
         self.unfused: set[StreamKey] = set()
         self.undecided: dict[str, _Layers] = {}  # pairs of this step
@@ -135,7 +133,7 @@ class FusedCommunicator(Communicator):
 
     def gather_rows(self, rows: Tensor) -> Tensor:
         gathered = rows.new_empty(self.world_size * len(rows), rows.shape[1])
-        all_gather(gathered, rows.contiguous(), group=self.group)
+        all_gather(gathered, rows.contiguous())
         return gathered
 
     # --- choosing ---------------------------------------------------------------------------------------------------------
@@ -154,7 +152,7 @@ class FusedCommunicator(Communicator):
         for key, layers in missing.items():
             self.table.times[key] = self.measure(self, *layers)
         if missing:
-            save(self.table, names_of, self.group)
+            save(self.table, names_of)
         gains: dict[StreamKey, float] = {}  # µs of a layer
         for key, (pair, first, second) in pairs.items():
             times = self.table.times[key]
@@ -235,7 +233,7 @@ def measured_pair(comm: FusedCommunicator, pair: Pair, first: Tensor, second: Te
     CUDA graphs, on the slowest rank. Collective."""
     calls: dict[str, Callable[[], object]] = {UNFUSED: pair_call(comm, pair, first, second, None)}
     calls |= {str(strategy): pair_call(comm, pair, first, second, strategy) for strategy in strategies(pair)}
-    return {name: graph_microseconds(call, CHAIN, REPLAYS, comm.group) for name, call in calls.items()}
+    return {name: graph_microseconds(call, CHAIN, REPLAYS) for name, call in calls.items()}
 
 
 def pair_call(

@@ -19,7 +19,7 @@ from torch import Tensor
 
 import shared_gpus
 from comm.interface import Communicator, Done, PendingAllReduce, Schedule, on_side_stream
-from comm.process_group import HostAllReduce, ProcessGroupCommunicator, all_gather
+from comm.process_group import HostAllReduce, ProcessGroupCommunicator, all_gather, gather_objects
 from comm.quantized import Worker
 from errors import UserError
 
@@ -32,14 +32,11 @@ SLOW_SECONDS = 0.05  # of a message, behind which larger ones are not measured: 
 reduce_scatter = getattr(dist, "reduce_scatter_single", None) or dist.reduce_scatter_tensor
 
 
-def host_of_each_rank(group: dist.ProcessGroup | None = None) -> list[tuple[str, str]]:
-    """The host of each rank of the group, by rank. As in NCCL, different NCCL_HOSTIDs count as different hosts, but not between ranks
+def host_of_each_rank() -> list[tuple[str, str]]:
+    """The host of each rank, by rank. As in NCCL, different NCCL_HOSTIDs count as different hosts, but not between ranks
     that share GPUs, where all differ. HOST_ID comes before both. Collective."""
     name = socket.gethostname() if shared_gpus.allowed() else os.environ.get("NCCL_HOSTID", socket.gethostname())
-    host = os.environ.get(HOST_ID) or name, _boot_id()
-    found: list[tuple[str, str]] = [host] * dist.get_world_size(group)
-    dist.all_gather_object(found, host, group=group)
-    return found
+    return gather_objects((os.environ.get(HOST_ID) or name, _boot_id()))
 
 
 def _boot_id() -> str:
@@ -55,11 +52,11 @@ class HierarchicalCommunicator(ProcessGroupCommunicator):
 
     name = "hierarchical"
 
-    def __init__(self, device: torch.device, group: dist.ProcessGroup | None = None) -> None:
-        """Collective over `group`. Raises UserError on every rank for one host, one rank a host, or unequal numbers of ranks."""
-        super().__init__(group)
-        hosts, ranks = host_of_each_rank(group), dist.get_process_group_ranks(group or dist.group.WORLD)
-        by_host = [[r for r, its in zip(ranks, hosts, strict=True) if its == host] for host in dict.fromkeys(hosts)]
+    def __init__(self, device: torch.device) -> None:
+        """Collective. Raises UserError on every rank for one host, one rank a host, or unequal numbers of ranks."""
+        super().__init__()
+        hosts = host_of_each_rank()
+        by_host = [[r for r, its in enumerate(hosts) if its == host] for host in dict.fromkeys(hosts)]
         counts = sorted({len(some) for some in by_host})
         if len(by_host) == 1 or counts == [1] or len(counts) > 1:
             numbers = " or ".join(map(str, counts))
@@ -68,10 +65,9 @@ class HierarchicalCommunicator(ProcessGroupCommunicator):
                 f"with {numbers} each; use --comm {'nccl' if device.type == 'cuda' else 'gloo'}"
             )
         across = list(zip(*by_host, strict=True))  # the first rank of each host, the second, …
-        mine = ranks[self.rank]
-        # groups of its own, because these all-reduces overlap with the caller's collectives over `group`
-        self.within = dist.new_group(next(some for some in by_host if mine in some), use_local_synchronization=True)
-        self.between = dist.new_group(list(next(some for some in across if mine in some)), use_local_synchronization=True)
+        # groups of its own, because these all-reduces overlap with the caller's collectives
+        self.within = dist.new_group(next(some for some in by_host if self.rank in some), use_local_synchronization=True)
+        self.between = dist.new_group(list(next(some for some in across if self.rank in some)), use_local_synchronization=True)
         self.local_size = counts[0]
         self.worker = None if device.type == "cuda" else Worker()  # gloo runs only single collectives in the background
         self.stream = torch.cuda.Stream(priority=-1) if device.type == "cuda" else None
@@ -121,33 +117,33 @@ class BySize(Communicator):
         return self._both[0].all_gather(shard)
 
 
-def fastest_between_hosts(flat: Communicator, device: torch.device, group: dist.ProcessGroup | None = None) -> Communicator:
-    """`flat`, or this and hierarchical all-reduces by size, as measured now. Collective. `flat`: over the process group `group`."""
+def fastest_between_hosts(flat: Communicator, device: torch.device) -> Communicator:
+    """`flat`, or this and hierarchical all-reduces by size, as measured now. Collective."""
     try:
-        hierarchical = HierarchicalCommunicator(device, group)
+        hierarchical = HierarchicalCommunicator(device)
     except UserError:
         return flat
     faster: dict[int, bool] = {}
     with torch.inference_mode():
         for size in SIZES:
             message = torch.zeros(size // 4, device=device)
-            seconds = [_seconds(one, message, group) for one in (flat, hierarchical)]
+            seconds = [_seconds(one, message) for one in (flat, hierarchical)]
             faster[size] = seconds[1] < GAIN * seconds[0]
             if max(seconds) > SLOW_SECONDS:
                 break
     return BySize(flat, hierarchical, faster)
 
 
-def _seconds(communicator: Communicator, message: Tensor, group: dist.ProcessGroup | None) -> float:
+def _seconds(communicator: Communicator, message: Tensor) -> float:
     """The median time of an all-reduce on the slowest rank, after one that is not measured: the same number on every rank."""
     found = []
     for _ in range(RUNS + 1):
-        dist.barrier(group)
+        dist.barrier()
         start = time.perf_counter()
         communicator.all_reduce(message)
         if message.is_cuda:
             torch.cuda.synchronize(message.device)
         found.append(time.perf_counter() - start)
     slowest = torch.tensor(median(found[1:]), device=message.device)
-    dist.all_reduce(slowest, dist.ReduceOp.MAX, group=group)
+    dist.all_reduce(slowest, dist.ReduceOp.MAX)
     return slowest.item()

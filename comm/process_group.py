@@ -2,6 +2,7 @@
 
 import time
 from collections.abc import Callable
+from typing import Any
 
 import torch.distributed as dist
 from torch import Tensor
@@ -12,17 +13,22 @@ from comm.interface import Communicator, OverlappedAllReduce, PendingAllReduce
 all_gather = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
 
 
+def gather_objects(value: Any) -> list[Any]:
+    """The value of each rank, by rank. Collective."""
+    by_rank: list[Any] = [None] * dist.get_world_size()
+    dist.all_gather_object(by_rank, value)
+    return by_rank
+
+
 class ProcessGroupCommunicator(Communicator):
     """Rank, world size and all-gather of a process group."""
 
-    def __init__(self, group: dist.ProcessGroup | None = None) -> None:
-        """`group`: an initialized process group; None takes the default one."""
-        self.group = group
-        self.rank, self.world_size = dist.get_rank(group), dist.get_world_size(group)
+    def __init__(self) -> None:
+        self.rank, self.world_size = dist.get_rank(), dist.get_world_size()
 
     def all_gather(self, shard: Tensor) -> Tensor:
         gathered = shard.new_empty(self.world_size * shard.shape[0], *shard.shape[1:])
-        all_gather(gathered, shard.contiguous(), group=self.group)
+        all_gather(gathered, shard.contiguous())
         by_rank = gathered.unflatten(0, (self.world_size, -1))  # (N, ..., n)
         return by_rank.movedim(0, -2).flatten(-2)  # (..., N, n) to (..., N * n)
 
@@ -50,7 +56,7 @@ class GlooCommunicator(ProcessGroupCommunicator):
 
     def begin_all_reduce(self, partial: Tensor, overlap: bool = False) -> PendingAllReduce:
         dtype, total = partial.dtype, partial.float().contiguous()  # fp32 is not copied, so `partial` is overwritten
-        work = dist.all_reduce(total, group=self.group, async_op=True)
+        work = dist.all_reduce(total, async_op=True)
 
         def result() -> Tensor:
             work.wait()
@@ -66,7 +72,7 @@ class NcclCommunicator(ProcessGroupCommunicator):
 
     def begin_all_reduce(self, partial: Tensor, overlap: bool = False) -> PendingAllReduce:
         total = partial.contiguous()
-        return _NcclAllReduce(dist.all_reduce(total, group=self.group, async_op=True), total)
+        return _NcclAllReduce(dist.all_reduce(total, async_op=True), total)
 
 
 class _NcclAllReduce(OverlappedAllReduce):

@@ -29,13 +29,12 @@ def quantized_all_reduce(partial: Tensor, scheme: Scheme, group: dist.ProcessGro
 class QuantizedCommunicator(ProcessGroupCommunicator):
     """The base of the two classes below. Only all-reduces are quantized: `all_gather`, which gathers logits, is exact."""
 
-    def __init__(self, scheme: Scheme, group: dist.ProcessGroup | None = None) -> None:
-        """Collective over `group`. The all-reduces use their own process group: they overlap with the caller's collectives over
-        `group`, and the order of collectives in a group must be the same on all ranks."""
-        super().__init__(group)
+    def __init__(self, scheme: Scheme) -> None:
+        """Collective. The all-reduces use their own process group: they overlap with the caller's collectives, and the order of
+        collectives in a group must be the same on all ranks."""
+        super().__init__()
         self.scheme, self.name = scheme, scheme.name
-        ranks = dist.get_process_group_ranks(group or dist.group.WORLD)
-        self.own_group = dist.new_group(ranks, use_local_synchronization=True)
+        self.own_group = dist.new_group()
 
 
 class QuantizedGlooCommunicator(QuantizedCommunicator):
@@ -44,8 +43,8 @@ class QuantizedGlooCommunicator(QuantizedCommunicator):
 
     waited = 0.0
 
-    def __init__(self, scheme: Scheme, group: dist.ProcessGroup | None = None) -> None:
-        super().__init__(scheme, group)
+    def __init__(self, scheme: Scheme) -> None:
+        super().__init__(scheme)
         self.worker = Worker()
 
     def begin_all_reduce(self, partial: Tensor, overlap: bool = False) -> PendingAllReduce:
@@ -89,8 +88,8 @@ def _serve(calls: "SimpleQueue[tuple[Future[Tensor], Callable[[], Tensor]] | Non
 class QuantizedNcclCommunicator(QuantizedCommunicator):
     """GPU ranks. Quantization and both exchanges are queued on a side stream at once."""
 
-    def __init__(self, scheme: Scheme, group: dist.ProcessGroup | None = None) -> None:
-        super().__init__(scheme, group)
+    def __init__(self, scheme: Scheme) -> None:
+        super().__init__(scheme)
         self.stream = torch.cuda.Stream(priority=-1)
 
     def begin_all_reduce(self, partial: Tensor, overlap: bool = False) -> PendingAllReduce:

@@ -6,9 +6,9 @@ from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
-import torch.distributed as dist
 from torch import Tensor
 
+from comm.process_group import gather_objects
 from comm.quantize import Scheme
 from comm.symmetric import AllReduceKernel, KernelCommunicator, Kind
 from comm.workspace import open_workspace
@@ -69,15 +69,15 @@ class QuantizedSymmetricCommunicator(KernelCommunicator):
     """Ranks of one host whose GPUs have peer access. CPU ranks, for tests, run the kernels in Triton's interpreter. Only
     all-reduces are quantized."""
 
-    def __init__(self, scheme: Scheme, device: torch.device, group: dist.ProcessGroup | None = None) -> None:
-        """Collective. Raises UserError on every rank if the GPUs of `group` (None: all ranks) have no peer access, or if no
+    def __init__(self, scheme: Scheme, device: torch.device) -> None:
+        """Collective. Raises UserError on every rank if the GPUs have no peer access, or if no
         kernel supports the scheme."""
         wire = wire_format_of(scheme)
         if wire is None:
             raise UserError(f"--comm {scheme.name}: the kernel supports no Hadamard transform and no group per token")
-        tiling, overlap_tiling, norm = launch_tilings(_fewest_sms(device, group))
-        blocking = open_workspace(wire.buffer_bytes, CAPACITY, device, group)
-        overlapped = open_workspace(wire.buffer_bytes, OVERLAP_CAPACITY, device, group)
+        tiling, overlap_tiling, norm = launch_tilings(_fewest_sms(device))
+        blocking = open_workspace(wire.buffer_bytes, CAPACITY, device)
+        overlapped = open_workspace(wire.buffer_bytes, OVERLAP_CAPACITY, device)
         self.scheme = scheme
         super().__init__(
             scheme.name,
@@ -85,7 +85,6 @@ class QuantizedSymmetricCommunicator(KernelCommunicator):
             # no programmatic launch: the kernel that it should overlap with is on another stream
             QuantizedKernel(KIND, overlapped, overlap_tiling, False, wire, norm),
             device,
-            group,
             "peer",
         )
 
@@ -104,9 +103,7 @@ def launch_tilings(sms: int) -> tuple[RoundTiling, RoundTiling, RoundTiling]:
     )
 
 
-def _fewest_sms(device: torch.device, group: dist.ProcessGroup | None) -> int:
-    """SMs of the group's smallest GPU, because all ranks must cut messages in the same way."""
+def _fewest_sms(device: torch.device) -> int:
+    """SMs of the smallest GPU, because all ranks must cut messages in the same way."""
     mine = torch.cuda.get_device_properties(device).multi_processor_count if device.type == "cuda" else 1
-    counts = [0] * dist.get_world_size(group)
-    dist.all_gather_object(counts, mine, group=group)
-    return min(counts)
+    return min(gather_objects(mine))

@@ -44,11 +44,11 @@ class Relay(Transport):
     """All-to-all and all-gather through send buffers in host memory. Call `begin` before and `end` after each all-reduce. All
     ranks make the same calls in the same order."""
 
-    def __init__(self, device: torch.device, group: dist.ProcessGroup | None, capacity: int) -> None:
+    def __init__(self, device: torch.device, capacity: int) -> None:
         """Collective. capacity: bytes of an encoded message, at most. Raises UserError as `open_host`."""
-        self.rank, self.world_size, self.capacity = dist.get_rank(group), dist.get_world_size(group), capacity
+        self.rank, self.world_size, self.capacity = dist.get_rank(), dist.get_world_size(), capacity
         self.starts = ALIGNMENT, ALIGNMENT + capacity  # offsets of partial sums and of results, after the flags
-        self.shared = open_host(self.starts[1] + capacity // self.world_size + CHUNKS * ALIGNMENT, device, group)
+        self.shared = open_host(self.starts[1] + capacity // self.world_size + CHUNKS * ALIGNMENT, device)
         self.epoch, self.fault = torch.zeros(1, dtype=torch.int64, device=device), fault_word(device)
         self.send_stream, self.receive_stream = (
             torch.cuda.Stream(device, priority=-1) if device.type == "cuda" else None for _ in range(2)
@@ -161,16 +161,15 @@ class RelayCommunicator(ProcessGroupCommunicator):
         self,
         scheme: Scheme | None,
         device: torch.device,
-        group: dist.ProcessGroup | None = None,
         capacity: int | None = None,
         one_shot: "SymmetricCommunicator | None" = None,
     ) -> None:
         """Collective. scheme: None for exact all-reduces. capacity: see `Relay`; None for the longest chunks. one_shot: used for
         all-gathers and for messages that fit its workspaces, for which a relay's launches would take longer than the
         copies. Raises UserError as `open_host`."""
-        super().__init__(group)
+        super().__init__()
         self.name, self.scheme, self.one_shot = "two-shot" if scheme is None else scheme.name, scheme, one_shot
-        self.relay = Relay(device, group, capacity or self._default_capacity())
+        self.relay = Relay(device, capacity or self._default_capacity())
         self.stream = torch.cuda.Stream(device, priority=-1) if device.type == "cuda" else None
 
     def begin_all_reduce(self, partial: Tensor, overlap: bool = False) -> PendingAllReduce:

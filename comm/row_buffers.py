@@ -59,10 +59,10 @@ class RowBuffers:
     N ranks with R rows each. x, rows and partial sums have one dtype: bf16, fp16 or fp32.
     """
 
-    def __init__(self, device: torch.device, group: dist.ProcessGroup | None, capacity: int) -> None:
+    def __init__(self, device: torch.device, capacity: int) -> None:
         """Collective. Raises UserError on every rank if the GPUs have no peer access."""
-        self.rank, self.world_size = dist.get_rank(group), dist.get_world_size(group)
-        self.shared: SharedBuffer = open_shared(fused_rows.buffer_bytes(self.world_size, capacity), device, group)
+        self.rank, self.world_size = dist.get_rank(), dist.get_world_size()
+        self.shared: SharedBuffer = open_shared(fused_rows.buffer_bytes(self.world_size, capacity), device)
         self.layout = BufferLayout(
             rank=self.rank,
             buffers=self.shared.addresses,

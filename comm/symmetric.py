@@ -11,7 +11,6 @@ from dataclasses import dataclass
 from typing import Any, Literal
 
 import torch
-import torch.distributed as dist
 from torch import Tensor
 
 import determinism
@@ -155,15 +154,14 @@ class KernelCommunicator(ProcessGroupCommunicator):
         blocking: AllReduceKernel,
         overlapped: AllReduceKernel,
         device: torch.device,
-        group: dist.ProcessGroup | None,
         memory: Memory,
     ) -> None:
         """Collective. Raises UserError as `open_workspace`."""
-        super().__init__(group)
+        super().__init__()
         self.name, self.blocking, self.overlapped, self.memory = name, blocking, overlapped, memory
         exact = TreeCommunicator if determinism.enabled() else NcclCommunicator if device.type == "cuda" else GlooCommunicator
-        self.fallback: ProcessGroupCommunicator = exact(group)
-        self.gathers = open_workspace(all_reduce.one_shot_bytes, GATHER_CAPACITY, device, group, memory)
+        self.fallback: ProcessGroupCommunicator = exact()
+        self.gathers = open_workspace(all_reduce.one_shot_bytes, GATHER_CAPACITY, device, memory)
         self.few_sms: AllReduceKernel | None = None  # for overlapped all-reduces on few SMs; None: as `overlapped`
         self.copy_engines: CopyEngines | None = None  # for long overlapped all-reduces; None: as `overlapped`
         self.stream = torch.cuda.Stream(device, priority=-1) if device.type == "cuda" else None
@@ -206,20 +204,17 @@ class KernelCommunicator(ProcessGroupCommunicator):
 class SymmetricCommunicator(KernelCommunicator):
     """Exact all-reduces of ranks of one host. CPU ranks, for tests, run the kernels in Triton's interpreter."""
 
-    def __init__(
-        self, kind: Kind, device: torch.device, group: dist.ProcessGroup | None = None, memory: Memory = "peer"
-    ) -> None:
-        """Collective. memory: see `open_workspace`, whose UserError this raises for the ranks of `group` (None: all)."""
+    def __init__(self, kind: Kind, device: torch.device, memory: Memory = "peer") -> None:
+        """Collective. memory: see `open_workspace`, whose UserError this raises."""
         assert kind == "one-shot" or memory == "peer", "two-shot over host memory is RelayCommunicator"
-        blocking = open_workspace(_BYTES[kind], CAPACITY[kind], device, group, memory)
-        overlapped = open_workspace(_BYTES[kind], OVERLAP_CAPACITY[kind], device, group, memory)
+        blocking = open_workspace(_BYTES[kind], CAPACITY[kind], device, memory)
+        overlapped = open_workspace(_BYTES[kind], OVERLAP_CAPACITY[kind], device, memory)
         super().__init__(
             kind,
             AllReduceKernel(kind, blocking, TILING[kind], pdl=True),
             # no programmatic launch: the kernel that it should overlap with is on another stream
             AllReduceKernel(kind, overlapped, OVERLAP_TILING[kind], pdl=False),
             device,
-            group,
             memory,
         )
         self.kind, self.device = kind, device
@@ -229,10 +224,10 @@ class SymmetricCommunicator(KernelCommunicator):
         super().use(schedule)
         if schedule == "few-sms" and self.few_sms is None:
             capacity = FEW_SMS_CAPACITY[self.kind]
-            workspace = open_workspace(_BYTES[self.kind], capacity, self.device, self.group, self.memory)
+            workspace = open_workspace(_BYTES[self.kind], capacity, self.device, self.memory)
             self.few_sms = AllReduceKernel(self.kind, workspace, FEW_SMS_TILING[self.kind], pdl=False)
         if schedule == "copy-engines" and self.kind == "two-shot" and self.copy_engines is None:
-            self.copy_engines = CopyEngines(self.device, self.group)
+            self.copy_engines = CopyEngines(self.device)
 
     def begin_linear_all_reduce(self, x: Input, layer: Linear, overlap: bool = False) -> PendingAllReduce:
         weight = layer.multiplied

@@ -112,7 +112,7 @@ def write(table: Table, algorithms: Algorithms) -> None:
         raise
 
 
-def from_rank_0(value: Any, group: dist.ProcessGroup | None) -> Any:
+def from_rank_0(value: Any, group: dist.ProcessGroup | None = None) -> Any:
     """Rank 0's value on every rank. Collective."""
     values = [value]
     source = dist.get_global_rank(group, 0) if group else 0
@@ -155,9 +155,7 @@ def digest(patterns: Sequence[str]) -> str:
 # --- measuring ---------------------------------------------------------------------------------------------------------------
 
 
-def graph_microseconds(
-    call: Callable[[], object], chain: int = 20, replays: int = 7, group: dist.ProcessGroup | None = None
-) -> float:
+def graph_microseconds(call: Callable[[], object], chain: int = 20, replays: int = 7) -> float:
     """Median time of `call` in µs, on the slowest rank, in a CUDA graph of `chain` calls. Collective.
 
     If `call` waits for other ranks, they end a replay together, however late the host of one of them launched it. So each
@@ -174,5 +172,5 @@ def graph_microseconds(
         graph.replay()
         seconds += replay_seconds(graph, 1)
     slowest = torch.tensor(median(seconds) * 1e6 / chain, device="cuda")
-    dist.all_reduce(slowest, dist.ReduceOp.MAX, group=group)
+    dist.all_reduce(slowest, dist.ReduceOp.MAX)
     return slowest.item()

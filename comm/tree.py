@@ -21,9 +21,9 @@ class TreeCommunicator(ProcessGroupCommunicator):
 
     name = "tree"
 
-    def __init__(self, group: dist.ProcessGroup | None = None) -> None:
-        super().__init__(group)
-        self.waited = 0.0 if dist.get_backend(group) == "gloo" else None
+    def __init__(self) -> None:
+        super().__init__()
+        self.waited = 0.0 if dist.get_backend() == "gloo" else None
 
     def begin_all_reduce(self, partial: Tensor, overlap: bool = False) -> PendingAllReduce:
         flat = partial.contiguous().flatten()
@@ -37,7 +37,7 @@ class TreeCommunicator(ProcessGroupCommunicator):
 
     def _gather(self, flat: Tensor) -> Callable[[], Tensor]:
         gathered = flat.new_empty(self.world_size * flat.numel())
-        work = all_gather(gathered, flat, group=self.group, async_op=True)
+        work = all_gather(gathered, flat, async_op=True)
 
         def finish() -> Tensor:
             work.wait()
@@ -48,11 +48,11 @@ class TreeCommunicator(ProcessGroupCommunicator):
     def _exchange(self, flat: Tensor) -> Callable[[], Tensor]:
         slices = F.pad(flat, (0, -flat.numel() % self.world_size))
         received = torch.empty_like(slices)
-        work = dist.all_to_all_single(received, slices, group=self.group, async_op=True)
+        work = dist.all_to_all_single(received, slices, async_op=True)
 
         def finish() -> Tensor:
             work.wait()
-            all_gather(slices, tree_sum(received.chunk(self.world_size)), group=self.group)
+            all_gather(slices, tree_sum(received.chunk(self.world_size)))
             return slices
 
         return finish

@@ -22,6 +22,7 @@ from torch import Tensor
 
 from comm.faults import fault_word
 from comm.hierarchical import host_of_each_rank
+from comm.process_group import gather_objects
 from errors import UserError
 from kernels.all_reduce import Exchange
 from kernels.device import MAX_PROGRAMS
@@ -52,43 +53,39 @@ class SharedBuffer:
         return self.views[rank][offset : offset + math.prod(shape) * dtype.itemsize].view(dtype).view(*shape)
 
 
-def open_shared(size: int, device: torch.device, group: dist.ProcessGroup | None = None) -> SharedBuffer:
+def open_shared(size: int, device: torch.device) -> SharedBuffer:
     """A buffer of `size` zeroed bytes on every rank. Collective; not during graph capture.
 
     Raises UserError on every rank if the group's GPUs have no peer access.
     """
-    group = group or dist.group.WORLD
-    assert group is not None
     if device.type == "cuda":
-        addresses, (buffer, handle) = _map_gpus(size, device, group)
+        addresses, (buffer, handle) = _map_gpus(size, device)
         views = tuple(_view_of_peer(handle, rank, address, size) for rank, address in enumerate(addresses))
         shared = SharedBuffer(tuple(addresses), views, (buffer, handle))
         torch.cuda.synchronize(device)  # the buffer is zeroed before any rank writes to it
     else:
-        shared = _views_of_file(size, group)
-    dist.barrier(group)
+        shared = _views_of_file(size)
+    dist.barrier()
     return shared
 
 
-def open_host(size: int, device: torch.device, group: dist.ProcessGroup | None = None) -> SharedBuffer:
+def open_host(size: int, device: torch.device) -> SharedBuffer:
     """A buffer of `size` zeroed bytes for every rank, in host memory that all GPUs of the host and their copy engines can
     address. Collective; not during graph capture.
 
     Raises UserError on every rank if the ranks are on several hosts, or if the host has too little memory to share or to lock.
     """
-    group = group or dist.group.WORLD
-    assert group is not None
-    if device.type == "cuda" and on_several_hosts(group):
+    if device.type == "cuda" and on_several_hosts():
         raise UserError(f"these GPUs have no memory that all of them can address: {_SEVERAL_HOSTS}; use --comm auto")
-    shared = _views_of_file(size, group)
+    shared = _views_of_file(size)
     if device.type == "cuda":
-        _lock_pages(shared.owner, group)
-    dist.barrier(group)
+        _lock_pages(shared.owner)
+    dist.barrier()
     return shared
 
 
-def _views_of_file(size: int, group: dist.ProcessGroup) -> SharedBuffer:
-    addresses, whole = _map_file(size, group)
+def _views_of_file(size: int) -> SharedBuffer:
+    addresses, whole = _map_file(size)
     views = tuple(whole[a - addresses[0] : a - addresses[0] + size] for a in addresses)
     return SharedBuffer(tuple(addresses), views, whole)
 
@@ -105,7 +102,6 @@ def open_workspace(
     size_of: Callable[[int, int], int],
     capacity: int,
     device: torch.device,
-    group: dist.ProcessGroup | None = None,
     memory: Memory = "peer",
 ) -> Workspace:
     """A workspace for messages of up to `capacity` bytes (a multiple of 64). Collective; not during graph capture.
@@ -113,10 +109,8 @@ def open_workspace(
     size_of: the buffer's bytes for (world_size, capacity), such as `one_shot_bytes`. memory: host memory is for one-shot
     kernels only. Raises UserError on every rank if the GPUs have no peer access, or for host memory as `open_host` does.
     """
-    group = group or dist.group.WORLD
-    assert group is not None
-    rank, size = dist.get_rank(group), size_of(dist.get_world_size(group), capacity)
-    addresses, owner, host_buffer = _map(size, device, group, memory)
+    rank, size = dist.get_rank(), size_of(dist.get_world_size(), capacity)
+    addresses, owner, host_buffer = _map(size, device, memory)
     exchange = Exchange(
         rank=rank,
         peers=(*addresses[rank + 1 :], *addresses[: rank + 1]),
@@ -128,57 +122,57 @@ def open_workspace(
     )
     if device.type == "cuda":
         torch.cuda.synchronize(device)  # the buffer is zeroed before any rank writes to it
-    dist.barrier(group)
+    dist.barrier()
     return Workspace(exchange, owner)
 
 
-def memory_between(device: torch.device, group: dist.ProcessGroup | None = None) -> Memory:
+def memory_between(device: torch.device) -> Memory:
     """The memory that the ranks can use: `peer` on CPU and between GPUs with peer access, else `host`. Collective."""
-    return "peer" if device.type == "cpu" or not _obstacles(device, group) else "host"
+    return "peer" if device.type == "cpu" or not _obstacles(device) else "host"
 
 
-def links(device: torch.device, group: dist.ProcessGroup | None = None) -> str:
+def links(device: torch.device) -> str:
     """How the ranks reach each other, on which the times of all-reduces depend: `memory_between`, or how many hosts there are.
     Collective."""
-    hosts = len(set(host_of_each_rank(group)))
-    return f"{hosts} hosts" if hosts > 1 else memory_between(device, group)
+    hosts = len(set(host_of_each_rank()))
+    return f"{hosts} hosts" if hosts > 1 else memory_between(device)
 
 
-def _map(size: int, device: torch.device, group: dist.ProcessGroup, memory: Memory) -> tuple[list[int], Any, int | None]:
+def _map(size: int, device: torch.device, memory: Memory) -> tuple[list[int], Any, int | None]:
     """(addresses of all ranks' buffers of `size` zeroed bytes, their owner, address of this rank's host buffer). The host
     buffer receives what other ranks send; None if this rank's own buffer does. Collective."""
     if memory == "host":
-        host, rank = open_host(size, device, group), dist.get_rank(group)
+        host, rank = open_host(size, device), dist.get_rank()
         own = torch.zeros(size, dtype=torch.uint8, device=device)
         addresses = [*host.addresses]
         addresses[rank] = own.data_ptr()
         return addresses, (host, own), host.addresses[rank]
-    return *(_map_gpus(size, device, group) if device.type == "cuda" else _map_file(size, group)), None
+    return *(_map_gpus(size, device) if device.type == "cuda" else _map_file(size)), None
 
 
-def check_reachable(device: torch.device, group: dist.ProcessGroup | None = None) -> None:
+def check_reachable(device: torch.device) -> None:
     """Raise UserError on every rank unless all GPUs of the group can and may address each other. Collective."""
-    if obstacles := _obstacles(device, group):
+    if obstacles := _obstacles(device):
         raise UserError(f"these GPUs cannot address each other's memory: {min(obstacles)}; use --comm auto")
 
 
 _SEVERAL_HOSTS = "they are on several hosts"
 
 
-def on_several_hosts(group: dist.ProcessGroup | None) -> bool:
+def on_several_hosts() -> bool:
     """Whether the ranks are on several hosts. Collective."""
-    return len(set(host_of_each_rank(group))) > 1
+    return len(set(host_of_each_rank())) > 1
 
 
-def _obstacles(device: torch.device, group: dist.ProcessGroup | None) -> set[str]:
+def _obstacles(device: torch.device) -> set[str]:
     """The reasons why GPUs of the group cannot or may not use peer access; empty if they can. NCCL_P2P_DISABLE=1 on one rank
     disables it for all. The same on every rank. Collective."""
-    found = {_SEVERAL_HOSTS} if on_several_hosts(group) else set()
-    if any(_gather_objects(os.environ.get("NCCL_P2P_DISABLE") == "1", group)):
+    found = {_SEVERAL_HOSTS} if on_several_hosts() else set()
+    if any(gather_objects(os.environ.get("NCCL_P2P_DISABLE") == "1")):
         found.add("NCCL_P2P_DISABLE=1 disables it")
     if not found:
-        indices = _gather_objects(device.index, group)
-        unreachable = _gather_objects([i for i in indices if not _reaches(device, i)], group)
+        indices = gather_objects(device.index)
+        unreachable = gather_objects([i for i in indices if not _reaches(device, i)])
         found = {f"GPU {gpu} cannot access GPU {i}" for gpu, some in zip(indices, unreachable, strict=True) for i in some}
     return found
 
@@ -189,40 +183,35 @@ def _reaches(device: torch.device, index: int) -> bool:
     return index < torch.cuda.device_count() and torch.cuda.can_device_access_peer(device, index)
 
 
-def _gather_objects(value: Any, group: dist.ProcessGroup | None) -> list[Any]:
-    by_rank: list[Any] = [None] * dist.get_world_size(group)
-    dist.all_gather_object(by_rank, value, group=group)
-    return by_rank
-
-
-def _map_gpus(size: int, device: torch.device, group: dist.ProcessGroup) -> tuple[list[int], Any]:
+def _map_gpus(size: int, device: torch.device) -> tuple[list[int], Any]:
     """(addresses of all ranks' buffers of `size` zeroed bytes on this GPU, their owner). Collective."""
     import torch.distributed._symmetric_memory as symmetric_memory
 
-    check_reachable(device, group)
+    check_reachable(device)
     os.environ.setdefault("TORCH_SYMM_MEM_DISABLE_MULTICAST", "1")
     handle, problem = None, ""
     try:
         buffer: Tensor = symmetric_memory.empty(size, dtype=torch.uint8, device=device)
         buffer.zero_()
-        handle = symmetric_memory.rendezvous(buffer, group)
+        assert dist.group.WORLD is not None
+        handle = symmetric_memory.rendezvous(buffer, dist.group.WORLD)
     except RuntimeError as error:
         problem = str(error).partition("\n")[0]
-    problem = next(filter(None, _gather_objects(problem, group)), "")
+    problem = next(filter(None, gather_objects(problem)), "")
     if problem or handle is None:
         raise UserError(f"these GPUs cannot map each other's memory ({problem}); use --comm nccl")
     # the handle has the addresses of allocations, and the buffer may be a part of one
-    offsets = _gather_objects(buffer.data_ptr() - handle.buffer_ptrs[handle.rank], group)
+    offsets = gather_objects(buffer.data_ptr() - handle.buffer_ptrs[handle.rank])
     return [base + offset for base, offset in zip(handle.buffer_ptrs, offsets, strict=True)], (buffer, handle)
 
 
-def _map_file(size: int, group: dist.ProcessGroup) -> tuple[list[int], Tensor]:
+def _map_file(size: int) -> tuple[list[int], Tensor]:
     """As `_map_gpus`, in host memory: the ranks of one host map one file, with a part for each rank. Collective."""
     size = -(-size // mmap.PAGESIZE) * mmap.PAGESIZE
-    rank, world_size = dist.get_rank(group), dist.get_world_size(group)
+    rank, world_size = dist.get_rank(), dist.get_world_size()
     with ExitStack() as first:
         name, inode, problem = _shared_file(size * world_size, first) if rank == 0 else ("", 0, "")
-        name, inode, problem = _gather_objects((name, inode, problem), group)[0]
+        name, inode, problem = gather_objects((name, inode, problem))[0]
         if problem:
             raise UserError(problem)
         mapped = None
@@ -235,7 +224,7 @@ def _map_file(size: int, group: dist.ProcessGroup) -> tuple[list[int], Tensor]:
             problem = (
                 f"rank {rank} cannot map {name} ({error.strerror}); if the ranks are in several containers, use --comm nccl"
             )
-        problem = next(filter(None, _gather_objects(problem, group)), "")
+        problem = next(filter(None, gather_objects(problem)), "")
     if problem or mapped is None:
         raise UserError(problem)
     whole = torch.frombuffer(mapped, dtype=torch.uint8)
@@ -256,7 +245,7 @@ def _shared_file(size: int, opened: ExitStack) -> tuple[str, int, str]:
         return "", 0, f"{why}; give it more (docker run --shm-size), or use --comm nccl"
 
 
-def _lock_pages(mapped: Tensor, group: dist.ProcessGroup) -> None:
+def _lock_pages(mapped: Tensor) -> None:
     """Let GPUs use this host memory at the process's addresses. Raises UserError on every rank if it cannot be locked."""
     runtime, problem = torch.cuda.cudart(), ""
     error = runtime.cudaHostRegister(mapped.data_ptr(), mapped.nbytes, _PORTABLE | _MAPPED)
@@ -266,7 +255,7 @@ def _lock_pages(mapped: Tensor, group: dist.ProcessGroup) -> None:
         problem = runtime.cudaGetErrorString(error)
         with suppress(RuntimeError):  # this launch clears the error, which CUDA keeps until it is reported
             torch.zeros(1, device="cuda")
-    if problem := next(filter(None, _gather_objects(problem, group)), ""):
+    if problem := next(filter(None, gather_objects(problem)), ""):
         raise UserError(f"{mapped.nbytes >> 20} MiB of host memory cannot be locked ({problem}); use --comm nccl")
 
 

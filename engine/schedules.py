@@ -147,6 +147,6 @@ def table_key(model: Transformer | HeadModel, world: World, kv_dtype: str) -> di
     adapted = " adapters" if getattr(model, "step_adapters", None) else ""  # which changes what is fused
     shape = f"{model.config!r} {model.comm.name} {kv_dtype}{adapted}"
     key = machine_key(world.device, world.world_size, model.norm.weight.dtype, CODE)
-    key["links"] = links(world.device, world.control)
+    key["links"] = links(world.device)
     key["model"] = hashlib.sha256(shape.encode()).hexdigest()[:16]
     return key

@@ -23,7 +23,7 @@ def wrong_sums(world: World, seed: int) -> list[str]:
     from comm.copy_engines import CopyEngines
     from comm.faults import check_faults
 
-    engines, draw, own = CopyEngines(CPU, None, CAPACITY), random.Random(seed), random.Random(seed + world.rank)
+    engines, draw, own = CopyEngines(CPU, CAPACITY), random.Random(seed), random.Random(seed + world.rank)
     generator, found = torch.Generator().manual_seed(seed), []
     sizes = [1, 2, 127, 2048, 3 * CAPACITY, *(draw.randrange(3, CAPACITY) for _ in range(4))]
     for size in sizes:
@@ -79,7 +79,7 @@ def unanswered(world: World) -> Any:
     from comm.copy_engines import SUM, CopyEngines
     from comm.faults import check_faults
 
-    engines = CopyEngines(CPU, None, CAPACITY)
+    engines = CopyEngines(CPU, CAPACITY)
     if world.rank == 0:
         import kernels.relay as kernels
 

@@ -126,7 +126,7 @@ def full(world: World) -> str:
 
     os.posix_fallocate, before = no_room, os.posix_fallocate
     try:
-        Relay(CPU, None, 1 << 20)
+        Relay(CPU, 1 << 20)
     except UserError as error:
         return str(error)
     finally:

@@ -55,7 +55,7 @@ def pushes(comm: SymmetricCommunicator) -> None:
 
 
 def pairs() -> None:
-    buffers, shard = RowBuffers(DEVICE, None, 1 << 22), RowShard(300, 768, torch.bfloat16)
+    buffers, shard = RowBuffers(DEVICE, 1 << 22), RowShard(300, 768, torch.bfloat16)
     for split in (*UNTILED, "tiles0"):
         for pull in (False, True):
             buffers.scatter(random(300, 512), random(768, 512), split)
