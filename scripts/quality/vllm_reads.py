@@ -27,6 +27,7 @@ from engine import LLM
 from errors import UserError
 from options import dtype_name, whole_number
 from presets import model_config
+from scripts.lib.failures import reason
 from scripts.lib.machine import describe, machine
 from scripts.lib.markdown import captioned
 from scripts.lib.results import ROOT, add_write_option, results_folder, write_table
@@ -75,8 +76,7 @@ def vllm_scores(python: str, model: Path, dtype: str, prompts: list[list[int]]) 
     lines = [line.removeprefix(MARK) for line in done.stdout.splitlines() if line.startswith(MARK)]
     if done.returncode or len(lines) != 1:
         print(done.stderr, file=sys.stderr)
-        said = [line.strip() for line in done.stderr.splitlines() if line.strip()]
-        raise UserError(f"vLLM ended with exit code {done.returncode}: {said[-1] if said else 'no message'}")
+        raise UserError(f"vLLM ended with exit code {done.returncode}: {reason(done.stderr)}")
     found = json.loads(lines[0])
     return found["vllm"], found["logprobs"]
 

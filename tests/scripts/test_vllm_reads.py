@@ -13,7 +13,7 @@ from tests.support.command_line import MODELS
 
 pytestmark = pytest.mark.usefixtures("forked_commands")
 PEER = """
-import sys
+import atexit, os, sys
 from types import SimpleNamespace
 import torch, transformers
 __version__ = "0 (transformers)"
@@ -27,6 +27,7 @@ class LLM:
             print("first", file=sys.stderr)
             sys.exit("no int8 here")
         self.model = transformers.AutoModelForCausalLM.from_pretrained(model, dtype=getattr(torch, dtype))
+        atexit.register(os.abort)  # as vLLM's threads do now and then
 
     def generate(self, prompts, params, use_tqdm):
         return [SimpleNamespace(prompt_logprobs=self.scored(prompt["prompt_token_ids"])) for prompt in prompts]
