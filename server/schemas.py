@@ -36,47 +36,52 @@ Kind = Literal["json", "regex", "choice", "grammar", "structural_tag"]  # of con
 KINDS: tuple[Kind, ...] = get_args(Kind)
 Choices = Annotated[list[Annotated[str, Field(min_length=1)]], Field(min_length=1, max_length=MAX_CHOSEN, fail_fast=True)]
 
-_BEAMS = "only matters for beam search, which is not supported"
-_SAMPLER = "is not supported; the samplers are temperature, top_k, top_p and min_p"
-_COMPLETIONS = "belongs to /v1/completions"
-_CHAT = "belongs to /v1/chat/completions"
+_NO_BEAMS = "beam search is not supported; use temperature, top_k, top_p or min_p"
+_ONLY_BEAMS = "only matters for beam search, which is not supported; leave it out"
+_SAMPLER = "is not supported; use temperature, top_k, top_p or min_p"
+_COMPLETIONS = "is not a parameter of this endpoint; leave it out, or use /v1/completions"
+_CHAT = "is not a parameter of this endpoint; leave it out, or use /v1/chat/completions"
 
-# Names that would change the answer, their neutral values, and why other values are refused. An entry does not apply to a body
-# class that has the name as a field.
+# Names that would change the answer, their neutral values, and the error of other values, which follows the name and a colon. An
+# entry does not apply to a body class that has the name as a field.
 _REFUSALS: tuple[tuple[tuple[str, ...], tuple[Any, ...], str], ...] = (
-    (("use_beam_search",), (False,), "beam search is not supported"),
-    (("num_beams",), (1,), "beam search is not supported"),
-    (("length_penalty",), (1, 1.0), _BEAMS),
-    (("early_stopping",), (False,), _BEAMS),
-    (("cache_salt",), (), "is not supported: all clients of a server share its prefix cache"),
-    (("suffix",), ("",), "is not supported: the models served here do not fill in the middle"),
+    (("use_beam_search",), (False,), _NO_BEAMS),
+    (("num_beams",), (1,), _NO_BEAMS),
+    (("length_penalty",), (1, 1.0), _ONLY_BEAMS),
+    (("early_stopping",), (False,), _ONLY_BEAMS),
+    (("cache_salt",), (), "is not supported, because all clients of a server share its prefix cache; leave it out"),
+    (("suffix",), ("",), "is not supported, because the models served here do not fill in the middle; leave it out"),
     (("bad_words",), ([],), "is not supported; ban tokens with logit_bias"),
-    (("audio",), (), "is not supported: this server generates text"),
-    (("modalities",), (["text"],), "supports ['text'] alone"),
-    (("functions",), ([],), "is superseded; use tools"),
-    (("function_call",), ("none",), "is superseded; use tool_choice"),
-    (("web_search_options",), (), "is not supported"),
-    (("moderation",), (), "is not supported: this server moderates nothing"),
+    (("audio",), (), "is not supported, because this server generates text alone; leave it out"),
+    (("modalities",), (["text"],), "must be ['text'], because this server generates text alone"),
+    (("functions",), ([],), "is not supported; use tools"),
+    (("function_call",), ("none",), "is not supported; use tool_choice"),
+    (("web_search_options",), (), "is not supported, because this server runs no tools; offer a function that searches"),
+    (("moderation",), (), "is not supported, because this server moderates nothing; leave it out"),
     # names of other servers' parameters
     (("json_schema",), (), "is not supported; use response_format"),
     (("regex", "grammar", "ebnf", "structural_tag"), (), "is not supported; use structured_outputs"),
-    (("max_new_tokens", "max_tokens_to_sample", "n_predict", "num_predict"), (), "is not supported; use max_tokens"),
+    (
+        ("max_new_tokens", "max_tokens_to_sample", "n_predict", "num_predict", "max_completion_tokens"),
+        (),
+        "is not supported; use max_tokens",
+    ),
     (("repeat_penalty",), (1, 1.0), "is not supported; use repetition_penalty"),
-    (("do_sample",), (True,), "is not supported; temperature 0 is greedy"),
-    (("logits_processors",), ([],), "is not supported"),
+    (("do_sample",), (True,), "must be true; set temperature to 0 for greedy sampling"),
+    (("logits_processors",), ([],), "is not supported; use logit_bias, or constrain the answer with structured_outputs"),
     (("mirostat", "top_a", "epsilon_cutoff", "eta_cutoff", "dry_multiplier", "xtc_probability"), (0, 0.0), _SAMPLER),
     (("typical_p", "tfs_z"), (1, 1.0), _SAMPLER),
     (("no_repeat_ngram_size",), (0,), "is not supported; use repetition_penalty"),
     # what SGLang's and vLLM's routers write into every request
     (("no_stop_trim",), (False,), "is not supported; use include_stop_str_in_output"),
-    (("return_hidden_states",), (False,), "is not supported"),
-    (("separate_reasoning",), (True,), "is not supported: reasoning always has a field of its own"),
-    (("stream_reasoning",), (True, False), "is true or false, and has no effect"),
+    (("return_hidden_states",), (False,), "is not supported; leave it out, or use /v1/embeddings"),
+    (("separate_reasoning",), (True,), "must be true, because reasoning always has a field of its own"),
+    (("stream_reasoning",), (True, False), "must be true or false, and neither has an effect"),
     # names of the other endpoint's parameters
     (("prompt",), (), _COMPLETIONS),
     (("echo",), (False,), _COMPLETIONS),
     (("best_of",), (1,), _COMPLETIONS),
-    (("messages", "max_completion_tokens", "chat_template"), (), _CHAT),
+    (("messages", "chat_template"), (), _CHAT),
     (("tools", "documents"), ([],), _CHAT),
     (("tool_choice",), ("none", "auto"), _CHAT),
     (("top_logprobs",), (0,), _CHAT),
@@ -155,7 +160,7 @@ class Body(Checked):
             neutral, why = REFUSED[name]
             value = data[name]
             if value is not None and not any(type(value) is type(v) and value == v for v in neutral):
-                raise field_error(name, f"{name} {why}")
+                raise field_error(name, why)
         return {name: value for name, value in data.items() if name not in foreign} if foreign else data
 
     @model_validator(mode="after")

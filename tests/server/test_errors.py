@@ -21,6 +21,7 @@ import pytest
 from server import middleware, replies
 from server.limits import MAX_LOGPROBS
 from server.problems import MAX_MESSAGE
+from server.schemas import REFUSED, ChatBody
 from server.settings import HttpOptions
 from tests.support.quiet_clock import quiet_seconds
 from tests.support.server_thread import CHAT, CONTEXT, EOS, TOKENIZER, TOOL, Site, raw_request, wait_for
@@ -131,6 +132,13 @@ NAMED = {"type": "function", "function": {"name": "x"}}
 def test_bad_chats_name_the_field(site: Site, body: dict[str, Any], param: str) -> None:
     error = site.refused("/v1/chat/completions", {**CHAT, **body})
     assert error["param"] == param, error
+
+
+@pytest.mark.parametrize("name", sorted(REFUSED.keys() - ChatBody.model_fields.keys()))
+def test_refusals_name_the_parameter_once_and_say_what_to_do(site: Site, name: str) -> None:
+    said = site.refused("/v1/chat/completions", {**CHAT, name: {}})["message"]
+    assert re.fullmatch(rf"{name}: (is not|must be|only matters|beam search is not) [^:]+", said) and said.count(name) == 1
+    assert re.search("; (use|leave|ban|offer|set)|, because|neither", said), said
 
 
 @pytest.mark.parametrize(
