@@ -1,6 +1,6 @@
 """Schemas of request bodies. Every field is used, accepted without effect, or refused. Unknown fields are removed and reported.
 
-In every field `null` means "not given". `REFUSED` has the unsupported fields that would change the answer. Their neutral
+In every field `null` means "not given". `Body.refused` has the unsupported fields that would change the answer. Their neutral
 values, which change nothing, are accepted.
 """
 
@@ -39,12 +39,20 @@ Choices = Annotated[list[Annotated[str, Field(min_length=1)]], Field(min_length=
 _NO_BEAMS = "beam search is not supported; use temperature, top_k, top_p or min_p"
 _ONLY_BEAMS = "only matters for beam search, which is not supported; leave it out"
 _SAMPLER = "is not supported; use temperature, top_k, top_p or min_p"
-_COMPLETIONS = "is not a parameter of this endpoint; leave it out, or use /v1/completions"
-_CHAT = "is not a parameter of this endpoint; leave it out, or use /v1/chat/completions"
+NOT_HERE = "is not a parameter of this endpoint"
+_COMPLETIONS = f"{NOT_HERE}; leave it out, or use /v1/completions"
+_CHAT = f"{NOT_HERE}; leave it out, or use /v1/chat/completions"
 
-# Names that would change the answer, their neutral values, and the error of other values, which follows the name and a colon. An
-# entry does not apply to a body class that has the name as a field.
-_REFUSALS: tuple[tuple[tuple[str, ...], tuple[Any, ...], str], ...] = (
+LENGTHS = ("max_new_tokens", "max_tokens_to_sample", "n_predict", "num_predict")
+Refusals = dict[str, tuple[tuple[Any, ...], str]]
+
+
+def refusals(*entries: tuple[tuple[str, ...], tuple[Any, ...], str]) -> Refusals:
+    """Names that would change the answer, each with its neutral values and the error of others, which follows the name and a colon."""
+    return {name: (neutral, why) for names, neutral, why in entries for name in names}
+
+
+REFUSED = refusals(
     (("use_beam_search",), (False,), _NO_BEAMS),
     (("num_beams",), (1,), _NO_BEAMS),
     (("length_penalty",), (1, 1.0), _ONLY_BEAMS),
@@ -61,11 +69,7 @@ _REFUSALS: tuple[tuple[tuple[str, ...], tuple[Any, ...], str], ...] = (
     # names of other servers' parameters
     (("json_schema",), (), "is not supported; use response_format"),
     (("regex", "grammar", "ebnf", "structural_tag"), (), "is not supported; use structured_outputs"),
-    (
-        ("max_new_tokens", "max_tokens_to_sample", "n_predict", "num_predict", "max_completion_tokens"),
-        (),
-        "is not supported; use max_tokens",
-    ),
+    ((*LENGTHS, "max_completion_tokens", "max_output_tokens"), (), "is not supported; use max_tokens"),
     (("repeat_penalty",), (1, 1.0), "is not supported; use repetition_penalty"),
     (("do_sample",), (True,), "must be true; set temperature to 0 for greedy sampling"),
     (("logits_processors",), ([],), "is not supported; use logit_bias, or constrain the answer with structured_outputs"),
@@ -86,7 +90,18 @@ _REFUSALS: tuple[tuple[tuple[str, ...], tuple[Any, ...], str], ...] = (
     (("tool_choice",), ("none", "auto"), _CHAT),
     (("top_logprobs",), (0,), _CHAT),
 )
-REFUSED = {name: (neutral, why) for names, neutral, why in _REFUSALS for name in names}
+# Parameters of both generating endpoints, for the bodies of other APIs. There they would change the answer, too, or are part of it.
+GENERATION_REFUSED = refusals(
+    (("n", "repetition_penalty"), (1, 1.0), _CHAT),
+    (("presence_penalty", "frequency_penalty", "min_p", "min_tokens", "priority"), (0, 0.0), _CHAT),
+    (("seed", "allowed_token_ids", "truncate_prompt_tokens", "prompt_logprobs", "chat_template_kwargs"), (), _CHAT),
+    (("stop_token_ids",), ([],), _CHAT),
+    (("logit_bias",), ({},), _CHAT),
+    (("ignore_eos", "include_stop_str_in_output", "logprobs", "add_special_tokens"), (False,), _CHAT),
+    (("return_token_ids", "return_drafted", "return_tokens_as_token_ids", "continue_final_message"), (False,), _CHAT),
+    (("skip_special_tokens", "include_reasoning", "add_generation_prompt"), (True,), _CHAT),
+    (("structured_outputs", "guided_regex", "guided_choice", "guided_grammar", "guided_whitespace_pattern"), (), _CHAT),
+)
 
 
 def without_effect(why: str) -> Any:
@@ -142,6 +157,7 @@ def shown_names(names: Iterable[str]) -> list[str]:
 class Body(Checked):
     """The whole body of a request."""
 
+    refused: ClassVar[Refusals] = REFUSED
     model: str | None = Field(None, description="A name from /v1/models. Default: the model that is served.")
     _ignored: list[str] | None = PrivateAttr(None)
 
@@ -155,9 +171,9 @@ class Body(Checked):
     def _refuse_unsupported(cls, data: Any) -> Any:
         if not isinstance(data, dict):
             return data
-        foreign = {name for name in data if name in REFUSED} - cls.model_fields.keys()
+        foreign = {name for name in data if name in cls.refused} - cls.model_fields.keys()
         for name in sorted(foreign):
-            neutral, why = REFUSED[name]
+            neutral, why = cls.refused[name]
             value = data[name]
             if value is not None and not any(type(value) is type(v) and value == v for v in neutral):
                 raise field_error(name, why)
@@ -310,6 +326,11 @@ class SamplingBody(Body):
 class GenerationBody(SamplingBody):
     """The fields that completions and chat completions share."""
 
+    refused: ClassVar[Refusals] = REFUSED | refusals(
+        (("stop_sequences",), ([],), f"{NOT_HERE}; use stop"),
+        (("system", "instructions"), (), f"{NOT_HERE}; write it into messages or prompt"),
+        (("previous_response_id",), (), f"{NOT_HERE}; send the whole conversation, or use /v1/responses"),
+    )
     stream: bool | None = Field(None, description="Server-sent events instead of one answer. Default false.")
     stream_options: StreamOptions | None = None
     n: int | None = Field(

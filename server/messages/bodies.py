@@ -1,6 +1,6 @@
 """The bodies of the two endpoints. Each knows the chat body that it becomes."""
 
-from typing import Annotated, Any
+from typing import Annotated, Any, ClassVar
 
 from pydantic import Field, PrivateAttr, ValidationError, model_validator
 
@@ -14,6 +14,7 @@ from server.messages.convert import (
 )
 from server.messages.errors import field_name
 from server.messages.schemas import (
+    REFUSED_HERE,
     ContextManagement,
     CustomTool,
     JsonFormat,
@@ -27,12 +28,13 @@ from server.messages.schemas import (
     refuse_unsupported,
 )
 from server.problems import field_error
-from server.schemas import MAX_STOPS, MAX_TOOLS, Body, ChatBody, StopText, without_effect
+from server.schemas import GENERATION_REFUSED, MAX_STOPS, MAX_TOOLS, REFUSED, Body, ChatBody, Refusals, StopText, without_effect
 
 
 class CountBody(Body):
     """The fields that make the prompt."""
 
+    refused: ClassVar[Refusals] = REFUSED | GENERATION_REFUSED | REFUSED_HERE
     messages: list[Message] = Field(min_length=1, fail_fast=True, description="A last one of role assistant is continued.")
     system: str | list[TextBlock] | None = None
     tools: list[CustomTool] | None = Field(None, max_length=MAX_TOOLS)

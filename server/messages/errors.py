@@ -46,9 +46,7 @@ def field_name(path: str) -> str:
 
 def error_body(error: "ApiError", request_id: str) -> dict[str, Any]:
     """The body of a response, and the data of an `error` event."""
-    kind = error_type(error.status_code)
-    named = error.param is not None and error.message.startswith(f"{error.param}:")
-    message = field_name(error.message) if named else error.message
+    kind, message = error_type(error.status_code), error.message
     if too_long := TOO_LONG.search(message):  # coding agents search for these words, and then shorten the conversation
         message = f"prompt is too long: {too_long[2]} tokens > {int(too_long[1]) - 1} maximum"
     return {"type": "error", "error": {"type": kind, "message": message}, "request_id": request_id}

@@ -6,10 +6,21 @@ from typing import Annotated, Any, Literal
 from pydantic import Field
 
 from server.problems import field_error
-from server.schemas import STRICT, Checked, without_effect
+from server.schemas import NOT_HERE, STRICT, Checked, refusals, without_effect
 
 TEXT_ONLY = "this server reads text alone"
 MIN_BUDGET = 1024  # tokens; of the published API
+
+REFUSED_HERE = refusals(
+    (("stop",), ([],), f"{NOT_HERE}; use stop_sequences"),
+    (("instructions",), (), f"{NOT_HERE}; use system"),
+    (("input",), (), f"{NOT_HERE}; use messages"),
+    (("previous_response_id", "conversation"), (), f"{NOT_HERE}; send the whole conversation in messages"),
+    (("response_format", "json_schema", "guided_json", "text"), ({"type": "text"},), f"{NOT_HERE}; use output_config.format"),
+    (("reasoning_effort", "reasoning"), (), f"{NOT_HERE}; use output_config.effort or thinking"),
+    (("include_reasoning",), (True,), f"{NOT_HERE}; use thinking.display"),
+    (("parallel_tool_calls",), (True,), f"{NOT_HERE}; use tool_choice.disable_parallel_tool_use"),
+)
 
 _CACHE = "the prefix cache finds common prefixes by itself"
 

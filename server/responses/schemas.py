@@ -8,15 +8,21 @@ from pydantic import ConfigDict, Discriminator, Field, Tag, model_validator
 from engine.protocol import LIST_LIMIT
 from server.problems import field_error
 from server.schemas import (
+    GENERATION_REFUSED,
     INT64,
+    LENGTHS,
     MAX_NAME,
     MAX_TOOLS,
+    NOT_HERE,
+    REFUSED,
     STRICT,
     Checked,
     JsonSchemaFormat,
     Off,
     RefusalPart,
+    Refusals,
     SamplingBody,
+    refusals,
     without_effect,
 )
 
@@ -28,15 +34,19 @@ Id = Annotated[str, Field(max_length=256)]
 MetadataKey = Annotated[str, Field(max_length=64)]
 MetadataValue = Annotated[str, Field(max_length=512)]
 
-# Parameters of this API that would change the answer, and of the other endpoints that clients confuse with its own.
-REFUSED = {
-    "conversation": "is not supported; use previous_response_id, or send the items in input",
-    "prompt": "is not supported: this server keeps no prompt templates; use instructions and input",
-    "messages": "belongs to /v1/chat/completions; here it is input",
-    "max_tokens": "belongs to /v1/chat/completions; here it is max_output_tokens",
-    "max_completion_tokens": "belongs to /v1/chat/completions; here it is max_output_tokens",
-    "response_format": "belongs to /v1/chat/completions; here it is text.format",
-}
+REFUSED_HERE = refusals(
+    (("conversation",), (), "is not supported; use previous_response_id, or send the items in input"),
+    (("prompt",), (), "is not supported, because this server keeps no prompt templates; use instructions and input"),
+    (("messages",), (), f"{NOT_HERE}; use input"),
+    (("system",), (), f"{NOT_HERE}; use instructions"),
+    (("max_tokens", "max_completion_tokens", *LENGTHS), (), f"{NOT_HERE}; use max_output_tokens"),
+    (("stop_sequences",), ([],), f"{NOT_HERE}; use stop"),
+    (("response_format", "json_schema", "guided_json"), ({"type": "text"},), f"{NOT_HERE}; use text.format"),
+    (("output_config", "output_format"), (), f"{NOT_HERE}; use text.format and reasoning.effort"),
+    (("reasoning_effort", "thinking"), (), f"{NOT_HERE}; use reasoning.effort"),
+    (("logprobs",), (False,), f"{NOT_HERE}; use include: ['message.output_text.logprobs']"),
+    (("truncate_prompt_tokens",), (), f"{NOT_HERE}; use truncation: 'auto'"),
+)
 
 
 def _kind(value: Any) -> Any:
@@ -260,6 +270,7 @@ Includable = Literal[
 class ResponsesBody(SamplingBody):
     model_config = ConfigDict(json_schema_extra={"examples": [{"input": "Hi", "max_output_tokens": 1}]})
 
+    refused: ClassVar[Refusals] = REFUSED | GENERATION_REFUSED | REFUSED_HERE
     input: str | Annotated[list[AnyItem], Field(min_length=1)] | None = Field(None, description="A text, or items.")
     instructions: str | None = Field(None, description="A system message of this turn alone.")
     previous_response_id: Id | None = Field(None, examples=[None], description="Continue the conversation of a stored answer.")
@@ -302,14 +313,6 @@ class ResponsesBody(SamplingBody):
     prompt_cache_options: Any = without_effect("the prefix cache finds common prefixes by itself")
     prompt_cache_retention: Any = without_effect("see `prompt_cache_options`")
     client_metadata: Any = without_effect("see `metadata`")
-
-    @model_validator(mode="before")
-    @classmethod
-    def _refuse(cls, data: Any) -> Any:
-        for name, why in REFUSED.items() if isinstance(data, dict) else ():
-            if data.get(name) is not None:
-                raise field_error(name, why)
-        return data
 
     @model_validator(mode="after")
     def _check_responses(self) -> "ResponsesBody":
