@@ -533,8 +533,16 @@ class ToolCall(Checked):
 
 
 class ChatMessage(Checked):
-    """One message. Other fields are passed on to the chat template."""
+    """One message. Other fields are passed on to the chat template. Only an assistant's may lack `content`, if it has another."""
 
+    model_config = ConfigDict(
+        json_schema_extra={
+            "anyOf": [
+                {"properties": {"content": {"not": {"type": "null"}}}, "required": ["content"]},
+                {"properties": {"role": {"const": "assistant"}}},
+            ]
+        }
+    )
     passes_on = True
 
     role: Literal["system", "developer", "user", "assistant", "tool"]
@@ -553,6 +561,14 @@ class ChatMessage(Checked):
             if isinstance(kind, str) and kind not in ("text", "refusal"):
                 raise field_error("messages", f"has a content part of type {kind[:40]!r}; this server reads text alone")
         return data
+
+    @model_validator(mode="after")
+    def _says_something(self) -> "ChatMessage":
+        if self.content is None and not (
+            self.role == "assistant" and (self.tool_calls or any((self.model_extra or {}).values()))
+        ):
+            raise PydanticCustomError("no_content", "has no content; give it a text, or if the assistant wrote it, tool_calls")
+        return self
 
 
 class FunctionDefinition(Checked):

@@ -65,6 +65,21 @@ def test_chat_template_options(make_site: Callable[..., Site]) -> None:
         assert site.refused("/v1/chat/completions", {**CHAT, "chat_template": bad})["param"] == "chat_template"
 
 
+CALL = {"id": "1", "type": "function", "function": {"name": "weather", "arguments": "{}"}}
+
+
+@pytest.mark.parametrize("path", ["/v1/chat/completions", "/tokenize"])
+def test_a_message_without_content_is_refused_unless_it_says_something_else(site: Site, path: str) -> None:
+    for role in ("system", "developer", "user", "assistant", "tool"):
+        for empty in ({}, {"content": None}, {"content": None, "refusal": None, "tool_calls": []}):
+            error = site.refused(path, {"messages": [*CHAT["messages"], {"role": role, **empty}]})
+            assert error["param"] == "messages.1" and "has no content" in error["message"]
+    calls = {"role": "assistant", "content": None, "tool_calls": [CALL]}
+    result = {"role": "tool", "tool_call_id": "1", "content": ""}
+    thought = {"role": "assistant", "content": None, "reasoning_content": "Hm"}
+    site.post(path, {"messages": [*CHAT["messages"], calls, result, thought, *CHAT["messages"]]})
+
+
 @pytest.mark.parametrize("path", ["/v1/chat/completions", "/tokenize"])
 def test_a_template_of_a_request_needs_a_flag(site: Site, path: str) -> None:
     error = site.refused(path, {**CHAT, "chat_template": "{{ 1 }}"})

@@ -340,6 +340,14 @@ def test_a_stream_has_what_the_whole_answer_has(thinking: Site, effort: str, sho
     assert count == sum(begin < len(thought.rstrip("\n")) for begin in begins) and bool(count) == bool(thought)
 
 
+@pytest.mark.parametrize("shown", [True, False])
+def test_an_answer_that_ends_in_its_reasoning_can_be_sent_back(thinking: Site, shown: bool) -> None:
+    whole, _ = answers(thinking, "Hm, Zoë?", include_reasoning=shown)
+    message = whole["choices"][0]["message"]
+    assert (message["content"], message.get("reasoning_content")) == ((None, "Hm, Zoë?") if shown else ("", None))
+    thinking.chat(messages=[*CHAT["messages"], message, *CHAT["messages"]])
+
+
 @pytest.mark.parametrize(("name", "found"), [("deepseek_r1", True), ("think", False)])
 def test_reasoning_that_neither_model_nor_template_begins(make_site: Callable[..., Site], name: str, found: bool) -> None:
     """deepseek_r1 takes it for reasoning, and a grammar begins behind it; think does not."""
