@@ -72,7 +72,14 @@ REFUSED = refusals(
     ((*LENGTHS, "max_completion_tokens", "max_output_tokens"), (), "is not supported; use max_tokens"),
     (("repeat_penalty",), (1, 1.0), "is not supported; use repetition_penalty"),
     (("do_sample",), (True,), "must be true; set temperature to 0 for greedy sampling"),
-    (("logits_processors",), ([],), "is not supported; use logit_bias, or constrain the answer with structured_outputs"),
+    (
+        ("logits_processors", "custom_logit_processor"),
+        ([],),
+        "is not supported; use logit_bias, or constrain the answer with structured_outputs",
+    ),
+    (("stop_regex",), ([],), "is not supported; use stop"),
+    (("lora_path",), (), "is not supported; use the adapter's name as model"),
+    (("session_params",), (), "is not supported; leave it out, and send the whole conversation"),
     (("mirostat", "top_a", "epsilon_cutoff", "eta_cutoff", "dry_multiplier", "xtc_probability"), (0, 0.0), _SAMPLER),
     (("typical_p", "tfs_z"), (1, 1.0), _SAMPLER),
     (("no_repeat_ngram_size",), (0,), "is not supported; use repetition_penalty"),
@@ -650,7 +657,7 @@ class ChatBody(GenerationBody):
         if len(limits) > 1:
             raise field_error("max_completion_tokens", "differs from max_tokens; give one of them")
         if (self.min_tokens or 0) > (self.limit or INT64):
-            raise field_error("min_tokens", "is above max_tokens")
+            raise field_error("min_tokens", "is above the maximum length of the answer")
         if self.continue_final_message and self.add_generation_prompt:
             raise field_error("continue_final_message", "excludes add_generation_prompt")
         self._check_tools()
