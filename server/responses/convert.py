@@ -49,7 +49,10 @@ def convert(body: ResponsesBody, history: Sequence[bytes], found: Mapping[str, b
     """
     earlier = [item for part in history for item in json.loads(part)]
     items, unreadable = input_items(body, earlier, found)
-    chat = to_chat(body, messages_of(body.instructions, earlier, items))
+    messages = messages_of(body.instructions, earlier, items)
+    if not messages:
+        raise bad("input", "has nothing that the model sees; give it a message")
+    chat = to_chat(body, messages)
     chat._ignored = [*body.ignored, *shown_names([*body.left_out, *unreadable])]
     return Converted(chat, to_json(items), repeated(body))
 

@@ -4,6 +4,7 @@ from collections.abc import Iterator
 from typing import Annotated, Any, ClassVar, Literal, NamedTuple
 
 from pydantic import ConfigDict, Discriminator, Field, Tag, model_validator
+from pydantic_core import PydanticCustomError
 
 from engine.protocol import LIST_LIMIT
 from server.problems import field_error
@@ -147,7 +148,20 @@ AnyItem = Annotated[
 # --- tools and formats ---------------------------------------------------------------------------------------------------------
 
 
-class FunctionTool(Checked):
+class Flat(Checked):
+    """An object whose fields are those of `nested` in the object that chat completions have for it."""
+
+    nested: ClassVar[str] = "function"
+
+    @model_validator(mode="before")
+    @classmethod
+    def _refuse_nested(cls, data: Any) -> Any:
+        if isinstance(data, dict) and isinstance(data.get(cls.nested), dict):
+            raise PydanticCustomError("nested", "is the form of /v1/chat/completions; put its fields beside type")
+        return data
+
+
+class FunctionTool(Flat):
     type: Literal["function"]
     name: str = Field(pattern=r"^[A-Za-z0-9_.-]{1,64}$")
     description: str | None = None
@@ -209,7 +223,7 @@ def joined_name(namespace: str | None, name: str) -> str:
     return f"{namespace}__{name}" if namespace else name
 
 
-class NamedFunction(Checked):
+class NamedFunction(Flat):
     type: Literal["function"]
     name: Annotated[str, Field(max_length=64)]
 
@@ -225,7 +239,9 @@ NamedTool = Annotated[
 ]
 
 
-class FlatSchemaFormat(JsonSchemaFormat):
+class FlatSchemaFormat(JsonSchemaFormat, Flat):
+    nested = "json_schema"
+
     type: Literal["json_schema"]
 
 

@@ -427,6 +427,7 @@ def test_a_cancelled_response_has_its_text(site: Site) -> None:
         ({"input": []}, "input", "at least 1"),
         ({"input": [{"role": "user", "content": [{"type": "input_image"}]}]}, "input.0.content.0", "text alone"),
         ({"input": [{"type": "computer_call"}]}, "input.0", "this server reads items"),
+        ({"input": [{"type": "reasoning", "content": [{"type": "reasoning_text", "text": "Hm"}]}]}, "input", "a message"),
         ({"input": [{"type": "item_reference", "id": "msg_1"}]}, "input.0.id", "no stored item"),
         ({"input": [{"type": "function_call_output", "call_id": "c", "output": ""}]}, "input.0.call_id", "no function_call"),
         (
@@ -455,6 +456,18 @@ def test_a_cancelled_response_has_its_text(site: Site) -> None:
             "text.format",
             "cannot be enforced",
         ),
+        ({"input": "a", "tools": [{"type": "function", "function": TOOL}]}, "tools.0.function", "beside type"),
+        (
+            {"input": "a", "tools": [TOOL], "tool_choice": {"type": "function", "function": TOOL}},
+            "tool_choice.function",
+            "beside",
+        ),
+        (
+            {"input": "a", "text": {"format": {"type": "json_schema", "json_schema": {"name": "x", "schema": {}}}}},
+            "text.format.json_schema",
+            "beside type",
+        ),
+        ({"input": "a", "min_tokens": 4, "max_output_tokens": 3}, "min_tokens", "the maximum length of the answer"),
         ({"input": "a", "top_logprobs": 2}, "top_logprobs", "include"),
         ({"input": "a", "background": True, "stream": True}, "background", "poll"),
         ({"input": "a", "metadata": {"k": "v" * 513}}, "metadata.k", "512"),
