@@ -528,7 +528,7 @@ class FunctionCall(Checked):
     passes_on = True
 
     name: str
-    arguments: str | dict[str, Any] = "{}"
+    arguments: str | dict[str, Any] | None = None
 
 
 class ToolCall(Checked):

@@ -61,6 +61,8 @@ def test_chat_template_options(make_site: Callable[..., Site]) -> None:
     template = "{{ messages[1].tool_calls[0].function.arguments.city }}"
     messages = [{"role": "user", "content": "?"}, {"role": "assistant", "content": None, "tool_calls": calls}]
     assert prompt(messages=messages, chat_template=template) == "Ulm"
+    calls[0]["function"] = {"name": "weather", "arguments": None}  # not given
+    assert prompt(messages=messages, chat_template="x{{ messages[1].tool_calls[0].function.arguments }}") == "x{}"
     for bad in ("{{ x", "{{ raise_exception('no') }}", "{% for %}", "{{ 1 / 0 }}"):
         assert site.refused("/v1/chat/completions", {**CHAT, "chat_template": bad})["param"] == "chat_template"
 
