@@ -4,6 +4,7 @@ from dataclasses import dataclass
 
 import torch
 
+from argument_types import check_types
 from config import ModelConfig
 from engine.head_model import HeadModel
 from engine.paged_cache import CODES, PagedCache
@@ -21,7 +22,7 @@ MOST_DRAFTED = 256  # tokens of a step; with more rows a step takes longer, and 
 
 @dataclass(frozen=True)
 class EngineLimits:
-    """What an engine may hold and compute at once."""
+    """What an engine may hold and compute at once. Raises UserError for a value of another type."""
 
     max_model_len: int | None = None  # tokens; None: the model's context
     max_num_seqs: int = 64
@@ -34,6 +35,9 @@ class EngineLimits:
     draft_tokens: int = 0  # most drafted tokens of a sequence in a step; 0: no speculation
     accept_rate: float | None = None  # for benchmarks, see `Speculation`
     ngram_prompts: int = 0  # newest tokens of all requests' prompts from which text may be drafted
+
+    def __post_init__(self) -> None:
+        check_types(EngineLimits, vars(self))
 
     @property
     def drafted(self) -> int:

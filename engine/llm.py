@@ -9,15 +9,18 @@
 On several tensor-parallel ranks, each rank runs the same program and makes the same calls: `python launch.py --ranks 2 program.py`.
 """
 
+import operator
 import time
-from collections.abc import Generator, Sequence
+from collections.abc import Generator, Iterable, Sequence
 from dataclasses import dataclass, field
+from numbers import Real
 from pathlib import Path
 
 import msgspec
 import torch
 
 import determinism
+from argument_types import check_types
 from attention import Causal
 from checkpoint import DTYPES, load_model
 from config import ModelConfig
@@ -33,6 +36,7 @@ from engine.text import AnswerStream, Delta
 from engine.tuning import tune
 from errors import UserError
 from files import model_folder
+from json_fields import shown
 from kernels.sampling import log_softmax
 from model import Transformer
 from options import MOST_DRAFT_TOKENS, draft_limit, dtype_name
@@ -92,7 +96,7 @@ class LLM:
         kv_dtype: str | None = None,
         seed: int = 0,
         limits: EngineLimits | None = None,
-        speculate: str | None = None,
+        speculate: str | Path | None = None,
         draft_tokens: int | None = None,
         deterministic: bool = False,
         lora: str | Path | None = None,
@@ -103,7 +107,10 @@ class LLM:
         each call that is just large enough for its prompts, and keeps it while calls need the same. kv_dtype, draft_tokens: as
         `generate.py` takes them; with limits they are fields of these. speculate: as `generate.py` takes it; with limits it needs their
         draft_tokens. deterministic: for this and all further models of the process; with a `world` or a loaded model, `tp.init_world`
-        takes it. lora: an adapter's folder, for all calls. Raises UserError, also for what would have no effect."""
+        takes it. lora: an adapter's folder, for all calls. Raises UserError, also for an argument of another type and for what would
+        have no effect."""
+        check_types(LLM.__init__, locals())
+        source = str(speculate) if speculate else None
         if isinstance(model, Transformer):
             _refuse_given("give it where the model is loaded", variant=variant, dtype=dtype, quantize=quantize)
         if limits is not None:
@@ -119,20 +126,20 @@ class LLM:
             raise UserError(f"draft_tokens must be from 1 to {MOST_DRAFT_TOKENS}, not {draft_tokens}")
         if isinstance(model, Transformer):
             self.model, self.tokenizer = model, tokenizer
-            draft = find_draft(speculate, None, model.config, tokenizer, self.world.world_size)
+            draft = find_draft(source, None, model.config, tokenizer, self.world.world_size)
         else:
             config = model_config(str(model), variant, self.world.world_size, quantize)
             self.tokenizer = tokenizer or read_tokenizer(str(model), config)
             name = dtype_name(dtype, self.world.device.type)
             if name not in DTYPES:
                 raise UserError(f"unknown dtype {name!r}; known: {', '.join(DTYPES)}")
-            draft = find_draft(speculate, str(model), config, self.tokenizer, self.world.world_size)
+            draft = find_draft(source, str(model), config, self.tokenizer, self.world.world_size)
             self.model = load_model(str(model), config, self.world, DTYPES[name], seed)
         self.adapters = single_adapter(self.model, lora, self.world) if lora else None
         self.draft = draft.load(self.world, self.model.norm.weight.dtype, seed) if draft else None
         # uses what a server or `make tune` has measured
         tune(self.model, self.world, MAX_SEQUENCES, seconds=0, draft=self.draft)
-        self.limits, self.kv_dtype, self.draft_tokens = limits, kv_dtype or "auto", draft_limit(speculate, draft_tokens)
+        self.limits, self.kv_dtype, self.draft_tokens = limits, kv_dtype or "auto", draft_limit(source, draft_tokens)
         self._engine: tuple[EngineLimits, Engine] | None = None
         self._streaming = False  # whether a call of `stream` has begun and not ended
 
@@ -210,9 +217,9 @@ class LLM:
         return scores
 
     def encode(self, prompt: str | Sequence[int]) -> list[int]:
-        """The ids of a prompt. Raises UserError for a text if the model has no tokenizer."""
+        """The ids of a prompt. Raises UserError for what is neither a text nor ids, and for a text if the model has no tokenizer."""
         if not isinstance(prompt, str):
-            return list(prompt)
+            return _whole_numbers(prompt, "a prompt must be a text or a list of token ids")
         if self.tokenizer is None:
             raise UserError("this model has no tokenizer, so it takes no text; give token ids")
         return self.tokenizer.encode(prompt)
@@ -229,6 +236,10 @@ class LLM:
         return max(min(sum(map(len, prompts)), most), sequences * (1 + self.draft_tokens))
 
     def _with_eos(self, params: SamplingParams) -> SamplingParams:
+        for name in ("logit_bias", "allowed_token_ids", "stop_token_ids", "prediction"):
+            _whole_numbers(getattr(params, name) or (), f"{name} must have token ids, which are whole numbers")
+        if not all(isinstance(bias, Real) for bias in params.logit_bias.values()):
+            raise UserError(f"logit_bias must have a number for each token id, not {shown(params.logit_bias)}")
         if params.ignore_eos or self.eos_ids <= set(params.stop_token_ids):
             return params
         return msgspec.structs.replace(params, stop_token_ids=sorted(self.eos_ids | set(params.stop_token_ids)))
@@ -265,9 +276,18 @@ def _refuse_given(instead: str, **arguments: str | int | None) -> None:
 def _one_each(params: SamplingParams | Sequence[SamplingParams] | None, count: int) -> list[SamplingParams]:
     if params is None or isinstance(params, SamplingParams):
         return [params or SamplingParams()] * count
+    if not (isinstance(params, Sequence) and all(isinstance(one, SamplingParams) for one in params)):
+        raise UserError(f"params must be one SamplingParams, or a list with one for each prompt, not {shown(params)}")
     if len(params) != count:
         raise UserError(f"{len(params)} sampling parameters for {count} prompts; give one for each, or one for all")
     return list(params)
+
+
+def _whole_numbers(values: Iterable[int], rule: str) -> list[int]:
+    try:
+        return list(map(operator.index, values))
+    except TypeError:
+        raise UserError(f"{rule}, not {shown(values)}") from None
 
 
 def _raise(refused: Refused | None) -> None:

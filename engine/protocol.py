@@ -15,6 +15,7 @@ from typing import Literal
 
 import msgspec
 
+from argument_types import check_types
 from errors import UserError
 
 Pooling = Literal["mean", "last"]  # of the hidden states of a prompt: of all tokens, or only the last one's
@@ -37,7 +38,7 @@ class TokenLogprobs(msgspec.Struct, frozen=True, array_like=True):
 
 
 class SamplingParams(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
-    """How one sequence is generated. Raises UserError for a value out of range.
+    """How one sequence is generated. Raises UserError for a value of another type or out of range.
 
     On several ranks `seed` must be the same, so that all of them draw the same tokens. The last group concerns text only: `LLM`
     and the server's frontend apply it, and the engine, which has ids only, ignores it.
@@ -73,6 +74,7 @@ class SamplingParams(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=Tr
     ignore_eos: bool = False  # `LLM` adds the model's EOS tokens to `stop_token_ids` unless this is set
 
     def __post_init__(self) -> None:
+        check_types(SamplingParams, msgspec.structs.asdict(self))
         for name, valid, rule in (
             ("max_tokens", self.max_tokens >= 1, "at least 1"),
             ("temperature", 0 <= self.temperature <= 100, "from 0 (greedy) to 100"),
@@ -80,7 +82,7 @@ class SamplingParams(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=Tr
             ("top_p", 0 < self.top_p <= 1, "above 0 and at most 1"),
             ("min_p", 0 <= self.min_p <= 1, "from 0 to 1"),
             ("seed", -(2**63) <= self.seed < 2**63, "a 64-bit integer"),
-            ("stop", "" not in self.stop, "texts of at least one character"),
+            ("stop", all(isinstance(text, str) and text for text in self.stop), "texts of at least one character"),
         ):
             if not valid:
                 raise UserError(f"{name} must be {rule}, not {getattr(self, name)}")

@@ -10,6 +10,7 @@ from typing import Any
 from unittest.mock import patch
 
 import msgspec
+import numpy as np
 import pytest
 import torch
 
@@ -298,6 +299,13 @@ def test_what_cannot_run_is_refused(seed: int) -> None:
         ([[1, 101]], None, "token id 101 is outside"),
         ([[1] * 70], SamplingParams(max_tokens=11), "exceed the model's context of 80"),
         (["text"], None, "has no tokenizer"),
+        ([1, 2], None, "a text or a list of token ids, not 1$"),
+        ([[1.5]], None, "a text or a list of token ids, not"),
+        ([[1]], {"temperature": 0}, "params must be one SamplingParams"),
+        ([[1]], [None], "params must be one SamplingParams"),
+        ([[1]], SamplingParams(stop_token_ids=[1.5]), "stop_token_ids must have token ids"),
+        ([[1]], SamplingParams(logit_bias={"5": 1.0}), "logit_bias must have token ids"),
+        ([[1]], SamplingParams(logit_bias={5: "high"}), "logit_bias must have a number for each"),
         ([[1], [2]], [SamplingParams()], "1 sampling parameters for 2 prompts"),
     ):
         with pytest.raises(UserError, match=message):
@@ -322,6 +330,55 @@ def test_what_cannot_run_is_refused(seed: int) -> None:
     assert llm.generate([], None) == []
     with pytest.raises(UserError, match="unknown dtype 'fp8'"):
         LLM(str(TINY), world=ALONE, dtype="fp8")
+
+
+@pytest.mark.parametrize(
+    ("kind", "wrong"),
+    [
+        (SamplingParams, {"temperature": "hot"}),
+        (SamplingParams, {"max_tokens": 2.5}),
+        (SamplingParams, {"max_tokens": True}),
+        (SamplingParams, {"min_tokens": None}),
+        (SamplingParams, {"seed": None}),
+        (SamplingParams, {"logprobs": "2"}),
+        (SamplingParams, {"logit_bias": [5]}),
+        (SamplingParams, {"stop": 3}),
+        (SamplingParams, {"stop": "."}),
+        (SamplingParams, {"stop": [3]}),
+        (SamplingParams, {"stop_token_ids": 3}),
+        (SamplingParams, {"grammar": 3}),
+        (SamplingParams, {"pooling": 3}),
+        (SamplingParams, {"ignore_eos": "yes"}),
+        (EngineLimits, {"max_num_seqs": "4"}),
+        (EngineLimits, {"kv_memory": "2G"}),
+        (LLM, {"model": 3}),
+        (LLM, {"model": TINY, "tokenizer": "gpt2"}),
+        (LLM, {"model": TINY, "dtype": torch.float32}),
+        (LLM, {"model": TINY, "seed": "1"}),
+        (LLM, {"model": TINY, "limits": {"max_num_seqs": 4}}),
+        (LLM, {"model": TINY, "speculate": True}),
+        (LLM, {"model": TINY, "draft_tokens": "7"}),
+        (LLM, {"model": TINY, "deterministic": 1}),
+    ],
+)
+def test_an_argument_of_another_type_is_named(kind: Callable[..., Any], wrong: dict[str, Any]) -> None:
+    name = list(wrong)[-1]
+    with pytest.raises(UserError, match=rf"^{name} must be [^\n]*, not [^\n]*$"):
+        kind(**wrong)
+
+
+def test_numbers_of_numpy_and_other_sequences_are_taken() -> None:
+    llm = LLM(random_model(config_of("standard")), world=ALONE)
+    plain = SamplingParams(max_tokens=3, temperature=1, top_p=0.5, stop_token_ids=[5], prediction=[6])
+    same = SamplingParams(
+        max_tokens=np.int64(3),
+        temperature=np.float64(1),
+        top_p=np.float32(0.5),
+        stop_token_ids=(5,),  # type: ignore[arg-type]
+        prediction=[np.int64(6)],
+    )
+    for prompt in ((7, 8), np.array([7, 8]), torch.tensor([7, 8])):
+        assert llm.generate([prompt], same) == llm.generate([[7, 8]], plain)
 
 
 def rank_generates(world: World, directory: Path, prompts: list[list[int]], params: list[SamplingParams]) -> list[Any]:
