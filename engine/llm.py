@@ -154,12 +154,15 @@ class LLM:
         return self._engine and self._engine[1]
 
     def generate(
-        self, prompts: Sequence[str] | Sequence[Sequence[int]], params: SamplingParams | Sequence[SamplingParams] | None = None
+        self,
+        prompts: str | Sequence[str] | Sequence[Sequence[int]],
+        params: SamplingParams | Sequence[SamplingParams] | None = None,
     ) -> list[Completion]:
-        """The answers to prompts of any lengths, texts or token ids. params: one for all, or one for each; None: the defaults.
+        """The answers to prompts of any lengths, texts or token ids. A text alone is one prompt. params: one for all, or one for each;
+        None: the defaults, whose seed is 0, so that equal prompts get equal answers.
 
         Raises UserError for a prompt that does not fit."""
-        ids = [self.encode(prompt) for prompt in prompts]
+        ids = self._encode_all(prompts)
         answers = [Completion(prompt) for prompt in ids]
         for _ in self.stream(ids, params, answers=answers):
             pass
@@ -167,17 +170,17 @@ class LLM:
 
     def stream(
         self,
-        prompts: Sequence[str] | Sequence[Sequence[int]],
+        prompts: str | Sequence[str] | Sequence[Sequence[int]],
         params: SamplingParams | Sequence[SamplingParams] | None = None,
         *,
         timing: Timing | None = None,
         answers: Sequence[Completion] | None = None,
     ) -> Generator[list[Delta]]:
-        """Yields, after each step, the new part of each answer. If the caller closes the generator, all answers end. answers: one for
+        """Yields, after each step, the new part of each answer. prompts, params: as `generate` takes them. If the caller closes the generator, all answers end. answers: one for
         each prompt, extended in place. timing: filled in place.
 
         Raises UserError at the first iteration: for a prompt that does not fit, and while another call has not ended."""
-        ids = [self.encode(prompt) for prompt in prompts]
+        ids = self._encode_all(prompts)
         each = [self._with_eos(one) for one in _one_each(params, len(ids))]
         answers = [Completion(prompt) for prompt in ids] if answers is None else answers
         if not ids:
@@ -223,6 +226,9 @@ class LLM:
         if self.tokenizer is None:
             raise UserError("this model has no tokenizer, so it takes no text; give token ids")
         return self.tokenizer.encode(prompt)
+
+    def _encode_all(self, prompts: str | Sequence[str] | Sequence[Sequence[int]]) -> list[list[int]]:
+        return [self.encode(prompt) for prompt in ([prompts] if isinstance(prompts, str) else prompts)]
 
     def step_tokens(self, prompts: Sequence[Sequence[int]]) -> int:
         """The most tokens of a step that computes these prompts and their answers. For engines without `limits`."""

@@ -40,8 +40,9 @@ class TokenLogprobs(msgspec.Struct, frozen=True, array_like=True):
 class SamplingParams(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
     """How one sequence is generated. Raises UserError for a value of another type or out of range.
 
-    On several ranks `seed` must be the same, so that all of them draw the same tokens. The last group concerns text only: `LLM`
-    and the server's frontend apply it, and the engine, which has ids only, ignores it.
+    `seed` is not random by default: equal prompts and parameters give equal tokens. On several ranks it must be the same, so that
+    all of them draw the same tokens. The last group concerns text only: `LLM` and the server's frontend apply it, and the engine,
+    which has ids only, ignores it.
     """
 
     max_tokens: int = 16
