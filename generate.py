@@ -39,7 +39,7 @@ from errors import UserError
 from lora import open_adapter
 from model import Transformer
 from options import ModelOptions, SpeculationOptions, add_options, dtype_name, rank_options
-from presets import has_random_weights, is_shape, model_config
+from presets import model_config, warn_of_noise
 from processes import is_rank
 from profiling import annotate, profiled
 from tokenizer import Tokenizer
@@ -412,14 +412,11 @@ def main() -> None:
 
         leave(start_ranks(args.tp, sys.argv))
     job, world = start()
-    if job.args.variant and not has_random_weights(job.args.model):
-        note(f"warning: computing {job.config.description}, for which the checkpoint was not trained; its text will be wrong")
-    if is_shape(job.args.model):
-        note(f"warning: {job.args.model} is a config.json alone: the weights are random and the text is noise")
     dtype = DTYPES[dtype_name(job.args.dtype, world.device.type)]
     began = time.perf_counter()
     kv_dtype = job.args.kv_dtype
     model = load_model(job.args.model, job.config, world, dtype, job.args.seed, job.cache_tokens, kv_dtype)
+    warn_of_noise(job.args.model, job.config)
     quantized = f", {job.config.quantization.description}" if job.config.quantization else ""
     note(
         f"{job.args.model}: {job.config.parameter_count() / 1e6:,.0f}M parameters, {job.config.description}, {dtype}{quantized}, "

@@ -5,6 +5,7 @@ from difflib import get_close_matches
 from pathlib import Path
 from typing import Any
 
+from cli import note
 from config import ModelConfig, with_variant
 from errors import UserError
 from files import model_folder
@@ -101,6 +102,14 @@ def is_shape(name: str) -> bool:
 def has_random_weights(name: str) -> bool:
     """Whether `--model NAME` has a shape but no weights: a preset, or a `config.json` alone."""
     return is_preset(name) or is_shape(name)
+
+
+def warn_of_noise(name: str, config: ModelConfig) -> None:
+    """Say so if the text of `--model NAME`, computed with this config, has no meaning."""
+    if has_random_weights(name):
+        note(f"warning: {name} is a shape without weights: they are random and its text is noise, for benchmarks only")
+    elif config.description != named_config(name).description:
+        note(f"warning: computing {config.description}, for which the checkpoint was not trained; its text will be wrong")
 
 
 def named_config(name: str) -> ModelConfig:

@@ -29,7 +29,7 @@ from hosts import DRAIN, Watch, await_cause, model_fact, watch
 from lora import LoraLimits, open_adapter
 from options import ModelOptions, SharedTextOptions, SpeculationOptions, StandInOptions, draft_limit, dtype_name, rank_options
 from ports import check_port
-from presets import model_config
+from presets import model_config, warn_of_noise
 from processes import LAUNCHER, run_folder, start_ticks
 from server import logs
 from server.journal_file import check_journal
@@ -247,12 +247,9 @@ def join(settings: Settings | None, error: UserError | None) -> World:
     return init_world(**rank_options(settings), facts=shared_facts(settings), error=error)
 
 
-def warn_of_benchmarks(settings: Settings) -> None:
+def warn_of_benchmarks(settings: Settings, config: ModelConfig) -> None:
     """Say what makes answers or speeds meaningless."""
-    if settings.random_weights:
-        note(
-            f"warning: {settings.model} is a shape without weights: they are random and its text is noise, for benchmarks only"
-        )
+    warn_of_noise(settings.model, config)
     if settings.accept_rate is not None:
         note(
             f"warning: --accept-rate: a drafted token counts as right with probability {settings.accept_rate:g}, whatever the model "
@@ -313,7 +310,7 @@ def main() -> None:
     agree_on_error(world, error)
     assert job is not None
     reached("process group")
-    warn_of_benchmarks(job.settings)
+    warn_of_benchmarks(job.settings, job.config)
     with contextlib.ExitStack() as stack:
         frontend = None if launched or world.rank else start_frontend(job.settings, agent, stack)
         handle_signals(frontend, launched, agent)

@@ -26,7 +26,7 @@ from presets import model_config, preset
 from scripts.bench.serving import startup
 from scripts.lib.load_generator import Request, plan
 from scripts.lib.servers import rung_server
-from server.launch import prepare, process_age
+from server.launch import prepare, process_age, warn_of_benchmarks
 from server.settings import Settings
 from tests import MODELS, ROOT
 from tests.scripts.test_load_generator import FakeServer
@@ -101,6 +101,23 @@ def test_the_upper_bound_is_served_where_the_text_is_noise_anyway() -> None:
     assert prepare(Settings(model="tiny", variant="upper-bound"), 2)[0].variant == "upper-bound"
     with pytest.raises(UserError, match="wrong text"):
         prepare(Settings(model=str(HYBRID), variant="upper-bound"), 2)
+
+
+@pytest.mark.parametrize(
+    ("model", "variant", "said"),
+    [
+        (str(HYBRID), None, ""),
+        (str(HYBRID), "hybrid", ""),  # its own
+        (str(HYBRID), "standard", "computing standard, for which the checkpoint was not trained; its text will be wrong\n"),
+        ("tiny", "ladder", "tiny is a shape without weights: they are random and its text is noise, for benchmarks only\n"),
+    ],
+)
+def test_text_without_meaning_is_announced(
+    model: str, variant: str | None, said: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    settings = Settings(model=model, variant=variant)
+    warn_of_benchmarks(settings, prepare(settings, 1)[0])
+    assert capsys.readouterr().err == (said and f"warning: {said}")
 
 
 # --- the server ------------------------------------------------------------------------------------------------------------
