@@ -179,5 +179,11 @@ def with_variant(config: ModelConfig, name: str) -> ModelConfig:
 
 
 def limit_context(config: ModelConfig, length: int | None) -> ModelConfig:
-    """`config` with a context of at most `length` tokens; None keeps the checkpoint's context."""
-    return config if length is None else replace(config, max_seq_len=min(length, config.max_seq_len))
+    """`config` with a context of `length` tokens; None keeps the checkpoint's context. Raises UserError for a longer one."""
+    if length is None:
+        return config
+    if length > config.max_seq_len:
+        raise UserError(
+            f"--max-model-len {length} is above the model's context of {config.max_seq_len}; give less, or leave it out"
+        )
+    return replace(config, max_seq_len=length)

@@ -378,6 +378,15 @@ GROUPS = {
 }
 
 
+NEEDS = {  # flags that need one of others: the fields of both, and what a user adds
+    ("draft_tokens", "ngram_prompts"): {"speculate": "--speculate ngram"},
+    ("max_loras", "max_lora_rank"): {"lora": "--lora NAME=DIR", "allow_lora_updates": "--allow-lora-updates"},
+    ("lora_root",): {"allow_lora_updates": "--allow-lora-updates"},
+    ("protect_metrics",): {"api_key": "--api-key", "api_key_file": "--api-key-file FILE"},
+    ("journal_hours", "journal_results", "journal_mb"): {"journal": "--journal FILE"},
+}
+
+
 @dataclass(frozen=True, kw_only=True)
 class Settings(
     ModelOptions,
@@ -438,12 +447,21 @@ def load_settings(argv: Sequence[str] | None = None, environ: Mapping[str, str] 
     if not merged.get("model"):
         raise UserError("no model; pass --model DIR (or set RUNG_MODEL), for example --model models/tiny-hybrid")
     settings = Settings(**merged)
+    check_needs(settings)
     check_adapters(settings)
     adapters = settings.lora or settings.allow_lora_updates
     determinism.refuse(settings.deterministic, compiled=settings.compile, adapters=adapters)
-    if settings.ngram_prompts and not settings.speculate:
-        raise UserError("--ngram-prompts needs drafts; add --speculate ngram, or leave it out")
     return _with_key_file(settings)
+
+
+def check_needs(settings: Settings) -> None:
+    """Raises UserError for a flag that has no effect without others. Its default may be given: programs pass on all their flags."""
+    for names, needed in NEEDS.items():
+        for name in names:
+            given = getattr(settings, name) != getattr(Settings, name)
+            if given and not any(getattr(settings, one) for one in needed):
+                words = " or ".join(needed.values())
+                raise UserError(f"--{name.replace('_', '-')} has no effect here; add {words}, or leave it out")
 
 
 def check_adapters(settings: Settings) -> None:

@@ -20,6 +20,7 @@ from config import limit_context
 from engine.core import Engine
 from engine.limits import EngineLimits
 from engine.protocol import SamplingParams, Submit
+from errors import UserError
 from hf_config import config_from_hf, config_to_hf
 from presets import model_config
 from rope import rope_frequencies
@@ -194,7 +195,9 @@ def test_the_context_decides_about_frequencies_and_not_a_sequence(name: str) -> 
     short, long = (rope_frequencies(limit_context(config, n)) for n in (ORIGINAL, ORIGINAL + 40))
     assert torch.equal(rope_frequencies(limit_context(config, 3)), short)
     assert not torch.allclose(short, long)
-    assert torch.equal(rope_frequencies(config), rope_frequencies(limit_context(config, 10**6)))
+    assert torch.equal(rope_frequencies(config), rope_frequencies(limit_context(config, 128)))
+    with pytest.raises(UserError, match="--max-model-len 129 is above the model's context of 128"):
+        limit_context(config, 129)
 
 
 @pytest.mark.parametrize(("head_dim", "theta"), [(128, 1e6), (96, 1e4)])

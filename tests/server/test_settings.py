@@ -6,7 +6,7 @@ from pathlib import Path
 import pytest
 
 from errors import UserError
-from server.settings import Settings, load_settings
+from server.settings import NEEDS, Settings, load_settings
 
 
 def test_help_says_the_defaults() -> None:
@@ -61,6 +61,16 @@ def test_a_model_is_called_like_its_folder(tmp_path: Path, monkeypatch: pytest.M
         (["--model", "m", "--max-num-seqs", "65537"], {}, "", "not from 1 to 65536"),
         (["--model", "m"], {"RUNG_MAX_BATCH_TOKENS": "1048577"}, "", "not from 1 to 1048576"),
         (["--model", "m", "--ngram-prompts", "9"], {"RUNG_SPECULATE": "off"}, "", "add --speculate ngram"),
+        (
+            ["--model", "m", "--draft-tokens", "5"],
+            {},
+            "",
+            "--draft-tokens has no effect here; add --speculate ngram, or leave it out",
+        ),
+        (["--model", "m", "--max-loras", "2"], {}, "", "--max-loras has no .* add --lora NAME=DIR or --allow-lora-updates"),
+        (["--model", "m", "--lora", "a=/a"], {"RUNG_LORA_ROOT": "/"}, "", "--lora-root has no .* add --allow-lora-updates"),
+        (["--model", "m"], {}, "protect-metrics = true", "--protect-metrics has no .* add --api-key or --api-key-file FILE"),
+        (["--model", "m", "--journal-hours", "1"], {}, "", "--journal-hours has no .* add --journal FILE"),
         (["--model", "m", "--trusted-proxy", "proxy.example"], {}, "", "trusted-proxy"),
         (["--model", "m"], {"RUNG_TRUSTED_PROXY": "10.0.0.1/8"}, "", "RUNG_TRUSTED_PROXY.*host bits"),
     ],
@@ -72,3 +82,15 @@ def test_bad_settings(tmp_path: Path, argv: list[str], environ: dict[str, str], 
     with pytest.raises(UserError, match=message) as caught:
         load_settings(argv, environ)
     assert "\n" not in str(caught.value)
+
+
+def test_flags_that_need_others_are_taken_with_them() -> None:
+    for argv in (
+        ["--draft-tokens", "5", "--ngram-prompts", "9", "--speculate", "ngram"],
+        ["--max-loras", "2", "--max-lora-rank", "8", "--lora", "a=/a"],
+        ["--protect-metrics", "--api-key", "k"],
+        ["--journal-hours", "1", "--journal", "file"],
+        ["--no-protect-metrics", "--draft-tokens", "7", "--ngram-prompts", "0"],  # what is the default needs nothing
+    ):
+        assert load_settings(["--model", "m", *argv], {}).model == "m"
+    assert all({*names, *needed} <= {one.name for one in fields(Settings)} for names, needed in NEEDS.items())
