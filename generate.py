@@ -38,7 +38,7 @@ from engine.llm import Completion, Timing, check_prompts, read_tokenizer
 from errors import UserError
 from lora import open_adapter
 from model import Transformer
-from options import ModelOptions, SpeculationOptions, add_options, dtype_name, rank_options
+from options import ModelOptions, SpeculationOptions, add_options, dtype_name, rank_options, whole_number
 from presets import model_config, warn_of_noise
 from processes import is_rank
 from profiling import annotate, profiled
@@ -98,7 +98,7 @@ def add_prompt_options(parser: argparse.ArgumentParser) -> None:
 
 def add_generation_options(parser: argparse.ArgumentParser) -> None:
     out = parser.add_argument_group("generation")
-    out.add_argument("--max-new-tokens", type=int, default=200, metavar="N", help="default: 200")
+    out.add_argument("--max-new-tokens", type=whole_number(1), default=200, metavar="N", help="default: 200")
     out.add_argument("--temperature", type=float, default=0.8, help="0 is greedy (default: 0.8)")
     out.add_argument("--top-k", type=int, default=0, help="keep the k likeliest tokens (default: 0, all)")
     out.add_argument(
@@ -110,8 +110,10 @@ def add_generation_options(parser: argparse.ArgumentParser) -> None:
         "--stop", action="append", default=[], metavar="TEXT", help="end before this text; may be given several times"
     )
     out.add_argument("--ignore-eos", action="store_true", help="go on to --max-new-tokens whatever is generated")
-    out.add_argument("--num-samples", type=int, default=1, metavar="N", help="answers to generate (default: 1)")
-    out.add_argument("--batch-size", type=int, default=1, metavar="N", help="how many of them at a time (default: 1)")
+    out.add_argument("--num-samples", type=whole_number(1), default=1, metavar="N", help="answers to generate (default: 1)")
+    out.add_argument(
+        "--batch-size", type=whole_number(1), default=1, metavar="N", help="how many of them at a time (default: 1)"
+    )
 
 
 def add_output_options(parser: argparse.ArgumentParser) -> None:
@@ -126,9 +128,6 @@ def add_output_options(parser: argparse.ArgumentParser) -> None:
 
 
 def check_args(args: argparse.Namespace) -> None:
-    for name in ("max_new_tokens", "num_samples", "batch_size"):
-        if (value := getattr(args, name)) < 1:
-            raise UserError(f"--{name.replace('_', '-')} must be at least 1, not {value}")
     if args.tp is not None:
         check_ranks(args.tp)
     if "" in args.stop:
@@ -274,11 +273,11 @@ def samples(job: Job, llm: LLM, world: World) -> Iterator[dict[str, Any]]:
         if streamed:
             print()
         speed = measure(llm.model, timing, world)
-        for prompt, output in zip(job.prompts[first:], outputs, strict=False):
+        for output in outputs:
             yield {
                 "text": output.text,
                 "token_ids": output.token_ids,
-                "prompt_token_ids": prompt,
+                "prompt_token_ids": output.prompt_ids,
                 "finish_reason": output.finish_reason,
                 "variant": job.config.description,
                 "world_size": world.world_size,

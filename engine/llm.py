@@ -30,7 +30,7 @@ from engine.draft_models import find_draft
 from engine.limits import EngineLimits
 from engine.logits import check_ids
 from engine.logprobs import SCORE_CHUNK
-from engine.protocol import Abort, Refused, SamplingParams, Submit, TokenLogprobs
+from engine.protocol import Abort, SamplingParams, Submit, TokenLogprobs
 from engine.runner import LARGEST_MEASURED, largest_graph
 from engine.text import AnswerStream, Delta
 from engine.tuning import tune
@@ -176,8 +176,8 @@ class LLM:
         timing: Timing | None = None,
         answers: Sequence[Completion] | None = None,
     ) -> Generator[list[Delta]]:
-        """Yields, after each step, the new part of each answer. prompts, params: as `generate` takes them. If the caller closes the generator, all answers end. answers: one for
-        each prompt, extended in place. timing: filled in place.
+        """Yields, after each step, the new part of each answer. If the caller closes the generator, all answers end. prompts, params: as
+        `generate` takes them. answers: one for each prompt, extended in place. timing: filled in place.
 
         Raises UserError at the first iteration: for a prompt that does not fit, and while another call has not ended."""
         ids = self._encode_all(prompts)
@@ -193,7 +193,8 @@ class LLM:
         self._streaming = True
         try:
             for i, (prompt, one) in enumerate(zip(ids, each, strict=True)):
-                _raise(engine.submit(Submit(str(i), prompt, one, adapter=ADAPTER if self.adapters else "")))
+                if refused := engine.submit(Submit(str(i), prompt, one, adapter=ADAPTER if self.adapters else "")):
+                    raise UserError(refused.message)
             yield from _run(engine, streams, answers, timing or Timing())
         finally:
             self._streaming = False
@@ -242,10 +243,6 @@ class LLM:
         return max(min(sum(map(len, prompts)), most), sequences * (1 + self.draft_tokens))
 
     def _with_eos(self, params: SamplingParams) -> SamplingParams:
-        for name in ("logit_bias", "allowed_token_ids", "stop_token_ids", "prediction"):
-            _whole_numbers(getattr(params, name) or (), f"{name} must have token ids, which are whole numbers")
-        if not all(isinstance(bias, Real) for bias in params.logit_bias.values()):
-            raise UserError(f"logit_bias must have a number for each token id, not {shown(params.logit_bias)}")
         if params.ignore_eos or self.eos_ids <= set(params.stop_token_ids):
             return params
         return msgspec.structs.replace(params, stop_token_ids=sorted(self.eos_ids | set(params.stop_token_ids)))
@@ -281,12 +278,21 @@ def _refuse_given(instead: str, **arguments: str | int | None) -> None:
 
 def _one_each(params: SamplingParams | Sequence[SamplingParams] | None, count: int) -> list[SamplingParams]:
     if params is None or isinstance(params, SamplingParams):
-        return [params or SamplingParams()] * count
+        return [_with_checked_ids(params or SamplingParams())] * count
     if not (isinstance(params, Sequence) and all(isinstance(one, SamplingParams) for one in params)):
         raise UserError(f"params must be one SamplingParams, or a list with one for each prompt, not {shown(params)}")
     if len(params) != count:
         raise UserError(f"{len(params)} sampling parameters for {count} prompts; give one for each, or one for all")
-    return list(params)
+    return [_with_checked_ids(one) for one in params]
+
+
+def _with_checked_ids(params: SamplingParams) -> SamplingParams:
+    """The same parameters. What their lists contain is not checked when they are made, which a server does too often."""
+    for name in ("logit_bias", "allowed_token_ids", "stop_token_ids", "prediction"):
+        _whole_numbers(getattr(params, name) or (), f"{name} must have token ids, which are whole numbers")
+    if not all(isinstance(bias, Real) for bias in params.logit_bias.values()):
+        raise UserError(f"logit_bias must have a number for each token id, not {shown(params.logit_bias)}")
+    return params
 
 
 def _whole_numbers(values: Iterable[int], rule: str) -> list[int]:
@@ -296,19 +302,14 @@ def _whole_numbers(values: Iterable[int], rule: str) -> list[int]:
         raise UserError(f"{rule}, not {shown(values)}") from None
 
 
-def _raise(refused: Refused | None) -> None:
-    if refused is not None:
-        raise UserError(refused.message)
-
-
 def _run(engine: Engine, streams: list[AnswerStream], answers: Sequence[Completion], timing: Timing) -> Generator[list[Delta]]:
     start, started = time.perf_counter(), False
     while engine.has_work() or engine.preparing:
         engine.admit()
         outputs = engine.step() if engine.has_work() else []
         failed, engine.refused = engine.refused, []  # grammars; a later call must not find them
-        for refused in failed:
-            _raise(refused)
+        if failed:
+            raise UserError(failed[0].message)
         if not outputs and engine.preparing:
             time.sleep(COMPILING_SECONDS)
         deltas = [delta for output in outputs if (delta := streams[int(output.request_id)].push(output)) is not None]
