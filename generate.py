@@ -426,8 +426,8 @@ def main() -> None:
     if job.args.compile:
         model.compile_modules()
     speculate = job.draft.name if job.draft else job.args.speculate
-    drafts = {"speculate": speculate, "draft_tokens": job.args.draft_tokens}
-    llm = LLM(model, job.tokenizer, world, kv_dtype=kv_dtype, lora=job.args.lora, **drafts)
+    most = job.args.draft_tokens if speculate else None
+    llm = LLM(model, job.tokenizer, world, kv_dtype=kv_dtype, speculate=speculate, draft_tokens=most, lora=job.args.lora)
     if job.args.score:
         print_score(job, llm, world)
     elif job.args.interactive:

@@ -115,8 +115,10 @@ class LLM:
             _refuse_given("give it where the model is loaded", variant=variant, dtype=dtype, quantize=quantize)
         if limits is not None:
             _refuse_given("with limits, give it to EngineLimits", kv_dtype=kv_dtype, draft_tokens=draft_tokens)
-            if speculate and not limits.draft_tokens:
+            if source and not limits.draft_tokens:
                 raise UserError("speculate has no effect here: with limits, also give EngineLimits(draft_tokens=7)")
+        elif not source:
+            _refuse_given('also give speculate, such as "ngram"', draft_tokens=draft_tokens)
         if deterministic and not determinism.enabled() and (world is not None or isinstance(model, Transformer)):
             raise UserError("give deterministic=True to init_world, before the ranks are connected and a model is loaded")
         self.world = world or init_world(deterministic=deterministic)

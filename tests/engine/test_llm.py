@@ -232,7 +232,7 @@ def test_speculation_gives_the_same_answers_in_fewer_steps(monkeypatch: pytest.M
     model = random_model(config_of("standard"))
     prompts = [[random.randrange(101) for _ in range(5)] for _ in range(3)]
     biased = SamplingParams(max_tokens=40, temperature=0, logit_bias=dict.fromkeys(random.sample(range(101), 3), 50.0))
-    plain, fast = (LLM(model, world=ALONE, speculate=source, draft_tokens=5) for source in (None, "ngram"))
+    plain, fast = LLM(model, world=ALONE), LLM(model, world=ALONE, speculate="ngram", draft_tokens=5)
     timing = Timing()
     answers = [Completion(prompt) for prompt in prompts]
     for _ in fast.stream(prompts, biased, timing=timing, answers=answers):
@@ -333,6 +333,8 @@ def test_what_cannot_run_is_refused(seed: int) -> None:
     for name, value in (("variant", "standard"), ("dtype", "float32"), ("quantize", "int8")):
         with pytest.raises(UserError, match=f"^{name} has no effect here: .* where the model is loaded"):
             LLM(llm.model, world=ALONE, **{name: value})
+    with pytest.raises(UserError, match=r"^draft_tokens has no effect here: also give speculate"):
+        LLM(llm.model, world=ALONE, draft_tokens=7)
     for name, argument in (("kv_dtype", "auto"), ("draft_tokens", 7), ("speculate", "ngram")):
         with pytest.raises(UserError, match=rf"^{name} has no effect here: with limits, .* EngineLimits"):
             LLM(llm.model, world=ALONE, limits=EngineLimits(max_num_seqs=2), **{name: argument})
