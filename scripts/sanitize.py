@@ -26,6 +26,7 @@ from scripts.lib.steps import Step, add_run_options, log_of, run_steps, steps_do
 
 CHOSEN = r"gpu|captured|entry_points|fusion"  # parts of the names of tests that need a GPU
 LEFT_OUT = ("replays", "on_gpus")  # thousands of replays
+SECONDS, SLOW = 150, {"attention": 440}  # of a step on one H100, about
 FAULT = 9  # exit code of memcheck if it reports an error
 SAID = re.compile(r"^========= (?!COMPUTE-SANITIZER)\S.*|^\d+ (?:passed|failed|error|skipped).* in .*", re.MULTILINE)
 
@@ -37,9 +38,10 @@ def steps(tool: str) -> Iterator[Step]:
         names = re.findall(rf"^def (test_\w*(?:{CHOSEN})\w*)", path.read_text(), re.MULTILINE)
         if any(not any(part in name for part in LEFT_OUT) for name in names):
             tests = (sys.executable, "-m", "pytest", "-x", "-k", chosen, str(path.relative_to(ROOT)))
-            yield Step(path.stem.removeprefix("test_"), 150, (*memcheck, *tests))
+            name = path.stem.removeprefix("test_")
+            yield Step(name, SLOW.get(name, SECONDS), (*memcheck, *tests))
     sums = (sys.executable, "-m", "scripts.bench.comm.sanitize")
-    yield Step("all-reduces", 150, (*memcheck, "--report-api-errors", "no", *sums))
+    yield Step("all-reduces", SECONDS, (*memcheck, "--report-api-errors", "no", *sums))
 
 
 def summary(found: Sequence[Step], raw: Path) -> str:
