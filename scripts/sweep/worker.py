@@ -109,9 +109,11 @@ class Models:
         return self.loaded[self.key(s)]
 
     def about(self, s: Setting) -> dict[str, str]:
-        """The variant and the communicator in words."""
+        """The variant, the communicator and the schedules of a ladder's all-reduces, in words."""
         llm, comm = self.loaded[self.key(s)]
-        return {"variant": llm.model.config.description, "communicator": comm.name}
+        schedules = llm.engine.runner.schedules if llm.engine else None
+        chosen = str(schedules) if schedules and len(schedules.possible) > 1 else ""
+        return {"variant": llm.model.config.description, "communicator": comm.name, "schedules": chosen}
 
     def _communicator(self, s: Setting) -> Communicator:
         link = interconnect(s.interconnect).link
