@@ -3,6 +3,8 @@
 import json
 import math
 import random
+import re
+import textwrap
 from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
@@ -16,11 +18,13 @@ from torch import Tensor
 
 import checkpoint
 import comm
+import model as model_file
 from attention import Causal
 from config import ModelConfig, Reduces, desync_pattern, with_variant
 from hf_config import config_to_hf
 from model import Transformer
 from presets import model_config
+from scripts.lib.results import ROOT
 from tests.support.paged import CachedSequences
 from tp import World
 
@@ -424,6 +428,23 @@ def test_hybrid_ladder_with_seams(layers: tuple[int, ...], tmp_path: Path, seed:
 def test_parallel_follows_its_definition(tmp_path: Path, seed: int) -> None:
     model, reference, tokens = prepare(with_variant(random_config(), "parallel"), tmp_path)
     assert_model_equals(model, tokens, reference.parallel(tokens))
+
+
+def test_the_example_of_contributing_follows_its_definition(tmp_path: Path, seed: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Attention reads x_{i-1} and the MLP x_{i-2}: both read the layer's input."""
+    found = re.search(r"\n( +class MyBlock.*?)\n\n", (ROOT / "CONTRIBUTING.md").read_text(), re.DOTALL)
+    assert found
+    names = dict(vars(model_file))
+    exec(textwrap.dedent(found[1]), names)
+    monkeypatch.setitem(model_file.BLOCKS, "standard", names["MyBlock"])
+    model, reference, tokens = prepare(random_config(), tmp_path)
+    x = reference.embedded(tokens)
+    for i in range(1, reference.modules, 2):
+        x = x + reference.h(i, x) + reference.h(i + 1, x)
+    assert_model_equals(model, tokens, reference.logits(x))
+    rows, context = torch.tensor([11, 3]), Causal(12, CPU)
+    with torch.inference_mode():
+        assert_close(model.hidden(tokens, context, rows), model.hidden(tokens, context)[:, rows])
 
 
 def written_out(pattern: tuple[Reduces, ...]) -> list[bool]:
