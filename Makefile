@@ -231,7 +231,7 @@ profile-collectives: setup #+ Train: time all-gather, reduce-scatter, all-reduce
 	@$(ON_RANKS) $(RANKS) -m training.profile_collectives --out $(PROFILE) $(ARGS)
 
 test-plans: setup-dev #+ Test: every sharding of 4 and 8 ranks against plain training (15 min, 2 GB)
-	@$(PY) -m pytest -m exhaustive $(ARGS)
+	@$(PY) -m pytest -m exhaustive tests/training $(ARGS)
 
 adapt-demo: setup-dev #+ Train: convert the embedded standard model to hybrid ladders: accuracy lost and restored by retraining, resumable (a CPU: over 20 min, 2 GB; else on a GPU)
 	@$(PY) -m scripts.quality.adapt_demo $(if $(filter file,$(origin RANKS)),,--ranks $(RANKS)) $(ARGS)
