@@ -175,10 +175,12 @@ def folded(markdown: str) -> str:
 
 
 def load(result: dict[str, Any]) -> str:
-    """The section on the server under open-loop load. Cells with three figures hold p50, p90 and p99."""
-    s = result["settings"]
-    about = f"{s['model'] or s['url']}, {s['ranks']} rank(s), {s['requests']} requests a rate, Poisson arrivals. Cells of three: p50 / p90 / p99."
-    parts = [paragraph(about, "soft"), html_table(load_table(result))]
+    """The section on the server under load. Cells with three figures hold p50, p90 and p99."""
+    s, text = result["settings"], load_table(result)
+    kind = "requests of each client, one after the other" if "clients" in result else "requests a rate, Poisson arrivals"
+    about = f"{s['model'] or s['url']}, {s['ranks']} rank(s), {s['requests']} {kind}. Cells of three: p50 / p90 / p99."
+    parts = [paragraph(about, "soft"), html_table(text)]
+    parts += [paragraph(line) for line in text.splitlines() if line and not line.startswith("|")]
     if "offline" in result:
         o = result["offline"]
         parts.append(

@@ -451,6 +451,17 @@ def test_a_page_of_one_part_alone() -> None:
     assert "under load" not in report.page([steady(1, 1)], None, "t")
 
 
+def test_the_page_shows_clients_in_place_of_rates(tmp_path: Path) -> None:
+    path = tmp_path / "load.json"
+    settings = {"model": "models/x", "url": None, "ranks": 2, "requests": 7, "accept_rate": 0.75}
+    one = {"clients": 3, "summary": summary([Answer(1.0, outcome="status 503")], 200, 50), "accepted": 5, "drafts": 4}
+    path.write_text(json.dumps({"machine": MACHINE, "settings": settings, "clients": [one]}))
+    page = Page()
+    page.feed(report.page([], report.read_load(path), "t"))
+    for part in ("7 requests of each client", "1.25", "with probability 0.75", "1 of 1"):
+        assert part in page.text
+
+
 def test_tables_name_every_variant_once() -> None:
     rows = [steady(10, ms, variant=v) for v, ms in (("ladder", 2), ("standard", 3))]
     text = tables.latency_table(rows)

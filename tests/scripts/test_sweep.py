@@ -592,7 +592,7 @@ def test_scripts_refuse_outputs_that_cannot_be(
         sweep: ["--device", "cpu", "--models", "tiny"],
         load: ["--model", "tiny"],
         plots: ["--sweep", str(rows)],
-        report: ["--sweep", str(rows)],
+        report: ["--sweep", str(rows), "--load", str(tmp_path / "none.json")],
     }[script]
     monkeypatch.setattr(subprocess, "Popen", lambda *_, **__: pytest.fail("something was started"))
     monkeypatch.setattr(launches, "machine", dict)

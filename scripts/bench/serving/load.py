@@ -74,7 +74,9 @@ def spread(summary: dict[str, Any]) -> list[str]:
 
 
 def table(result: dict[str, Any]) -> str:
-    """A Markdown table with one line per rate. Cells with three figures hold p50, p90 and p99."""
+    """A Markdown table with one line per rate or number of clients. Cells with three figures hold p50, p90 and p99."""
+    if "clients" in result:
+        return table_by_clients(result)
     limits = f"goodput, TTFT ≤ {result['settings']['ttft_limit']:g} ms, ITL ≤ {result['settings']['itl_limit']:g} ms"
     idle = any(one.get("gpu_idle_share") is not None for one in result["rates"])
     head = ["offered, requests/s", "served, requests/s", "tokens/s", *SPREADS.values(), limits, "failed"]
@@ -375,7 +377,7 @@ def main() -> None:
             result["rates"] = in_event_loop(offer_all(args, url, vocab_size))
     result["machine"] = machine()  # last: it initializes CUDA, and the server uses the GPUs' memory until it ends
     write_text(args.out, json.dumps(result, separators=(",", ":")) + "\n")
-    print(table_by_clients(result) if args.clients else table(result))
+    print(table(result))
     note(f"wrote {args.out}")
 
 
