@@ -199,10 +199,26 @@ def gpus_of(options: Options, resources: Mapping[str, float]) -> int:
     return options.tp if resources.get("GPU") else 0
 
 
+def resources_of(options: Options, resources: Mapping[str, float]) -> dict[str, float]:
+    """The CPUs and GPUs of a replica, as Ray takes them, in a cluster that has `resources` now. Raises UserError, see `gpus_of`, and if
+    a cluster that gets no further nodes is too small for the replicas: Ray would wait without an end."""
+    cpus, gpus = options.cpus or options.tp, gpus_of(options, resources)
+    for kind, each, advice in (
+        ("CPU", cpus, "end it and start it with these flags"),  # then it has as many as they need
+        ("GPU", gpus, "take a smaller --tp"),
+    ):
+        if FIXED in resources and options.replicas * each > resources.get(kind, 0):
+            raise UserError(
+                f"{options.replicas} replicas need {options.replicas * each:g} {kind}s, and the cluster has "
+                f"{resources.get(kind, 0):g}; give fewer --replicas, or {advice}"
+            )
+    return {"num_cpus": cpus, "num_gpus": gpus}
+
+
 def build(options: Options) -> Any:
-    """The application for `serve.run` and `serve deploy`. Raises UserError, see `gpus_of`."""
+    """The application for `serve.run` and `serve deploy`. Raises UserError, see `resources_of`."""
     # Ray takes an actor's resources from one node: its ranks share a host, as in a placement group with one bundle (STRICT_PACK).
-    resources = {"num_cpus": options.cpus or options.tp, "num_gpus": gpus_of(options, ray.cluster_resources())}
+    resources = resources_of(options, ray.cluster_resources())
     scaling = AutoscalingConfig(
         min_replicas=options.replicas,
         max_replicas=max(options.replicas, options.max_replicas),

@@ -160,6 +160,27 @@ def test_a_cluster_whose_gpus_may_come_later_needs_a_number(seed):
         assert line == expected or (" " in expected and expected in line), (case, line)
 
 
+def test_a_cluster_that_is_too_small_for_the_replicas_is_refused(seed):
+    rng = random.Random(seed)
+    tp, replicas = rng.randrange(1, 9), rng.randrange(1, 9)
+    need = tp * replicas
+    cases = [  # what the cluster has now, and what is said of it
+        ({"CPU": need, "rung_fixed_size": 1}, "num_cpus"),
+        ({"CPU": need - 1, "rung_fixed_size": 1}, f"need {need} CPUs, and the cluster has {need - 1};"),
+        ({"CPU": need, "GPU": need, "rung_fixed_size": 1}, "num_gpus"),
+        ({"CPU": need, "GPU": need - 0.5, "rung_fixed_size": 1}, f"need {need} GPUs"),
+        ({"CPU": 1, "GPU": 1}, "num_gpus"),  # may get more nodes
+    ]
+    program = (
+        "import sys, json; from deploy.ray_serve import *\ntp, replicas, cases = json.loads(sys.argv[1])\nfor has in cases:\n"
+    )
+    program += "    try: print(resources_of(Options(tp=tp, replicas=replicas), has))\n    except UserError as e: print(e)"
+    asked = json.dumps([tp, replicas, [has for has, _ in cases]])
+    lines = subprocess.check_output([PYTHON, "-c", program, asked], cwd=ROOT, text=True).splitlines()
+    for line, (has, expected) in zip(lines, cases, strict=True):
+        assert expected in line, (has, line)
+
+
 @dataclass
 class Load:
     """Clients that send one request after the other, half of them streams, and what came of the requests."""
