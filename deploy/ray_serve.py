@@ -279,8 +279,12 @@ class RunningGateways:
             return []
 
 
+class Help(argparse.ArgumentDefaultsHelpFormatter, argparse.RawDescriptionHelpFormatter):
+    """The defaults, and the description as it is."""
+
+
 def parse() -> tuple[argparse.Namespace, Options]:
-    parser = Parser(description=__doc__, formatter_class=argparse.ArgumentDefaultsHelpFormatter)
+    parser = Parser(description=__doc__, formatter_class=Help)
     parser.add_argument("--address", help="a running cluster's, such as auto; without it Ray starts on this machine")
     parser.add_argument("--host", default="127.0.0.1", help="of the HTTP port")
     parser.add_argument("--port", type=whole_number(1, 65535), default=8000, help="HTTP port")

@@ -143,6 +143,11 @@ def test_servers_refuse_requests_before_their_replicas_are_full():
     assert most > settings.max_num_seqs + settings.max_queue
 
 
+def test_the_help_keeps_its_paragraphs():
+    text = subprocess.check_output([PYTHON, "-m", "deploy.ray_serve", "--help"], cwd=ROOT, text=True)
+    assert "-- --model DIR\n\nTwo deployments" in text and "(default: 8000)" in text
+
+
 def test_a_cluster_whose_gpus_may_come_later_needs_a_number(seed):
     rng = random.Random(seed)
     tp, given = rng.randrange(2, 9), rng.randrange(9)
