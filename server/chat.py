@@ -130,11 +130,10 @@ class ChatRequest(GenerationRequest):
                 calls.append(_call(part))
             elif isinstance(part, Arguments):
                 calls[-1]["function"]["arguments"] = part.text
-        rest: dict[str, Any] = {"reasoning_content": reasoning} if reasoning and self.with_reasoning else {}
-        if calls:
-            rest["tool_calls"] = calls
-        # a message that has nothing else needs a text to be accepted when the client sends it back
-        return {"role": "assistant", "content": text or (None if rest else ""), "refusal": None, **rest}
+        message: dict[str, Any] = {"role": "assistant", "content": text or (None if parts else ""), "refusal": None}
+        if reasoning and self.with_reasoning:
+            message["reasoning_content"] = reasoning
+        return message | ({"tool_calls": calls} if calls else {})
 
     def stream_writer(self) -> StreamWriter:
         return ChatStream(self)

@@ -49,10 +49,12 @@ def chat_prompt(chat: Conversation, limits: Limits | None) -> list[int]:
 
 
 def _for_template(message: ChatMessage) -> dict[str, Any]:
-    """The message as templates expect it: its text as one string."""
+    """The message as templates expect it: its text as one string, which only a message with calls may lack."""
     plain = message.model_dump(exclude_none=True)
     if isinstance(message.content, list):
         plain["content"] = "\n".join(part.text for part in message.content)
+    elif not message.tool_calls:
+        plain.setdefault("content", "")
     return plain
 
 

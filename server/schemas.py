@@ -540,7 +540,7 @@ class ToolCall(Checked):
 
 
 class ChatMessage(Checked):
-    """One message. Other fields are passed on to the chat template. Only an assistant's may lack `content`, if it has another."""
+    """One message. Other fields are passed on to the chat template. Only an assistant's may lack `content`."""
 
     model_config = ConfigDict(
         json_schema_extra={
@@ -570,11 +570,9 @@ class ChatMessage(Checked):
         return data
 
     @model_validator(mode="after")
-    def _says_something(self) -> "ChatMessage":
-        if self.content is None and not (
-            self.role == "assistant" and (self.tool_calls or any((self.model_extra or {}).values()))
-        ):
-            raise PydanticCustomError("no_content", "has no content; give it a text, or if the assistant wrote it, tool_calls")
+    def _needs_content(self) -> "ChatMessage":
+        if self.content is None and self.role != "assistant":
+            raise PydanticCustomError("no_content", "has no content; give it a text")
         return self
 
 

@@ -67,19 +67,19 @@ def test_chat_template_options(make_site: Callable[..., Site]) -> None:
         assert site.refused("/v1/chat/completions", {**CHAT, "chat_template": bad})["param"] == "chat_template"
 
 
-CALL = {"id": "1", "type": "function", "function": {"name": "weather", "arguments": "{}"}}
-
-
 @pytest.mark.parametrize("path", ["/v1/chat/completions", "/tokenize"])
-def test_a_message_without_content_is_refused_unless_it_says_something_else(site: Site, path: str) -> None:
-    for role in ("system", "developer", "user", "assistant", "tool"):
-        for empty in ({}, {"content": None}, {"content": None, "refusal": None, "tool_calls": []}):
+def test_a_message_without_content_is_refused_unless_the_assistant_wrote_it(make_site: Callable[..., Site], path: str) -> None:
+    site = make_site(trust_request_chat_template=True)
+    template = "{% for message in messages %}{{ '<' + message.content + '>' }}{% endfor %}"
+    for empty in ({}, {"content": None}, {"content": None, "refusal": None, "tool_calls": []}):
+        for role in ("system", "developer", "user", "tool"):
             error = site.refused(path, {"messages": [*CHAT["messages"], {"role": role, **empty}]})
             assert error["param"] == "messages.1" and "has no content" in error["message"]
-    calls = {"role": "assistant", "content": None, "tool_calls": [CALL]}
-    result = {"role": "tool", "tool_call_id": "1", "content": ""}
-    thought = {"role": "assistant", "content": None, "reasoning_content": "Hm"}
-    site.post(path, {"messages": [*CHAT["messages"], calls, result, thought, *CHAT["messages"]]})
+        for more in ({}, {"reasoning_content": "Hm"}):  # an answer that ended in its reasoning
+            messages = [*CHAT["messages"], {"role": "assistant", **empty, **more}, *CHAT["messages"]]
+            counted = site.post("/tokenize", {"messages": messages, "chat_template": template})
+            assert TOKENIZER.decode(counted["tokens"]).endswith("<Hi><><Hi>")
+            site.post(path, {"messages": messages})
 
 
 @pytest.mark.parametrize("path", ["/v1/chat/completions", "/tokenize"])

@@ -344,8 +344,9 @@ def test_a_stream_has_what_the_whole_answer_has(thinking: Site, effort: str, sho
 def test_an_answer_that_ends_in_its_reasoning_can_be_sent_back(thinking: Site, shown: bool) -> None:
     whole, _ = answers(thinking, "Hm, Zoë?", include_reasoning=shown)
     message = whole["choices"][0]["message"]
-    assert (message["content"], message.get("reasoning_content")) == ((None, "Hm, Zoë?") if shown else ("", None))
-    thinking.chat(messages=[*CHAT["messages"], message, *CHAT["messages"]])
+    assert (message["content"], message.get("reasoning_content")) == (None, "Hm, Zoë?" if shown else None)
+    for kept in (message, {"role": "assistant", "content": message["content"]}):
+        thinking.chat(messages=[*CHAT["messages"], kept, *CHAT["messages"]])
 
 
 @pytest.mark.parametrize(("name", "found"), [("deepseek_r1", True), ("think", False)])
