@@ -35,6 +35,7 @@ def add(app: FastAPI, service: Service) -> None:
         def make(service: Service, chat: ChatBody, prompts: list[Prompt], grammar: str) -> MessagesRequest:
             return MessagesRequest(service, body, chat, prompts, grammar, request.state.request_id)
 
+        check(service, request, body)  # an unknown field keeps its name, which `_renamed` would take for one of the chat's
         with _renamed():
             return await respond(service, request, body.chat, read_conversation, make)
 

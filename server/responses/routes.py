@@ -7,7 +7,7 @@ from fastapi import FastAPI, Query, Request
 from starlette.responses import Response
 
 from server.clients import owner
-from server.endpoint import accept, respond
+from server.endpoint import accept, check, respond
 from server.generation import Prompt
 from server.http import JsonResponse, to_json, unless_gone
 from server.logs import log
@@ -133,6 +133,7 @@ class Responses:
         return record
 
     async def create(self, body: ResponsesBody, request: Request) -> Response:
+        check(self.service, request, body)  # an unknown field keeps its name, which `renamed` would take for one of the chat's
         if self.service.settings.strict_requests and body.left_out:
             raise bad(body.left_out[0], OWN_TOOLS)
         earlier = self._earlier(request, body)

@@ -139,6 +139,14 @@ def test_strict_requests_refuses_unknown_names(make_site: Callable[..., Site]) -
     error = site.refused("/v1/chat/completions", {**CHAT, "nonsense": 1})
     assert error["param"] == "nonsense" and "unknown parameter" in error["message"]
     assert site.refused("/v1/chat/completions", {**CHAT, "tools": [{**TOOL, "y": 1}]})["param"] == "tools.y"
+    flat = {"type": "function", "name": "f", "y": 1}
+    for path, body, param in (
+        ("/v1/messages", {**CHAT, "max_tokens": 1, "user": "x"}, "user"),
+        ("/v1/responses", {"input": "Hi", "tools": [flat]}, "tools.y"),
+        ("/v1/responses", {"input": "Hi", "tools": [{"type": "namespace", "name": "n", "tools": [flat]}]}, "tools.tools.y"),
+    ):
+        answer = site.http.post(path, json=body)
+        assert answer.status_code == 400 and answer.json()["error"]["message"].startswith(f"{param}: unknown parameter")
     for extra in HARMLESS:
         assert site.chat(**extra)["choices"][0]["message"]["content"] == STORY
     assert TOKENIZER.encode("Hi") == site.post("/tokenize", {"prompt": "Hi"})["tokens"]
