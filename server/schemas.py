@@ -101,9 +101,9 @@ REFUSED = refusals(
 GENERATION_REFUSED = refusals(
     (("n", "repetition_penalty"), (1, 1.0), _CHAT),
     (("presence_penalty", "frequency_penalty", "min_p", "min_tokens", "priority"), (0, 0.0), _CHAT),
-    (("seed", "allowed_token_ids", "truncate_prompt_tokens", "prompt_logprobs", "chat_template_kwargs"), (), _CHAT),
+    (("seed", "allowed_token_ids", "truncate_prompt_tokens", "prompt_logprobs"), (), _CHAT),
     (("stop_token_ids",), ([],), _CHAT),
-    (("logit_bias",), ({},), _CHAT),
+    (("logit_bias", "chat_template_kwargs"), ({},), _CHAT),
     (("ignore_eos", "include_stop_str_in_output", "logprobs", "add_special_tokens"), (False,), _CHAT),
     (("return_token_ids", "return_drafted", "return_tokens_as_token_ids", "continue_final_message"), (False,), _CHAT),
     (("skip_special_tokens", "include_reasoning", "add_generation_prompt"), (True,), _CHAT),
@@ -335,7 +335,7 @@ class GenerationBody(SamplingBody):
 
     refused: ClassVar[Refusals] = REFUSED | refusals(
         (("stop_sequences",), ([],), f"{NOT_HERE}; use stop"),
-        (("system", "instructions"), (), f"{NOT_HERE}; write it into messages or prompt"),
+        (("system", "instructions"), ("",), f"{NOT_HERE}; write it into messages or prompt"),
         (("previous_response_id",), (), f"{NOT_HERE}; send the whole conversation, or use /v1/responses"),
     )
     stream: bool | None = Field(None, description="Server-sent events instead of one answer. Default false.")

@@ -13,11 +13,11 @@ MIN_BUDGET = 1024  # tokens; of the published API
 
 REFUSED_HERE = refusals(
     (("stop",), ([],), f"{NOT_HERE}; use stop_sequences"),
-    (("instructions",), (), f"{NOT_HERE}; use system"),
+    (("instructions",), ("",), f"{NOT_HERE}; use system"),
     (("input",), (), f"{NOT_HERE}; use messages"),
     (("previous_response_id", "conversation"), (), f"{NOT_HERE}; send the whole conversation in messages"),
-    (("response_format", "json_schema", "guided_json", "text"), ({"type": "text"},), f"{NOT_HERE}; use output_config.format"),
-    (("reasoning_effort", "reasoning"), (), f"{NOT_HERE}; use output_config.effort or thinking"),
+    (("response_format", "json_schema", "guided_json"), ({"type": "text"},), f"{NOT_HERE}; use output_config.format"),
+    (("reasoning_effort",), (), f"{NOT_HERE}; use output_config.effort or thinking"),
     (("include_reasoning",), (True,), f"{NOT_HERE}; use thinking.display"),
     (("parallel_tool_calls",), (True,), f"{NOT_HERE}; use tool_choice.disable_parallel_tool_use"),
 )

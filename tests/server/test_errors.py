@@ -170,8 +170,17 @@ def test_other_apis_drop_no_parameter_of_completions_and_chats(
 @pytest.mark.parametrize(("path", "body", "own"), OTHER_APIS, ids=[path for path, *_ in OTHER_APIS])
 def test_other_apis_accept_neutral_and_unknown_parameters(site: Site, path: str, body: dict[str, Any], own: type[Body]) -> None:
     neutral = {"n": 1, "best_of": 1, "logprobs": False, "response_format": {"type": "text"}, "priority": 0, "guided_json": None}
+    neutral |= {"chat_template_kwargs": {}, "instructions": "", "system": ""}
     answer = site.http.post(path, json={**body, **neutral, "provider": {"order": []}})
     assert answer.status_code == 200 and answer.headers["x-rung-ignored"] == "provider", answer.text
+
+
+def test_how_other_servers_switch_reasoning_is_ignored_where_it_is_not_known(site: Site) -> None:
+    """Clients of several servers send it everywhere."""
+    off: dict[str, Any] = {"thinking": {"type": "disabled"}, "reasoning": {"effort": "none"}}
+    for path, body, own in [("/v1/chat/completions", CHAT, None), ("/v1/completions", {"prompt": "Hi"}, None), *OTHER_APIS]:
+        ignored = site.http.post(path, json={**body, **off}).headers["x-rung-ignored"]
+        assert ignored == ", ".join(name for name in off if not own or name not in own.model_fields)
 
 
 @pytest.mark.parametrize(
