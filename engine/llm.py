@@ -11,7 +11,7 @@ On several tensor-parallel ranks, each rank runs the same program and makes the 
 
 import operator
 import time
-from collections.abc import Generator, Iterable, Sequence
+from collections.abc import Generator, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from numbers import Real
 from pathlib import Path
@@ -231,6 +231,8 @@ class LLM:
         return self.tokenizer.encode(prompt)
 
     def _encode_all(self, prompts: str | Sequence[str] | Sequence[Sequence[int]]) -> list[list[int]]:
+        if not isinstance(prompts, Iterable) or isinstance(prompts, Mapping):
+            raise UserError(f"prompts must be a text, or a list of texts and lists of token ids, not {shown(prompts)}")
         return [self.encode(prompt) for prompt in ([prompts] if isinstance(prompts, str) else prompts)]
 
     def step_tokens(self, prompts: Sequence[Sequence[int]]) -> int:

@@ -309,6 +309,8 @@ def test_what_cannot_run_is_refused(seed: int) -> None:
         ([[1, 101]], None, "token id 101 is outside"),
         ([[1] * 70], SamplingParams(max_tokens=11), "exceed the model's context of 80"),
         (["text"], None, "has no tokenizer"),
+        (None, None, "prompts must be a text, or a list of .*, not None$"),
+        ({"prompt": [1]}, None, "prompts must be a text, or a list of .*, not {'prompt'"),
         ([1, 2], None, "a text or a list of token ids, not 1$"),
         ([[1.5]], None, "a text or a list of token ids, not"),
         ([[1]], {"temperature": 0}, "params must be one SamplingParams"),
