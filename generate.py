@@ -132,6 +132,8 @@ def check_args(args: argparse.Namespace) -> None:
         check_ranks(args.tp)
     if "" in args.stop:
         raise UserError("--stop is empty, which would end every text at once; give at least one character")
+    if args.draft_tokens != SpeculationOptions.draft_tokens and not args.speculate:
+        raise UserError("--draft-tokens has no effect here; add --speculate ngram, or leave it out")
     determinism.refuse(args.deterministic, compiled=args.compile, adapters=args.lora)
     if args.lora and args.compile:
         raise UserError("--compile does not compute adapters; leave it or --lora out")

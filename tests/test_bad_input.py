@@ -75,6 +75,7 @@ ONCE = ["--prompt", "Once"]
         (["--model", HYBRID, *ONCE, "--max-new-tokens", "0"], ["--max-new-tokens"]),
         (["--model", HYBRID, *ONCE, "--frobnicate"], ["--frobnicate"]),
         (["--model", HYBRID, *ONCE, "--speculate", "magic"], ["--speculate", "magic", "ngram"]),
+        (["--model", HYBRID, *ONCE, "--draft-tokens", "5"], ["--draft-tokens has no effect here", "--speculate ngram"]),
         (["--model", HYBRID, *ONCE, "--speculate", "ngram", "--draft-tokens", "0"], ["--draft-tokens", "0", "64"]),
         (["--model", HYBRID, *ONCE, "--speculate", "ngram", "--draft-tokens", "65"], ["--draft-tokens", "65", "64"]),
         (["--model", HYBRID, *ONCE, "--bad\nline"], ["--bad line"]),
