@@ -62,4 +62,5 @@ def sender(scope: Mapping[str, Any]) -> Client:
         parsed = ipaddress.ip_address(address)
     except ValueError:  # what a proxy wrote
         return Client(address)
-    return Client(str(ipaddress.ip_network((parsed, IPV6_SITE), strict=False)) if parsed.version == 6 else address)
+    parsed = getattr(parsed, "ipv4_mapped", None) or parsed  # as a proxy that listens for both writes those of IPv4
+    return Client(str(ipaddress.ip_network((parsed, IPV6_SITE), strict=False) if parsed.version == 6 else parsed))

@@ -43,10 +43,11 @@ def test_the_turn_of_a_request(make_site: Callable[..., Site], caplog: pytest.Lo
         ({}, "8.8.8.8", "127.0.0.1"),
         ({"trusted_proxy": ("127.0.0.1",)}, "8.8.8.8", "8.8.8.8"),
         ({"trusted_proxy": ("127.0.0.1",)}, "2001:db8:1:2:3:4:5:6", "2001:db8:1:2::/64"),
+        ({"trusted_proxy": ("127.0.0.1",)}, "::ffff:8.8.8.8", "8.8.8.8"),
         ({"trusted_proxy": ("127.0.0.1",)}, "x" * 100, "x" * 64),
         ({"trusted_proxy": ("127.0.0.1",), "fairness": "off"}, "8.8.8.8", ""),
     ],
-    ids=["no proxy", "a proxy", "IPv6", "not an address", "off"],
+    ids=["no proxy", "a proxy", "IPv6", "IPv4 in IPv6", "not an address", "off"],
 )
 def test_without_keys_a_client_is_an_address(
     make_site: Callable[..., Site], settings: dict[str, object], forwarded: str, client: str
