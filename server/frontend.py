@@ -145,8 +145,8 @@ class FrontendServer(uvicorn.Server):
         for server in getattr(self, "servers", []):
             for listener in server.sockets:
                 port = listener.getsockname()[1]
-        host = {"0.0.0.0": "127.0.0.1", "::": "[::1]"}.get(settings.host, settings.host)
-        return f"http://{host}:{port}"
+        host = {"0.0.0.0": "127.0.0.1", "::": "::1"}.get(settings.host, settings.host)
+        return f"http://[{host}]:{port}" if ":" in host else f"http://{host}:{port}"
 
 
 def banner(service: Service, ready: Ready, address: str) -> str:

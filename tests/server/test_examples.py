@@ -53,6 +53,19 @@ def test_a_checkpoint_need_not_have_one(tmp_path: Path) -> None:
     assert read_examples(str(tmp_path)) == {"about": None, "chat": ["Hi"], "completion": []}
 
 
+@pytest.mark.parametrize(
+    ("host", "address"),
+    [
+        ("127.0.0.1", "http://127.0.0.1:8000"),
+        ("0.0.0.0", "http://127.0.0.1:8000"),
+        ("::", "http://[::1]:8000"),
+        ("2001:db8::1", "http://[2001:db8::1]:8000"),
+    ],
+)
+def test_the_banner_s_address_is_a_url(tmp_path: Path, host: str, address: str) -> None:
+    assert Site(tmp_path, host=host, port=8000).server._address() == address
+
+
 def test_the_banner_s_requests_are_ones_that_the_model_can_answer(tmp_path: Path) -> None:
     service = Site(tmp_path).server.service
     requests = banner(service, ready(), "http://127.0.0.1:1").partition("Try it")[2]
