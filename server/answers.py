@@ -48,26 +48,14 @@ class GenerationRequest(ABC):
     heartbeat: ClassVar[bytes] = HEARTBEAT  # tells the client of a stream that has begun to wait
 
     def __init__(
-        self,
-        service: Service,
-        body: GenerationBody,
-        grammar: str,
-        prompts: list[Prompt],
-        max_tokens: Sequence[int],
-        *,
-        choices: int,
-        logprobs: int | None,
-        prompt_logprobs: int | None,
-        prediction: Sequence[int] = (),
+        self, service: Service, body: GenerationBody, grammar: str, prompts: list[Prompt], max_tokens: Sequence[int]
     ) -> None:
         """`grammar`: empty for free text. `max_tokens`: of each prompt's answers. Raises a 400 for an unknown token id."""
         self.service = service
         tokenizer, size = service.tokenizer, service.vocab_size
         kept = markers_for(service, body)
-        params = make_params(
-            body, tokenizer, size, max_tokens, logprobs, prompt_logprobs, grammar or None, list(prediction), kept
-        )
-        self.plan = Plan(prompts, params, choices, adapter=service.adapter_of(body.model), hidden=body.max_tokens == 0)
+        params = make_params(body, tokenizer, size, max_tokens, grammar or None, prompts[0].prediction, kept)
+        self.plan = Plan(prompts, params, body.choices, adapter=service.adapter_of(body.model), hidden=body.max_tokens == 0)
         self.usage = Usage(self.plan)
         self.with_ids, self.tokens_as_ids = bool(body.return_token_ids), bool(body.return_tokens_as_token_ids)
         self.with_drafted = bool(body.return_drafted)

@@ -76,23 +76,13 @@ class ChatRequest(GenerationRequest):
         self.body = body
         self.with_reasoning = body.include_reasoning is not False
         name = "max_tokens" if body.max_completion_tokens is None else "max_completion_tokens"
-        context, logprobs, choices = service.max_model_len, body.listed_logprobs, body.n or 1
+        context, logprobs = service.max_model_len, body.listed_logprobs
         default = None  # all that is left of the context
         collected = not body.stream or service.journal is not None
         if logprobs is not None and collected:  # the answer's log-probabilities must also fit into memory
-            default = Limits(context).logprobs // ((1 + logprobs) * choices)
+            default = Limits(context).logprobs // ((1 + logprobs) * body.choices)
         limit = fit_answer(context, len(prompts[0].ids), body.limit, default, name, "messages")
-        super().__init__(
-            service,
-            body,
-            grammar,
-            prompts,
-            [limit],
-            choices=choices,
-            logprobs=logprobs,
-            prompt_logprobs=body.prompt_logprobs,
-            prediction=prompts[0].prediction,
-        )
+        super().__init__(service, body, grammar, prompts, [limit])
 
     def prompt_logprobs(self, delta: Delta) -> list[dict[str, Any] | None] | None:
         return None if delta.index else super().prompt_logprobs(delta)  # an answer has them once

@@ -20,20 +20,12 @@ class CompletionRequest(GenerationRequest):
     id_prefix, kind = "cmpl", "text_completion"
 
     def __init__(self, service: Service, body: CompletionBody, prompts: list[Prompt], grammar: str) -> None:
-        self.n, choices = body.n or 1, max(body.best_of or 1, body.n or 1)
-        self.echo = bool(body.echo)
-        logprobs, prompt_logprobs = body.logprobs, body.prompt_logprobs
-        if self.echo and logprobs is not None:
-            prompt_logprobs = max(logprobs, prompt_logprobs or 0)
-        if choices > self.n and logprobs is None:
-            logprobs = 0  # best_of ranks by them
+        self.n, self.echo = body.n or 1, bool(body.echo)
         context = service.max_model_len
         limits = [
             fit_answer(context, len(one.ids), body.max_tokens, DEFAULT_MAX_TOKENS, "max_tokens", "prompt") for one in prompts
         ]
-        super().__init__(
-            service, body, grammar, prompts, limits, choices=choices, logprobs=logprobs, prompt_logprobs=prompt_logprobs
-        )
+        super().__init__(service, body, grammar, prompts, limits)
         self.every_delta = self.with_ids or self.with_drafted or self.top_logprobs is not None or self.continuous_usage
 
     def logprobs(self, delta: Delta) -> dict[str, Any] | None:

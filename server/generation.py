@@ -76,8 +76,6 @@ def make_params(
     tokenizer: Tokenizer,
     vocab_size: int,
     max_tokens: Sequence[int],
-    logprobs: int | None,
-    prompt_logprobs: int | None,
     grammar: str | None,
     prediction: list[int],
     kept_special: list[int],
@@ -94,6 +92,7 @@ def make_params(
     stop_ids = {*(body.stop_token_ids or []), *(() if body.ignore_eos else tokenizer.eos_ids)}
     if body.min_tokens and stop_ids.issuperset(body.allowed_token_ids or range(vocab_size)):
         raise bad("min_tokens", "excludes all allowed tokens, because each ends the answer; allow another, or set it to 0")
+    logprobs, prompt_logprobs = body.engine_logprobs
     shared = SamplingParams(
         max_tokens=1,
         temperature=_given(body.temperature, 1.0),

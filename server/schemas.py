@@ -462,6 +462,16 @@ class GenerationBody(SamplingBody):
         raise NotImplementedError
 
     @property
+    def engine_logprobs(self) -> tuple[int | None, int | None]:
+        """The same of what the engine computes, for tokens of the answer and of the prompt."""
+        return self.listed_logprobs, self.prompt_logprobs
+
+    @property
+    def choices(self) -> int:
+        """How many answers are generated for each prompt."""
+        return self.n or 1
+
+    @property
     def stops(self) -> list[str]:
         return [self.stop] if isinstance(self.stop, str) else self.stop or []
 
@@ -493,6 +503,16 @@ class CompletionBody(GenerationBody):
     @property
     def listed_logprobs(self) -> int | None:
         return self.logprobs
+
+    @property
+    def engine_logprobs(self) -> tuple[int | None, int | None]:
+        if self.logprobs is None:
+            return (0 if self.choices > (self.n or 1) else None), self.prompt_logprobs  # best_of ranks by them
+        return self.logprobs, max(self.logprobs, self.prompt_logprobs or 0) if self.echo else self.prompt_logprobs
+
+    @property
+    def choices(self) -> int:
+        return max(self.best_of or 1, self.n or 1)
 
     @model_validator(mode="after")
     def _check_completion(self) -> "CompletionBody":

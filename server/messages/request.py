@@ -27,8 +27,7 @@ class MessagesRequest(GenerationRequest):
         self.body, self.chat, self.request_id = body, chat, request_id
         left = service.max_model_len - len(prompts[0].ids)
         self.is_cut_by_context = left < body.max_tokens
-        limits = [min(left, body.max_tokens)]
-        super().__init__(service, chat, grammar, prompts, limits, choices=1, logprobs=None, prompt_logprobs=None)
+        super().__init__(service, chat, grammar, prompts, [min(left, body.max_tokens)])
         self.id = f"{self.id_prefix}_{uuid.uuid4().hex[:24]}"
 
     def write_error(self, error: ApiError) -> bytes:

@@ -56,7 +56,7 @@ class ResponsesRequest(GenerationRequest):
         # the answer's log-probabilities must fit into memory
         default = None if logprobs is None else Limits(context).logprobs // (1 + logprobs)
         limit = fit_answer(context, len(prompts[0].ids), chat.limit, default, "max_output_tokens", "messages")
-        super().__init__(service, chat, grammar, prompts, [limit], choices=1, logprobs=logprobs, prompt_logprobs=None)
+        super().__init__(service, chat, grammar, prompts, [limit])
         self.id = new_id(self.id_prefix)
         self.body, self._repeated, self._streams = body, repeated, False
         self.output = Output(body.with_encrypted, body.functions)

@@ -523,7 +523,7 @@ def test_calls_in_free_text_are_constrained_by_a_late_grammar() -> None:
         assert (demand and {tool.name for tool in demand.tools}) == names, fields
         assert demand is None or (demand.calls, demand.constraint) == ("may", None)
         assert demand_of(body, None, None) is None, "calls are text"
-        params = make_params(body, TOKENIZER, VOCAB, [9], None, None, names and "start: X", [], [])[0]
+        params = make_params(body, TOKENIZER, VOCAB, [9], names and "start: X", [], [])[0]
         assert params.late_grammar == (names is not None)
         assert params.grammar_optional == (names == {"weather"} and "tool_choice" not in fields)
     forced = ChatBody.model_validate({**CHAT, "tools": [TOOL], "tool_choice": "required"})
