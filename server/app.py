@@ -112,7 +112,7 @@ async def _read_body(request: Request, raw: bytes, model: type[BaseModel]) -> Ba
 
 
 def _add_generation(app: FastAPI, service: Service) -> None:
-    errors = errors_of(400, 401, 404, 413, 429, 500, 503)
+    errors = errors_of()
 
     @app.post(
         "/v1/completions",
@@ -136,7 +136,7 @@ def _add_generation(app: FastAPI, service: Service) -> None:
 
 
 def _add_embeddings(app: FastAPI, service: Service) -> None:
-    errors = errors_of(400, 401, 404, 413, 429, 500, 503)
+    errors = errors_of()
 
     @app.post(
         "/v1/embeddings",
@@ -182,7 +182,7 @@ def _add_results(app: FastAPI, service: Service) -> None:
 
 
 def _add_tokens(app: FastAPI, service: Service) -> None:
-    errors = errors_of(400, 401, 404, 413, 429, 500, 503)
+    errors = errors_of()
 
     @app.post("/tokenize", response_model=replies.TokenizeReply, responses=errors, tags=["tokens"], summary="Text to token ids")
     async def tokenize(body: TokenizeBody, request: Request) -> Response:

@@ -10,32 +10,41 @@ from pydantic.json_schema import models_json_schema
 from server.messages.replies import EVENTS
 from server.replies import ChatChunk, CompletionChunk, ErrorReply
 
+Schema = dict[str, Any]
+
 TEMPLATE = "#/components/schemas/{model}"
 BOUNDS = ("minimum", "maximum", "exclusiveMinimum", "exclusiveMaximum")
 
 
-def stream_of(chunk: type[BaseModel]) -> dict[str, Any]:
-    """The content of a response with `stream`: server-sent events. `schema` describes one event.
+def event_stream(event: Schema, *data: Schema, **more: Any) -> Schema:
+    """The content of a response with `stream`: server-sent events. `schema` describes one event. event, data: schemas of its fields,
+    one of several for the data. more: other keywords.
 
     OpenAPI 3.1 has no keyword for this; its readers take `schema` to describe one event. OpenAPI 3.2 has `itemSchema`, which
     3.1 does not allow.
     """
-    payloads = [{"$ref": TEMPLATE.format(model=name)} for name in (chunk.__name__, "ErrorReply")]
-    data = {
-        "description": "A chunk, or an error; the last event's is [DONE].",
-        "anyOf": [
-            {"type": "string", "contentMediaType": "application/json", "contentSchema": {"anyOf": payloads}},
-            {"const": "[DONE]"},
-        ],
-    }
-    # The server sends no event type. Clients then use the default, "message".
-    fields = {"data": data, "event": {"const": "message"}}
-    event = {"type": "object", "properties": fields, "required": ["data"], "additionalProperties": False}
-    return {"text/event-stream": {"schema": event}}
+    fields = {"event": event, "data": {"anyOf": data}}
+    schema = {"type": "object", "properties": fields, "required": ["data"], "additionalProperties": False}
+    return {"text/event-stream": {"schema": schema | more}}
+
+
+def json_text(schema: Schema) -> Schema:
+    """A text that is JSON which fits the schema."""
+    return {"type": "string", "contentMediaType": "application/json", "contentSchema": schema}
+
+
+def one_of(*models: type[BaseModel]) -> Schema:
+    return {"anyOf": [{"$ref": TEMPLATE.format(model=model.__name__)} for model in models]}
+
+
+def stream_of(chunk: type[BaseModel]) -> Schema:
+    """The content of a stream of chunks. Its events have no type. Clients then use the default, "message"."""
+    text = "The data is a chunk, or an error; the last event's is [DONE]."
+    return event_stream({"const": "message"}, json_text(one_of(chunk, ErrorReply)), {"const": "[DONE]"}, description=text)
 
 
 def errors_of(*statuses: int) -> dict[int | str, dict[str, Any]]:
-    """The descriptions of error responses, for a route."""
+    """The descriptions of error responses, for a route: of all statuses if none is given."""
     texts = {
         400: "A parameter is wrong or unsupported, or the prompt is too long",
         401: "The API key is missing or wrong",
@@ -45,7 +54,7 @@ def errors_of(*statuses: int) -> dict[int | str, dict[str, Any]]:
         500: "Internal error",
         503: "Loading, draining, timed out or broken",
     }
-    return {status: {"model": ErrorReply, "description": texts[status]} for status in statuses}
+    return {status: {"model": ErrorReply, "description": texts[status]} for status in statuses or texts}
 
 
 def describe(app: FastAPI) -> None:

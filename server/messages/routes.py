@@ -16,7 +16,7 @@ from server.messages.count import count_reply
 from server.messages.errors import PATH, field_name
 from server.messages.replies import EVENTS, MessageReply, MessagesError, TokenCount
 from server.messages.request import MessagesRequest
-from server.openapi import TEMPLATE, errors_of
+from server.openapi import errors_of, event_stream, json_text, one_of
 from server.problems import ApiError
 from server.prompts import SLOW_TEXT
 from server.schemas import ChatBody
@@ -27,7 +27,7 @@ def add(app: FastAPI, service: Service) -> None:
     @app.post(
         PATH,
         response_model=MessageReply,
-        responses={200: {"content": _stream()}, **_errors(400, 401, 404, 413, 429, 500, 503)},
+        responses={200: {"content": _stream()}, **_errors()},
         tags=["generation"],
         summary="Answer a conversation, as Anthropic's Messages API does",
     )
@@ -42,7 +42,7 @@ def add(app: FastAPI, service: Service) -> None:
     @app.post(
         PATH + "/count_tokens",
         response_model=TokenCount,
-        responses=_errors(400, 401, 404, 413, 429, 500, 503),
+        responses=_errors(),
         tags=["tokens"],
         summary="The number of tokens of a message's prompt",
     )
@@ -69,10 +69,6 @@ def _errors(*statuses: int) -> dict[int | str, dict[str, Any]]:
 
 
 def _stream() -> dict[str, Any]:
-    """The content of a response with `stream`. `schema` describes one event, whose name is its data's `type`."""
-    payloads = [{"$ref": TEMPLATE.format(model=model.__name__)} for model in EVENTS]
-    data = {"anyOf": [{"type": "string", "contentMediaType": "application/json", "contentSchema": {"anyOf": payloads}}]}
+    """The content of a response with `stream`. An event's name is its data's `type`."""
     names = [model.model_fields["type"].annotation.__args__[0] for model in EVENTS]  # type: ignore[union-attr]
-    fields = {"event": {"enum": names}, "data": data}
-    event = {"type": "object", "properties": fields, "required": ["event", "data"], "additionalProperties": False}
-    return {"text/event-stream": {"schema": event}}
+    return event_stream({"enum": names}, json_text(one_of(*EVENTS)), required=["event", "data"])

@@ -2,8 +2,8 @@
 
 from typing import Any, Literal
 
-from server.openapi import TEMPLATE
-from server.replies import Reply
+from server.openapi import event_stream, json_text, one_of
+from server.replies import ErrorReply, Reply
 
 ItemStatus = Literal["in_progress", "completed", "incomplete"]
 
@@ -177,23 +177,11 @@ class ResponseDeleted(Reply):
 
 
 def events() -> dict[str, Any]:
-    """The content of a response with `stream`; see `server.openapi.stream_of`. `event` is the type within `data`."""
+    """The content of a response with `stream`. `event` is the type within `data`."""
     payload = {
         "type": "object",
         "properties": {"type": {"type": "string"}, "sequence_number": {"type": "integer"}},
         "required": ["type", "sequence_number"],
     }
-    data = {"type": "string", "contentMediaType": "application/json", "contentSchema": payload}
-    error = {
-        "type": "string",
-        "contentMediaType": "application/json",
-        "contentSchema": {"$ref": TEMPLATE.format(model="ErrorReply")},
-    }
-    event = {
-        "type": "object",
-        "description": "One of OpenAI's events of responses; the last one is response.completed, response.incomplete or response.failed.",
-        "properties": {"event": {"type": "string"}, "data": {"anyOf": [data, error]}},
-        "required": ["data"],
-        "additionalProperties": False,
-    }
-    return {"text/event-stream": {"schema": event}}
+    text = "One of OpenAI's events of responses; the last one is response.completed, response.incomplete or response.failed."
+    return event_stream({"type": "string"}, json_text(payload), json_text(one_of(ErrorReply)), description=text)

@@ -37,7 +37,7 @@ def add(app: FastAPI, service: Service) -> None:
     @app.post(
         "/v1/responses",
         response_model=ResponsesReply,
-        responses={200: {"content": events()}, **errors_of(400, 401, 404, 413, 429, 500, 503)},
+        responses={200: {"content": events()}, **errors_of()},
         tags=["responses"],
         summary="Answer a conversation, as items",
     )
