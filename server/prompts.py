@@ -136,6 +136,11 @@ def tokenize_reply(given: str | Conversation, add_special_tokens: bool, max_mode
     return to_json(reply)
 
 
+def count_reply(chat: Conversation) -> bytes:
+    """The encoded response of POST /v1/messages/count_tokens."""
+    return to_json({"input_tokens": len(chat_prompt(chat, None))})
+
+
 def detokenize_reply(ids: Sequence[int], skip_special: bool) -> bytes:
     """The encoded response of POST /detokenize. Raises a 400 for ids that cannot be decoded."""
     try:

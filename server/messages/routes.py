@@ -12,13 +12,12 @@ from server.endpoint import check, respond
 from server.generation import Prompt
 from server.http import JsonResponse, unless_gone
 from server.messages.bodies import CountBody, MessagesBody
-from server.messages.count import count_reply
 from server.messages.errors import PATH, field_name
 from server.messages.replies import EVENTS, MessageReply, MessagesError, TokenCount
 from server.messages.request import MessagesRequest
 from server.openapi import errors_of, event_stream, json_text, one_of
 from server.problems import ApiError
-from server.prompts import SLOW_TEXT
+from server.prompts import SLOW_TEXT, count_reply
 from server.schemas import ChatBody
 from server.service import Service
 
