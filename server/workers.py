@@ -239,6 +239,7 @@ class Workers:
                 job = None if eager and process is None else await self._next(index)
                 if process is not None and not process.alive:
                     process.kill()
+                    self.pids.pop(index)
                     process = None
                 if process is None:
                     try:

@@ -91,6 +91,23 @@ def test_a_job_beyond_its_memory_fails_alone() -> None:
     with_workers(body)
 
 
+def test_a_worker_that_cannot_be_started_again_takes_no_quick_jobs(monkeypatch: pytest.MonkeyPatch) -> None:
+    async def fail(*arguments: Any) -> None:
+        raise OSError("no memory")
+
+    async def body(pool: Workers) -> None:
+        await pool.run(limited)
+        await pool.run(limited, slow=True)
+        os.kill(pid := pool.pids[1], signal.SIGKILL)
+        await asyncio.to_thread(os.waitid, os.P_PID, pid, os.WEXITED | os.WNOWAIT)
+        monkeypatch.setattr(workers._Process, "start", fail)
+        with pytest.raises(ApiError, match="cannot prepare"):
+            await pool.run(limited, slow=True)
+        await asyncio.gather(pool.run(time.sleep, 1.5), pool.run(limited))  # worker 1 tries again after a second
+
+    with_workers(body)
+
+
 def test_the_job_of_a_client_that_left_holds_no_worker() -> None:
     async def body(pool: Workers) -> None:
         await pool.run(limited, slow=True)
