@@ -167,13 +167,13 @@ class Metrics:
         self.idle_share = self._gauge("gpu_idle_share", "Share of a step in which the GPU waits for the host; NaN on CPUs")
         # tokens of a draft that were right, on average, in the newest report with drafts
         self.accepted_length: float | None = None
-        self.drafts = self._by_source("spec_decode_num_drafts", "Drafts that were verified, by source")
-        self.draft_tokens = self._by_source("spec_decode_num_draft_tokens", "Their tokens")
-        self.accepted_tokens = self._by_source("spec_decode_num_accepted_tokens", "Their tokens that were right")
+        self.drafts = self._labelled("spec_decode_num_drafts", "Drafts that were verified, by source", "source")
+        self.draft_tokens = self._labelled("spec_decode_num_draft_tokens", "Their tokens", "source")
+        self.accepted_tokens = self._labelled("spec_decode_num_accepted_tokens", "Their tokens that were right", "source")
         self.steps = self._counter("engine_steps", "Steps of the engine")
         self.all_step_seconds = self._counter("engine_step_seconds", "Seconds of the engine's steps")
         help_text = "Seconds of the engine's steps in which the GPU waits for the host; without a value on CPUs"
-        self.idle_seconds = Counter("rung:gpu_idle_seconds", help_text, ["model_name"], registry=self.registry)
+        self.idle_seconds = self._labelled("gpu_idle_seconds", help_text)
         self.prefix_queries = self._counter("prefix_cache_queries", "Prompt tokens that were looked up in the prefix cache")
         self.prefix_hits = self._counter("prefix_cache_hits", "Prompt tokens that were found in the prefix cache")
         self.preemptions = self._counter("num_preemptions", "Preempted sequences, whose KV cache is computed again")
@@ -185,11 +185,10 @@ class Metrics:
         self.unjournaled = self._counter("unjournaled_requests", "Accepted requests that could not be written to the journal")
         self.resumed = self._counter("resumed_requests", "Requests of the journal that went on without their clients")
         help_text = "Finished sequences by reason: stop, length, abort, error"
-        self.finished = Counter("rung:request_success", help_text, ["model_name", "finished_reason"], registry=self.registry)
+        self.finished = self._labelled("request_success", help_text, "finished_reason")
         for reason in ("stop", "length", "abort", "error"):
             self.finished.labels(model_name, reason)
-        help_text = "Responses by path and status"
-        self.responses = Counter("rung:http_responses", help_text, ["model_name", "path", "status"], registry=self.registry)
+        self.responses = self._labelled("http_responses", "Responses by path and status", "path", "status")
 
         self.ttft_seconds = self._histogram(
             "time_to_first_token_seconds", "From a sequence's submission to its first token", LATENCY
@@ -213,10 +212,11 @@ class Metrics:
         return Gauge(f"rung:{name}", text, ["model_name"], registry=self.registry).labels(self._model_name)
 
     def _counter(self, name: str, text: str) -> Counter:
-        return Counter(f"rung:{name}", text, ["model_name"], registry=self.registry).labels(self._model_name)
+        return self._labelled(name, text).labels(self._model_name)
 
-    def _by_source(self, name: str, text: str) -> Counter:
-        return Counter(f"rung:{name}", text, ["model_name", "source"], registry=self.registry)
+    def _labelled(self, name: str, text: str, *labels: str) -> Counter:
+        """A counter without a value until one is counted, with these labels beside the model's name."""
+        return Counter(f"rung:{name}", text, ["model_name", *labels], registry=self.registry)
 
     def _histogram(self, name: str, text: str, buckets: Sequence[float]) -> Histogram:
         metric = Histogram(f"rung:{name}", text, ["model_name"], registry=self.registry, buckets=buckets)
