@@ -97,7 +97,7 @@ class BoundedRoute(APIRoute):
         async def handle(request: Request) -> Response:
             raw = request._body = request.state.body  # Starlette would copy it
             if raw and "json" in request.headers.get("content-type", "").partition(";")[0].lower():
-                # FastAPI uses this as the parsed body and does not check it again
+                # FastAPI takes this for the parsed body, and only runs its models' `after` validators once more
                 request._json = await _read_body(request, raw, model)
             return await handler(request)
 

@@ -9,7 +9,7 @@ from typing import Any, TypeVar
 
 from pydantic import BaseModel, ValidationError
 
-from server.problems import ApiError, from_errors, unparsable
+from server.problems import ApiError, from_model, unparsable
 
 B = TypeVar("B", bound=BaseModel)
 
@@ -38,7 +38,7 @@ def parse(raw: bytes, model: type[B], bounds: Bounds) -> B:
     try:
         return model.model_validate(value)
     except ValidationError as e:
-        raise from_errors([{**one, "loc": ("body", *one["loc"])} for one in e.errors(include_url=False)], value) from None
+        raise from_model(e, value) from None
 
 
 def surely_within(raw: bytes, bounds: Bounds) -> bool:

@@ -6,6 +6,7 @@ from engine.grammars import MAX_TEXT
 from server.call_syntax import JSON, CallSyntax, Marks
 from server.constraints import Demand, compile_demand
 from server.json_schema import CallableTool, Compiled, SchemaError
+from server.parsers import special_ids
 from server.problems import ApiError, bad
 from server.schemas import ChatBody, GenerationBody
 from server.service import Service
@@ -72,11 +73,9 @@ def _callable(body: ChatBody) -> list[CallableTool]:
 
 def _special(tokenizer: Tokenizer, demand: Demand) -> dict[str, int]:
     """The special tokens that calls, reasoning and structural tags may spell."""
-    known = tokenizer.special_texts
     if demand.constraint and demand.constraint.kind == "structural_tag":
-        return known
-    texts = [*demand.syntax.markers, *(demand.reasoning[:2] if demand.reasoning else ())]
-    return {text: known[text] for text in texts if text in known}
+        return tokenizer.special_texts
+    return special_ids(tokenizer, [*demand.syntax.markers, *(demand.reasoning[:2] if demand.reasoning else ())])
 
 
 async def _compiled(service: Service, demand: Demand, wait_seconds: float | None) -> Compiled:

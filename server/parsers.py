@@ -2,7 +2,7 @@
 
 from array import array
 from bisect import bisect_left
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 
 from engine.text import Delta
 from server.answer_parser import AnswerParser, Tools
@@ -31,8 +31,8 @@ def parser_for(service: Service, body: ChatBody, prompt: Sequence[int] = ()) -> 
     (reasoning, inside), tools = _reasoning_after(service, body, prompt), _tools(service, body)
     if not reasoning and not tools:
         return Plain()
-    hidden = frozenset(_special(service.tokenizer, _markers(reasoning, tools))) if body.skip_special_tokens is not False else ()
-    return AnswerParser(reasoning, inside, tools, frozenset(hidden))
+    markers = () if body.skip_special_tokens is False else _markers(reasoning, tools)
+    return AnswerParser(reasoning, inside, tools, frozenset(special_ids(service.tokenizer, markers)))
 
 
 def marks_for(service: Service, body: GenerationBody, prompt: Sequence[int]) -> tuple[CallSyntax | None, Marks | None]:
@@ -54,7 +54,7 @@ def markers_for(service: Service, body: GenerationBody) -> list[int]:
     """Special tokens that the parser needs to see in the text."""
     if not isinstance(body, ChatBody):
         return []
-    return sorted(_special(service.tokenizer, _markers(_reasoning(service, body), _tools(service, body))).values())
+    return sorted(special_ids(service.tokenizer, _markers(_reasoning(service, body), _tools(service, body))).values())
 
 
 def call_syntax(service: Service, body: ChatBody) -> CallSyntax | None:
@@ -130,7 +130,7 @@ def _markers(reasoning: ReasoningSyntax | None, tools: Tools | None) -> tuple[st
     return (*((reasoning.start, reasoning.end) if reasoning else ()), *(tools.syntax.markers if tools else ()))
 
 
-def _special(tokenizer: Tokenizer, markers: tuple[str, ...]) -> dict[str, int]:
-    """The markers that are special tokens, with their ids."""
+def special_ids(tokenizer: Tokenizer, texts: Iterable[str]) -> dict[str, int]:
+    """Those of the texts that are special tokens, with their ids."""
     known = tokenizer.special_texts
-    return {text: known[text] for text in markers if text in known}
+    return {text: known[text] for text in texts if text in known}

@@ -7,7 +7,7 @@ import json
 from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
-from pydantic_core import PydanticCustomError
+from pydantic_core import PydanticCustomError, ValidationError
 from starlette.exceptions import HTTPException
 from starlette.requests import Request
 from starlette.responses import Response
@@ -117,6 +117,11 @@ def from_validation(error: "RequestValidationError") -> ApiError:
         cause = error.__cause__
         return unparsable(cause if isinstance(cause, Exception) else ValueError(errors[0]["msg"]))
     return from_errors(errors, error.body)
+
+
+def from_model(error: ValidationError, body: Any) -> ApiError:
+    """The 400 of a body that does not fit its model."""
+    return from_errors([{**one, "loc": ("body", *one["loc"])} for one in error.errors(include_url=False)], body)
 
 
 def from_errors(errors: Sequence[Any], body: Any) -> ApiError:

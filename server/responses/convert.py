@@ -9,7 +9,7 @@ import msgspec
 from pydantic import ValidationError
 
 from server.http import to_json
-from server.problems import ApiError, bad, from_errors
+from server.problems import ApiError, bad, from_model
 from server.responses.items import input_items, is_json
 from server.responses.schemas import (
     AllowedFunctions,
@@ -191,8 +191,7 @@ def to_chat(body: ResponsesBody, messages: Sequence[Mapping[str, Any]]) -> ChatB
         try:
             return ChatBody.model_validate({name: value for name, value in values.items() if value is not None})
         except ValidationError as e:
-            errors = [{**one, "loc": ("body", *one["loc"])} for one in e.errors(include_url=False)]
-            raise from_errors(errors, values) from None
+            raise from_model(e, values) from None
 
 
 def _tools(body: ResponsesBody) -> tuple[list[Offered], Any]:
