@@ -133,6 +133,12 @@ class Checked(BaseModel):
     passes_on: ClassVar[bool] = False  # whether unknown fields are passed to the chat template
 
 
+class Cacheable(Checked):
+    """A part of a prompt up to which clients may ask for it to be cached."""
+
+    cache_control: Any = without_effect("the prefix cache finds common prefixes by itself")
+
+
 def take_unknown(value: Any, path: str = "") -> Iterator[str]:
     """Yield the paths of the unknown fields in `value` and in its children. The iterator removes the fields as it advances."""
     if isinstance(value, list) and value and isinstance(value[0], Checked):
@@ -526,10 +532,9 @@ class CompletionBody(GenerationBody):
         return self
 
 
-class TextPart(Checked):
+class TextPart(Cacheable):
     type: Literal["text"]
     text: str
-    cache_control: Any = without_effect("the prefix cache finds common prefixes by itself")
     prompt_cache_breakpoint: Any = without_effect("see `cache_control`")
 
 
@@ -559,7 +564,7 @@ class ToolCall(Checked):
     function: FunctionCall
 
 
-class ChatMessage(Checked):
+class ChatMessage(Cacheable):
     """One message. Other fields are passed on to the chat template. Only an assistant's may lack `content`."""
 
     model_config = ConfigDict(
@@ -577,7 +582,6 @@ class ChatMessage(Checked):
     tool_calls: list[ToolCall] | None = None
     tool_call_id: str | None = None
     name: str | None = None
-    cache_control: Any = without_effect("the prefix cache finds common prefixes by itself")
 
     @model_validator(mode="before")
     @classmethod
@@ -596,18 +600,16 @@ class ChatMessage(Checked):
         return self
 
 
-class FunctionDefinition(Checked):
+class FunctionDefinition(Cacheable):
     name: str = Field(pattern=r"^[A-Za-z0-9_.-]{1,128}$")
     description: str | None = None
     parameters: dict[str, Any] | None = Field(None, description="A JSON schema. Default: no arguments.")
     strict: bool | None = Field(None, description=STRICT)
-    cache_control: Any = without_effect("the prefix cache finds common prefixes by itself")
 
 
-class Tool(Checked):
+class Tool(Cacheable):
     type: Literal["function"]
     function: FunctionDefinition
-    cache_control: Any = without_effect("the prefix cache finds common prefixes by itself")
 
 
 class FunctionName(Checked):

@@ -6,7 +6,7 @@ from typing import Annotated, Any, Literal
 from pydantic import Field
 
 from server.problems import field_error
-from server.schemas import NOT_HERE, STRICT, Checked, refusals, without_effect
+from server.schemas import NOT_HERE, STRICT, Cacheable, Checked, refusals, without_effect
 
 TEXT_ONLY = "this server reads text alone"
 MIN_BUDGET = 1024  # tokens; of the published API
@@ -22,49 +22,42 @@ REFUSED_HERE = refusals(
     (("parallel_tool_calls",), (True,), f"{NOT_HERE}; use tool_choice.disable_parallel_tool_use"),
 )
 
-_CACHE = "the prefix cache finds common prefixes by itself"
 
-
-class TextBlock(Checked):
+class TextBlock(Cacheable):
     type: Literal["text"]
     text: str
-    cache_control: Any = without_effect(_CACHE)
     citations: Any = without_effect("templates have no citations")
 
 
-class ThinkingBlock(Checked):
+class ThinkingBlock(Cacheable):
     """What the model thought in an earlier answer. Templates get it as the message's reasoning."""
 
     type: Literal["thinking"]
     thinking: str
     signature: Any = without_effect("this server does not check signatures")
-    cache_control: Any = without_effect(_CACHE)
 
 
-class RedactedThinkingBlock(Checked):
+class RedactedThinkingBlock(Cacheable):
     """Nothing of it can be read, so templates get nothing of it."""
 
     type: Literal["redacted_thinking"]
     data: Any = without_effect("it is encrypted by another server")
-    cache_control: Any = without_effect(_CACHE)
 
 
-class ToolUseBlock(Checked):
+class ToolUseBlock(Cacheable):
     type: Literal["tool_use"]
     id: str
     name: str
     input: dict[str, Any]
-    cache_control: Any = without_effect(_CACHE)
     caller: Any = without_effect("the model is the only caller")
     toolset_name: Any = without_effect("there are no toolsets")
 
 
-class ToolResultBlock(Checked):
+class ToolResultBlock(Cacheable):
     type: Literal["tool_result"]
     tool_use_id: str
     content: str | list[TextBlock] | None = None
     is_error: bool | None = Field(None, description="The template gets the content after `Error: `.")
-    cache_control: Any = without_effect(_CACHE)
     toolset_name: Any = without_effect("there are no toolsets")
 
 
@@ -78,19 +71,17 @@ BLOCKS = {
 }
 
 
-class Message(Checked):
+class Message(Cacheable):
     role: Literal["user", "assistant", "system"]
     content: str | list[Block]
-    cache_control: Any = without_effect(_CACHE)
 
 
-class CustomTool(Checked):
+class CustomTool(Cacheable):
     type: Literal["custom"] | None = None
     name: str = Field(pattern=r"^[A-Za-z0-9_.-]{1,128}$")
     description: str | None = None
     input_schema: dict[str, Any] = Field(description="A JSON schema.")
     strict: bool | None = Field(None, description=STRICT)
-    cache_control: Any = without_effect(_CACHE)
     defer_loading: Any = without_effect("all tools are shown to the model")
     allowed_callers: Any = without_effect("the model is the only caller")
     eager_input_streaming: Any = without_effect("inputs are streamed as they are written")
