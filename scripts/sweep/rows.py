@@ -116,11 +116,11 @@ class Row:
     versions: dict[str, str]
     variant: str = ""  # the variant in words
     communicator: str = ""
-    schedules: str = ""  # of a ladder's all-reduces, as `auto` chose them for each kind of step
     samples: list[dict[str, Any]] = field(default_factory=list)  # one per measured run, as `worker.one_run` returns it
     # ms of a decode step: compute, hidden, exposed, idle, and the `source`; with a GPU also `gpu`, by phase as `trace.gpu_record`
     split: dict[str, Any] | None = None
     error: str | None = None
+    schedules: str = ""  # of a ladder's all-reduces, as `auto` chose them for each kind of step
 
     def values(self, name: str) -> list[float]:
         """One figure of every run: a field of the samples, or `completion_ms` or `throughput`, which are computed from them."""
