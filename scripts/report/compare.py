@@ -11,7 +11,7 @@ from typing import Any, NamedTuple
 
 from scripts.lib.machine import describe
 from scripts.lib.markdown import captioned
-from scripts.sweep.rows import ORDER, VLLM, finished, read_rows, with_widths
+from scripts.sweep.rows import VLLM, finished, place, read_rows, with_widths
 
 PERCENTILE = "p50"
 
@@ -56,7 +56,7 @@ def compare(folder: Path) -> str | None:
     figures = {case: by for case, by in sorted(figures.items()) if case in both}
     if not figures:
         return None
-    variants = sorted({name for by in figures.values() for name in by} - {VLLM}, key=ORDER.index)
+    variants = sorted({name for by in figures.values() for name in by} - {VLLM}, key=place)
     head = ["model", "ranks", "tokens", "what", "vLLM", *(part for v in variants for part in (v, "times as fast"))]
     lines = []
     for case, by in figures.items():
@@ -85,7 +85,7 @@ def _sweeps(folder: Path) -> Iterator[Found]:
     for path in sorted(folder.glob("sweep*.jsonl")):
         for row in finished(read_rows(path)):
             s = row.setting
-            if s.variant not in (*ORDER, VLLM) or s.comm is not None or s.interconnect != "default":
+            if s.comm is not None or s.interconnect != "default":
                 continue
             lengths = f"{s.prompt_length} + {s.new_tokens}"
             machine = describe(row.machine, s.device)

@@ -42,7 +42,7 @@ from scripts.lib.results import RESULTS, add_write_option, made, results_folder,
 from scripts.lib.rows import read_row
 from scripts.report import linear_quantized, paper_tables, step_profile
 from scripts.report.compare import compare, lengths_of
-from scripts.sweep.rows import ORDER, VLLM, Row, Setting
+from scripts.sweep.rows import VLLM, Row, Setting, place
 
 NCCL = "µs nccl"
 ALGORITHMS = {  # names in comm.json: names in tables and plots
@@ -71,7 +71,7 @@ def decode(folder: Path) -> str | None:
     rows = step_profile.swept(folder, "sweep*.jsonl")
     if not rows:
         return None
-    variants = sorted({row.setting.variant for row in rows}, key=_place)
+    variants = sorted({row.setting.variant for row in rows}, key=place)
     cells: dict[tuple[str, ...], dict[str, Row]] = {}
     for row in (row for row in rows if row.setting.variant != VLLM):
         cells.setdefault((*_lengths(row.setting), row.communicator, row.setting.interconnect), {})[row.setting.variant] = row
@@ -93,12 +93,6 @@ def decode(folder: Path) -> str | None:
     return captioned(["model", "tp", "batch", "tokens", "all-reduce", "interconnect", "runs", "", *variants], lines, caption)
 
 
-def _place(variant: str) -> tuple[int, str]:
-    """Sort key of a column: Rung's variants in the order of `ORDER`, then vLLM."""
-    kind = variant.partition(":")[0]
-    return (ORDER.index(kind) if kind in ORDER else len(ORDER) + (variant == VLLM)), variant
-
-
 def _lengths(s: Setting) -> tuple[str, ...]:
     return s.model_and_widths, str(s.tp), str(s.batch), f"{s.prompt_length} + {s.new_tokens}"
 
@@ -113,7 +107,7 @@ def widths(folder: Path) -> str | None:
     rows = step_profile.swept(folder, "widths*.jsonl")
     if not rows:
         return None
-    variants = sorted({row.setting.variant for row in rows}, key=_place)
+    variants = sorted({row.setting.variant for row in rows}, key=place)
     cells: dict[tuple[str, ...], dict[str, Row]] = {}
     for row in rows:
         s = row.setting

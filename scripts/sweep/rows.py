@@ -169,13 +169,18 @@ def pooled(rows: Iterable[Row]) -> list[Row]:
     return list(found.values())
 
 
+def place(variant: str) -> tuple[int, str]:
+    """A sort key of variants, as `Setting` has them: in the order of `variants.VARIANTS`, then vLLM."""
+    name = variant.partition(":")[0]
+    return ORDER.index(name) if name in ORDER else len(ORDER), variant
+
+
 def finished(rows: Iterable[Row]) -> list[Row]:
-    """The rows that have samples, with seeds pooled and variants in the order of `ORDER`."""
+    """The rows that have samples, with seeds pooled and variants in the order of `place`."""
 
     def order(row: Row) -> tuple[Any, ...]:
-        s, kind = row.setting, row.setting.variant.split(":")[0]
-        rank = ORDER.index(kind) if kind in ORDER else len(ORDER)
-        return s.model, s.interconnect, s.comm or "", s.tp, s.batch, s.prompt_length, s.new_tokens, rank, s.variant
+        s = row.setting
+        return s.model, s.interconnect, s.comm or "", s.tp, s.batch, s.prompt_length, s.new_tokens, place(s.variant)
 
     return sorted(pooled(row for row in rows if row.samples), key=order)
 

@@ -120,6 +120,17 @@ def test_the_table_has_medians_and_ratios(tmp_path: Path, seed: int) -> None:
     assert "2 x a GPU, torch 2.11" in table
 
 
+def test_variants_with_a_number_have_columns(tmp_path: Path) -> None:
+    rows = [row(variant, 1, [ms], [ms]) for variant, ms in (("vllm", 6.0), ("hybrid:16", 3.0), ("standard", 4.0))]
+    (tmp_path / "sweep.jsonl").write_text("".join(map(row_line, rows)))
+    loaded(tmp_path, "vLLM", None, 40.0, 5.0, None)
+    loaded(tmp_path, "Rung", "hybrid:16", 50.0, 4.0, None)
+    table = compare(tmp_path)
+    assert table is not None and "| vLLM | standard | times as fast | hybrid:16 | times as fast |" in table
+    assert "decode, ms a step of 1 | 6.00 | 4.00 | 1.50 | 3.00 | 2.00 |" in table
+    assert "time to first token at 4 requests/s, ms (p50) | 40.00 | – | – | 50.00 | 0.80 |" in table
+
+
 def test_without_vllm_there_is_no_table(tmp_path: Path) -> None:
     (tmp_path / "sweep.jsonl").write_text(row_line(row("standard", 1, [1.0], [2.0])))
     assert compare(tmp_path) is None
