@@ -17,6 +17,7 @@ import triton.language as tl
 from cli import Parser, run
 from errors import UserError
 from scripts.lib.machine import machine
+from scripts.lib.results import check_output, write_text
 
 WORDS, LAUNCHES = 3 * 1024**3, 8  # int32
 BLOCKS, PROGRAMS_AN_SM, STAGES = (1024, 2048, 4096, 8192), (2, 4, 8, 16), (1, 4)
@@ -70,11 +71,13 @@ def main() -> None:
     args = parser.parse_args()
     if not torch.cuda.is_available():
         raise UserError("this measures the memory of a GPU, and there is none")
+    if args.out:
+        check_output(args.out)
     found = rates()
     best = max(found, key=lambda name: found[name])
     print(f"{found[best] / 1e12:.3f} TB/s ({best})")
     if args.out:
-        args.out.write_text(json.dumps({"machine": machine(), "bytes_per_second": found}, indent=1) + "\n")
+        write_text(args.out, json.dumps({"machine": machine(), "bytes_per_second": found}, indent=1) + "\n")
 
 
 if __name__ == "__main__":

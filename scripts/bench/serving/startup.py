@@ -25,7 +25,7 @@ from cli import Parser, note, run
 from errors import UserError
 from scripts.lib.machine import machine
 from scripts.lib.markdown import table_lines
-from scripts.lib.results import ROOT
+from scripts.lib.results import ROOT, check_output, write_text
 from scripts.lib.servers import rung_server
 
 LINE = re.compile(r"(\S+Z) info start-up: ([^,\n]+)(?:, ([\d.]+) s after the process began)?")
@@ -120,7 +120,7 @@ def parse_args() -> argparse.Namespace:
 
 def main() -> None:
     args = parse_args()
-    args.out.parent.mkdir(parents=True, exist_ok=True)
+    check_output(args.out)
     runs = []
     with tempfile.TemporaryDirectory(prefix="rung-kernels-") as root:
         caches = Path(root) / "0"
@@ -130,7 +130,7 @@ def main() -> None:
             runs.append({"cache": cache, **measure(args, caches)})
             note(f"{cache}: first token after {runs[-1]['first_token']:.2f} s")
     settings = {"model": args.model, "ranks": args.ranks, "flags": args.flags}
-    args.out.write_text(json.dumps({"machine": machine(), "settings": settings, "runs": runs}, indent=1) + "\n")
+    write_text(args.out, json.dumps({"machine": machine(), "settings": settings, "runs": runs}, indent=1) + "\n")
     print(table(runs))
     note(f"wrote {args.out}")
 
