@@ -39,6 +39,7 @@ from scripts.corpus.tokens import write_enough
 from scripts.lib import results
 from scripts.lib.machine import describe, machine
 from scripts.lib.markdown import captioned
+from scripts.lib.passed_on import check_passed_on
 from scripts.lib.rows import claimed, code_digest, read_row, row_file, weights_checksum, write_row
 from scripts.lib.statistics import mean_error
 from scripts.lib.workers import Workers, same_command, visible_gpus
@@ -54,6 +55,10 @@ from training.metrics import Diverged, read_metrics, seconds_of
 DATA_SEED = 77  # of the retraining corpus, which shares short tasks with the original one, but none with the held-out ones
 SEARCH_SEED = 3  # of the held-out documents on which learning rates are compared
 WARMUP = 0.05  # of the steps
+OURS = (  # of training.adapt, or without the model that is evaluated
+    "--model", "--ladder-layers", "--data", "--out", "--steps", "--warmup", "--learning-rate", "--distill", "--sequence-length",
+    "--global-batch", "--seed", "--resume", "--save-every", "--log-every", "--metrics-only", "--stop-after",
+)  # fmt: skip
 
 
 @dataclass(frozen=True)
@@ -406,6 +411,7 @@ def parse_args() -> argparse.Namespace:
     parser.add_argument("more", nargs="*", help="after --: further options of python -m training.adapt, such as --compile")
     args = parser.parse_args()
     args.out, args.workers = args.out.absolute(), args.workers or max(1, torch.cuda.device_count())
+    check_passed_on(args.more, OURS)
     for name in ("layers", "shares", "distill", "rates", "seeds"):
         setattr(args, name, list(dict.fromkeys(getattr(args, name))))
     if not all(part > 0 for part in args.shares) or not all(0 <= part <= 1 for part in args.distill):

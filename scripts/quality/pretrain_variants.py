@@ -36,6 +36,7 @@ from scripts.corpus.tokens import write_enough
 from scripts.lib import results
 from scripts.lib.machine import describe, machine
 from scripts.lib.markdown import captioned
+from scripts.lib.passed_on import check_passed_on
 from scripts.lib.process_tree import end
 from scripts.lib.rows import code_digest, read_row, write_row
 from scripts.lib.statistics import mean_error
@@ -91,11 +92,7 @@ def parse_args() -> argparse.Namespace:
     results.add_write_option(parser)
     parser.add_argument("more", nargs="*", help="after --: further options of python -m training.train, such as --compile")
     args = parser.parse_args()
-    taken = [word for word in args.more if word.partition("=")[0] in OURS]
-    if taken:
-        raise UserError(
-            f"{', '.join(taken)} after --: this command sets that for each model; give its own option before --, if any"
-        )
+    check_passed_on(args.more, OURS)
     preset(args.model)
     args.seeds = list(dict.fromkeys(args.seeds))
     args.out = (args.out or results.ROOT / "out" / f"pretrain-{args.model.replace(':', '-')}").absolute()

@@ -41,6 +41,7 @@ from scripts.corpus.tokens import write_corpus
 from scripts.lib import results
 from scripts.lib.machine import describe, machine
 from scripts.lib.markdown import captioned
+from scripts.lib.passed_on import check_passed_on
 from scripts.lib.rows import code_digest, locked, read_row, weights_checksum, write_row
 from scripts.lib.statistics import holm, mean_error, paired_test, ratio_error
 from scripts.lib.workers import Workers, same_command, time_left, visible_gpus
@@ -434,9 +435,7 @@ def parse_args() -> argparse.Namespace:
     results.add_write_option(parser)
     parser.add_argument("more", nargs="*", help="after --: further options of scripts.corpus.train_tiny, such as --compile")
     args = parser.parse_args()
-    taken = [word for word in args.more if word.partition("=")[0] in OURS]
-    if taken:
-        raise UserError(f"{', '.join(taken)} after --: this command sets that for each model; give its own option before --")
+    check_passed_on(args.more, OURS)
     if args.install and (args.embedded or not args.seeds):
         raise UserError("--install takes the median of trained models; give --seeds and leave out --embedded")
     args.out = args.out.absolute()

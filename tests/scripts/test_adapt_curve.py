@@ -204,6 +204,8 @@ def test_a_model_is_measured_by_one_worker(tmp_path: Path) -> None:
         (["--layers", "9"], "give 1 to 8"),
         (["--distill", "1.5"], "--distill from 0 to 1"),
         (["--shares", "0"], "--shares must be above 0"),
+        (["--", "--compile", "--seed", "4"], "--seed after --"),
+        (["--", "--learn=1e-3"], "--learn=1e-3 after --"),
     ],
     ids=str,
 )
