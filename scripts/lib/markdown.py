@@ -1,5 +1,6 @@
 """Tables in Markdown."""
 
+import math
 from collections.abc import Iterable, Sequence
 
 
@@ -17,6 +18,11 @@ def captioned(head: Sequence[str], rows: Iterable[Iterable[object]], caption: st
 def cell(value: float | None, form: str) -> str:
     """A figure that may be missing."""
     return "" if value is None else format(value, form)
+
+
+def pair(value: float, error: float, form: str = "{:.1f}") -> str:
+    """A value and its standard error, which one seed does not have."""
+    return form.format(value) + ("" if math.isnan(error) else f" ± {form.replace('+', '').format(error)}")
 
 
 def _line(cells: Iterable[object]) -> str:

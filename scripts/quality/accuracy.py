@@ -14,10 +14,8 @@ take. One rank sends nothing, so tp 1 is evaluated only with gloo. scripts/quali
 
 import argparse
 import json
-import math
 import subprocess
 import time
-from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -29,60 +27,23 @@ from cli import Parser, note, run
 from comm import Local
 from comm.quantize import WIDTHS
 from communicators import choose
-from engine import LLM, SamplingParams
+from engine import LLM
 from errors import UserError
 from files import check_folder
 from presets import model_config
 from processes import on_ranks
-from scripts.corpus.documents import documents, render
 from scripts.lib.machine import describe, machine
 from scripts.lib.markdown import captioned
 from scripts.lib.results import OUT, ROOT, add_write_option, results_folder, write_table
 from scripts.lib.rows import code_digest, row_file, weights_checksum, write_row
-from scripts.quality.embedded import EXACT, TASKS
+from scripts.quality.embedded import EXACT
+from scripts.quality.heldout import TASKS, matches, perplexity
 from tokenizer import Tokenizer
 from tokenizer_files import load_tokenizer
 from tp import World, init_world
 from variants import TRAINABLE
 
-SEED = 2  # of the held-out documents
-MAX_ANSWER = 64  # tokens
-BATCH = 64
 PROBE_SHARE = 20  # one in so many items, from which the duration is estimated
-
-
-def held_out_stories(tokenizer: Tokenizer, count: int, seed: int = SEED) -> list[list[int]]:
-    """Token ids of held-out stories, without begin tokens. seed: of the held-out documents."""
-    texts = (render(document) for document in documents(seed, count, split="heldout", kind="story"))
-    return [tokenizer.encode(text, add_special_tokens=False) for text in texts]
-
-
-def likelihoods(llm: LLM, prompts: Sequence[Sequence[int]]) -> list[list[float]]:
-    """The log-likelihoods (nats) of the tokens of each prompt but its first, as the engine computes them."""
-    answers = llm.generate(prompts, SamplingParams(max_tokens=1, temperature=0, prompt_logprobs=0))
-    return [[token.chosen.logprob for token in answer.prompt_logprobs or [] if token is not None] for answer in answers]
-
-
-def perplexity(llm: LLM, tokenizer: Tokenizer, items: int) -> float:
-    """exp of the mean negative log-likelihood (nats) per token over held-out stories. Each is computed alone, because quantized
-    all-reduces round the tokens of a batch together."""
-    total, count = 0.0, 0
-    for story in held_out_stories(tokenizer, items):
-        logprobs = llm.score(story).logprobs
-        total -= sum(p for p in logprobs if p is not None)
-        count += len(logprobs) - 1
-    return math.exp(total / count)
-
-
-def matches(llm: LLM, tokenizer: Tokenizer, task: str, items: int, seed: int = SEED) -> list[bool]:
-    """Whether the greedy answer to each held-out prompt equals the expected text exactly. seed: of the held-out documents."""
-    asked = list(documents(seed, items, split="heldout", kind=task))
-    prompts = [tokenizer.encode_chat(document.prompt_messages) for document in asked]
-    found = []
-    for first in range(0, items, BATCH):
-        answers = llm.generate(prompts[first : first + BATCH], SamplingParams(max_tokens=MAX_ANSWER, temperature=0))
-        found += [answer.text == document.answer for answer, document in zip(answers, asked[first:], strict=False)]
-    return found
 
 
 def exact_match(llm: LLM, tokenizer: Tokenizer, task: str, items: int) -> float:

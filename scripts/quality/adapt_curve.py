@@ -13,7 +13,6 @@ row without results. Writes adapt-curve.json, .md and .png into out (with --writ
 """
 
 import argparse
-import gc
 import itertools
 import json
 import math
@@ -38,14 +37,13 @@ from processes import die_with_parent
 from scripts.corpus.tokens import write_enough
 from scripts.lib import results
 from scripts.lib.machine import describe, machine
-from scripts.lib.markdown import captioned
+from scripts.lib.markdown import captioned, pair
 from scripts.lib.passed_on import check_passed_on
 from scripts.lib.rows import claimed, code_digest, read_row, row_file, weights_checksum, write_row
 from scripts.lib.statistics import mean_error
 from scripts.lib.workers import Workers, same_command, visible_gpus
-from scripts.quality.accuracy import SEED
-from scripts.quality.embedded import TASKS
-from scripts.quality.seeds import SAVE_EVERY, difference, evaluate, nats, pair, prompts_error, share
+from scripts.quality.heldout import SEED, TASKS, difference, evaluate, free, nats, prompts_error, share
+from scripts.quality.seeds import SAVE_EVERY
 from tp import init_world
 from training import adapt
 from training.convert import convert, to_hybrid_ladder
@@ -198,14 +196,6 @@ def measure(args: argparse.Namespace, cell: Cell) -> dict[str, Any]:
     row["evaluation_seconds"] = time.monotonic() - trained
     shutil.rmtree(folder, ignore_errors=True)
     return row
-
-
-def free() -> None:
-    """Free what training holds, and undo what it has set."""
-    torch.set_float32_matmul_precision("highest")
-    gc.collect()  # frees the trainer, whose hooks refer to each other
-    torch.compiler.reset()  # what was compiled for it counts against the limit of the next one
-    torch.cuda.empty_cache()
 
 
 def retrain(args: argparse.Namespace, cell: Cell, out: Path) -> None:

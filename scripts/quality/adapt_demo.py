@@ -30,8 +30,7 @@ from scripts.lib import results
 from scripts.lib.machine import describe, machine
 from scripts.lib.markdown import captioned
 from scripts.lib.rows import code_digest, kept, row_file, weights_checksum
-from scripts.quality.embedded import TASKS
-from scripts.quality.seeds import evaluate, nats, share
+from scripts.quality.heldout import TASKS, evaluate, nats, share
 from training.convert import convert
 from training.metrics import draw_losses, read_metrics
 

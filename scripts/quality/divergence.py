@@ -34,7 +34,7 @@ from scripts.corpus.documents import documents, render
 from scripts.lib.machine import describe, machine
 from scripts.lib.markdown import captioned
 from scripts.lib.results import ROOT, add_write_option, made, results_folder, write_table
-from scripts.quality.accuracy import SEED
+from scripts.quality.heldout import SEED
 from tokenizer_files import load_tokenizer
 from tp import init_world
 

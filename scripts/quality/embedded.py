@@ -10,9 +10,9 @@ from functools import cache
 from typing import Any
 
 from scripts.lib.results import RESULTS
+from scripts.quality.heldout import TASKS
 from scripts.sweep.rows import Setting
 
-TASKS = ("question", "arithmetic", "sorting", "counting", "copying")
 EXACT = "gloo"  # the exact communicator, with which the others are compared
 QUANTIZED = ("int8", "int6", "int4", "fp8")
 

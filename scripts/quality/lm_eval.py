@@ -33,11 +33,11 @@ from scripts.lib.machine import describe, machine
 from scripts.lib.markdown import table_lines
 from scripts.lib.results import ROOT, add_write_option, results_folder, write_json
 from scripts.lib.servers import rung_server
+from scripts.quality.heldout import SEED
 from tokenizer import Tokenizer
 from tokenizer_files import load_tokenizer
 from tp import init_world
 
-SEED = 2  # of the held-out documents
 CHOICES = 4
 MAX_ANSWER = 16  # tokens
 LIMITS = ("--max-num-seqs", "64", "--max-queue", "256")  # of the server

@@ -13,13 +13,10 @@ seeds the embedded ones.
 """
 
 import argparse
-import gc
 import json
 import math
 import shutil
 import time
-from collections import defaultdict
-from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from functools import cache
 from pathlib import Path
@@ -28,7 +25,6 @@ from typing import Any
 import torch
 
 from cli import Parser, note, run
-from engine import LLM
 from errors import UserError
 from figures import new_figure, variant_colour
 from files import check_folder
@@ -36,18 +32,15 @@ from options import whole_number
 from presets import model_config
 from processes import die_with_parent
 from scripts.corpus import train_tiny
-from scripts.corpus.documents import documents
 from scripts.corpus.tokens import write_corpus
 from scripts.lib import results
 from scripts.lib.machine import describe, machine
-from scripts.lib.markdown import captioned
+from scripts.lib.markdown import captioned, pair
 from scripts.lib.passed_on import check_passed_on
 from scripts.lib.rows import code_digest, locked, read_row, weights_checksum, write_row
-from scripts.lib.statistics import holm, mean_error, paired_test, ratio_error
+from scripts.lib.statistics import holm, mean_error, paired_test
 from scripts.lib.workers import Workers, same_command, time_left, visible_gpus
-from scripts.quality.accuracy import SEED, held_out_stories, likelihoods, matches
-from scripts.quality.embedded import TASKS
-from tokenizer_files import load_tokenizer
+from scripts.quality.heldout import TASKS, difference, evaluate, free, nats, prompts_error, share, stories_error
 from training.metrics import read_metrics
 from training.token_file import open_tokens
 from variants import TRAINABLE
@@ -78,18 +71,6 @@ class Run:
 # --- one model --------------------------------------------------------------------------------------------------------------
 
 
-def evaluate(path: Path, stories: int, items: int, seed: int = SEED) -> dict[str, Any]:
-    """The log-likelihood (nats) and tokens of each held-out story, and whether each prompt of a task was answered exactly.
-    seed: of the held-out documents."""
-    tokenizer = load_tokenizer(path)
-    llm = LLM(path, tokenizer)
-    told = likelihoods(llm, held_out_stories(tokenizer, stories, seed))
-    return {
-        "stories": [(round(sum(story), 4), len(story)) for story in told],
-        "answers": {task: [*map(int, matches(llm, tokenizer, task, items, seed))] for task in TASKS},
-    }
-
-
 def train(args: argparse.Namespace, one: Run) -> None:
     """Train one model, unless it is. Raises UserError."""
     folder: Path = args.out / one.name
@@ -116,9 +97,7 @@ def work(args: argparse.Namespace, one: Run) -> None:
     if one.seed:
         train(args, one)
     path, started = model_of(args, one), time.monotonic()
-    torch.set_float32_matmul_precision("highest")  # which training has lowered
-    gc.collect()  # frees the trainer, whose hooks refer to each other
-    torch.cuda.empty_cache()
+    free()
     record = json.loads((path / "training.json").read_text())
     record = {key: record[key] for key in ("settings", "tokens_in_corpus", "seconds", "machine", "torch")}
     record["codes"] = (readable_row(args.out / one.name / "settings.json") or {"codes": []})["codes"]
@@ -253,61 +232,6 @@ class Crew:
 # --- statistics -------------------------------------------------------------------------------------------------------------
 
 
-def nats(row: dict[str, Any]) -> float:
-    """The mean negative log-likelihood of a token of the stories."""
-    return -float(sum(s for s, _ in row["stories"])) / sum(n for _, n in row["stories"])
-
-
-def share(row: dict[str, Any], task: str) -> float:
-    """Of exact answers to a task, or of all tasks: `mean`."""
-    if task == "mean":
-        return sum(share(row, one) for one in TASKS) / len(TASKS)
-    return float(sum(row["answers"][task])) / len(row["answers"][task])
-
-
-Answers = Mapping[str, Sequence[float]]
-"""For each task a number for each prompt: 1 for an exact answer and 0 for another one, or a difference of these."""
-
-
-@cache
-def keys(kind: str, count: int) -> list[str]:
-    """The keys of the first held-out documents of a kind. Few pairs of small numbers are held out, so those of arithmetic repeat."""
-    return [document.key for document in documents(SEED, count, split="heldout", kind=kind)]
-
-
-def prompts_error(models: Sequence[Answers], task: str) -> float:
-    """The standard error over prompts of the mean of `task` (or of all tasks: `mean`) and of `models`, which got the same prompts.
-
-    Models agree on which prompts are hard, so the models' mean for a prompt counts as one value. Prompts with the same key ask the
-    same, so they are one cluster."""
-    if task == "mean":
-        return math.sqrt(sum(prompts_error(models, one) ** 2 for one in TASKS)) / len(TASKS)
-    means = [sum(same) / len(same) for same in zip(*(answers[task] for answers in models), strict=True)]
-    return clustered(task, means, [1] * len(means))
-
-
-def clustered(kind: str, values: Sequence[float], sizes: Sequence[float]) -> float:
-    """The standard error of the sum of `values` over that of `sizes`, of the first held-out documents of a kind."""
-    sums, totals = defaultdict[str, float](float), defaultdict[str, float](float)
-    for key, value, size in zip(keys(kind, len(values)), values, sizes, strict=True):
-        sums[key] += value
-        totals[key] += size
-    return ratio_error(list(sums.values()), list(totals.values()))[1]
-
-
-def stories_error(rows: Sequence[dict[str, Any]], others: Sequence[dict[str, Any]] = ()) -> float:
-    """The standard error over stories of the mean `nats` of some rows, less that of `others` if there are any."""
-    sizes = [n for _, n in rows[0]["stories"]]
-    told = [[s for s, _ in row["stories"]] for row in rows]
-    less = [[s for s, _ in row["stories"]] for row in others] or [[0.0] * len(sizes)]
-    means = [sum(a) / len(a) - sum(b) / len(b) for a, b in zip(zip(*told, strict=True), zip(*less, strict=True), strict=True)]
-    return clustered("story", means, sizes)
-
-
-def difference(a: Answers, b: Answers) -> Answers:
-    return {task: [x - y for x, y in zip(a[task], b[task], strict=True)] for task in TASKS}
-
-
 def summary(rows: list[dict[str, Any]]) -> list[dict[str, Any]]:
     """One entry a variant: means over its seeds with standard errors, and the paired comparison with the base."""
     found = []
@@ -374,11 +298,6 @@ def table(entries: list[dict[str, Any]], rows: list[dict[str, Any]]) -> str:
         f"{first['dtype']}. Trained on {first['training']['tokens_in_corpus'] / 1e6:,.0f}M tokens each{mixed}. Made on {where}."
     )
     return captioned(head, lines, caption)
-
-
-def pair(value: float, error: float, form: str = "{:.1f}") -> str:
-    """A value and its standard error, which one seed does not have."""
-    return form.format(value) + ("" if math.isnan(error) else f" ± {form.replace('+', '').format(error)}")
 
 
 def _probability(p: float) -> str:

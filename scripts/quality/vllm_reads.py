@@ -31,7 +31,7 @@ from scripts.lib.failures import reason
 from scripts.lib.machine import describe, machine
 from scripts.lib.markdown import captioned
 from scripts.lib.results import ROOT, add_write_option, results_folder, write_table
-from scripts.quality.accuracy import SEED, held_out_stories, likelihoods
+from scripts.quality.heldout import SEED, held_out_stories, likelihoods
 from scripts.quality.vllm_scores import MARK
 from scripts.quantize import LENGTH, SAMPLES, quantize_model
 from tokenizer_files import find_tokenizer, load_tokenizer

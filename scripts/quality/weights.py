@@ -31,8 +31,7 @@ from scripts.lib.markdown import captioned
 from scripts.lib.results import OUT, ROOT, add_write_option, results_folder, write_table
 from scripts.lib.rows import code_digest, kept, row_file, weights_checksum
 from scripts.lib.statistics import ratio_error
-from scripts.quality.accuracy import held_out_stories, likelihoods, matches
-from scripts.quality.embedded import TASKS
+from scripts.quality.heldout import TASKS, held_out_stories, likelihoods, matches
 from scripts.quantize import LENGTH, SAMPLES, quantize_model
 from tokenizer_files import load_tokenizer
 from variants import TRAINABLE

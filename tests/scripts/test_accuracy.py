@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 
 from engine import LLM
-from scripts.quality import accuracy
+from scripts.quality import accuracy, heldout
 from tests.support.command_line import MODELS
 from tokenizer_files import load_tokenizer
 
@@ -18,12 +18,12 @@ def test_likelihoods_are_those_of_each_story_alone_and_give_the_perplexity(seed:
     path = MODELS / random.choice(("tiny-hybrid", "tiny-desync-4x", "tiny-standard"))
     tokenizer = load_tokenizer(path)
     llm, count = LLM(path, tokenizer, dtype="float32"), random.randint(2, 5)
-    found = accuracy.likelihoods(llm, stories := accuracy.held_out_stories(tokenizer, count))
+    found = heldout.likelihoods(llm, stories := heldout.held_out_stories(tokenizer, count))
     for story, likelihoods in zip(stories, found, strict=True):
         assert [None, *likelihoods] == pytest.approx(llm.score(story).logprobs, abs=1e-4)
     expected = math.exp(-sum(map(sum, found)) / sum(map(len, found)))
-    assert accuracy.perplexity(llm, tokenizer, count) == pytest.approx(expected, rel=1e-5)
-    assert accuracy.held_out_stories(tokenizer, count, seed=accuracy.SEED + 1) != stories
+    assert heldout.perplexity(llm, tokenizer, count) == pytest.approx(expected, rel=1e-5)
+    assert heldout.held_out_stories(tokenizer, count, seed=heldout.SEED + 1) != stories
 
 
 @pytest.mark.usefixtures("forked_commands")

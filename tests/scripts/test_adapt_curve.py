@@ -18,7 +18,7 @@ from scripts.corpus.tokens import write_enough
 from scripts.lib.rows import write_row
 from scripts.quality import adapt_curve, seeds
 from scripts.quality.adapt_curve import Cell
-from scripts.quality.embedded import TASKS
+from scripts.quality.heldout import TASKS
 from tests import MODELS
 from training.step import Trainer
 

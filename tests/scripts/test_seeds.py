@@ -22,7 +22,7 @@ from scripts.lib.rows import locked
 from scripts.lib.statistics import holm, mean_error, paired_test, ratio_error, t_tails
 from scripts.lib.workers import Workers, time_left
 from scripts.quality import seeds
-from scripts.quality.accuracy import SEED
+from scripts.quality.heldout import SEED
 from tests import MODELS
 from training.metrics import seconds_of
 from training.token_file import write_tokens

@@ -12,7 +12,7 @@ import torch
 
 from scripts.lib.rows import CODE
 from scripts.quality import weights
-from scripts.quality.accuracy import SEED
+from scripts.quality.heldout import SEED
 from tests import ROOT
 from tests.support.command_line import MODELS
 
