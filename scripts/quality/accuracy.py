@@ -201,7 +201,6 @@ def main() -> None:
     print(text)
     if folder:
         write_table(name, {"machine": where, "rows": rows}, text, folder)
-        print(f"wrote {name}.json and {name}.md in {folder.relative_to(ROOT)}")
 
 
 if __name__ == "__main__":

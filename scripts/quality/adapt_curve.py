@@ -432,10 +432,7 @@ def main() -> None:
         text = table(entries, args, where)
         print(text)
         content = {"machine": where, "summary": entries, "rows": rows_of(args)}
-        raw = results.write_table("adapt-curve", content, text, folder)
-        draw(entries, folder / "adapt-curve.png")
-        results.made(folder / "adapt-curve.png", raw)
-        note(f"wrote adapt-curve.json, .md and .png in {folder}")
+        results.write_table("adapt-curve", content, text, folder, lambda path: draw(entries, path))
     if (ready := len(rows_of(args))) < total(args):
         raise UserError(f"{ready} of {total(args)} models are ready; the same command goes on{''.join(failed)}")
 

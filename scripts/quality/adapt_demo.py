@@ -162,12 +162,9 @@ def main() -> None:
         return
     runs = {f"{layers} ladder layers": args.out / f"hybrid-{layers}" for layers in args.ladder_layers}
     losses = {label: read_metrics(run / "metrics.jsonl") for label, run in runs.items()}
-    raw = results.write_table("adapt", about | {"rows": rows, "metrics": losses}, text, folder)
-    draw_losses(list(losses.items()), folder / "adapt.png")
-    results.made(folder / "adapt.png", raw)
-    note(
-        f"wrote adapt.json, .md and .png in {folder.relative_to(results.ROOT)}; serve one with make serve MODEL={next(iter(runs.values()))}/model"
-    )
+    content = about | {"rows": rows, "metrics": losses}
+    results.write_table("adapt", content, text, folder, lambda path: draw_losses(list(losses.items()), path))
+    note(f"serve a model with make serve MODEL={next(iter(runs.values()))}/model")
 
 
 if __name__ == "__main__":

@@ -33,7 +33,7 @@ from processes import on_ranks
 from scripts.corpus.documents import documents, render
 from scripts.lib.machine import describe, machine
 from scripts.lib.markdown import captioned
-from scripts.lib.results import ROOT, add_write_option, made, results_folder, write_table
+from scripts.lib.results import ROOT, add_write_option, results_folder, write_table
 from scripts.quality.heldout import SEED
 from tokenizer_files import load_tokenizer
 from tp import init_world
@@ -202,10 +202,7 @@ def main() -> None:
     print(text)
     if folder:
         content = {"machine": where, "device": args.device, "tokens": args.tokens, "rows": rows}
-        raw = write_table(name, content, text, folder)
-        plot(rows, args.tokens, folder / f"{name}.png")
-        made(folder / f"{name}.png", raw)
-        print(f"wrote {name}.json, {name}.md and {name}.png in {folder.relative_to(ROOT)}")
+        write_table(name, content, text, folder, lambda path: plot(rows, args.tokens, path))
     differ = sum(place is not None for row in rows if MODES[row["mode"]] for place in row["parted"])
     if differ:
         print(f"{differ} answers differ with --deterministic", file=sys.stderr)

@@ -333,10 +333,8 @@ def main() -> None:
         lost, noise = differences(losses)
         about = {"machine": where, "settings": shown, "common_step": common_step(found)}
         about |= {"heldout": losses, "differences": lost, "noise": noise}
-        raw = results.write_table(name, about | {"metrics": found}, text, folder)
-        draw_losses(list(found.items()), folder / f"{name}.png")
-        results.made(folder / f"{name}.png", raw)
-        note(f"wrote {name}.json, .md and .png in {folder.relative_to(results.ROOT)}")
+        content = about | {"metrics": found}
+        results.write_table(name, content, text, folder, lambda path: draw_losses(list(found.items()), path))
     if missing := [label for label in models(args) if label not in losses]:
         raise UserError(f"not ready: {'; '.join(missing)}. Failed: {'; '.join(failed) or 'none'}. The same command goes on")
 

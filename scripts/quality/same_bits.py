@@ -401,7 +401,6 @@ def main() -> None:
         content = {"machine": where, "device": args.device, "dtype": args.dtype, "tokens": args.tokens, "rows": rows}
         name = "same-bits-quantized" if all(width for _, width in args.models) else "same-bits"
         write_table(name, content, text, folder)
-        print(f"wrote {name}.json and {name}.md in {folder.relative_to(ROOT)}")
     if any(row["differ"] for row in rows):
         sys.exit(1)
 

@@ -395,10 +395,8 @@ def command(args: argparse.Namespace, runs: list[Run], started: float) -> None:
         entries = summary(rows)
         text = table(entries, rows)
         print(text)
-        raw = results.write_table("accuracy-seeds", {"summary": entries, "rows": rows}, text, folder)
-        draw(rows, entries, folder / "accuracy-seeds.png")
-        results.made(folder / "accuracy-seeds.png", raw)
-        note(f"wrote accuracy-seeds.json, .md and .png in {folder}")
+        content = {"summary": entries, "rows": rows}
+        results.write_table("accuracy-seeds", content, text, folder, lambda path: draw(rows, entries, path))
     missing = [one.name for one in runs if row_of(args, one) is None]
     if missing:
         raise UserError(

@@ -183,7 +183,6 @@ def main() -> None:
     print(text)
     content = {"machine": where, "stories": args.stories, "items": args.items, "rows": rows}
     write_table("accuracy-weights", content, text, folder)
-    print(f"wrote accuracy-weights.json and accuracy-weights.md in {folder}")
 
 
 if __name__ == "__main__":

@@ -353,14 +353,12 @@ def main() -> None:
         "varied": varied,
         "mfu": {name: predicted_mfu(name, cluster) for name in TABLE_IV},
     }
-    path = write_table("plan-paper", result, text := markdown(result), folder)
-    plots = {name: folder / f"plan-{name}.png" for name in TABLE_IV}
-    draw_choices(cluster, path.with_suffix(".png"))
-    for name, plot in plots.items():
-        draw(result["mfu"][name], f"{name}, {cluster.name}, 4M tokens a step or one micro-batch a GPU", plot)
-    for drawn in (path.with_suffix(".png"), *plots.values()):
-        made(drawn, path)
-    print(f"{text}\nwrote plan-paper.json, .md and .png, and plan-MODEL.png, in {folder}")
+    raw = write_table("plan-paper", result, text := markdown(result), folder, lambda path: draw_choices(cluster, path))
+    for name, shares in result["mfu"].items():
+        path = folder / f"plan-{name}.png"
+        draw(shares, f"{name}, {cluster.name}, 4M tokens a step or one micro-batch a GPU", path)
+        made(path, raw)
+    print(f"{text}\nand wrote plan-MODEL.png in {folder}")
 
 
 if __name__ == "__main__":

@@ -221,7 +221,6 @@ def main() -> None:
         for row in failed(result):
             note(f"{name}, {row['api']}, {row['feature']}: {row['detail']}")
     number = sum(len(failed(result)) for result in results.values())
-    print(f"wrote {(folder / 'clients.md').relative_to(ROOT)}")
     if number:
         raise UserError(f"{number} features failed; see out/clients/NAME.log and NAME.requests.json")
 

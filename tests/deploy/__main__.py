@@ -46,7 +46,6 @@ def main() -> None:
         next((PYTHON.parent.parent / "lib").glob("*/site-packages/ray-*.dist-info")).name.split("-")[1].removesuffix(".dist")
     )
     write_table("ray-serve", {"ray": version, "rows": rows}, table(rows), folder)
-    print(f"wrote {(folder / 'ray-serve.md').relative_to(ROOT)}")
 
 
 if __name__ == "__main__":

@@ -130,7 +130,6 @@ def main() -> None:
         ranks.close()
     about = machine()
     write_table("quantizers", {"machine": about, "tools": results}, table(results, describe(about, "cpu")), folder)
-    print(f"wrote {(folder / 'quantizers.md').relative_to(ROOT)}")
     if failures:
         raise UserError("; ".join(failures))
 

@@ -369,7 +369,6 @@ def main() -> None:
     files = {name: kept / f"{name}.json" for name in TITLES}
     results |= {name: json.loads(file.read_text()) for name, file in files.items() if file.exists()}
     write_table("routers", results, table(results), folder)
-    print(f"wrote {(folder / 'routers.md').relative_to(ROOT)}")
     fail_if_any_failed(ran)
 
 

@@ -225,7 +225,6 @@ def test_the_ablation_is_written_with_its_plot(tmp_path: Path, monkeypatch: pyte
     assert [row["settings"]["micro_batches"] for row in rows] == [1] * 4 + [2] * 4
     monkeypatch.setattr(bench_training, "RESULTS", tmp_path)
     monkeypatch.setattr("scripts.lib.results.RESULTS", tmp_path)
-    monkeypatch.setattr("scripts.bench.training.__main__.note", lambda text: None)
     args = bench_training.parse_args(argv)
     bench_training.write(rows, args, rows[0]["machine"], tables.table(rows, args))
     assert json.loads((tmp_path / "training-2-ablation.json").read_text())["rows"] == rows

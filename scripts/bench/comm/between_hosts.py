@@ -128,7 +128,6 @@ def main() -> None:
             note(f"{cable}: {cables[cable]}")
     found = {"machine": machine(), "tc": SLOW, "load_average": os.getloadavg()[0], "cables": cables}
     write_table("between-hosts", found, markdown(found), folder)
-    print(f"wrote {(folder / 'between-hosts.md').relative_to(ROOT)}")
 
 
 if __name__ == "__main__":

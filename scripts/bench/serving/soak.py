@@ -28,7 +28,7 @@ from errors import UserError
 from scripts.lib.machine import describe, machine
 from scripts.lib.markdown import captioned
 from scripts.lib.process_tree import process_tree
-from scripts.lib.results import ROOT, add_write_option, results_folder, write_table
+from scripts.lib.results import add_write_option, results_folder, write_table
 from scripts.lib.servers import Server, rung_server
 
 LIMITS = ("--max-num-seqs", "64", "--max-queue", "256")  # of the server
@@ -208,8 +208,8 @@ def main() -> None:
     where = machine()
     settings = {key: value for key, value in vars(args).items() if key != "write"}
     text = table(result, args, describe(where, "cpu"))
-    path = write_table("soak", {"machine": where, "settings": settings, **result}, text, folder)
-    print(f"{text}\nwrote {path.relative_to(ROOT)}")
+    print(text)
+    write_table("soak", {"machine": where, "settings": settings, **result}, text, folder)
     if wrong := verdict(result, args.memory_mb):
         raise UserError("; ".join(wrong))
 

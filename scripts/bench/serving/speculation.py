@@ -418,8 +418,8 @@ def main() -> None:
     names = ("draft_tokens", "accept_rate", "requests", "long_requests", "new_tokens", "repeats", "pair_seconds", "seed")
     settings = {key: getattr(args, key) for key in (*names, "jobs", "cores")} | found
     text = table(rows, caption_of(rows, settings, describe(where, device)))
-    path = write_table("speculation", {"machine": where, "settings": settings, "rows": rows}, text, folder)
-    print(f"{text}\nwrote {path.relative_to(ROOT)}\n{json.dumps(settings)}")
+    print(f"{text}\n{json.dumps(settings)}")
+    write_table("speculation", {"machine": where, "settings": settings, "rows": rows}, text, folder)
 
 
 if __name__ == "__main__":

@@ -105,8 +105,8 @@ def main() -> None:
     where = machine()
     settings = {"model": args.model.name, "threads": args.threads, "new_tokens": args.new_tokens}
     text = table(rows, f"{args.threads} thread(s), median of {args.repeats} runs. Made on {describe(where, 'cpu')}.")
-    path = write_table("bench-cpu", {"machine": where, "settings": settings, "rows": rows}, text, folder)
-    print(f"{text}\nwrote {path.relative_to(ROOT)}")
+    print(text)
+    write_table("bench-cpu", {"machine": where, "settings": settings, "rows": rows}, text, folder)
 
 
 if __name__ == "__main__":

@@ -36,14 +36,14 @@ from pathlib import Path
 
 import torch
 
-from cli import Parser, note, run
+from cli import Parser, run
 from errors import UserError
 from presets import preset
 from scripts.bench.training.launches import Row, measure_all
 from scripts.bench.training.rank import SYSTEMS, add_trace_and_tuning_options
 from scripts.bench.training.tables import plot, table
 from scripts.lib.machine import machine
-from scripts.lib.results import RESULTS, ROOT, made, write_table
+from scripts.lib.results import RESULTS, ROOT, write_table
 
 MODELS = ("ladder-1b", "ladder-3b", "llama-7b")
 
@@ -153,10 +153,8 @@ def check(args: argparse.Namespace) -> None:
 def write(rows: list[Row], args: argparse.Namespace, where: Row, text: str) -> None:
     name = f"training-{args.ranks}{'-two-nodes' * args.two_nodes}{'-ablation' * args.ablation}"
     settings = {key: str(value) if isinstance(value, Path) else value for key, value in vars(args).items()}
-    raw = write_table(name, {"machine": where, "settings": settings, "rows": rows}, text, RESULTS)
-    plot(rows, args, RESULTS / f"{name}.png")
-    made(RESULTS / f"{name}.png", raw)
-    note(f"wrote {name}.md, .png and .json in {RESULTS}")
+    content = {"machine": where, "settings": settings, "rows": rows}
+    write_table(name, content, text, RESULTS, lambda path: plot(rows, args, path))
 
 
 def main() -> None:
