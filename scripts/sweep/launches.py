@@ -74,8 +74,12 @@ def by_launch(
 
 def versions() -> dict[str, str]:
     """Versions of the software, and the environment variables that influence a measurement."""
-    git = subprocess.run(["git", "describe", "--always", "--dirty"], cwd=ROOT, capture_output=True, text=True, check=False)
-    found = {"rung": git.stdout.strip() or "unknown", "torch": torch.__version__, "python": platform.python_version()}
+    revision = ["git", "describe", "--always", "--dirty"]
+    try:
+        git = subprocess.run(revision, cwd=ROOT, capture_output=True, text=True, check=False).stdout.strip()
+    except OSError:  # a machine without git
+        git = ""
+    found = {"rung": git or "unknown", "torch": torch.__version__, "python": platform.python_version()}
     if torch.version.cuda:
         found |= {"cuda": torch.version.cuda, "nccl": ".".join(map(str, torch.cuda.nccl.version()))}
     steering = ("NCCL_", "TORCH_NCCL_", "OMP_NUM_THREADS", "CUDA_VISIBLE_DEVICES")

@@ -105,6 +105,12 @@ def test_one_launch_for_all_that_share_ranks_hosts_and_environment() -> None:
     assert {s.interconnect for start, part in found for s in part if start.hosts == 2} == {"two-hosts"}
 
 
+def test_a_machine_without_git_has_no_revision(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    monkeypatch.setenv("PATH", str(tmp_path))
+    found = launches.versions()
+    assert found["rung"] == "unknown" and found["torch"] == torch.__version__
+
+
 def test_two_hosts_need_an_even_number_of_ranks() -> None:
     with pytest.raises(UserError, match="even"):
         grids.settings_of(arguments("--tp", 4, 3, "--interconnects", "two-hosts"))
