@@ -99,7 +99,7 @@ def _loads(folder: Path) -> Iterator[Found]:
     for path in sorted(folder.glob("load*.json")):
         found: dict[str, Any] = json.loads(path.read_text())
         s = found["settings"]
-        if s.get("max_batch_tokens") is not None:
+        if s.get("max_batch_tokens") is not None or s["model"] is None:  # of --url, whose model is not known
             continue
         model = with_widths(s["model"], s.get("quantize"), s.get("kv_dtype", "auto"))
         whose = VLLM if s.get("server") == "vLLM" else s.get("variant") or "standard"

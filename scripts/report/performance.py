@@ -339,10 +339,8 @@ def load(folder: Path) -> str | None:
         variant = f", {s['variant']}" if s.get("variant") else ""
         step = f", steps of at most {s['max_batch_tokens']} tokens" if s.get("max_batch_tokens") else ""
         whose = "vLLM's" if s.get("server") == "vLLM" else "the"
-        caption = (
-            f"{s['model']}{variant} through {whose} HTTP server on {s['ranks']} ranks, Poisson arrivals of {lengths_of(s)} tokens{step}. "
-            f"Made on {describe(found['machine'], 'cuda')}."
-        )
+        server = f"{s['model']}{variant} through {whose} HTTP server on {s['ranks']} ranks" if s["model"] else s["url"]
+        caption = f"{server}, Poisson arrivals of {lengths_of(s)} tokens{step}. Made on {describe(found['machine'], 'cuda')}."
         tables.append(f"{load_table(found)}\n\n{caption}\n")
     return "\n".join(tables) or None
 

@@ -71,6 +71,15 @@ def test_widths_are_compared_with_standard_in_the_same_line(tmp_path: Path, seed
             assert cell == f"{ms[0]:.2f}{ratios[0]} / {ms[1]:.2f}{ratios[1]}"
 
 
+def test_a_load_of_a_server_elsewhere_is_shown_but_not_compared(tmp_path: Path) -> None:
+    found = json.loads((RESULTS / "h100-1" / "load-llama-3-8b-standard.json").read_text())
+    found["settings"] |= {"model": None, "url": "http://127.0.0.1:8000"}
+    (tmp_path / "load.json").write_text(json.dumps(found))
+    text = performance.TABLES["load"][0](tmp_path)
+    assert text is not None and "\n\nhttp://127.0.0.1:8000, Poisson arrivals of 1024" in text
+    assert performance.TABLES["compare"][0](tmp_path) is None
+
+
 def test_drafts_are_compared_with_none_by_clients(tmp_path: Path, seed: int) -> None:
     counts = sorted(random.sample(range(1, 99), 3))
     rates = {name: [random.uniform(10, 2000) for _ in counts] for name in performance.CLIENTS}
