@@ -9,12 +9,12 @@ from dataclasses import dataclass
 from functools import cache
 from typing import Any
 
+from comm.quantize import WIDTHS
 from scripts.lib.results import RESULTS
 from scripts.quality.heldout import TASKS
 from scripts.sweep.rows import Setting
 
 EXACT = "gloo"  # the exact communicator, with which the others are compared
-QUANTIZED = ("int8", "int6", "int4", "fp8")
 
 
 @dataclass(frozen=True)
@@ -40,7 +40,7 @@ def quality(setting: Setting) -> Quality | None:
     and for quantized all-reduces that were not measured.
     """
     model = f"tiny-{setting.variant.partition(':')[0]}"
-    comm = setting.comm if setting.comm and setting.comm.startswith(QUANTIZED) and setting.tp > 1 else EXACT
+    comm = setting.comm if setting.comm and setting.comm.startswith(tuple(WIDTHS)) and setting.tp > 1 else EXACT
     found = [row for row in measured() if row["model"] == model and row.get("comm", EXACT) == comm]
     if not found:
         return None

@@ -26,7 +26,7 @@ from scripts.lib.results import ROOT, check_output, write_text
 from scripts.report import paper_tables
 from scripts.report.plots import FIGURES
 from scripts.sweep import tables
-from scripts.sweep.rows import Row, column, finished, ratio, read_rows
+from scripts.sweep.rows import Row, add_sweep_option, column, finished, ratio, read_rows
 
 STYLE = """
 :root { color-scheme: light; --line: #e5e7eb; --soft: #6b7280; --accent: #2563eb; }
@@ -228,9 +228,7 @@ def read_load(path: Path) -> dict[str, Any] | None:
 
 def main() -> None:
     parser = Parser(description=__doc__)
-    parser.add_argument(
-        "--sweep", type=Path, default=ROOT / "out" / "sweep.jsonl", help="rows of make sweep (default: out/sweep.jsonl)"
-    )
+    add_sweep_option(parser)
     parser.add_argument(
         "--load", type=Path, default=ROOT / "out" / "load.json", help="result of make throughput (default: out/load.json)"
     )

@@ -16,8 +16,8 @@ from typing import Any
 from cli import Parser, note, run
 from scripts.lib.machine import describe
 from scripts.lib.markdown import table_lines
-from scripts.lib.results import ROOT, write_text
-from scripts.sweep.rows import Row, finished, ratio, read_rows
+from scripts.lib.results import write_text
+from scripts.sweep.rows import Row, add_sweep_option, finished, ratio, read_rows
 
 PAPER = Path(__file__).with_name("paper_tables.json")
 TITLES = {
@@ -85,9 +85,7 @@ def markdown(rows: Sequence[Row], **ours: int) -> str:
 
 def main() -> None:
     parser = Parser(description=__doc__)
-    parser.add_argument(
-        "--sweep", type=Path, default=ROOT / "out" / "sweep.jsonl", help="rows of make sweep (default: out/sweep.jsonl)"
-    )
+    add_sweep_option(parser)
     parser.add_argument("--tp", type=int, metavar="N", help="show our rows with N ranks (default: 8, as the paper)")
     parser.add_argument(
         "--new-tokens", type=int, metavar="N", help="show our rows with N generated tokens (default: 512, as the paper)"

@@ -31,7 +31,7 @@ from figures import MOST_LINES, PARTS, plain_log_axis, variant_colour
 from files import check_folder
 from scripts.lib.results import ROOT
 from scripts.lib.statistics import quartiles
-from scripts.sweep.rows import Row, baseline, finished, ratio, read_rows
+from scripts.sweep.rows import Row, add_sweep_option, baseline, finished, ratio, read_rows
 
 MAX_PANELS = 12
 BREAK_ABOVE = 1.6  # the axis of ratios ends at 1 + BREAK_ABOVE * the largest gain of the variants
@@ -289,9 +289,7 @@ FIGURES: dict[str, Callable[[Sequence[Row]], Figure | None]] = {
 
 def main() -> None:
     parser = Parser(description=__doc__)
-    parser.add_argument(
-        "--sweep", type=Path, default=ROOT / "out" / "sweep.jsonl", help="rows of make sweep (default: out/sweep.jsonl)"
-    )
+    add_sweep_option(parser)
     parser.add_argument(
         "--out", type=Path, default=ROOT / "out" / "plots", metavar="FOLDER", help="folder of the plots (default: out/plots)"
     )

@@ -3,6 +3,7 @@
 The plots, the report and the comparison with the paper's tables read only these rows.
 """
 
+import argparse
 import json
 from collections.abc import Iterable, Sequence
 from dataclasses import asdict, dataclass, field, fields, replace
@@ -12,6 +13,7 @@ from typing import Any
 
 from comm import parse_link
 from errors import UserError
+from scripts.lib.results import ROOT
 from variants import VARIANTS
 
 ORDER = tuple(VARIANTS)
@@ -152,6 +154,13 @@ def read_rows(path: Path) -> list[Row]:
         rows.pop(row.setting.key, None)
         rows[row.setting.key] = row
     return list(rows.values())
+
+
+def add_sweep_option(parser: argparse.ArgumentParser) -> None:
+    """Add --sweep, the file that `read_rows` reads."""
+    parser.add_argument(
+        "--sweep", type=Path, default=ROOT / "out" / "sweep.jsonl", help="rows of make sweep (default: out/sweep.jsonl)"
+    )
 
 
 def row_line(row: Row) -> str:

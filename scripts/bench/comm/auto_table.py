@@ -16,11 +16,8 @@ from comm.fused import FusedCommunicator
 from comm.fused_strategies import UNFUSED, best_strategy
 from comm.table import Table
 from communicators import choose
+from figures import size_text
 from scripts.bench.comm.parts import join_ranks
-
-
-def size_text(size: int) -> str:
-    return f"{size >> 20} MiB" if size >= 1 << 20 else f"{size >> 10} KiB"
 
 
 def age_text(seconds: float) -> str:

@@ -27,7 +27,7 @@ import re
 import secrets
 import subprocess
 import tempfile
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager, suppress
 from dataclasses import asdict, fields
 from pathlib import Path
@@ -51,6 +51,7 @@ from scripts.lib.vllm_model import QUANTIZES, add_vllm_memory, write_model
 
 UNSHARED = ("tp", "max_model_len", "compile")  # model options that `engine.bench` does not take
 STEP_SECONDS = ("engine_step_seconds", "gpu_idle_seconds")  # metrics of the server
+DRAFTS = ("spec_decode_num_drafts", "spec_decode_num_accepted_tokens")
 STATS_SECONDS = 0.5  # until the server's metrics have the last steps: the engine sends them every 0.25 s
 SPREADS = {  # of latencies, by their names in a summary
     "ttft_ms": "TTFT, ms: p50 / p90 / p99",
@@ -169,11 +170,17 @@ def recorded(answer: Answer) -> dict[str, Any]:
 def step_seconds(url: str) -> tuple[float, float] | None:
     """Seconds of the server's steps so far, and those of them in which its GPU waited for the host. None if it does not say."""
     with suppress(httpx.HTTPError):
-        text = httpx.get(url.rstrip("/") + "/metrics", trust_env=False).text
-        found = [re.findall(rf"^rung:{name}_total\{{.*\}} (\S+)$", text, re.MULTILINE) for name in STEP_SECONDS]
-        if all(found):
-            return float(found[0][0]), float(found[1][0])
+        steps, idle = totals(url, STEP_SECONDS)
+        if steps and idle:
+            return steps[0], idle[0]
     return None
+
+
+def totals(url: str, names: Sequence[str]) -> list[list[float]]:
+    """The values of each of these counters of a server: one for each set of labels, none if it does not have the counter. Raises
+    httpx.HTTPError."""
+    text = httpx.get(url.rstrip("/") + "/metrics", trust_env=False).text
+    return [[*map(float, re.findall(rf"^rung:{name}_total\{{.*\}} (\S+)$", text, re.MULTILINE))] for name in names]
 
 
 def idle_share(before: tuple[float, float] | None, after: tuple[float, float] | None) -> float | None:
@@ -226,12 +233,8 @@ async def offer_by_clients(args: argparse.Namespace, url: str, vocab_size: int) 
 
 def drafted(url: str) -> tuple[int, int]:
     """How many drafts the server has verified so far, and how many of their tokens were accepted."""
-    text = httpx.get(url.rstrip("/") + "/metrics", trust_env=False).text
-    names = ("spec_decode_num_drafts", "spec_decode_num_accepted_tokens")
-    drafts, accepted = (
-        sum(map(float, re.findall(rf"^rung:{name}_total\{{.*\}} (\S+)$", text, re.MULTILINE))) for name in names
-    )
-    return round(drafts), round(accepted)
+    drafts, accepted = (round(sum(found)) for found in totals(url, DRAFTS))
+    return drafts, accepted
 
 
 def table_by_clients(result: dict[str, Any]) -> str:
