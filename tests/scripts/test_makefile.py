@@ -16,6 +16,13 @@ def test_the_makefile_names_the_scripts() -> None:
         assert recipe and importlib.util.find_spec(re.findall(r"-m (scripts[.\w]+)", recipe[1])[0])
 
 
+def test_the_readme_names_the_scripts_of_targets() -> None:
+    rows = re.findall(r"^\| `([a-z-]+)` \| `([\w/]+)\.py` \|", (ROOT / "scripts" / "README.md").read_text(), re.MULTILINE)
+    assert len(rows) > 5
+    for target, script in rows:
+        assert re.search(rf"^{target}: .*\n\t.* -m scripts\.{script.replace('/', '[.]')}( |$)", MAKEFILE, re.MULTILINE), target
+
+
 def test_targets_that_need_setup_alone_import_nothing_that_setup_dev_installs() -> None:
     recipes = "".join(re.findall(r"^[\w-]+: setup #.*\n((?:\t.*\n)+)", MAKEFILE, re.MULTILINE))
     commands = set(re.findall(r"(?:\(PY\)|-m) (\w[\w.]*)", recipes)) | {"scripts.sweep.worker", "scripts.two_hosts"}
