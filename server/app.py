@@ -20,7 +20,7 @@ from server.completions import CompletionRequest, read_prompts
 from server.docs import render_docs
 from server.embedding_bodies import EmbeddingBody, ScoreBody
 from server.embeddings import embed, score
-from server.endpoint import check, respond
+from server.endpoint import check_names, respond
 from server.engine_client import EngineClient
 from server.error_types import NO_RETRY
 from server.http import JsonResponse, unless_gone
@@ -186,7 +186,7 @@ def _add_tokens(app: FastAPI, service: Service) -> None:
 
     @app.post("/tokenize", response_model=replies.TokenizeReply, responses=errors, tags=["tokens"], summary="Text to token ids")
     async def tokenize(body: TokenizeBody, request: Request) -> Response:
-        check(service, request, body)
+        check_names(service, request, body)
         given = conversation(service, body) if body.prompt is None else body.prompt
         ready = service.client.ready
         options = (body.add_special_tokens is not False, ready and ready.max_model_len, bool(body.return_token_strs))
@@ -198,7 +198,7 @@ def _add_tokens(app: FastAPI, service: Service) -> None:
         "/detokenize", response_model=replies.DetokenizeReply, responses=errors, tags=["tokens"], summary="Token ids to text"
     )
     async def detokenize(body: DetokenizeBody, request: Request) -> Response:
-        check(service, request, body)
+        check_names(service, request, body)
         slow = len(body.tokens) > SLOW_TEXT
         work = service.workers.run(detokenize_reply, body.tokens, bool(body.skip_special_tokens), slow=slow)
         return JsonResponse(await unless_gone(request.receive, work))

@@ -19,7 +19,7 @@ MAX_VALUES = 1 << 18  # of all kinds; raised for a model whose context holds mor
 
 
 @dataclass(frozen=True)
-class Bounds:
+class BodyBounds:
     """Limits of a body. `values`: list items and object members. `containers`: those that are lists and objects."""
 
     values: int = MAX_VALUES
@@ -27,30 +27,30 @@ class Bounds:
     depth: int = MAX_DEPTH
 
 
-def parse(raw: bytes, model: type[B], bounds: Bounds) -> B:
+def parse(raw: bytes, model: type[B], bounds: BodyBounds) -> B:
     """Parse a JSON body as `model`. Raises a 400: invalid JSON, too many values, or the first wrong field."""
     try:
         value = json.loads(raw)
     except (ValueError, RecursionError) as e:
         raise unparsable(e) from None
     if not surely_within(raw, bounds):
-        check(value, bounds)
+        check_complexity(value, bounds)
     try:
         return model.model_validate(value)
     except ValidationError as e:
         raise from_model(e, value) from None
 
 
-def surely_within(raw: bytes, bounds: Bounds) -> bool:
+def surely_within(raw: bytes, bounds: BodyBounds) -> bool:
     """Whether the number of brackets and commas alone proves that a body is within `bounds`.
 
-    This test costs almost nothing and is enough for most requests. Others need `check`.
+    This test costs almost nothing and is enough for most requests. Others need `check_complexity`.
     """
     containers = raw.count(b"[") + raw.count(b"{")
     return containers <= min(bounds.depth, bounds.containers) and containers + raw.count(b",") <= bounds.values
 
 
-def check(value: Any, bounds: Bounds) -> None:
+def check_complexity(value: Any, bounds: BodyBounds) -> None:
     """Raises a 400 for a value that exceeds `bounds`."""
     level, depth, values, containers = [value], 0, 0, 0
     while level := [one for one in level if isinstance(one, (dict, list))]:

@@ -21,7 +21,7 @@ from engine.protocol import SamplingParams, Submit, Turn
 from server.clients import sender
 from server.completions import as_list, encode_prompts
 from server.embedding_bodies import EmbeddingBody, PoolingBody, ScoreBody, listed
-from server.endpoint import check, turn_of
+from server.endpoint import check_names, turn_of
 from server.generation import timed_out
 from server.held_bytes import Full, HeldBytes
 from server.http import JsonResponse, to_json, unless_gone
@@ -78,7 +78,7 @@ def normalized(vector: Vector) -> Vector:
 
 def _begin(service: Service, request: Request, body: PoolingBody) -> Turn:
     """Check what does not depend on the texts."""
-    check(service, request, body)
+    check_names(service, request, body)
     turn = turn_of(service, request, body.priority)
     service.check_ready()
     if body.user:

@@ -24,7 +24,7 @@ B = TypeVar("B", bound=GenerationBody)
 G = TypeVar("G", bound=GenerationRequest)
 
 
-def check(service: Service, request: Request, body: Body) -> None:
+def check_names(service: Service, request: Request, body: Body) -> None:
     """Raises a 404 for an unknown model.
 
     Unknown fields are named in the log and a response header. With --strict-requests they raise a 400.
@@ -56,7 +56,7 @@ async def accept(
     `read(service, body, size)` returns the tokenized prompts; size: bytes of the HTTP body. `make(service, body, prompts,
     grammar)` returns the endpoint's request. Raises ApiError.
     """
-    check(service, request, body)
+    check_names(service, request, body)
     turn = turn_of(service, request, body.priority)
     service.check_ready()
     raw = await request.body()

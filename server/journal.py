@@ -20,7 +20,7 @@ from pathlib import Path
 from typing import Any
 
 from server.http import to_json
-from server.journal_file import MOST_ATTEMPTS, Bounds, JournalFile, Row, explained, open_journal
+from server.journal_file import MOST_ATTEMPTS, JournalBounds, JournalFile, Row, explained, open_journal
 from server.logs import log
 from server.metrics import Metrics
 from server.problems import ApiError, internal_error
@@ -136,7 +136,7 @@ class Journal:
         self._thread = threading.Thread(target=self._run, daemon=True, name="journal")
 
     @classmethod
-    def open(cls, path: Path, bounds: Bounds, metrics: Metrics) -> "Journal":
+    def open(cls, path: Path, bounds: JournalBounds, metrics: Metrics) -> "Journal":
         """Raises UserError."""
         file, message = open_journal(path, bounds)
         if message:

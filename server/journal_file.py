@@ -75,7 +75,7 @@ class Row:
 
 
 @dataclass(frozen=True)
-class Bounds:
+class JournalBounds:
     """Of what a file keeps: bytes, results, and the age of requests and results in seconds."""
 
     bytes: int = 1 << 30
@@ -86,7 +86,7 @@ class Bounds:
 class JournalFile:
     """A file that is open. Made by `open_journal`. Methods raise sqlite3.Error; those that write are called in a `transaction`."""
 
-    def __init__(self, db: sqlite3.Connection, bounds: Bounds) -> None:
+    def __init__(self, db: sqlite3.Connection, bounds: JournalBounds) -> None:
         self._db, self._bounds = db, bounds
         self._count: int | None = None  # of rows; None: not known
 
@@ -251,7 +251,7 @@ def explained(path: Path) -> Iterator[None]:
         raise UserError(f"--journal {path} cannot be used: {e.strerror}; give another file") from e
 
 
-def open_journal(path: Path, bounds: Bounds) -> tuple[JournalFile, str]:
+def open_journal(path: Path, bounds: JournalBounds) -> tuple[JournalFile, str]:
     """Open a journal, or make a new one. Also returns what to tell the user, if anything. Raises UserError if that is impossible.
 
     What can be read of a damaged file is copied to a new one. The damaged one gets another name.
@@ -280,7 +280,7 @@ def open_journal(path: Path, bounds: Bounds) -> tuple[JournalFile, str]:
         return JournalFile(db, bounds), message or _keep_log(path, db)
 
 
-def check_journal(path: str | None, bounds: Bounds) -> None:
+def check_journal(path: str | None, bounds: JournalBounds) -> None:
     """Raises UserError if a server could not use this file. Mends a damaged one, and says so."""
     if path == "":
         raise UserError("--journal has an empty name; give a file")
@@ -353,7 +353,7 @@ def _make(path: Path, damaged: Path | None = None) -> int:
             db.executescript(f"BEGIN; {SCHEMA} COMMIT")
             if damaged is None:
                 return 0
-            file = JournalFile(db, Bounds())
+            file = JournalFile(db, JournalBounds())
             # with a writable schema, SQLite also opens files that are too short
             with _connected(damaged, "writable_schema = ON") as old, closing(old), file.transaction():
                 return file.salvage(old)

@@ -223,7 +223,7 @@ def warn_of_torchrun(settings: Settings, environ: Mapping[str, str]) -> None:
         )
 
 
-def check(settings: Settings, launched: bool, agent: int | None) -> Job:
+def check_settings(settings: Settings, launched: bool, agent: int | None) -> Job:
     """Raises UserError for what is wrong without the other ranks. launched: a launcher has started the frontend. agent: see
     `restarting_agent_pid`."""
     if rank() == 0:
@@ -303,7 +303,7 @@ def main() -> None:
     launched, agent = folder is not None, restarting_agent_pid(os.environ)
     try:
         settings = load_settings(sys.argv[1:])
-        job = check(settings, launched, agent)
+        job = check_settings(settings, launched, agent)
     except UserError as e:
         error = e
     world = join(settings, error)

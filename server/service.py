@@ -13,7 +13,7 @@ from engine.protocol import Pooling
 from errors import UserError
 from server.admission import Admission
 from server.backlog import Backlog
-from server.bounds import MAX_VALUES, Bounds, parse
+from server.bounds import MAX_VALUES, BodyBounds, parse
 from server.engine_client import EngineClient, broken
 from server.examples import read_examples
 from server.held_bytes import HeldBytes
@@ -116,7 +116,7 @@ class Service:
 
     async def parse(self, raw: bytes, model: type[M]) -> M:
         """Parse a body as `model`, in a worker if it is long. Raises a 400 that says what is wrong."""
-        bounds = Bounds(max(MAX_VALUES, 2 * self.client.ready.max_model_len)) if self.client.ready else Bounds()
+        bounds = BodyBounds(max(MAX_VALUES, 2 * self.client.ready.max_model_len)) if self.client.ready else BodyBounds()
         if len(raw) <= INLINE:
             return parse(raw, model, bounds)
         return await self.workers.run(parse, raw, model, bounds, slow=len(raw) > SLOW_TEXT)

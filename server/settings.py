@@ -28,7 +28,7 @@ from presets import has_random_weights
 from server.call_syntax import REASONING, SYNTAXES
 from server.clients import read_keys
 from server.config_sources import parse_environment, parse_file
-from server.journal_file import Bounds
+from server.journal_file import JournalBounds
 from server.paths import METRIC_PATHS
 
 VERSION = "0.1.0"
@@ -422,8 +422,8 @@ class Settings(
         return self.max_queue - (self.max_queue // 8 if self.fairness == "clients" else 0)
 
     @property
-    def journal_bounds(self) -> Bounds:
-        return Bounds(int(self.journal_mb * 2**20), self.journal_results, self.journal_hours * 3600)
+    def journal_bounds(self) -> JournalBounds:
+        return JournalBounds(int(self.journal_mb * 2**20), self.journal_results, self.journal_hours * 3600)
 
     @property
     def max_body_bytes(self) -> int:

@@ -8,7 +8,7 @@ from fastapi import FastAPI, Request
 from starlette.responses import Response
 
 from server.chat import conversation, read_conversation
-from server.endpoint import check, respond
+from server.endpoint import check_names, respond
 from server.generation import Prompt
 from server.http import JsonResponse, unless_gone
 from server.messages.bodies import CountBody, MessagesBody
@@ -34,7 +34,7 @@ def add(app: FastAPI, service: Service) -> None:
         def make(service: Service, chat: ChatBody, prompts: list[Prompt], grammar: str) -> MessagesRequest:
             return MessagesRequest(service, body, chat, prompts, grammar, request.state.request_id)
 
-        check(service, request, body)  # an unknown field keeps its name, which `_renamed` would take for one of the chat's
+        check_names(service, request, body)  # here, as `_renamed` would take an unknown field for one of the chat's
         with _renamed():
             return await respond(service, request, body.chat, read_conversation, make)
 
@@ -46,7 +46,7 @@ def add(app: FastAPI, service: Service) -> None:
         summary="The number of tokens of a message's prompt",
     )
     async def count_tokens(body: CountBody, request: Request) -> Response:
-        check(service, request, body)
+        check_names(service, request, body)
         slow = len(await request.body()) > SLOW_TEXT
         work = service.workers.run(count_reply, conversation(service, body.chat), slow=slow)
         return JsonResponse(await unless_gone(request.receive, work))

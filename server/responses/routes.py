@@ -7,7 +7,7 @@ from fastapi import FastAPI, Query, Request
 from starlette.responses import Response
 
 from server.clients import owner
-from server.endpoint import accept, check, respond
+from server.endpoint import accept, check_names, respond
 from server.generation import Prompt
 from server.http import JsonResponse, to_json, unless_gone
 from server.logs import log
@@ -20,7 +20,7 @@ from server.responses.convert import Converted, convert, renamed
 from server.responses.items import page, references
 from server.responses.replies import ResponseDeleted, ResponseItems, ResponsesReply, events
 from server.responses.schemas import OWN_TOOLS, ResponsesBody
-from server.responses.store import Bounds, Items, Record, Store
+from server.responses.store import Items, Record, Store, StoreBounds
 from server.schemas import ChatBody
 from server.service import INLINE, Service
 
@@ -31,7 +31,7 @@ MAX_BACKGROUND = 64  # responses that a client may have in the background at a t
 
 def add(app: FastAPI, service: Service) -> None:
     settings = service.settings
-    bounds = Bounds(settings.responses_hours * 3600, settings.responses_kept, int(settings.responses_mb * 2**20))
+    bounds = StoreBounds(settings.responses_hours * 3600, settings.responses_kept, int(settings.responses_mb * 2**20))
     responses = Responses(service, Store(bounds))
 
     @app.post(
@@ -133,7 +133,7 @@ class Responses:
         return record
 
     async def create(self, body: ResponsesBody, request: Request) -> Response:
-        check(self.service, request, body)  # an unknown field keeps its name, which `renamed` would take for one of the chat's
+        check_names(self.service, request, body)  # here, as `renamed` would take an unknown field for one of the chat's
         if self.service.settings.strict_requests and body.left_out:
             raise bad(body.left_out[0], OWN_TOOLS)
         earlier = self._earlier(request, body)

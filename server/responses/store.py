@@ -20,7 +20,7 @@ RUNNING_SHARE = 2  # all of these may take half: nothing can be dropped for them
 
 
 @dataclass(frozen=True)
-class Bounds:
+class StoreBounds:
     seconds: float
     answers: int
     bytes: int
@@ -113,7 +113,7 @@ class _Owner:
 class Store:
     """clock: as time.monotonic."""
 
-    def __init__(self, bounds: Bounds, clock: Callable[[], float] = time.monotonic) -> None:
+    def __init__(self, bounds: StoreBounds, clock: Callable[[], float] = time.monotonic) -> None:
         self._bounds, self._clock = bounds, clock
         self._owners: dict[str, _Owner] = {}
         self._ages: dict[Record, str] = {}  # owners, by all records, the oldest first

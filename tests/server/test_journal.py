@@ -31,7 +31,7 @@ from scripts.lib.process_tree import process_tree
 from server import journal as journals
 from server import journal_file, resume
 from server.journal import Kept
-from server.journal_file import HEADER, Bounds, JournalFile, Row, check_journal, open_journal
+from server.journal_file import HEADER, JournalBounds, JournalFile, Row, check_journal, open_journal
 from server.problems import ApiError
 from server.resume import Accepted, Resumer
 from server.service import Service
@@ -60,7 +60,7 @@ def read_all(file: JournalFile) -> dict[int, Row]:
 def journal(tmp_path: Path) -> tuple[Path, dict[int, Row]]:
     """The path of a file that its server has closed, and its rows."""
     path = tmp_path / "journal"
-    file, _ = open_journal(path, Bounds())
+    file, _ = open_journal(path, JournalBounds())
     rows = {n: some_row(n) for n in range(1, 31)}
     with file.transaction():
         for row in rows.values():
@@ -78,7 +78,7 @@ def opened_again(path: Path, rows: dict[int, Row]) -> int | None:
     None if the file was refused, in one line and without a change."""
     before = path.read_bytes()
     try:
-        file, message = open_journal(path, Bounds())
+        file, message = open_journal(path, JournalBounds())
     except UserError as e:
         refusal = str(e)
         assert before[:HEADER] == path.read_bytes()[:HEADER]
@@ -110,7 +110,7 @@ def test_a_file_that_is_cut_off(
         found.append(opened_again(folder / "journal", rows))
         shutil.rmtree(folder)
     (tmp_path / "cut").write_bytes(whole[: len(whole) // 2])
-    check_journal(str(tmp_path / "cut"), Bounds())
+    check_journal(str(tmp_path / "cut"), JournalBounds())
     assert "the damaged file is" in capsys.readouterr().err
     # how much of a part is used depends on where SQLite put the table's first page
     assert None not in found and found[-1] == len(rows) and max(found[: len(found) * 9 // 10]) > 3, found
@@ -129,7 +129,7 @@ def test_a_schema_that_is_no_text(journal: tuple[Path, dict[int, Row]]) -> None:
 def test_a_file_that_is_overwritten(what: str, journal: tuple[Path, dict[int, Row]], tmp_path: Path) -> None:
     path, rows = journal
     if what == "its log":
-        file, _ = open_journal(path, Bounds())
+        file, _ = open_journal(path, JournalBounds())
         with file.transaction():
             for number in range(41, 61):
                 rows[number] = some_row(number)
@@ -156,7 +156,7 @@ def test_a_file_that_is_overwritten(what: str, journal: tuple[Path, dict[int, Ro
 def test_files_that_cannot_be_used(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(journal_file, "LOCK_SECONDS", 0.1)
     path = tmp_path / "journal"
-    file, _ = open_journal(path, Bounds())
+    file, _ = open_journal(path, JournalBounds())
     refused(path, "another running server uses it")
     file.close()
     data = bytearray(path.read_bytes())
@@ -172,7 +172,7 @@ def test_files_that_cannot_be_used(tmp_path: Path, monkeypatch: pytest.MonkeyPat
     refused(tmp_path / "no" / "folder", "No such file")
     refused(tmp_path, "is no regular file")
     with pytest.raises(UserError, match="--journal has an empty name; give a file"):
-        check_journal("", Bounds())
+        check_journal("", JournalBounds())
     os.mkfifo(tmp_path / "fifo")
     refused(tmp_path / "fifo", "is no regular file")
 
@@ -189,7 +189,7 @@ def said_to_nobody(path: Path) -> str:
             os.setgid(NOBODY)
             os.setuid(NOBODY)
         try:
-            check_journal(str(path), Bounds())
+            check_journal(str(path), JournalBounds())
         except BaseException as e:
             os.write(write, f"{type(e).__name__}: {e}".encode())
         finally:
@@ -223,7 +223,7 @@ def test_files_that_cannot_be_written(journal: tuple[Path, dict[int, Row]]) -> N
             assert said_to_nobody(asked) == f"UserError: --journal {asked} cannot be used: {reason}"
             one.chmod(before)
         assert sorted(os.listdir(folder)) == ["journal"]
-        file, message = open_journal(there, Bounds())
+        file, message = open_journal(there, JournalBounds())
         assert (read_all(file), message) == (rows, "")
         file.close()
 
@@ -235,7 +235,7 @@ def test_a_full_disk_at_the_start(tmp_path: Path, monkeypatch: pytest.MonkeyPatc
     refused(tmp_path / "journal", "the disk is full; free some space")
     assert os.listdir(tmp_path) == []
     monkeypatch.undo()
-    open_journal(tmp_path / "journal", Bounds())[0].close()
+    open_journal(tmp_path / "journal", JournalBounds())[0].close()
 
 
 FULL_DISK = """
@@ -243,8 +243,8 @@ import os, sys, time
 from pathlib import Path
 from server.journal_file import *
 folder = Path(sys.argv[1])
-open_journal(folder / "old", Bounds())[0].close()
-file, _ = open_journal(folder / "old", Bounds())
+open_journal(folder / "old", JournalBounds())[0].close()
+file, _ = open_journal(folder / "old", JournalBounds())
 with file.transaction():
     file.add(Row(7, time.time(), "owner", "answer", "request", 0, b"x" * 1000))
 file.close()
@@ -256,8 +256,8 @@ with open(folder / "rest", "wb", buffering=0) as rest:
         pass
 for name in ("old", "new"):
     try:
-        check_journal(str(folder / name), Bounds())
-        file, _ = open_journal(folder / name, Bounds())
+        check_journal(str(folder / name), JournalBounds())
+        file, _ = open_journal(folder / name, JournalBounds())
         print(name, [row.number for row in file._rows("")])
         file.close()
     except UserError as e:
@@ -286,18 +286,18 @@ def test_what_is_there_stays(tmp_path: Path) -> None:
     """A link leads to the new file, only its owner may read it, and the log of a file that was emptied is kept."""
     path, link = tmp_path / "journal", tmp_path / "link"
     link.symlink_to(path)
-    file, message = open_journal(link, Bounds())
+    file, message = open_journal(link, JournalBounds())
     assert link.is_symlink() and path.stat().st_size and not message
     with file.transaction():
         assert file.add(some_row(1))
     log = (tmp_path / "journal-wal").read_bytes()
     file.close()
     path.chmod(0o644)
-    open_journal(path, Bounds())[0].close()
+    open_journal(path, JournalBounds())[0].close()
     assert path.stat().st_mode & 0o777 == 0o600
     path.unlink()
     (tmp_path / "journal-wal").write_bytes(log[:100])
-    file, message = open_journal(path, Bounds())
+    file, message = open_journal(path, JournalBounds())
     file.close()
     assert str(aside := tmp_path / "journal.damaged-1") in message and not aside.stat().st_size
     assert (tmp_path / "journal.damaged-1-wal").read_bytes() == log[:100]
@@ -308,7 +308,7 @@ def killed(tmp_path: Path) -> tuple[bytes, bytes, dict[int, Row]]:
     """A file and its log as a killed server leaves them, and the rows, one a transaction. Behind the frames of the log are older
     ones."""
     path, rows = tmp_path / "killed", dict[int, Row]()
-    file, _ = open_journal(path, Bounds())
+    file, _ = open_journal(path, JournalBounds())
     for number in range(1, 31):
         rows[number] = some_row(number)
         with file.transaction():
@@ -327,7 +327,7 @@ def opened_with_log(folder: Path, data: bytes, log: bytes) -> tuple[dict[int, Ro
     folder.mkdir()
     (folder / "journal").write_bytes(data)
     (folder / "journal-wal").write_bytes(log)
-    file, message = open_journal(folder / "journal", Bounds())
+    file, message = open_journal(folder / "journal", JournalBounds())
     found = read_all(file)
     file.close()
     assert "\n" not in message and not (folder / "journal.part").exists()
@@ -337,7 +337,7 @@ def opened_with_log(folder: Path, data: bytes, log: bytes) -> tuple[dict[int, Ro
 def test_a_log_without_its_file(tmp_path: Path) -> None:
     """Whatever is left of the file's header, all requests in the log are used, and both are kept."""
     path, rows = tmp_path / "journal", {n: some_row(n) for n in range(1, 31)}
-    file, _ = open_journal(path, Bounds())
+    file, _ = open_journal(path, JournalBounds())
     for row in rows.values():
         with file.transaction():
             file.add(row)
@@ -376,14 +376,14 @@ def test_a_log_that_is_damaged_is_said_and_kept(killed: tuple[bytes, bytes, dict
 
 def refused(path: Path, words: str) -> None:
     with pytest.raises(UserError, match=words) as caught:
-        open_journal(path, Bounds())
+        open_journal(path, JournalBounds())
     assert str(path) in str(caught.value) and "\n" not in str(caught.value)
 
 
 def test_a_file_stays_within_its_bounds(tmp_path: Path) -> None:
     """The oldest results go first, requests stay, and what is too large is not taken."""
     path = tmp_path / "journal"
-    bounds = Bounds(bytes=1 << 20, results=50, seconds=3600)
+    bounds = JournalBounds(bytes=1 << 20, results=50, seconds=3600)
     file, _ = open_journal(path, bounds)
     now = time.time()
     with file.transaction():
@@ -396,7 +396,7 @@ def test_a_file_stays_within_its_bounds(tmp_path: Path) -> None:
     assert {30, 60} <= set(left) and left[2:] == list(range(99 - len(left) + 3, 100)) and 20 < len(left) <= 50
     file.close()
     assert path.stat().st_size <= 1 << 20
-    file, _ = open_journal(path, Bounds(results=10))
+    file, _ = open_journal(path, JournalBounds(results=10))
     assert file.begin() == ([(30, "key"), (60, "key")], 100)
     assert sorted(read_all(file)) == [30, 60, *range(92, 100)]
     file.close()
@@ -405,7 +405,7 @@ def test_a_file_stays_within_its_bounds(tmp_path: Path) -> None:
 def test_owners_do_not_displace_each_other(tmp_path: Path) -> None:
     """Where room is needed, results of the owner that has most are removed first, and none if that makes no room. One owner's
     requests take at most half of the file."""
-    file, _ = open_journal(tmp_path / "journal", Bounds(bytes=2 << 20, results=40))
+    file, _ = open_journal(tmp_path / "journal", JournalBounds(bytes=2 << 20, results=40))
     row = lambda number, owner, size=100: Row(number, time.time(), owner, f"cmpl-{number}", "", 0, bytes(size))  # noqa: E731
     with file.transaction():
         for number in range(1, 200):
@@ -512,7 +512,7 @@ def test_a_new_frontend_does_not_end_the_server(tmp_path: Path) -> None:
     path = tmp_path / "journal"
     path.write_text("damaged")
     service: Any = object.__new__(Service)
-    service.settings = SimpleNamespace(journal=str(path), journal_bounds=Bounds())
+    service.settings = SimpleNamespace(journal=str(path), journal_bounds=JournalBounds())
     service.client, service.metrics = SimpleNamespace(attach=True), None
     assert service._open_journal() is None
     service.client.attach = False

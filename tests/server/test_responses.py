@@ -27,7 +27,7 @@ from server.responses.convert import convert
 from server.responses.items import seal
 from server.responses.replies import ResponseItems, ResponsesReply
 from server.responses.schemas import ResponsesBody
-from server.responses.store import LINK_BYTES, RECORD_BYTES, Bounds, Items, Record, Store
+from server.responses.store import LINK_BYTES, RECORD_BYTES, Items, Record, Store, StoreBounds
 from tests.support.server_thread import CONTEXT, EOS, STORY, TOKENIZER, Site, wait_for
 
 PATH = "/v1/responses"
@@ -533,7 +533,7 @@ def test_only_the_owner_finds_a_response(make_site: Callable[..., Site]) -> None
 def test_the_store_is_bounded(seed: int) -> None:
     """In time, number and bytes. Who has most loses the oldest; a conversation costs what its turns add."""
     now = 0.0
-    store = Store(Bounds(seconds=100, answers=10, bytes=200_000), lambda: now)
+    store = Store(StoreBounds(seconds=100, answers=10, bytes=200_000), lambda: now)
 
     def record(id: str, input: list[Items], size: int = 100) -> Record:
         output = [{"id": f"rs_{id}"}, {"id": f"msg_{id}", "text": "y" * size}]
@@ -569,13 +569,13 @@ def test_what_fits_is_kept(seed: int) -> None:
     record = Record("a", b"x" * random.randrange(100), [Items(b" " * random.randrange(100)) for _ in range(5)])
     need = RECORD_BYTES + 5 * LINK_BYTES + len(record.answer) + sum(len(items.data) for items in record.input)
     for spare in (-1, 0):
-        store = Store(Bounds(seconds=100, answers=1000, bytes=4 * (need + spare)), lambda: 0.0)
+        store = Store(StoreBounds(seconds=100, answers=1000, bytes=4 * (need + spare)), lambda: 0.0)
         assert store.fits(record) == store.put("o", record) == (spare == 0)
 
 
 def test_responses_in_the_background_drive_out_nobody_elses() -> None:
     """They cannot be dropped, so those of a client have a bound in bytes, too, and so have all."""
-    store = Store(Bounds(seconds=100, answers=1000, bytes=80_000), lambda: 0.0)
+    store = Store(StoreBounds(seconds=100, answers=1000, bytes=80_000), lambda: 0.0)
 
     def running(id: str) -> Record:
         return Record(id, b"", [Items(b" " * 8_000)], background=True, running=Background.__new__(Background))
@@ -604,7 +604,7 @@ def test_a_background_response_without_room_is_refused(make_site: Callable[..., 
 
 def test_the_store_drops_as_its_definition_says(seed: int) -> None:
     """Whatever comes, it keeps what a plain list of (owner, id, size) keeps by the rule."""
-    store, kept = Store(Bounds(seconds=100, answers=12, bytes=20_000), lambda: 0.0), list[tuple[str, str, int]]()
+    store, kept = Store(StoreBounds(seconds=100, answers=12, bytes=20_000), lambda: 0.0), list[tuple[str, str, int]]()
     for i in range(300):
         owner, size = random.choice("aaabc"), random.randrange(3000)
         store.put(owner, Record(str(i), b"x" * size, []))

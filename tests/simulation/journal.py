@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import Any
 
 from server.journal import Journal
-from server.journal_file import SCHEMA, Bounds, JournalFile
+from server.journal_file import SCHEMA, JournalBounds, JournalFile
 from server.metrics import Metrics
 
 
@@ -16,7 +16,7 @@ class MemoryFile(JournalFile):
     """A file that outlives its servers."""
 
     def __init__(self) -> None:
-        super().__init__(sqlite3.connect(":memory:", isolation_level=None), Bounds())
+        super().__init__(sqlite3.connect(":memory:", isolation_level=None), JournalBounds())
         self._db.executescript(SCHEMA)
         self.full = False
 
