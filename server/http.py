@@ -2,7 +2,7 @@
 
 import asyncio
 import json
-from collections.abc import Coroutine
+from collections.abc import Coroutine, Iterable
 from typing import Any, TypeVar
 
 import msgspec
@@ -40,13 +40,17 @@ class JsonResponse(Response):
         else:
             with scope["state"]["backlog"]() as count:
                 count(len(self.body))
-                await unless_gone(receive, self._write(send, scope["state"]["write_timeout"]))
+                await unless_gone(receive, send_pieces(self, scope, send, [bytes(self.body)]))
 
-    async def _write(self, send: Send, timeout: float) -> None:
-        await send({"type": "http.response.start", "status": self.status_code, "headers": self.raw_headers})
-        async with writing(send, timeout) as writer:
-            await writer.write(bytes(self.body))
-            await writer.end()
+
+async def send_pieces(response: Response, scope: Scope, send: Send, pieces: Iterable[bytes]) -> None:
+    """Send `pieces` as the body, no faster than the client reads them. Raises ClientGone if it stops reading."""
+    await send({"type": "http.response.start", "status": response.status_code, "headers": response.raw_headers})
+    async with writing(send, scope["state"]["write_timeout"]) as writer:
+        for piece in pieces:
+            await writer.write(piece)
+            await asyncio.sleep(0)  # let other requests run: making a piece takes about 1 ms
+        await writer.end()
 
 
 async def unless_gone(receive: Receive, work: Coroutine[Any, Any, T]) -> T:

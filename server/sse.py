@@ -1,6 +1,5 @@
 """Send a response as server-sent events, or in pieces, no faster than the client reads them."""
 
-import asyncio
 from collections.abc import AsyncGenerator, Callable, Iterator
 from contextlib import aclosing
 from typing import Any
@@ -8,7 +7,7 @@ from typing import Any
 from starlette.responses import Response
 from starlette.types import Receive, Scope, Send
 
-from server.http import to_json, unless_gone
+from server.http import send_pieces, to_json, unless_gone
 from server.logs import log
 from server.problems import ApiError, internal_error
 from server.writing import writing
@@ -71,10 +70,7 @@ class EventStream(Response):
 
 
 class PacedResponse(Response):
-    """A response of JSON in pieces, which are made while it is sent, no faster than the client reads them.
-
-    Raises ClientGone as an EventStream does.
-    """
+    """A response of JSON in pieces, which are made while it is sent. See `send_pieces`."""
 
     def __init__(self, pieces: Iterator[bytes]) -> None:
         self.pieces = pieces
@@ -82,15 +78,7 @@ class PacedResponse(Response):
         del self.headers["content-length"]
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        await unless_gone(receive, self._run(send, scope["state"]["write_timeout"]))
-
-    async def _run(self, send: Send, timeout: float) -> None:
-        await send({"type": "http.response.start", "status": self.status_code, "headers": self.raw_headers})
-        async with writing(send, timeout) as writer:
-            for piece in self.pieces:
-                await writer.write(piece)
-                await asyncio.sleep(0)  # let other requests run: making a piece takes about 1 ms
-            await writer.end()
+        await unless_gone(receive, send_pieces(self, scope, send, self.pieces))
 
 
 def _error_of(e: Exception) -> ApiError:
