@@ -6,9 +6,7 @@ process that started this one connects to it, too, to send Fatal (process.py).
 
 import asyncio
 import gc
-import json
 import os
-import shlex
 import sys
 import time
 from collections.abc import Callable
@@ -23,6 +21,7 @@ from engine.protocol import Ready
 from errors import UserError
 from server import logs
 from server.app import create_app
+from server.banner import banner
 from server.connections import Connection, Connections, raise_descriptor_limit
 from server.engine_client import EngineClient
 from server.logs import log
@@ -147,38 +146,6 @@ class FrontendServer(uvicorn.Server):
                 port = listener.getsockname()[1]
         host = {"0.0.0.0": "127.0.0.1", "::": "::1"}.get(settings.host, settings.host)
         return f"http://[{host}]:{port}" if ":" in host else f"http://{host}:{port}"
-
-
-def banner(service: Service, ready: Ready, address: str) -> str:
-    name = service.model_name
-    kv_tokens = ready.kv_blocks * ready.block_size
-    noise = "\n  random weights: the text is noise" if service.settings.random_weights else ""
-    own = service.examples or {"chat": [], "completion": []}  # prompts that this model can answer
-    prompt, question = (*own["completion"], "Once upon a time")[0], (*own["chat"], "Tell me a story about a fox.")[0]
-    requests: list[tuple[str, dict[str, Any]]] = [("completions", {"prompt": prompt})]
-    if service.chat_template is not None or "default" in service.tokenizer.chat_templates:
-        requests.append(("chat/completions", {"messages": [{"role": "user", "content": question}]}))
-    curls = "\n\n".join(
-        curl(f"{address}/v1/{path}", {"model": name, **body, "max_tokens": 40}, bool(service.settings.api_key))
-        for path, body in requests
-    )
-    return f"""
-Serving {name}: {ready.variant}, {ready.world_size} rank{"s" * (ready.world_size > 1)} on {ready.device}, {ready.communicator}, {ready.dtype}
-  context {ready.max_model_len} tokens, KV cache {kv_tokens} tokens{noise}
-
-Try it:
-
-{curls}
-
-The page: {address}/   the API: {address}/docs
-"""
-
-
-def curl(url: str, body: dict[str, Any], with_key: bool) -> str:
-    """A curl command to copy into a shell."""
-    headers = ["Authorization: Bearer YOUR_KEY"] * with_key + ["Content-Type: application/json"]
-    parts = [f"curl {url}", *(f"-H '{header}'" for header in headers), f"-d {shlex.quote(json.dumps(body))}"]
-    return "  " + " \\\n    ".join(parts)
 
 
 def make_server(
