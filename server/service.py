@@ -34,12 +34,13 @@ M = TypeVar("M", bound=BaseModel)
 RETRY = {"retry-after": "1"}  # seconds: a router sends the request to another server, or this one's next start answers it
 UNREAD_BYTES = 1 << 30  # of vectors that are computed, or wait for their clients to read them; one client may have a quarter
 INLINE = 16384  # bytes, about 2,000 token ids or a few pages of text; larger bodies are checked in a worker
-WORKER_MODULES = (  # with the jobs of workers
+WORKER_MODULES = (  # with the jobs of workers, or bodies that these parse; those left out are imported by these
     "server.bounds",
     "server.constraints",
     "server.embedding_bodies",
+    "server.messages.bodies",
     "server.prompts",
-    "server.schemas",
+    "server.responses.convert",
 )
 
 

@@ -72,7 +72,7 @@ class Workers:
 
     `seconds`: time limit of each job. `max_queue`: most callers that wait for quick jobs, and most that wait for slow ones, also where
     many wait for one. `patience`: longest time of a job in the queue, in seconds. `largest`: bytes of a job that a client may always
-    have, see `HeldBytes`. `modules`: names of the modules that have most jobs, which a worker imports when it starts. If there are two
+    have, see `HeldBytes`. `modules`: names of the modules that jobs need, which a worker imports when it starts. If there are two
     or more workers, the first one takes only quick jobs. The first worker starts in `start`, each other one with the first slow job
     that it can take.
 
