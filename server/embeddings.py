@@ -21,7 +21,7 @@ from engine.protocol import SamplingParams, Submit, Turn
 from server.clients import sender
 from server.completions import as_list, encode_prompts
 from server.embedding_bodies import EmbeddingBody, PoolingBody, ScoreBody, listed
-from server.endpoint import check_names, turn_of
+from server.endpoint import begin
 from server.generation import timed_out
 from server.held_bytes import Full, HeldBytes
 from server.http import JsonResponse, to_json, unless_gone
@@ -38,7 +38,7 @@ Given = Mapping[str, Sequence[str | list[int]]]  # texts or token ids by the nam
 
 async def embed(service: Service, request: Request, body: EmbeddingBody) -> Response:
     """Answer POST /v1/embeddings. Raises ApiError."""
-    turn = _begin(service, request, body)
+    turn = begin(service, request, body)
     width = service.client.ready.hidden_size if service.client.ready else 0
     if (body.dimensions or 0) > width:
         raise bad("dimensions", f"is {body.dimensions}, but the model's embeddings have {width} numbers")
@@ -51,7 +51,7 @@ async def embed(service: Service, request: Request, body: EmbeddingBody) -> Resp
 
 async def score(service: Service, request: Request, body: ScoreBody) -> Response:
     """Answer POST /v1/score. Raises ApiError."""
-    turn = _begin(service, request, body)
+    turn = begin(service, request, body)
     given = {"text_1": listed(body.text_1), "text_2": listed(body.text_2)}
     vectors, tokens = await unless_gone(request.receive, _embeddings(service, request, body, turn, given))
     ones, others = vectors[: len(given["text_1"])], vectors[len(given["text_1"]) :]
@@ -74,16 +74,6 @@ def normalized(vector: Vector) -> Vector:
     """The vector scaled to length 1; zero stays zero."""
     length = math.hypot(*vector) or 1.0
     return Vector("f", [x / length for x in vector])
-
-
-def _begin(service: Service, request: Request, body: PoolingBody) -> Turn:
-    """Check what does not depend on the texts."""
-    check_names(service, request, body)
-    turn = turn_of(service, request, body.priority)
-    service.check_ready()
-    if body.user:
-        request.state.log_fields["user"] = body.user
-    return turn
 
 
 async def _embeddings(

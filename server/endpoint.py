@@ -10,6 +10,7 @@ from engine.protocol import Turn
 from server import grammar
 from server.answers import GenerationRequest
 from server.clients import Client, owner, sender
+from server.embedding_bodies import PoolingBody
 from server.generation import Prompt
 from server.http import JsonResponse, unless_gone
 from server.json_schema import Compiled
@@ -36,12 +37,16 @@ def check_names(service: Service, request: Request, body: Body) -> None:
     service.check_model(body.model)
 
 
-def turn_of(service: Service, request: Request, priority: int | None) -> Turn:
-    """When the request's sequences start. Raises a 400 for a priority that this server does not allow."""
-    if priority and not service.settings.allow_priority:
+def begin(service: Service, request: Request, body: GenerationBody | PoolingBody) -> Turn:
+    """Log the user, and check what does not depend on the prompts. Returns when the sequences start. Raises ApiError."""
+    if body.user:
+        request.state.log_fields["user"] = body.user
+    check_names(service, request, body)
+    if body.priority and not service.settings.allow_priority:
         raise bad("priority", "this server treats all requests alike; leave it out, or start the server with --allow-priority")
+    service.check_ready()
     client = sender(request.scope) if service.settings.fairness == "clients" else Client("")
-    return Turn(client.name, client.weight, priority or 0)
+    return Turn(client.name, client.weight, body.priority or 0)
 
 
 async def accept(
@@ -56,9 +61,7 @@ async def accept(
     `read(service, body, size)` returns the tokenized prompts; size: bytes of the HTTP body. `make(service, body, prompts,
     grammar)` returns the endpoint's request. Raises ApiError.
     """
-    check_names(service, request, body)
-    turn = turn_of(service, request, body.priority)
-    service.check_ready()
+    turn = begin(service, request, body)
     raw = await request.body()
 
     async def prepare() -> tuple[list[Prompt], Compiled]:
@@ -72,11 +75,8 @@ async def accept(
         data = record(generation, raw, compiled.grammar)
         ids = generation.id, request.state.request_id
         generation.promise = service.journal.promise(owner(request.scope), *ids, data, bool(body.store))
-    log_fields = request.state.log_fields
-    if body.user:
-        log_fields["user"] = body.user
     if left_out := grammar.name_left_out(compiled):
-        log_fields["not_enforced"] = left_out
+        request.state.log_fields["not_enforced"] = left_out
     return generation
 
 

@@ -565,6 +565,14 @@ def test_as_many_long_requests_wait_as_the_queue_has_places(make_site: Callable[
     assert refused["code"] == "queue_full"
 
 
+def test_the_user_of_a_refused_request_is_logged(site: Site, caplog: pytest.LogCaptureFixture) -> None:
+    with caplog.at_level(logging.INFO, "rung.access"):
+        for path, field in (("/v1/completions", "prompt"), ("/v1/embeddings", "input")):
+            site.refused(path, {field: "Hi", "user": "me", "priority": 1})
+        wait_for(lambda: len([record for record in caplog.records if record.name == "rung.access"]) == 2)
+    assert [record.fields["user"] for record in caplog.records if record.name == "rung.access"] == ["me"] * 2  # type: ignore[attr-defined]
+
+
 def test_what_is_polled_is_logged_at_debug(site: Site, caplog: pytest.LogCaptureFixture) -> None:
     polled = ["/health", "/health_generate", "/ping", "/metrics", "/stats", "/load", "/get_load"]
     with caplog.at_level(logging.DEBUG, "rung.access"):
