@@ -8,16 +8,26 @@ figures, and `make plot-hidden` draws overlap.svg directly from the trace.
 
 import argparse
 import json
+from collections.abc import Callable
+from fnmatch import fnmatch
 from pathlib import Path
+from typing import Any
 
 from cli import Parser, note, run
 from scripts.bench.training.tables import plot, table
 from scripts.lib.results import RESULTS, add_write_option, made, results_folder
-from scripts.quality import divergence
+from scripts.quality import adapt_curve, divergence, seeds
 from scripts.report import performance
 from training.metrics import draw_losses
 
 FOLDERS = sorted(path for path in RESULTS.iterdir() if path.is_dir())  # of GPU measurements
+FIGURES: dict[str, Callable[[Any, Path], object]] = {  # names of raw files, and what draws their figure
+    "accuracy-seeds": lambda found, out: seeds.draw(found["rows"], found["summary"], out),
+    "adapt": lambda found, out: draw_losses(list(found["metrics"].items()), out),
+    "adapt-curve": lambda found, out: adapt_curve.draw(found["summary"], out),
+    "divergence*": lambda found, out: divergence.plot(found["rows"], found["tokens"], out),
+    "pretrain-*": lambda found, out: draw_losses(list(found["metrics"].items()), out),
+}
 
 
 def main() -> None:
@@ -29,10 +39,11 @@ def main() -> None:
     for path in sorted(RESULTS.glob("*.json")):
         if path.name.startswith("training-"):
             training(path, folder)
-        elif path.stem == "adapt" or path.name.startswith("pretrain-"):
-            losses(path, folder)
-        elif path.name.startswith("divergence"):
-            answers(path, folder)
+        for name, draw in FIGURES.items():
+            if fnmatch(path.stem, name):
+                draw(json.loads(path.read_text()), out := folder / f"{path.stem}.png")
+                made(out, path)
+                note(f"drew {out}")
 
 
 def training(path: Path, folder: Path) -> None:
@@ -43,22 +54,6 @@ def training(path: Path, folder: Path) -> None:
     out.with_suffix(".md").write_text(table(found["rows"], args))
     for shown in (out, out.with_suffix(".md")):
         made(shown, path)
-    note(f"drew {out}")
-
-
-def losses(path: Path, folder: Path) -> None:
-    """Draw the loss curves of a result file of adapt_demo.py or pretrain_variants.py."""
-    out = folder / f"{path.stem}.png"
-    draw_losses(list(json.loads(path.read_text())["metrics"].items()), out)
-    made(out, path)
-    note(f"drew {out}")
-
-
-def answers(path: Path, folder: Path) -> None:
-    """Draw the figure of a result file of divergence.py."""
-    found, out = json.loads(path.read_text()), folder / f"{path.stem}.png"
-    divergence.plot(found["rows"], found["tokens"], out)
-    made(out, path)
     note(f"drew {out}")
 
 

@@ -19,6 +19,7 @@ from scripts.lib.rows import write_row
 from scripts.quality import adapt_curve, seeds
 from scripts.quality.adapt_curve import Cell
 from scripts.quality.heldout import TASKS
+from scripts.report import redraw
 from tests import MODELS
 from training.step import Trainer
 
@@ -226,6 +227,8 @@ def test_a_small_curve_from_training_to_the_table(monkeypatch: pytest.MonkeyPatc
     losses = [seeds.nats(row["heldout"]) for row in found["rows"]]
     assert losses[0] < losses[2] < losses[1] and losses[2] != losses[3]  # three steps give a little back
     assert (tmp_path / "results" / "adapt-curve.png").stat().st_size > 10_000
+    redraw.FIGURES["adapt-curve"](found, again := tmp_path / "again.png")
+    assert again.read_bytes() == (tmp_path / "results" / "adapt-curve.png").read_bytes()
     assert not list((args.out / "work").iterdir())
     monkeypatch.setattr(adapt_curve.Workers, "start", lambda *_: pytest.fail("nothing is left to do"))
     adapt_curve.main()
