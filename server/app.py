@@ -33,7 +33,7 @@ from server.prompts import SLOW_TEXT, detokenize_reply, tokenize_reply
 from server.responses import routes as responses
 from server.responses.replies import ResponsesReply
 from server.schemas import ChatBody, CompletionBody, DetokenizeBody, LoadAdapterBody, TokenizeBody, UnloadAdapterBody
-from server.service import INLINE, Service, read_chat_template
+from server.service import Service, read_chat_template
 from server.settings import VERSION, Settings
 from server.tracing import Spans
 from tokenizer import Tokenizer
@@ -98,17 +98,10 @@ class BoundedRoute(APIRoute):
             raw = request._body = request.state.body  # Starlette would copy it
             if raw and "json" in request.headers.get("content-type", "").partition(";")[0].lower():
                 # FastAPI takes this for the parsed body, and only runs its models' `after` validators once more
-                request._json = await _read_body(request, raw, model)
+                request._json = await request.app.state.service.parse(raw, model, request.receive)
             return await handler(request)
 
         return handle
-
-
-async def _read_body(request: Request, raw: bytes, model: type[BaseModel]) -> BaseModel:
-    """Parse the body as `model`. Raises a 400 that says what is wrong, or ClientGone if the client leaves."""
-    service: Service = request.app.state.service
-    work = service.parse(raw, model)
-    return await (work if len(raw) <= INLINE else unless_gone(request.receive, work))
 
 
 def _add_generation(app: FastAPI, service: Service) -> None:

@@ -2,12 +2,14 @@
 
 import time
 from collections import OrderedDict
+from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
 from typing import Any, TypeVar, cast
 
 from msgspec.structs import asdict
 from pydantic import BaseModel
+from starlette.types import Receive
 
 from engine.protocol import Pooling
 from errors import UserError
@@ -17,6 +19,7 @@ from server.bounds import MAX_VALUES, BodyBounds, parse
 from server.engine_client import EngineClient, broken
 from server.examples import read_examples
 from server.held_bytes import HeldBytes
+from server.http import unless_gone
 from server.journal import Journal
 from server.json_schema import Compiled
 from server.logs import log
@@ -30,6 +33,7 @@ from server.workers import Workers
 from tokenizer import Tokenizer
 
 M = TypeVar("M", bound=BaseModel)
+T = TypeVar("T")
 
 RETRY = {"retry-after": "1"}  # seconds: a router sends the request to another server, or this one's next start answers it
 UNREAD_BYTES = 1 << 30  # of vectors that are computed, or wait for their clients to read them; one client may have a quarter
@@ -115,12 +119,20 @@ class Service:
         if not self.client.ready:
             raise ApiError(503, "the model is still loading; try again soon", None, "loading", RETRY)
 
-    async def parse(self, raw: bytes, model: type[M]) -> M:
-        """Parse a body as `model`, in a worker if it is long. Raises a 400 that says what is wrong."""
+    async def parse(self, raw: bytes, model: type[M], receive: Receive | None = None) -> M:
+        """Parse a body as `model`. Raises a 400 that says what is wrong. See `compute`."""
         bounds = BodyBounds(max(MAX_VALUES, 2 * self.client.ready.max_model_len)) if self.client.ready else BodyBounds()
-        if len(raw) <= INLINE:
-            return parse(raw, model, bounds)
-        return await self.workers.run(parse, raw, model, bounds, slow=len(raw) > SLOW_TEXT)
+        return await self.compute(receive, len(raw), parse, raw, model, bounds)
+
+    async def compute(self, receive: Receive | None, size: int, function: Callable[..., T], *arguments: Any) -> T:
+        """The function's result, computed in a worker if its input is long. size: bytes of it. receive: of its client, if any.
+
+        Raises ClientGone if the client leaves.
+        """
+        if size <= INLINE:
+            return function(*arguments)
+        work = self.workers.run(function, *arguments, slow=size > SLOW_TEXT)
+        return await (unless_gone(receive, work) if receive else work)
 
     def check_model(self, name: str | None) -> None:
         if name is not None and name not in (*self.settings.model_names, *self.client.adapters.paths):

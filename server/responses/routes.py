@@ -1,7 +1,6 @@
 """The routes of /v1/responses."""
 
-from collections.abc import Callable
-from typing import Annotated, Any, Literal, TypeVar
+from typing import Annotated, Any, Literal
 
 from fastapi import FastAPI, Query, Request
 from starlette.responses import Response
@@ -9,11 +8,10 @@ from starlette.responses import Response
 from server.clients import owner
 from server.endpoint import accept, check_names, respond
 from server.generation import Prompt
-from server.http import JsonResponse, to_json, unless_gone
+from server.http import JsonResponse, to_json
 from server.logs import log
 from server.openapi import errors_of
 from server.problems import ApiError, bad
-from server.prompts import SLOW_TEXT
 from server.responses.answer import ResponsesRequest, read_prompt
 from server.responses.background import Background
 from server.responses.convert import Converted, convert, renamed
@@ -22,9 +20,7 @@ from server.responses.replies import ResponseDeleted, ResponseItems, ResponsesRe
 from server.responses.schemas import OWN_TOOLS, ResponsesBody
 from server.responses.store import Items, Record, Store, StoreBounds
 from server.schemas import ChatBody
-from server.service import INLINE, Service
-
-T = TypeVar("T")
+from server.service import Service
 
 MAX_BACKGROUND = 64  # responses that a client may have in the background at a time
 
@@ -81,7 +77,8 @@ def _add_reading(app: FastAPI, responses: "Responses") -> None:
         after: Annotated[str | None, Query(description="The id of an item; those behind it are listed.")] = None,
     ) -> Response:
         kept = [items.data for items in responses.find(request, id).input]
-        return JsonResponse(await responses.work(request, sum(map(len, kept)), page, kept, limit, order == "desc", after))
+        work = responses.service.compute(request.receive, sum(map(len, kept)), page, kept, limit, order == "desc", after)
+        return JsonResponse(await work)
 
 
 def _add_ending(app: FastAPI, responses: "Responses") -> None:
@@ -202,10 +199,4 @@ class Responses:
         found = self.store.items(name, references(body))
         history = [items.data for items in earlier]
         size = len(await request.body()) + sum(map(len, (*history, *found.values())))
-        return await self.work(request, size, convert, body, history, found)
-
-    async def work(self, request: Request, size: int, function: Callable[..., T], *arguments: Any) -> T:
-        """The function's result, computed in a worker if its input is long. size: bytes of it."""
-        if size <= INLINE:
-            return function(*arguments)
-        return await unless_gone(request.receive, self.service.workers.run(function, *arguments, slow=size > SLOW_TEXT))
+        return await self.service.compute(request.receive, size, convert, body, history, found)
