@@ -12,12 +12,14 @@ import time
 import uuid
 from array import array
 from collections.abc import Iterator, Mapping, Sequence
+from functools import partial
 from typing import Any
 
-from fastapi import Request
+from fastapi import FastAPI, Request
 from starlette.responses import Response
 
 from engine.protocol import SamplingParams, Submit, Turn
+from server import replies
 from server.clients import sender
 from server.completions import as_list, encode_prompts
 from server.embedding_bodies import EmbeddingBody, PoolingBody, ScoreBody, listed
@@ -26,6 +28,7 @@ from server.generation import timed_out
 from server.held_bytes import Full, HeldBytes
 from server.http import JsonResponse, to_json, unless_gone
 from server.limits import Limits, check_prompts
+from server.openapi import errors_of
 from server.problems import ApiError, bad
 from server.service import Service
 from server.sse import PacedResponse
@@ -34,6 +37,20 @@ SLICE = 4  # as many texts are in the engine at once as this many steps can begi
 
 Vector = array  # of fp32
 Given = Mapping[str, Sequence[str | list[int]]]  # texts or token ids by the name of their field
+
+
+def add(app: FastAPI, service: Service) -> None:
+    post = partial(app.post, responses=errors_of(), tags=["embeddings"])
+
+    @post("/v1/embeddings", response_model=replies.EmbeddingReply, summary="Texts to vectors")
+    async def embeddings(body: EmbeddingBody, request: Request) -> Response:
+        return await embed(service, request, body)
+
+    for path in ("/v1/score", "/score"):
+
+        @post(path, response_model=replies.ScoreReply, summary="How similar two texts are: the cosine of their vectors")
+        async def similarities(body: ScoreBody, request: Request) -> Response:
+            return await score(service, request, body)
 
 
 async def embed(service: Service, request: Request, body: EmbeddingBody) -> Response:

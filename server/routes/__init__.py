@@ -1,0 +1,1 @@
+"""The routes that have no module of their own beside what they run."""
