@@ -176,11 +176,15 @@ class SafetensorsSource:
     def __init__(self, directory: Path) -> None:
         self.files: dict[str, Path] = {}
         self._shapes: dict[str, tuple[int, ...]] = {}
-        for path in self._paths(directory):
+        index = self._index(directory / INDEX) if (directory / INDEX).exists() else None
+        paths = {single_file(directory) or directory / SINGLE} if index is None else set(index.values())
+        for path in sorted(paths):
             try:
                 check_regular(path)
                 with safe_open(path, framework="pt") as file:
                     for name in file.keys():  # noqa: SIM118 (not a dict)
+                        if name in self.files and index and index.get(name) != path:
+                            continue
                         self.files[name] = path
                         self._shapes[name] = tuple(file.get_slice(name).get_shape())
             except FileNotFoundError:
@@ -189,14 +193,12 @@ class SafetensorsSource:
                 raise UserError(f"{path} is truncated or no safetensors file ({first_line(e)}); download it again") from None
 
     @staticmethod
-    def _paths(directory: Path) -> list[Path]:
-        index = directory / INDEX
-        if not index.exists():
-            return [single_file(directory) or directory / SINGLE]
-        names = read_json(index, INDEX_BYTES).get("weight_map")
+    def _index(path: Path) -> dict[str, Path]:
+        """The file of each tensor. Raises UserError."""
+        names = read_json(path, INDEX_BYTES).get("weight_map")
         if not isinstance(names, dict) or not all(isinstance(name, str) for name in names.values()):
-            raise UserError(f"{index} is no safetensors index (weight_map names no files); download the checkpoint again")
-        return [directory / name for name in sorted(set(names.values()))]
+            raise UserError(f"{path} is no safetensors index (weight_map names no files); download the checkpoint again")
+        return {tensor: path.parent / name for tensor, name in names.items()}
 
     def shapes(self) -> dict[str, tuple[int, ...]]:
         return self._shapes

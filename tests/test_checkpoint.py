@@ -431,6 +431,18 @@ def test_a_shard_that_the_index_names_is_missing(sharded: Path) -> None:
     fails(lambda: load(sharded), "lacks", "model.layers.")
 
 
+def test_of_a_tensor_in_two_files_that_of_the_index_counts(sharded: Path) -> None:
+    index, expected = json.loads((sharded / INDEX).read_text())["weight_map"], load(sharded).state_dict()
+    files = sorted(sharded.glob("model-*"))
+    tensors = {file: load_file(file) for file in files}
+    copies = {name: tensor + 1 for found in tensors.values() for name, tensor in found.items()}
+    for file in files:
+        save_file(copies | tensors[file], file, metadata={"format": "pt"})
+    assert set(index.values()) == {file.name for file in files}
+    for name, tensor in load(sharded).state_dict().items():
+        assert torch.equal(tensor, expected[name]), name
+
+
 def test_a_truncated_file_is_found_wherever_it_is_cut(saved: Path) -> None:
     path = saved / SINGLE
     content = path.read_bytes()
