@@ -43,6 +43,7 @@ CACHE_SCALES = (  # of a cache in 8 bits and of attention in 8 bits
 READERS = 8  # threads that read weights for a GPU
 MAX_TOUCHED_BYTES = 256 * 2**20  # of a mapped `.pth` that may be resident in addition to the model
 DTYPES = {name: getattr(torch, name) for name in DTYPE_NAMES}
+UNREADABLE = ("F4", "F6_E2M3", "F6_E3M2")  # data types of which safetensors reads no slices
 
 
 # --- where a checkpoint has each tensor of the model ---------------------------------------------------------------------
@@ -185,8 +186,13 @@ class SafetensorsSource:
                     for name in file.keys():  # noqa: SIM118 (not a dict)
                         if name in self.files and index and index.get(name) != path:
                             continue
+                        part = file.get_slice(name)
+                        if part.get_dtype() in UNREADABLE:
+                            raise UserError(
+                                f"{name} has data type {part.get_dtype()}, which is not supported; convert it again"
+                            )
                         self.files[name] = path
-                        self._shapes[name] = tuple(file.get_slice(name).get_shape())
+                        self._shapes[name] = tuple(part.get_shape())
             except FileNotFoundError:
                 raise UserError(f"{path} is missing though the index names it; download the checkpoint again") from None
             except (SafetensorError, OSError) as e:

@@ -443,6 +443,20 @@ def test_of_a_tensor_in_two_files_that_of_the_index_counts(sharded: Path) -> Non
         assert torch.equal(tensor, expected[name]), name
 
 
+@pytest.mark.parametrize(("dtype", "bits"), [("F4", 4), ("F6_E2M3", 6), ("F6_E3M2", 6)])
+def test_a_data_type_of_which_no_slice_can_be_read(dtype: str, bits: int, saved: Path) -> None:
+    tensors = load_file(file := saved / SINGLE)
+    norm = tensors.pop("model.norm.weight")
+    save_file(tensors, file)
+    size = int.from_bytes((content := file.read_bytes())[:8], "little")
+    header, data = json.loads(content[8 : 8 + size]), content[8 + size :]
+    more = bytes(norm.numel() * bits // 8)
+    header["model.norm.weight"] = {"dtype": dtype, "shape": [*norm.shape], "data_offsets": [len(data), len(data) + len(more)]}
+    text = json.dumps(header).encode()
+    file.write_bytes(len(text).to_bytes(8, "little") + text + data + more)
+    fails(lambda: load(saved), "model.norm.weight", dtype, "not supported")
+
+
 def test_a_truncated_file_is_found_wherever_it_is_cut(saved: Path) -> None:
     path = saved / SINGLE
     content = path.read_bytes()
