@@ -238,7 +238,7 @@ class Packed:
         found: Shapes = {"weight_packed": ((n, k // per_word),), "weight_scale": (grid, *also)}
         found |= {"weight_shape": ((2,), None), "weight_g_idx": ((k,), None)}
         if not part.scheme.symmetric:
-            found["weight_zero_point"] = ((-(-grid[0] // per_word), part.groups),)
+            found["weight_zero_point"] = ((-(-n // per_word), part.groups) if part.scheme.rows else (1,),)
         if part.scheme.activations == "static":
             found["input_scale"] = ((), (1,))
         return found
@@ -257,7 +257,9 @@ class Packed:
         codes = packed_codes(packed, bits)[:, in_bytes(inner, bits)]
         scales = of_rows(tensors.scales("weight_scale", 0, blocks(part)).reshape(-1, part.groups), part)
         zeros = None
-        if not part.scheme.symmetric:
+        if not part.scheme.symmetric and part.scheme.rows is None:  # the one of a whole tensor is not packed
+            zeros = of_rows(tensors.read("weight_zero_point", (torch.int8,)).reshape(1, 1), part)
+        elif not part.scheme.symmetric:
             outer, inner = aligned(blocks(part), bits)
             zeros = of_rows(integers(tensors.read("weight_zero_point", INT32, 0, outer).T, bits).T[inner], part)
         groups = tensors.groups("weight_g_idx")

@@ -151,6 +151,20 @@ def one_byte(kind: str, strategy: str, inputs: dict[str, Any] | None = None, **m
     return Format(compressed(f"{kind}-quantized", weights, inputs), write, activations)
 
 
+def packed_by_tensor(bits: int) -> Format:
+    """pack-quantized, asymmetric with one scale: its zero point is not packed."""
+    plain = packed(bits, None, symmetric=False)
+
+    def write(n: int, k: int) -> tuple[Tensors, Tensor]:
+        codes, zero, scale = integers(bits, n, k), integers(bits, 1, 1), scales(k, bits, 1, 1)
+        tensors = {"weight_packed": pack_rows(codes, bits), "weight_scale": scale[0], "weight_shape": torch.tensor([n, k])}
+        tensors["weight_zero_point"] = torch.from_numpy(zero[0] - 2 ** (bits - 1)).to(torch.int8)
+        return tensors, dense(codes, zero, scale, group_indices(k, k, False))
+
+    weights = plain.quantization["config_groups"]["group_0"]["weights"] | {"strategy": "tensor"}
+    return Format(compressed("pack-quantized", weights), write)
+
+
 def packed(
     bits: int, group: int | None, symmetric: bool = True, actorder: bool = False, ignore: tuple[str, ...] = ()
 ) -> Format:
@@ -289,6 +303,7 @@ FORMATS: dict[str, Format] = {
     "W4A16 group 32 asymmetric": packed(4, 32, symmetric=False),
     "W4A16 group 64 act-order": packed(4, 64, actorder=True),
     "W4A16 by channel, some kept": packed(4, None, ignore=("k_proj", "layers.0.mlp")),
+    "W4A16 by tensor asymmetric": packed_by_tensor(4),
     "W8A16 group 64": packed(8, 64),
     "W8A16 by channel asymmetric": packed(8, None, symmetric=False),
     "HF block fp8": hf_block_fp8(),
