@@ -59,7 +59,7 @@ from quantized.compressed import compressed_tensors, scheme_to_hf
 from quantized.formats import FORMATS, Slice, Tensors
 from quantized.gptq import gptq
 from quantized.scheme import LEAST_GROUP, SCHEMES, Scheme
-from quantized.weight import Quantized, dequantize, joined, quantize
+from quantized.weight import Quantized, check_finite, dequantize, joined, quantize
 from rope import rope_frequencies
 from scripts.corpus.documents import documents, render
 from sharded_linear import ShardedLinear
@@ -245,6 +245,8 @@ def write(job: Job, number: int, layers: dict[str, Quantized]) -> None:
         inside = name.startswith(prefix) if prefix else not name.startswith("model.layers.")
         if inside and name.removesuffix(".weight") not in layers:
             tensors[name] = job.source.read(name, 0, 0, shape[0] if shape else 0).clone()
+            check_plain(name, tensors[name])
+            check_finite(tensors[name], name)
     half = job.file(number).with_suffix(".part")
     with writing(job.file(number)):
         save_tensors(tensors, half)

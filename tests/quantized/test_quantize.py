@@ -250,6 +250,24 @@ def test_weights_that_are_codes_already_are_refused(dtype: torch.dtype, tmp_path
             make(source, tmp_path / weights, weights)
 
 
+@pytest.mark.parametrize("name", ["model.embed_tokens.weight", "model.layers.1.input_layernorm.weight", "lm_head.weight"])
+@pytest.mark.parametrize("method", ["rtn", "gptq"])
+def test_what_is_copied_is_checked(name: str, method: str, tmp_path: Path, seed: int) -> None:
+    """Otherwise the file that is written could not be read."""
+    source = save_random(CONFIG, tmp_path / "source")
+    inputs = torch.randint(0, 101, (4, 16)) if method == "gptq" else None
+    tensors = load_file(file := source / "model.safetensors")
+    for i, value in enumerate((float("nan"), float("inf"))):
+        spoiled = tensors[name].clone()
+        spoiled.view(-1)[random.randrange(spoiled.numel())] = value
+        save_file(tensors | {name: spoiled}, file)
+        with pytest.raises(UserError, match=f"{name} has (weights|values) that are not finite"):
+            make(source, tmp_path / str(i), "int8", inputs)
+    save_file(tensors | {name: tensors[name].to(torch.int8)}, file)
+    with pytest.raises(UserError, match=f"{name} has data type torch.int8, but config.json"):
+        make(source, tmp_path / "codes", "int8", inputs)
+
+
 @pytest.mark.parametrize(("weights", "method"), [("fp8", "rtn"), ("int8", "rtn"), ("int4", "gptq")])
 def test_weights_in_64_bits_are_quantized_as_in_32(weights: str, method: str, tmp_path: Path, seed: int) -> None:
     source = save_random(CONFIG, tmp_path / "source")
