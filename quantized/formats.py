@@ -220,10 +220,9 @@ class Plain:
         dtype = FP8 if part.scheme.is_float else torch.int8
         dim = 0 if len(part.columns) == part.shape[1] else 1
         codes = tensors.codes("weight", dtype, dim, part.columns if dim else part.rows)
-        grid = (len(blocks(part)), part.groups)
-        scales, zeros = tensors.scales(tensors.only(self._scales(part)), 0, blocks(part)).reshape(grid), None
+        scales, zeros = tensors.scales(tensors.only(self._scales(part)), 0, blocks(part)).reshape(-1, part.groups), None
         if not part.scheme.symmetric:
-            zeros = tensors.read("weight_zero_point", (torch.int8,), 0, blocks(part)).reshape(grid)
+            zeros = tensors.read("weight_zero_point", (torch.int8,), 0, blocks(part)).reshape(-1, part.groups)
             zeros = of_columns(of_rows(zeros, part), part)
         return Quantized(codes, of_columns(of_rows(scales, part), part), zeros, None, tensors.input_scale(self.input_scales))
 

@@ -138,11 +138,18 @@ def test_variants_read_quantized_checkpoints(variant: str, ranks: Ranks, tmp_pat
             assert error(found, expected) < NEAR, name
 
 
-def test_a_head_of_which_a_rank_has_one_word_of_zero_points(ranks: Ranks, tmp_path: Path, seed: int) -> None:
-    """24 rows are 3 words of 8, and each of 4 ranks has 6 of the rows."""
-    shape, format = replace(SHAPE, vocab_size=24), FORMATS["W4A16 group 32 asymmetric"]
+@pytest.mark.parametrize(
+    ("name", "rows"),
+    [
+        ("W4A16 group 32 asymmetric", 24),  # 3 words of 8 zero points, and each of 4 ranks has 6 of the rows
+        ("int8 by tensor, weights only", 5),  # the last rank has no row
+    ],
+)
+def test_a_head_of_few_rows(name: str, rows: int, ranks: Ranks, tmp_path: Path, seed: int) -> None:
+    shape, format = replace(SHAPE, vocab_size=rows), FORMATS[name]
     write(shape, replace(format, quantization=format.quantization | {"ignore": []}), tmp_path, plain := tmp_path / "plain")
     head, weight = format.write(shape.vocab_size, shape.hidden_size)
+    head = {suffix: tensor.squeeze() if tensor.shape == (1,) else tensor for suffix, tensor in head.items()}
     for folder, tensors in ((tmp_path, head), (plain, {"weight": weight})):
         others = load_file(folder / "model.safetensors")
         del others["lm_head.weight"]
