@@ -88,6 +88,7 @@ def _compressed(raw: dict[str, Any]) -> Quantization:
             raise UserError(f"{what}: config_groups must hold objects, not {shown(group)}")
         scheme = _compressed_scheme(group, group.get("format") or get(raw, "format", str))
         rules += [(target, scheme) for target in _names(group, "targets")]
+    _names({"targets": [target for target, _ in rules]}, "targets")  # of all groups: not too many
     # a layer's name counts before an expression, and this before a class; of expressions the first in alphabetical order
     rules.sort(key=lambda rule: (rule[0] == "Linear", rule[0].startswith("re:"), rule[0]))
     ignored = _names(raw, "ignore")
@@ -123,7 +124,7 @@ def _compressed_scheme(group: dict[str, Any], format: Any) -> Scheme:
     weights, inputs = get(group, "weights", dict), get(group, "input_activations", dict, None)
     kind, bits = get(weights, "type", str, "int"), get(weights, "num_bits", int, 8)
     if (kind, bits) not in COMPRESSED[format]:
-        raise UserError(f"{what}: weights of type {kind} with {shown(bits)} bits are not supported in {format}")
+        raise UserError(f"{what}: weights of type {shown(kind)} with {shown(bits)} bits are not supported in {format}")
     strategy = get(weights, "strategy", str, "group" if weights.get("group_size") else "tensor")
     _is(weights, f"{what}: weights", dynamic=False, actorder=("group", "weight", "dynamic", "static"))
     rows: int | None = 1
