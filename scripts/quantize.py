@@ -91,9 +91,14 @@ class Job:
         """The weights of layer `number` - 1, or of everything outside the layers for 0."""
         return self.out / f"model-{number + 1:05d}-of-{self.config.n_layers + 1:05d}.safetensors"
 
+    def names(self, number: int) -> list[str]:
+        """The source's tensors that belong into file `number`."""
+        names, prefix = self.source.shapes(), f"model.layers.{number - 1}."
+        return [name for name in names if (name.startswith(prefix) if number else not name.startswith("model.layers."))]
+
     def linears(self, layer: int) -> dict[str, tuple[int, int]]:
         """The names and shapes (N, K) of a layer's linear layers."""
-        names = (name.removesuffix(".weight") for name in self.source.shapes() if name.startswith(f"model.layers.{layer}."))
+        names = (name.removesuffix(".weight") for name in self.names(layer + 1))
         parts = {name: name.rpartition(".")[2] for name in names}
         return {name: full_shape(self.config, part) for name, part in parts.items() if part in SPLITS}
 
@@ -236,14 +241,13 @@ def read_layer(job: Job, layer: int) -> dict[str, Tensor]:
 
 def write(job: Job, number: int, layers: dict[str, Quantized]) -> None:
     """Write file `number`: quantized layers, and the source's other tensors of the same layer."""
-    prefix = f"model.layers.{number - 1}." if number else ""
     tensors: dict[str, Tensor] = {}
     for name, layer in layers.items():
         for suffix, tensor in compressed_tensors(layer, job.scheme).items():
             tensors[f"{name}.{suffix}"] = tensor.cpu().contiguous()
-    for name, shape in job.source.shapes().items():
-        inside = name.startswith(prefix) if prefix else not name.startswith("model.layers.")
-        if inside and name.removesuffix(".weight") not in layers:
+    for name in job.names(number):
+        shape = job.source.shapes()[name]
+        if name.removesuffix(".weight") not in layers:
             tensors[name] = job.source.read(name, 0, 0, shape[0] if shape else 0).clone()
             check_plain(name, tensors[name])
             check_finite(tensors[name], name)
@@ -253,12 +257,13 @@ def write(job: Job, number: int, layers: dict[str, Quantized]) -> None:
         half.replace(job.file(number))
 
 
-def is_written(file: Path) -> bool:
-    """Whether an earlier run has written a file, all of it."""
+def is_written(job: Job, number: int) -> bool:
+    """Whether an earlier run has written file `number`, all of it."""
     try:
-        with safe_open(file, framework="pt"):
-            return True
-    except (FileNotFoundError, SafetensorError):
+        with safe_open(job.file(number), framework="pt") as file:
+            found, expected = ({name.rpartition(".")[0] for name in names} for names in (file.keys(), job.names(number)))
+            return found == expected
+    except (OSError, SafetensorError):
         return False
 
 
@@ -266,11 +271,11 @@ def quantize_checkpoint(job: Job, tokens: Tensor | None) -> list[float]:
     """Write every file that is not there yet. tokens (samples, length): GPTQ's; None rounds to nearest. Returns the seconds of each
     layer that was written."""
     seconds = []
-    if not is_written(job.file(0)):
+    if not is_written(job, 0):
         write(job, 0, {})
     inputs = Calibration(job, tokens) if tokens is not None else None
     for layer in tqdm(range(job.config.n_layers), "quantizing", unit="layer"):
-        began, is_new = time.perf_counter(), not is_written(job.file(layer + 1))
+        began, is_new = time.perf_counter(), not is_written(job, layer + 1)
         if is_new:
             write(job, layer + 1, rounded(job, layer) if inputs is None else calibrated(job, layer, inputs))
         if inputs is not None and layer + 1 < job.config.n_layers:

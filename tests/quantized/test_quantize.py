@@ -289,6 +289,23 @@ def test_a_torn_file_is_written_again(tmp_path: Path, seed: int) -> None:
     assert {path.name: path.read_bytes() for path in out.iterdir()} == files
 
 
+@pytest.mark.parametrize("method", ["rtn", "gptq"])
+def test_a_file_of_another_layer_is_written_again(method: str, tmp_path: Path, seed: int) -> None:
+    source = save_random(CONFIG, tmp_path / "source")
+    inputs = torch.randint(0, 101, (4, 16)) if method == "gptq" else None
+    out = make(source, tmp_path / "made", "int8", inputs)
+    files = {path.name: path.read_bytes() for path in out.iterdir()}
+    first, second, third = sorted(out.glob("model-*"))
+    shutil.copy(third, second)
+    shutil.copy(third, first)
+    make(source, out, "int8", inputs)
+    assert {path.name: path.read_bytes() for path in out.iterdir()} == files
+    second.unlink()
+    second.mkdir()
+    with pytest.raises(UserError, match=f"{second} cannot be written .*name another output"):
+        make(source, out, "int8", inputs)
+
+
 @pytest.mark.parametrize(
     ("name", "rows"),
     [
