@@ -23,6 +23,7 @@ from cli import note
 from config import ModelConfig
 from errors import UserError, first_line
 from files import INDEX_BYTES, check_regular, read_json
+from json_fields import SHOWN, shown
 from memory import check_memory, free_bytes, shortage, weight_bytes
 from model import RMSNorm, Transformer
 from options import DTYPE_NAMES
@@ -418,7 +419,8 @@ def _unused(config: ModelConfig, name: str, source: Source) -> bool:
 
 
 def _some(names: list[str]) -> str:
-    return ", ".join(names[:3]) + (f" and {len(names) - 3} more" if len(names) > 3 else "")
+    printed = (name if name.isprintable() and len(name) <= SHOWN else shown(name) for name in names[:3])
+    return ", ".join(printed) + (f" and {len(names) - 3} more" if len(names) > 3 else "")
 
 
 def random_weights(model: Transformer, seed: int = 0) -> None:

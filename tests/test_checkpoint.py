@@ -443,6 +443,12 @@ def test_of_a_tensor_in_two_files_that_of_the_index_counts(sharded: Path) -> Non
         assert torch.equal(tensor, expected[name]), name
 
 
+@pytest.mark.parametrize("name", ["x\n\x1b[31m", "x" * 100_000])
+def test_an_unknown_tensor_whose_name_cannot_be_printed(name: str, saved: Path) -> None:
+    save_file(load_file(saved / SINGLE) | {name: torch.ones(1)}, saved / SINGLE)
+    fails(lambda: load(saved), "unknown tensors", repr(name)[:10])
+
+
 @pytest.mark.parametrize(("dtype", "bits"), [("F4", 4), ("F6_E2M3", 6), ("F6_E3M2", 6)])
 def test_a_data_type_of_which_no_slice_can_be_read(dtype: str, bits: int, saved: Path) -> None:
     tensors = load_file(file := saved / SINGLE)
