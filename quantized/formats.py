@@ -344,7 +344,7 @@ class OnLoad:
 
     @staticmethod
     def _rounded(tensors: Tensors, dim: int, rows: range) -> Quantized:
-        weight = tensors.on_host("weight", WIDE, dim, rows)
+        weight = tensors.on_host("weight", (*WIDE, torch.float64), dim, rows)
         with ROUNDING:
             return quantize(weight.to(tensors.device), tensors.part.scheme, tensors.part.name)
 

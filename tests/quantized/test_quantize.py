@@ -279,6 +279,19 @@ def test_weights_in_64_bits_are_quantized_as_in_32(weights: str, method: str, tm
     }
 
 
+@pytest.mark.parametrize("weights", SCHEMES)
+def test_weights_in_64_bits_are_rounded_at_load_as_in_32(weights: str, tmp_path: Path, seed: int) -> None:
+    source = save_random(CONFIG, tmp_path / "source")
+    wide = stored_as(torch.float64, source, tmp_path / "wide")
+    made, expected = (
+        load_model(str(folder), model_config(str(folder), None, 1, weights), ALONE, torch.float32).state_dict()
+        for folder in (wide, source)
+    )
+    assert made.keys() == expected.keys()
+    for name, tensor in made.items():
+        torch.testing.assert_close(tensor, expected[name], rtol=0, atol=0)
+
+
 def test_a_torn_file_is_written_again(tmp_path: Path, seed: int) -> None:
     source = save_random(CONFIG, tmp_path / "source")
     out = make(source, tmp_path / "made", "int8")
