@@ -28,7 +28,8 @@ from server.messages.schemas import (
     refuse_unsupported,
 )
 from server.problems import field_error
-from server.schemas import GENERATION_REFUSED, MAX_STOPS, MAX_TOOLS, REFUSED, Body, ChatBody, Refusals, StopText, without_effect
+from server.refusals import GENERATION_REFUSED, REFUSED, Refusals
+from server.schemas import MAX_STOPS, MAX_TOOLS, Body, ChatBody, StopText, without_effect
 
 
 class CountBody(Body):

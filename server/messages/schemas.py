@@ -6,7 +6,8 @@ from typing import Annotated, Any, Literal
 from pydantic import Field
 
 from server.problems import field_error
-from server.schemas import NOT_HERE, STRICT, Cacheable, Checked, refusals, without_effect
+from server.refusals import NOT_HERE, refusals
+from server.schemas import STRICT, Cacheable, Checked, without_effect
 
 TEXT_ONLY = "this server reads text alone"
 MIN_BUDGET = 1024  # tokens; of the published API

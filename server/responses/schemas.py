@@ -8,22 +8,17 @@ from pydantic_core import PydanticCustomError
 
 from engine.protocol import LIST_LIMIT
 from server.problems import field_error
+from server.refusals import GENERATION_REFUSED, LENGTHS, NOT_HERE, REFUSED, Refusals, refusals
 from server.schemas import (
-    GENERATION_REFUSED,
     INT64,
-    LENGTHS,
     MAX_NAME,
     MAX_TOOLS,
-    NOT_HERE,
-    REFUSED,
     STRICT,
     Checked,
     JsonSchemaFormat,
     Off,
     RefusalPart,
-    Refusals,
     SamplingBody,
-    refusals,
     without_effect,
 )
 
