@@ -25,20 +25,21 @@ def swiglu_of(gate_up: Tensor) -> Tensor:
     return F.silu(gate) * up
 
 
-def too_far(got: Tensor, exact: Tensor, plain: Tensor, times: float = 2) -> str | None:
-    """A message if the error of `got` is more than `times` that of PyTorch's result `plain` in the same dtype, else None."""
+def too_far(got: Tensor, exact: Tensor, plain: Tensor, times: float = 2, least: float = 0) -> str | None:
+    """A message if the error of `got` is more than `times` that of PyTorch's result `plain` in the same dtype, and more than
+    `least`, else None."""
     if got.shape != exact.shape or got.dtype != plain.dtype:
         return f"{got.shape} {got.dtype} instead of {exact.shape} {plain.dtype}"
     error, allowed = ((t.double() - exact).norm() / exact.norm() for t in (got, plain))
-    allowed = times * allowed + 4 * torch.finfo(torch.float32).eps
+    allowed = max(times * allowed, least) + 4 * torch.finfo(torch.float32).eps
     return None if error <= allowed else f"error {error:.2e}, allowed {allowed:.2e}"
 
 
 def mismatches(seed: int, device: str) -> list[str]:
     """The cases in which `linear_with` has more than twice PyTorch's error against fp64, or other bits in a second run.
 
-    In the interpreter, 8 times PyTorch's error is allowed for bf16. It truncates fp32 to bf16, where a GPU rounds: its error is
-    up to one unit in the last place, and PyTorch's is 0.29 units on average.
+    The interpreter truncates fp32 to bf16, where a GPU rounds. So a result of bf16 may be off by a unit in its last place, whatever
+    PyTorch's error is, which is small by chance if there are few values.
     """
     generator = torch.Generator().manual_seed(seed)
     found = []
@@ -51,8 +52,8 @@ def mismatches(seed: int, device: str) -> list[str]:
         exact, plain = (swiglu_of(exact), swiglu_of(plain)) if swiglu else (exact, plain)
         got = linear_with(x, weight, bias, chosen, swiglu)
         name = f"{rows} x {n} x {k} {dtype} swiglu={swiglu} bias={biased} {chosen}"
-        times = 8 if device == "cpu" and dtype == torch.bfloat16 else 2
-        if complaint := too_far(got, exact, plain, times):
+        truncated = device == "cpu" and dtype == torch.bfloat16
+        if complaint := too_far(got, exact, plain, least=torch.finfo(dtype).eps if truncated else 0):
             found.append(f"{name}: {complaint}")
         if not torch.equal(linear_with(x, weight, bias, chosen, swiglu), got):
             found.append(f"{name}: other bits the second time")
