@@ -52,7 +52,8 @@ class Workers:
     """Processes by name. Each new one gets the GPU that has the fewest of them, and one of `cores` that no other one has."""
 
     def __init__(self, gpus: Sequence[str], cores: Sequence[frozenset[int]] = (), count: int = 1) -> None:
-        """count: of the processes that share the cores, at most so many at a time. torch.compile starts processes for each."""
+        """count: of the processes that share the cores, at most so many at a time. Each gets its part of them as threads of PyTorch and
+        processes of torch.compile: with as many threads as cores in all of them, every short operation waits for threads that wait."""
         self.gpus, self.cores, self.count = gpus, cores, count
         self.running: dict[str, tuple[subprocess.Popen[bytes], str | None, frozenset[int]]] = {}
 
@@ -65,7 +66,8 @@ class Workers:
         env = os.environ | ({"CUDA_VISIBLE_DEVICES": gpu} if gpu is not None else {})
         env |= {"OMP_NUM_THREADS": str(len(cores))} if cores else {}
         with log.open("ab") as file, on_cores(cores):
-            env.setdefault("TORCHINDUCTOR_COMPILE_THREADS", str(max(1, len(os.sched_getaffinity(0)) // self.count)))
+            for threads in ("OMP_NUM_THREADS", "TORCHINDUCTOR_COMPILE_THREADS"):
+                env.setdefault(threads, str(max(1, len(os.sched_getaffinity(0)) // self.count)))
             process = subprocess.Popen(words, cwd=ROOT, env=env, stdout=file, stderr=file, start_new_session=True)
         self.running[name] = process, gpu, cores
 

@@ -171,17 +171,18 @@ def test_processes_are_spread_over_the_gpus(tmp_path: Path) -> None:
     assert not workers.running
 
 
+@pytest.mark.parametrize("name", ["OMP_NUM_THREADS", "TORCHINDUCTOR_COMPILE_THREADS"])
 @pytest.mark.parametrize(("count", "given", "expected"), [(3, None, "2"), (9, None, "1"), (3, "5", "5")])
-def test_processes_share_the_cores_when_they_compile(
-    monkeypatch: pytest.MonkeyPatch, tmp_path: Path, count: int, given: str | None, expected: str
+def test_processes_share_the_cores(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path, name: str, count: int, given: str | None, expected: str
 ) -> None:
-    monkeypatch.delenv("TORCHINDUCTOR_COMPILE_THREADS")
+    monkeypatch.delenv(name, raising=False)
     if given:
-        monkeypatch.setenv("TORCHINDUCTOR_COMPILE_THREADS", given)
+        monkeypatch.setenv(name, given)
     monkeypatch.setattr(os, "sched_getaffinity", lambda _: set(range(8)))
     monkeypatch.setattr(os, "sched_setaffinity", lambda *_: None)
     workers = Workers([], count=count)
-    workers.start("a", ["sh", "-c", "echo $TORCHINDUCTOR_COMPILE_THREADS"], tmp_path / "a")
+    workers.start("a", ["sh", "-c", f"echo ${name}"], tmp_path / "a")
     while not workers.ended():
         time.sleep(0.01)
     assert (tmp_path / "a").read_text().strip() == expected
