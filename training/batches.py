@@ -32,7 +32,7 @@ class Batch:
 def _to(tensor: Tensor, device: torch.device) -> Tensor:
     """Copy to `device`, through page-locked memory for CUDA: a copy from pageable memory makes the host wait for all work
     queued before it."""
-    if device.type == "cuda":
+    if device.type == "cuda" and not tensor.is_cuda:
         tensor = tensor.contiguous().pin_memory()
     return tensor.to(device, non_blocking=True)
 

@@ -21,6 +21,7 @@ from options import dtype_name
 from tokenizer_files import find_tokenizer
 from tp import World, agree_on_error
 from training.batches import GlobalBatches
+from training.captured_step import CapturedStep
 from training.executor import Executor
 from training.initialize import empty_model, materializer
 from training.metrics import ModelMeter, plot_run
@@ -80,6 +81,8 @@ def prepare(args: argparse.Namespace, world: World, setup: Setup) -> tuple[Train
     snapshots = Snapshots(args.out / "snapshots", world.rank, world.world_size, keep=args.keep, run_id=run_id[0])
     path = together(world, lambda: _snapshot(args, world, setup, snapshots, batches))
     trainer = together(world, lambda: build_trainer(args, world, setup, batches, planned))
+    if args.cuda_graph:
+        trainer.captured = CapturedStep(trainer.compute, world.device)
     if path is not None:
         together(world, lambda: trainer.restore(snapshots, path))
         note(f"resuming from {path} after step {trainer.step}")
@@ -90,6 +93,8 @@ def _check(args: argparse.Namespace, world: World, setup: Setup) -> tuple[Global
     check_batch(args.global_batch, world.world_size, args.micro_batch)
     if args.sequence_length > setup.config.max_seq_len:
         raise UserError(f"--sequence-length {args.sequence_length} is beyond the model's {setup.config.max_seq_len} positions")
+    if args.cuda_graph and (world.world_size > 1 or world.device.type != "cuda" or args.deterministic):
+        raise UserError("--cuda-graph needs one rank on a GPU, without --deterministic; leave it out")
     tokens = open_tokens(setup.data, setup.config.vocab_size)
     if setup.tokenizer_from is not None:
         check_tokenizer(tokens, setup.tokenizer_from)

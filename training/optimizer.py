@@ -56,11 +56,11 @@ class Optimizer:
                 self.masters[weight] = nn.Parameter(mine if mine.dtype == torch.float32 else mine.float())
         self.chunks = [_Chunk(part, undecayed, self.masters, settings) for part in _chunks(weights)]
 
-    def step(self, gradients: dict[Weight, Tensor], rate: float) -> Tensor:
+    def step(self, gradients: dict[Weight, Tensor], rate: float | Tensor) -> Tensor:
         """Clip, update, and begin to send the new values to the other ranks. Collective.
 
         Removes what it uses from `gradients`. Returns the gradient's global norm before clipping, an fp32 scalar on the
-        device.
+        device. rate: a number, or an fp32 scalar on the device, which a CUDA graph can read.
         """
         norm = self._norm(gradients.values())
         scale = (self.settings.clip / (norm + 1e-6)).clamp(max=1.0)
@@ -111,7 +111,7 @@ class _Chunk:
                 "exp_avg_sq": torch.zeros_like(master),
             }
 
-    def step(self, gradients: dict[Weight, Tensor], scale: Tensor, rate: float) -> None:
+    def step(self, gradients: dict[Weight, Tensor], scale: Tensor, rate: float | Tensor) -> None:
         if self.adam is None:
             return
         scale = scale.reshape(1)  # type promotion ignores 0-d tensors; with (1,) one kernel reads bf16 and writes fp32
@@ -119,6 +119,7 @@ class _Chunk:
             master.grad = gradients.pop(weight) * scale
         for group in self.adam.param_groups:
             group["lr"] = rate
+            group["capturable"] = scale.is_cuda and torch.cuda.is_current_stream_capturing()
         self.adam.step()
         self.adam.zero_grad(set_to_none=True)
         self._publish()

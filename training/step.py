@@ -1,6 +1,6 @@
 """The training step, and what a run saves, restores and exports."""
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -12,6 +12,7 @@ from comm import Local
 from errors import UserError
 from model import Transformer
 from training.batches import Batch, GlobalBatches
+from training.captured_step import CapturedStep
 from training.executor import Executor
 from training.export import save_checkpoint
 from training.groups import Group
@@ -37,6 +38,7 @@ class Trainer:
     micro_batch: int  # windows
     device: torch.device
     step: int = 0
+    captured: CapturedStep | None = None  # of `compute`
 
     @property
     def accumulation(self) -> int:
@@ -49,20 +51,31 @@ class Trainer:
         Returns this rank's share of the loss per token (the sum over the ranks is the loss) and the gradient's global
         norm, both fp32 scalars on the device.
         """
-        share = self.accumulate(self.batches, self.step)
-        norm = self.optimizer.step(self.executor.take_gradients(), self.schedule.rate(self.step))
+        step = self.compute if self.captured is None else self.captured
+        supervised, rate = self.batches.supervised(self.step), self.schedule.rate(self.step)
+        result = step(self.micro_batches(self.batches, self.step), supervised, rate)
         if not self.executor.overlap.updates:
             self.executor.synchronize()
         self.step += 1
-        return share, norm
+        return result
 
-    def accumulate(self, batches: GlobalBatches, step: int) -> Tensor:
-        """Add up the gradients of batch `step`. Collective. Returns this rank's share of the loss per token, an fp32 scalar."""
-        supervised = batches.supervised(step)
-        share = torch.zeros((), device=self.device)
+    def compute(self, batches: Iterable[Batch], supervised: int | Tensor, rate: float | Tensor) -> tuple[Tensor, Tensor]:
+        """`train_step` of these micro-batches. supervised, rate: numbers, or fp32 scalars on the device."""
+        share = self.accumulate(batches, supervised)
+        return share, self.optimizer.step(self.executor.take_gradients(), rate)
+
+    def micro_batches(self, batches: GlobalBatches, step: int) -> Iterator[Batch]:
+        """This rank's part of batch `step`, on the host."""
         for number in range(self.accumulation):
-            index = number * self.world_size + self.rank
-            batch = batches.micro_batch(step, index, self.micro_batch).to(self.device)
+            yield batches.micro_batch(step, number * self.world_size + self.rank, self.micro_batch)
+
+    def accumulate(self, batches: Iterable[Batch], supervised: int | Tensor) -> Tensor:
+        """Add up the gradients of this rank's micro-batches. Collective. Returns its share of the loss per token, an fp32 scalar.
+
+        supervised: targets that the loss counts, over all ranks."""
+        share = torch.zeros((), device=self.device)
+        for number, batch in enumerate(batches):
+            batch = batch.to(self.device)
             hidden = self.executor.forward(batch.inputs)
             loss = self.loss(self.executor.model, hidden, batch) / supervised
             self.executor.backward(loss, last=number == self.accumulation - 1)

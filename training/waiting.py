@@ -12,7 +12,8 @@ class Exposed:
     """Adds up the time in which computation waited for communication.
 
     On a CPU it is the time spent in waits. On a GPU it is the time between two events in the compute stream, before and
-    after a wait. The events are read only by `take`, so that measuring never makes the host wait.
+    after a wait. The events are read only by `take`, so that measuring never makes the host wait. In a CUDA graph, which is one
+    rank's, nothing is measured.
     """
 
     def __init__(self, device: torch.device) -> None:
@@ -22,7 +23,9 @@ class Exposed:
 
     @contextmanager
     def waiting(self) -> Iterator[None]:
-        if self.device.type == "cuda":
+        if self.device.type == "cuda" and torch.cuda.is_current_stream_capturing():
+            yield
+        elif self.device.type == "cuda":
             before, after = torch.cuda.Event(enable_timing=True), torch.cuda.Event(enable_timing=True)
             before.record()
             yield

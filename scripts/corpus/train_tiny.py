@@ -69,7 +69,7 @@ def train_variant(args: argparse.Namespace, world: World, variant: str, data: Pa
     argv += ["--warmup", max(1, int(WARMUP * steps)), "--sequence-length", WINDOW, "--global-batch", args.batch, *RECIPE]
     argv += ["--micro-batch", args.micro_batch or args.batch // world.world_size, "--device", world.device.type]
     argv += ["--save-every", args.save_every]
-    argv += [flag for flag in ("--resume", "--compile") if getattr(args, flag.removeprefix("--"))]
+    argv += [f"--{flag.replace('_', '-')}" for flag in ("resume", "compile", "cuda_graph") if getattr(args, flag)]
     settings = command.parse_args([str(a) for a in argv])
     setup = Setup(tiny_config(variant), None, tokenizer, data, cross_entropy)
     trainer, snapshots = prepare(settings, world, setup)
@@ -106,6 +106,7 @@ def main(argv: Sequence[str] | None = None) -> None:
     parser.add_argument("--micro-batch", type=int, help="windows in a micro-batch of a rank (default: all of its windows)")
     parser.add_argument("--device", choices=("cpu", "cuda"), help="default: CUDA if there is any")
     parser.add_argument("--compile", action="store_true", help="compile the modules with torch.compile")
+    parser.add_argument("--cuda-graph", action="store_true", help="replay each step as one CUDA graph; on one GPU")
     parser.add_argument("--resume", action="store_true", help="continue a stopped run with the same settings")
     parser.add_argument("--save-every", type=int, default=100, metavar="STEPS", help="steps between snapshots (default: 100)")
     parser.add_argument("--out", type=Path, default=Path("models"), help="folder for tiny-VARIANT (default: models)")

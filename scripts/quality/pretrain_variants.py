@@ -122,7 +122,7 @@ def heldout_loss(trainer: Trainer, data: Path) -> float:
     tokens = open_tokens(data, trainer.executor.model.config.vocab_size)
     batches, loss = replace(trainer.batches, tokens=tokens, seed=0), torch.zeros((), device=trainer.device)
     for step in range(HELDOUT_STEPS):
-        loss += trainer.accumulate(batches, step)
+        loss += trainer.accumulate(trainer.micro_batches(batches, step), batches.supervised(step))
         trainer.executor.take_gradients()  # the backward pass only frees the weights that forward has gathered
     return float(total(loss, trainer.executor.whole_groups.replicas)) / HELDOUT_STEPS
 
