@@ -198,8 +198,12 @@ class Runner:
     def _padding_step(self, rows: int) -> Callable[[], Output]:
         """A step of so many rows, all of them padding."""
         self.spans.write([], rows, self.cache.block_size)
-        spans, draws = min(rows, self.capacity.sequences), min(rows, self.capacity.draws)
-        return lambda: self._span_step(rows, spans, draws, rows)
+        return lambda: self._span_step(*self._padded(rows))
+
+    def _padded(self, rows: int) -> tuple[int, int, int, int]:
+        """The arguments of `_span_step` for any chunks of so many rows. Kernels are compiled for numbers of spans and of draws, so a
+        step without a graph has the same ones as that which `_try_long_steps` ran before requests arrived."""
+        return rows, min(rows, self.capacity.sequences), min(rows, self.capacity.draws), rows
 
     def _schedule_long_step(self, rows: int) -> None:
         """Use the schedule for a step of so many rows without a graph: that of the next power of two, which is measured first
@@ -275,7 +279,8 @@ class Runner:
         compute: Callable[[], Output]
         launches: Key = ("prefill", tokens)
         if self.graphs is None:
-            compute = partial(self._span_step, *self._write_spans(chunks, tokens, max(1, draws), after), scored)
+            self._write_spans(chunks, tokens, after)
+            compute = partial(self._span_step, tokens, len(chunks), max(1, draws), max([c.count for c in chunks]), scored)
         elif len(sampling) == len(chunks) and draws == tokens and not scored:
             launches = self._lay_out_decode(self.graphs, chunks, draws, after)
             compute = partial(self.graphs.replay, launches)
@@ -319,19 +324,18 @@ class Runner:
             self._schedule_long_step(rows)
         else:
             self._capture_prefill(graphs, rows)
-        arguments = self._write_spans(chunks, rows, min(rows, self.capacity.draws), after)
+        self._write_spans(chunks, rows, after)
         if graph_rows is None or scored:  # a graph keeps only the rows that draw
-            return ("prefill", rows), partial(self._span_step, *arguments, scored)
+            return ("prefill", rows), partial(self._span_step, *self._padded(rows), scored)
         return ("prefill", rows), partial(graphs.replay, ("prefill", rows))
 
-    def _write_spans(self, chunks: list[Chunk], rows: int, draws: int, after: InFlightStep | None) -> tuple[int, int, int, int]:
-        """Write the inputs of a step of `rows` rows, padding included. Returns the arguments of `_span_step`."""
+    def _write_spans(self, chunks: list[Chunk], rows: int, after: InFlightStep | None) -> None:
+        """Write the inputs of a step of `rows` rows, padding included."""
         self.spans.write(chunks, rows, self.cache.block_size)
         if self.graphs is not None:
             self.spans.write_draws(chunks, self.shift)
         if after is not None:
             self._write_drawn(self.spans.tokens(rows), chunks, after)
-        return rows, len(chunks), draws, max([c.count for c in chunks])
 
     def _write_drawn(self, inputs: Tensor, chunks: list[Chunk], after: InFlightStep) -> None:
         """Write the tokens that the host does not know, from the step that draws them to their rows of `inputs` (T,)."""

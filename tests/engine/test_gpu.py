@@ -179,6 +179,23 @@ def test_embeddings_are_those_of_the_cpu(name: str, seed: int) -> None:
         assert_same(model, submit, tokens[submit.request_id], ROUNDING)
 
 
+def test_no_step_compiles_a_kernel(seed: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A request would wait for it: steps longer than the largest graph, of any number of chunks, and such as score prompts."""
+    from triton import knobs
+
+    compiled: list[str] = []
+    model = random_model(replace(config_of("hybrid:2"), head_dim=16, max_seq_len=3000))
+    engine = Engine(on_gpu(model), None, EngineLimits(max_num_seqs=12, max_batch_tokens=4096), ALONE)
+    engine.capture()
+    monkeypatch.setattr(knobs.runtime, "jit_post_compile_hook", lambda **found: compiled.append(str(found["repr"])))
+    lengths = [[2501], [1201, 1203, 407], [403] * 7, [511] * 8 + [3], [60, 5]]
+    for scored in (None, 1):
+        for counts in lengths:
+            params = SamplingParams(max_tokens=2, prompt_logprobs=scored)
+            serve(engine, [Submit(str(i), [random.randrange(101) for _ in range(n)], params) for i, n in enumerate(counts)])
+    assert compiled == []
+
+
 @pytest.mark.parametrize("batch", [1, 5])
 def test_ten_thousand_replays_give_the_same_tokens(batch: int, seed: int) -> None:
     """The decode graph is replayed with the same inputs."""
