@@ -173,6 +173,9 @@ bench-read: setup #+ Measure: how fast one GPU reads its memory, the ceiling of 
 bench-linear: setup #+ Measure: linear layers of few rows on RANKS GPUs compared with cuBLAS, into out/linear-RANK.json, the source of kernels/linear_configs
 	@$(ON_RANKS) $(RANKS) -m scripts.bench.kernels.linear --out out/linear.json $(ARGS)
 
+bench-one-row: setup #+ Measure: which kernels of one row make chains of whole layers fastest on one GPU, into out/one-row.json, which is merged into kernels/linear_configs after that of bench-linear (1 min; one model: ARGS="--models llama-70b-tp4")
+	@$(PY) -m scripts.bench.kernels.one_row --out out/one-row.json $(ARGS)
+
 bench-linear-quantized: setup #+ Measure: linear layers of few rows in 8 and 4 bits on one GPU compared with 16 bits, µs and TB/s, into out/linear-quantized.json (10 min; one model: ARGS="--models llama-3-8b")
 	@$(PY) -m scripts.bench.kernels.linear_quantized --out out/linear-quantized.json $(ARGS)
 

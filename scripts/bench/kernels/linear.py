@@ -8,6 +8,7 @@
 the L2 cache, so that every weight is read from HBM. Shapes that end in -swiglu are compared with cuBLAS plus a separate kernel for
 silu(gate) * up. Candidates that give wrong results are dropped, with a message. Writes {"machine", "version",
 "times", "configs"}; on several ranks each writes a file of its own, such as linear-0.json. The version is that of the kernels.
+For one row, run and merge `scripts.bench.kernels.one_row` after the merge, which replaces its earlier choices.
 """
 
 import argparse
@@ -179,7 +180,7 @@ def write(content: dict[str, Any], path: Path) -> None:
     gpu = f' "gpu": {json.dumps(content["gpu"])},\n' if "gpu" in content else ""
     text = f'{{\n "machine": {json.dumps(content["machine"])},\n{gpu} "version": {VERSION},\n'
     text += f' "times": [\n{times}\n ],\n' if times else ""
-    tables = {name: content[name] for name in ("older", "configs") if content.get(name)}
+    tables = {name: content[name] for name in ("older", "configs") if content.get(name) or name == "configs"}
     text += ",\n".join(f' "{name}": {{\n{entries(table)}\n }}' for name, table in tables.items())
     path.write_text(text + "\n}\n")
     print(f"wrote {path}")
