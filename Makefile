@@ -113,7 +113,7 @@ accuracy: setup #+ Measure: perplexity and exact match of every embedded model a
 accuracy-weights: setup #+ Measure: what weights in 8 and 4 bits and an 8-bit KV cache cost every embedded model, resumable, into out (tracked: ARGS=--write; an hour, 2 GB)
 	@$(PY) -m scripts.quality.weights $(ARGS)
 
-vllm-reads: setup #+ Measure: what vLLM makes of the checkpoints that scripts.quantize writes, compared with our log-probabilities, into out/vllm-reads.md (tracked: ARGS=--write; a GPU): make vllm-reads ARGS="--vllm-python PYTHON"
+vllm-reads: setup-dev #+ Measure: what vLLM makes of the checkpoints that scripts.quantize writes, compared with our log-probabilities, into out/vllm-reads.md (tracked: ARGS=--write; a GPU): make vllm-reads ARGS="--vllm-python PYTHON"; without it, what transformers makes of them (any machine)
 	@$(PY) -m scripts.quality.vllm_reads $(ARGS)
 
 accuracy-seeds: setup-dev #+ Measure: train and evaluate every embedded variant with three seeds, resumable; mean, errors and a paired test, into out (tracked: --write). 18 models, each 1.5 to 3.5 min alone on an H200, a CPU takes days: ARGS="--processes 6 --minutes 9 -- --compile" stops in time and goes on when repeated (--install: the median seeds' models become the embedded ones)

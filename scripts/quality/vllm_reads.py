@@ -2,12 +2,21 @@
 
     python -m scripts.quality.vllm_reads --vllm-python ~/vllm/bin/python
     python -m scripts.quality.vllm_reads --vllm-python ~/vllm/bin/python --model DIR --widths int4 --dtype float16
+    python -m scripts.quality.vllm_reads --model DIR    # by transformers, which needs no GPU (`make setup-dev`)
 
 Each width is written into a temporary folder. vLLM loads it in a process of its own, with the Python of its environment, and
 scores the prompts; then we do, on the same GPU and in the same data type. A width agrees if the mean change of a token's
 log-probability is at most --tolerance. The row `16 bits` is the checkpoint as it is: it shows what the two programs' kernels differ by.
+
+With fp8 both programs round each layer's inputs to fp8. Where their inputs differ in the last bit, some are rounded to other codes,
+so the programs differ by about what this rounding changes. `fp8-w8a16` has the same weights, and its config.json leaves the inputs
+as they are: it must agree like the other widths, so it finds wrong codes and scales. fp8 may differ by sqrt(2) times the change between
+one program's own results of the two, which two independent roundings of that size do; of the programs, by the smaller change, so one
+that rounds too much, or not at all, does not agree. Random weights (`scripts.random_checkpoint`) react more to a wrong scale than the
+embedded models.
+
 Only a model that vLLM knows can be compared, so no residual variant but standard. Prompts are held-out stories, or random tokens
-if the model has no tokenizer. Writes vllm-reads.json and .md into out (with --write into docs/results).
+if the model has no tokenizer. Writes vllm-reads.json and .md (transformers-reads) into out (with --write into docs/results).
 """
 
 import argparse
@@ -29,24 +38,30 @@ from options import dtype_name, whole_number
 from presets import model_config
 from scripts.lib.failures import reason
 from scripts.lib.machine import describe, machine
-from scripts.lib.markdown import captioned
+from scripts.lib.markdown import captioned, cell
 from scripts.lib.results import ROOT, add_write_option, results_folder, write_table
 from scripts.quality.heldout import SEED, held_out_stories, likelihoods
 from scripts.quality.vllm_scores import MARK
 from scripts.quantize import LENGTH, SAMPLES, quantize_model
 from tokenizer_files import find_tokenizer, load_tokenizer
 
-PLAIN = "16 bits"
+PLAIN, W8A16 = "16 bits", "fp8-w8a16"
 WIDTHS: dict[str, tuple[str, str] | None] = {  # scripts.quantize's --weights and --method
     PLAIN: None,
     "fp8": ("fp8", "rtn"),
+    W8A16: ("fp8", "rtn"),
     "int8": ("int8", "rtn"),
     "int4": ("int4", "rtn"),
     "int4-gptq": ("int4", "gptq"),
 }
 WORKER = Path(__file__).with_name("vllm_scores.py")
 MOST_TOKENS = 512  # of a prompt
-MINUTES = 10  # that vLLM may take for one width
+MINUTES = 10  # that a program may take for one width
+
+ROUNDING = (
+    f"Rounding: the mean change between fp8 and {W8A16}, the same weights with inputs in 16 bits, in the program in which it is smaller. "
+    "Two programs' fp8 may differ by sqrt(2) times as much. "
+)
 
 Scores = list[list[float]]
 
@@ -61,76 +76,114 @@ def held_out(model: Path, count: int) -> list[list[int]]:
     return [story[:longest] for story in held_out_stories(load_tokenizer(model), count)]
 
 
-def vllm_scores(python: str, model: Path, dtype: str, prompts: list[list[int]]) -> tuple[str, Scores]:
-    """vLLM's version, and its log-probabilities. Raises UserError with vLLM's last words if it cannot load or score."""
+def keep_inputs(folder: Path) -> None:
+    """Change the config.json of a checkpoint of fp8 so that the layers' inputs are not rounded."""
+    path = folder / "config.json"
+    config = json.loads(path.read_text())
+    config["quantization_config"]["config_groups"]["group_0"]["input_activations"] = None
+    path.write_text(json.dumps(config))
+
+
+def their_scores(python: str | None, model: Path, dtype: str, prompts: list[list[int]]) -> tuple[str, Scores]:
+    """vLLM's log-probabilities, or those of transformers if `python` is None, after the program's name and version. Raises UserError
+    with its last words if it cannot load or score."""
+    name = "vLLM" if python else "transformers"
     with tempfile.TemporaryDirectory() as folder:
         job = Path(folder, "job.json")
-        job.write_text(json.dumps({"model": str(model), "dtype": dtype, "prompts": prompts}))
+        job.write_text(json.dumps({"program": name, "model": str(model), "dtype": dtype, "prompts": prompts}))
         try:
-            command = [python, str(WORKER), str(job)]
+            command = [python or sys.executable, str(WORKER), str(job)]
             done = subprocess.run(command, capture_output=True, text=True, check=False, timeout=60 * MINUTES)
         except OSError as e:
             raise UserError(f"--vllm-python {python} cannot be started ({e.strerror or e}); name a Python with vLLM") from None
         except subprocess.TimeoutExpired:
-            raise UserError(f"vLLM did not end within {MINUTES} minutes") from None
+            raise UserError(f"{name} did not end within {MINUTES} minutes") from None
     lines = [line.removeprefix(MARK) for line in done.stdout.splitlines() if line.startswith(MARK)]
     if done.returncode or len(lines) != 1:
         print(done.stderr, file=sys.stderr)
-        raise UserError(f"vLLM ended with exit code {done.returncode}: {reason(done.stderr)}")
+        raise UserError(f"{name} ended with exit code {done.returncode}: {reason(done.stderr)}")
     found = json.loads(lines[0])
-    return found["vllm"], found["logprobs"]
+    return f"{name} {found['version']}", found["logprobs"]
 
 
-def row_of(width: str, ours: Scores, theirs: Scores) -> dict[str, Any]:
-    """Changes of tokens' log-probabilities from ours to vLLM's, nats. A value that is not finite is an infinite change."""
-    apart = [
+def mean_change(ours: Scores, theirs: Scores) -> float:
+    return sum(apart := changes(ours, theirs)) / len(apart)
+
+
+def changes(ours: Scores, theirs: Scores) -> list[float]:
+    """Of tokens' log-probabilities, nats. A value that is not finite is an infinite change."""
+    return [
         abs(a - b) if math.isfinite(a - b) else math.inf
         for one, other in zip(ours, theirs, strict=True)
         for a, b in zip(one, other, strict=True)
     ]
+
+
+def row_of(width: str, ours: Scores, theirs: Scores) -> dict[str, Any]:
+    """The changes from our log-probabilities to theirs, nats."""
+    apart = changes(ours, theirs)
     perplexities = [math.exp(-sum(map(sum, scores)) / len(apart)) for scores in (ours, theirs)]
-    row = dict(zip(("perplexity", "vllm_perplexity"), perplexities, strict=True))
-    return {"width": width, "tokens": len(apart), **row, "mean_change": sum(apart) / len(apart), "largest_change": max(apart)}
+    row = dict(zip(("perplexity", "their_perplexity"), perplexities, strict=True))
+    return {"width": width, "tokens": len(apart), **row, "mean_change": mean_change(ours, theirs), "largest_change": max(apart)}
 
 
 def compare(args: argparse.Namespace) -> tuple[str, list[dict[str, Any]]]:
-    """vLLM's version, and a row for each width; with `error` where vLLM failed."""
-    prompts, version, theirs, rows = held_out(args.model, args.prompts), "unknown", {}, []
+    """Who read, and a row for each width; with `error` where it failed. fp8's `rounding` is what the rounding of inputs changes, nats."""
+    prompts, reader, theirs, rows = held_out(args.model, args.prompts), "unknown", {}, []
     with tempfile.TemporaryDirectory() as folder:
         paths = {width: args.model if WIDTHS[width] is None else Path(folder, width) for width in args.widths}
         for width, path in paths.items():
             if made := WIDTHS[width]:
                 quantize_model(str(args.model), path, *made, None, SAMPLES, LENGTH, args.device)
+            if width == W8A16:
+                keep_inputs(path)
             try:  # before our own model takes the GPU's memory
-                version, theirs[width] = vllm_scores(args.vllm_python, path, args.dtype, prompts)
+                reader, theirs[width] = their_scores(args.vllm_python, path, args.dtype, prompts)
             except UserError as e:
                 rows.append({"width": width, "error": str(e)})
-        rows += [
-            row_of(width, likelihoods(LLM(paths[width], dtype=args.dtype), prompts), scores) for width, scores in theirs.items()
-        ]
-    return version, sorted(rows, key=lambda row: args.widths.index(row["width"]))
+        ours = {width: likelihoods(LLM(paths[width], dtype=args.dtype), prompts) for width in theirs}
+    rows += [row_of(width, ours[width], scores) for width, scores in theirs.items()]
+    for row in rows:
+        if row["width"] == "fp8" and ours.keys() >= {"fp8", W8A16}:
+            row["rounding"] = min(mean_change(scores["fp8"], scores[W8A16]) for scores in (ours, theirs))
+    return reader, sorted(rows, key=lambda row: args.widths.index(row["width"]))
 
 
-def table(rows: list[dict[str, Any]], version: str, args: argparse.Namespace, where: dict[str, Any]) -> str:
-    lines = []
+def limit(row: dict[str, Any], tolerance: float) -> float:
+    """The largest mean change, nats, with which a width agrees."""
+    return float(max(tolerance, math.sqrt(2) * row.get("rounding", 0.0)))
+
+
+def table(rows: list[dict[str, Any]], reader: str, args: argparse.Namespace, where: dict[str, Any]) -> str:
+    lines, rounded = [], any("rounding" in row for row in rows)
     for row in rows:
         if "error" in row:
-            cells = [row["error"], "", "", "", ""]
+            cells = [row["error"], *[""] * (4 + rounded)]
         else:
-            cells = [row["tokens"], *(f"{row[name]:.4f}" for name in ("perplexity", "vllm_perplexity", "mean_change"))]
-            cells.append(f"{row['largest_change']:.3f}")
+            cells = [row["tokens"], *(f"{row[name]:.4f}" for name in ("perplexity", "their_perplexity", "mean_change"))]
+            cells += [f"{row['largest_change']:.3f}", *[cell(row.get("rounding"), ".4f")] * rounded]
         lines.append([row["width"], *cells])
-    head = ["weights", "tokens", "perplexity", "vLLM's perplexity", "mean change, nats", "largest change, nats"]
+    head = [
+        "weights",
+        "tokens",
+        "perplexity",
+        f"perplexity by {reader.split()[0]}",
+        "mean change, nats",
+        "largest change, nats",
+    ]
+    head += ["rounding, nats"] * rounded
     caption = (
-        f"`{args.model.name}` as scripts.quantize writes it, read by vLLM {version} and by Rung in {args.dtype}: changes of a token's "
-        f"log-probability between the two, over {args.prompts} prompts. Made on {describe(where, args.device)}."
+        f"`{args.model.name}` as scripts.quantize writes it, read by {reader} and by Rung in {args.dtype}: changes of a token's "
+        f"log-probability between the two, over {args.prompts} prompts. {ROUNDING if rounded else ''}Made on {describe(where, args.device)}."
     )
     return captioned(head, lines, caption)
 
 
 def parse_args() -> argparse.Namespace:
     parser = Parser(description=__doc__)
-    parser.add_argument("--vllm-python", required=True, metavar="PYTHON", help="the Python of an environment with vLLM")
+    parser.add_argument(
+        "--vllm-python", metavar="PYTHON", help="the Python of an environment with vLLM (default: transformers)"
+    )
     parser.add_argument("--model", type=Path, default=ROOT / "models" / "tiny-standard", help="default: models/tiny-standard")
     parser.add_argument("--widths", nargs="+", choices=tuple(WIDTHS), default=list(WIDTHS), help="default: all")
     parser.add_argument("--prompts", type=whole_number(1), default=64, metavar="N", help="default: 64")
@@ -144,23 +197,24 @@ def parse_args() -> argparse.Namespace:
     args = parser.parse_args()
     args.device = "cuda" if torch.cuda.is_available() else "cpu"
     args.dtype = args.dtype or dtype_name(None, args.device)
-    args.widths = list(dict.fromkeys(args.widths))
+    args.widths = [width for width in WIDTHS if width in args.widths or (width == W8A16 and "fp8" in args.widths)]
     return args
 
 
 def main() -> None:
     args = parse_args()
     folder = results_folder(args)
-    version, rows = compare(args)
+    reader, rows = compare(args)
     where = machine()
-    text = table(rows, version, args, where)
+    text = table(rows, reader, args, where)
     print(text)
     settings = {"model": args.model.name, "dtype": args.dtype, "prompts": args.prompts, "tolerance": args.tolerance}
-    write_table("vllm-reads", {"machine": where, "vllm": version, "settings": settings, "rows": rows}, text, folder)
+    name = "vllm-reads" if args.vllm_python else "transformers-reads"
+    write_table(name, {"machine": where, "reader": reader, "settings": settings, "rows": rows}, text, folder)
     if failed := [f"{row['width']}: {row['error']}" for row in rows if "error" in row]:
         raise UserError("; ".join(failed))
-    if apart := [row["width"] for row in rows if not row["mean_change"] <= args.tolerance]:
-        raise UserError(f"vLLM's log-probabilities are not ours: {', '.join(apart)}")
+    if apart := [row["width"] for row in rows if not row["mean_change"] <= limit(row, args.tolerance)]:
+        raise UserError(f"{reader.split()[0]}'s log-probabilities are not ours: {', '.join(apart)}")
 
 
 if __name__ == "__main__":
