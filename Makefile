@@ -116,7 +116,7 @@ accuracy-weights: setup #+ Measure: what weights in 8 and 4 bits and an 8-bit KV
 vllm-reads: setup-dev #+ Measure: what vLLM makes of the checkpoints that scripts.quantize writes, compared with our log-probabilities, into out/vllm-reads.md (tracked: ARGS=--write; a GPU): make vllm-reads ARGS="--vllm-python PYTHON"; without it, what transformers makes of them (any machine)
 	@$(PY) -m scripts.quality.vllm_reads $(ARGS)
 
-accuracy-seeds: setup-dev #+ Measure: train and evaluate every embedded variant with three seeds, resumable; mean, errors and a paired test, into out (tracked: --write). 18 models, each 1.5 to 3.5 min alone on an H200, a CPU takes days: ARGS="--processes 6 --minutes 9 -- --compile" stops in time and goes on when repeated (--install: the median seeds' models become the embedded ones)
+accuracy-seeds: setup-dev #+ Measure: train and evaluate every embedded variant with three seeds, resumable; mean, errors and a paired test, into out (tracked: --write). 18 models, each 1.5 to 3.5 min alone on an H200, a CPU takes days: ARGS="--processes 6 --minutes 9 -- --compile --cuda-graph" stops in time and goes on when repeated (--install: the median seeds' models become the embedded ones)
 	@$(PY) -m scripts.quality.seeds $(ARGS)
 
 divergence: setup-dev #+ Measure: how many greedy answers differ between tp 1 and tp RANKS, batch 1 and 64, and with and without drafts, with and without --deterministic, and where, into out (tracked: ARGS=--write; half an hour, 2 GB; drafts only: ARGS="--compare drafts")
