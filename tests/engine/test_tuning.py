@@ -24,6 +24,8 @@ from kernels.linear_quantized_tuning import TILES, QuantizedProblem, QuantizedSh
 from kernels.linear_tuning import GEMV_IN_A_MODEL, KEPT_MARGIN, ROWS, TIE, USUAL_MARGIN, Problem, Shape, candidates, winner
 from model import Transformer
 from presets import model_config
+from scripts.bench.kernels import linear as bench_linear
+from server.launch import log_tuning
 from sharded_linear import ShardedLinear
 from tests.engine.test_drafts import draft_for
 from tests.engine.test_engine import ALONE, config_of, random_model
@@ -326,3 +328,23 @@ def test_shipped_tables_can_be_read(monkeypatch: pytest.MonkeyPatch) -> None:
         assert configs
         for case in configs:
             names_of(case)  # raises for a key that is none
+
+
+def test_shipped_tables_have_every_shape_of_the_benchmark() -> None:
+    for gpu in ("NVIDIA H100 80GB HBM3", "NVIDIA H200"):
+        table = json.loads((linear_config.CONFIGS / f"{gpu.replace(' ', '-')}.json").read_text())["configs"]
+        keys = {linear_config.table_key(rows, s.n, s.k, s.swiglu) for s in bench_linear.shapes().values() for rows in ROWS}
+        assert keys <= table.keys(), f"{gpu}: {sorted(keys - table.keys())[:3]} are missing"
+
+
+def test_a_server_logs_what_it_measured(caplog: pytest.LogCaptureFixture) -> None:
+    found = {"1,64,64": {"cublas": 1.0}, "2,64,64": {"cublas": 1.0}}
+    with caplog.at_level("INFO"):
+        log_tuning(tuning.Tuning(3, found, ["a config failed"], 29.96), 30)
+        log_tuning(tuning.Tuning(0, {}, [], 0.0), 30)  # all shapes were known
+        log_tuning(tuning.Tuning(3, {}, [], 0.0), 0)  # --tune-seconds 0
+    assert [record.getMessage() for record in caplog.records] == [
+        "a config failed",
+        "linear layers: measured the fastest kernels of 2 of 3 cases in 30.0 s; the next start measures the others",
+        "start-up: tuning",
+    ]
