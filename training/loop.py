@@ -223,7 +223,9 @@ def take_steps(args: argparse.Namespace, world: World, trainer: Trainer, snapsho
             result = torch.stack(trainer.train_step())
         except torch.OutOfMemoryError as e:
             raise RankError(
-                f"rank {trainer.rank} is out of GPU memory ({first_line(e)}); use --recompute or a smaller --micro-batch"
+                f"rank {trainer.rank} is out of GPU memory ({first_line(e)}); "
+                + ("leave out --cuda-graph, or " if args.cuda_graph else "")
+                + "use --recompute or a smaller --micro-batch"
             ) from None
         saves = not args.metrics_only and (trainer.step % args.save_every == 0 or trainer.step == last)
         if saves:

@@ -154,7 +154,8 @@ def add_run_options(parser: argparse.ArgumentParser) -> None:
     run.add_argument(
         "--cuda-graph",
         action="store_true",
-        help="replay a step as one CUDA graph, on one rank: faster for small models, whose kernels are shorter than their launches",
+        help="replay a step as one CUDA graph, on one GPU and without --deterministic: faster for small models, whose kernels take less "
+        "time than their launches",
     )
     run.add_argument("--log-every", type=int, default=10, metavar="STEPS", help="steps between two log lines (default: 10)")
 
