@@ -52,8 +52,8 @@ class Workers:
     """Processes by name. Each new one gets the GPU that has the fewest of them, and one of `cores` that no other one has."""
 
     def __init__(self, gpus: Sequence[str], cores: Sequence[frozenset[int]] = (), count: int = 1) -> None:
-        """count: of the processes that share the cores, at most so many at a time. Each gets its part of them as threads of PyTorch and
-        processes of torch.compile: with as many threads as cores in all of them, every short operation waits for threads that wait."""
+        """count: of the processes that share the cores, at most so many at a time. Each gets its share of the cores as PyTorch's threads
+        and torch.compile's processes: if each had a thread for every core, short operations would wait for threads that do not run."""
         self.gpus, self.cores, self.count = gpus, cores, count
         self.running: dict[str, tuple[subprocess.Popen[bytes], str | None, frozenset[int]]] = {}
 

@@ -185,7 +185,9 @@ def parse_args() -> argparse.Namespace:
         "--vllm-python", metavar="PYTHON", help="the Python of an environment with vLLM (default: transformers)"
     )
     parser.add_argument("--model", type=Path, default=ROOT / "models" / "tiny-standard", help="default: models/tiny-standard")
-    parser.add_argument("--widths", nargs="+", choices=tuple(WIDTHS), default=list(WIDTHS), help="default: all")
+    parser.add_argument(
+        "--widths", nargs="+", choices=tuple(WIDTHS), default=list(WIDTHS), help="default: all; fp8 adds fp8-w8a16"
+    )
     parser.add_argument("--prompts", type=whole_number(1), default=64, metavar="N", help="default: 64")
     parser.add_argument(
         "--dtype", default=None, choices=("bfloat16", "float16", "float32"), help="default: as Rung's on this device"
