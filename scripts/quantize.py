@@ -65,7 +65,7 @@ from scripts.corpus.documents import documents, render
 from sharded_linear import ShardedLinear
 from tokenizer_files import load_tokenizer
 from tp import SPLITS, World, stream_shards
-from training.export import save_config, save_tensors
+from training.export import add_modeling, save_config, save_tensors
 
 METHODS = ("rtn", "gptq")
 STATE = "quantize.json"  # in the new folder: how it was made, and which command may go on
@@ -328,7 +328,8 @@ def begin(out: Path, settings: dict[str, Any]) -> None:
 
 
 def finish(model: Path, job: Job) -> None:
-    """Copy what belongs to the model besides its weights, and write config.json, without which nothing loads the folder."""
+    """Copy what belongs to the model besides its weights, with the code for transformers unless it names its own, and write
+    config.json, without which nothing loads the folder."""
     folder = model_folder(model)
     with writing(job.out):
         for file in folder.iterdir():
@@ -338,7 +339,8 @@ def finish(model: Path, job: Job) -> None:
         if (folder / EMBEDDED).is_dir():
             shutil.copytree(folder / EMBEDDED, job.out / EMBEDDED, dirs_exist_ok=True)
         raw = read_json(folder / "config.json", CONFIG_BYTES)
-        save_config(raw | {"quantization_config": scheme_to_hf(job.scheme)}, job.out)
+        code = {} if "auto_map" in raw else add_modeling(job.out, job.config)
+        save_config(raw | code | {"quantization_config": scheme_to_hf(job.scheme)}, job.out)
 
 
 def parse_args() -> argparse.Namespace:

@@ -378,11 +378,20 @@ def test_a_full_disk_gets_one_line(tmp_path: Path, seed: int, monkeypatch: pytes
             make(source, out, "int8")
 
 
+def without_code(folder: Path) -> None:
+    """Make a checkpoint one like the embedded and the published hybrids, which have no code for transformers."""
+    (folder / "modeling_rung.py").unlink(missing_ok=True)
+    raw = json.loads((folder / "config.json").read_text())
+    raw.pop("auto_map", None)
+    (folder / "config.json").write_text(json.dumps(raw))
+
+
 @pytest.mark.parametrize(("variant", "weights"), [*(("standard", weights) for weights in SCHEMES), ("hybrid:1", "int4")])
 def test_transformers_reads_it(variant: str, weights: str, tmp_path: Path, seed: int) -> None:
     pytest.importorskip("compressed_tensors")
     config = with_variant(CONFIG, variant)
     source, tokens = save_random(config, tmp_path / "source"), torch.randint(0, 101, (2, 8))
+    without_code(source)
     made = make(source, tmp_path / "made", weights, None if weights != "int4" else torch.randint(0, 101, (4, 16)))
     theirs = transformers.AutoModelForCausalLM.from_pretrained(made, dtype=torch.float32, trust_remote_code=True)
     with torch.no_grad():
