@@ -399,7 +399,7 @@ def check_names(config: ModelConfig, wanted: Iterable[AnyPlace], source: Source)
         raise UserError(f"the checkpoint lacks {_some(missing)}; is it complete, and does config.json belong to it?")
     if unknown:
         raise UserError(f"the checkpoint has unknown tensors {_some(unknown)}; config.json describes another model")
-    for name in expected.keys() & found.keys():
+    for name in sorted(expected.keys() & found.keys()):
         if found[name] not in expected[name]:
             asked = " or ".join(str(shape) for shape in expected[name] if shape is not None)
             raise UserError(

@@ -125,6 +125,15 @@ def test_damaged_tensors_are_refused_alike_on_every_rank(ranks: Ranks, tmp_path:
         assert all(part in message for part in DAMAGE[what][2]), (what, message)
 
 
+def test_of_many_misshapen_tensors_every_rank_names_the_first(ranks: Ranks, tmp_path: Path, seed: int) -> None:
+    """Also a restart does, so that the line can be searched for."""
+    write(replace(SHAPE, n_layers=8), FORMATS["W4A16 group 128"], tmp_path, tmp_path / "plain")
+    raw = json.loads((tmp_path / "config.json").read_text())
+    (tmp_path / "config.json").write_text(json.dumps(raw | {"quantization_config": FORMATS["W8A16 group 64"].quantization}))
+    for (message,) in ranks.run(2, refusals, [tmp_path]):
+        assert message.startswith("model.layers.0.mlp.down_proj.weight_packed has shape"), message
+
+
 def test_a_kept_layer_that_an_earlier_pattern_of_gptqmodel_quantizes(tmp_path: Path, seed: int) -> None:
     """There the first pattern counts, here each `-:`. Such a file is refused, not misread."""
     plain = FORMATS["GPTQ 4 bits"]
