@@ -105,7 +105,7 @@ simulate: setup-dev #+ Test: the server against a simulated clock, model and fau
 lint: setup-dev ## Test: ruff, mypy, and that README and docs quote the results as they are
 	@$(PY) -m ruff check . && $(PY) -m ruff format --check . && $(PY) -m mypy && $(PY) -m scripts.report.quote_tables --check && $(PY) -m scripts.report.check_docs
 
-accuracy: setup #+ Measure: perplexity and exact match of every embedded model at tp 1, 2 and 4, then with each quantized all-reduce and with quantized weights, resumable, into out (tracked: ARGS=--write; hours, 2 GB; several seeds: accuracy-seeds)
+accuracy: setup #+ Measure: perplexity and exact match of every embedded model at tp 1, 2 and 4, then with each quantized all-reduce and with quantized weights, resumable, into out (tracked: ARGS=--write; over an hour on 2 cores, 2 GB; several seeds: accuracy-seeds)
 	@$(PY) -m scripts.quality.accuracy $(ARGS)
 	@$(PY) -m scripts.quality.accuracy --comm gloo int8 int6 int4 fp8 --tp 2 $(ARGS)
 	@$(PY) -m scripts.quality.weights $(filter --write,$(ARGS))
