@@ -66,8 +66,8 @@ class Workers:
         env = os.environ | ({"CUDA_VISIBLE_DEVICES": gpu} if gpu is not None else {})
         env |= {"OMP_NUM_THREADS": str(len(cores))} if cores else {}
         with log.open("ab") as file, on_cores(cores):
-            for threads in ("OMP_NUM_THREADS", "TORCHINDUCTOR_COMPILE_THREADS"):
-                env.setdefault(threads, str(max(1, len(os.sched_getaffinity(0)) // self.count)))
+            share = str(max(1, len(os.sched_getaffinity(0)) // self.count))
+            env = {"OMP_NUM_THREADS": share, "TORCHINDUCTOR_COMPILE_THREADS": share} | env
             process = subprocess.Popen(words, cwd=ROOT, env=env, stdout=file, stderr=file, start_new_session=True)
         self.running[name] = process, gpu, cores
 

@@ -180,7 +180,8 @@ def write(content: dict[str, Any], path: Path) -> None:
     gpu = f' "gpu": {json.dumps(content["gpu"])},\n' if "gpu" in content else ""
     text = f'{{\n "machine": {json.dumps(content["machine"])},\n{gpu} "version": {VERSION},\n'
     text += f' "times": [\n{times}\n ],\n' if times else ""
-    tables = {name: content[name] for name in ("older", "configs") if content.get(name) or name == "configs"}
+    tables = {"older": content["older"]} if content.get("older") else {}
+    tables |= {"configs": content["configs"]}  # also an empty one, which --merge can read
     text += ",\n".join(f' "{name}": {{\n{entries(table)}\n }}' for name, table in tables.items())
     path.write_text(text + "\n}\n")
     print(f"wrote {path}")
