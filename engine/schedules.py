@@ -17,7 +17,6 @@ from typing import cast
 
 from comm.interface import LEAST_COPIED, SCHEDULES, Communicator, Schedule
 from comm.table import Table, load, machine_key, save
-from comm.workspace import links
 from engine.graphs import Captured
 from engine.head_model import HeadModel
 from kernels.graph_times import successive_seconds
@@ -143,7 +142,9 @@ class Schedules:
 
 
 def table_key(model: Transformer | HeadModel, world: World, kv_dtype: str) -> dict[str, str]:
-    """What the times of a model's steps depend on: the machine, the links between the ranks, and the model. Collective."""
+    """What the times of a model's steps depend on: the machine, the links between the ranks, and the model. Collective, on GPUs."""
+    from comm.workspace import links  # imports Triton, which a machine without a GPU need not have
+
     adapted = " adapters" if getattr(model, "step_adapters", None) else ""  # which changes what is fused
     shape = f"{model.config!r} {model.comm.name} {kv_dtype}{adapted}"
     key = machine_key(world.device, world.world_size, model.norm.weight.dtype, CODE)

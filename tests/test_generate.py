@@ -4,6 +4,8 @@ import json
 import random
 import re
 import shutil
+import subprocess
+import sys
 from collections.abc import Callable
 from dataclasses import fields
 from pathlib import Path
@@ -26,7 +28,8 @@ from presets import model_config
 from scripts.corpus.documents import documents
 from server import launch as launch_server
 from server.settings import load_settings
-from tests.support.command_line import HYBRID, MODELS, Here, launch
+from tests import ROOT
+from tests.support.command_line import HYBRID, MODELS, Here, environment, launch
 from tokenizer import Tokenizer
 from tokenizer_files import load_tokenizer
 from tp import World
@@ -398,3 +401,19 @@ def test_embedded_models_add(name: str, seed: int) -> None:
     answers = texts(model, tokenizer, prompts, [SamplingParams(temperature=0)] * len(asked))
     right = sum(answer == document.answer for answer, document in zip(answers, asked, strict=True))
     assert right > 20
+
+
+def test_a_machine_without_triton_generates_serves_and_trains() -> None:
+    """PyTorch brings Triton along only for GPUs, and the tests' requirements have it."""
+    program = """if True:
+        import sys
+        sys.modules["triton"] = None  # what imports it raises ImportError
+        import server.launch, training.adapt, training.draft, training.train
+        import generate
+        sys.argv = "generate.py --model models/tiny-hybrid --device cpu --max-new-tokens 4".split() + ["--prompt", "Once"]
+        generate.main()
+    """
+    done = subprocess.run(
+        [sys.executable, "-c", program], cwd=ROOT, env=environment(), capture_output=True, text=True, timeout=300, check=False
+    )
+    assert done.returncode == 0, done.stderr
