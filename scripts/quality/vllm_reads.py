@@ -22,6 +22,7 @@ if the model has no tokenizer. Writes vllm-reads.json and .md (transformers-read
 import argparse
 import json
 import math
+import os
 import random
 import subprocess
 import sys
@@ -57,6 +58,8 @@ WIDTHS: dict[str, tuple[str, str] | None] = {  # scripts.quantize's --weights an
 WORKER = Path(__file__).with_name("vllm_scores.py")
 MOST_TOKENS = 512  # of a prompt
 MINUTES = 10  # that a program may take for one width
+# vLLM 0.24 finds no kernel for fp8 weights and 16-bit inputs on Hopper without it
+WEIGHT_ONLY = {"VLLM_TEST_FORCE_FP8_MARLIN": "1"}
 
 ROUNDING = (
     f"Rounding: the mean change between fp8 and {W8A16}, the same weights with inputs in 16 bits, in the program in which it is smaller. "
@@ -84,16 +87,20 @@ def keep_inputs(folder: Path) -> None:
     path.write_text(json.dumps(config))
 
 
-def their_scores(python: str | None, model: Path, dtype: str, prompts: list[list[int]]) -> tuple[str, Scores]:
-    """vLLM's log-probabilities, or those of transformers if `python` is None, after the program's name and version. Raises UserError
-    with its last words if it cannot load or score."""
+def their_scores(
+    python: str | None, model: Path, dtype: str, prompts: list[list[int]], environment: dict[str, str]
+) -> tuple[str, Scores]:
+    """vLLM's log-probabilities, or those of transformers if `python` is None, after the program's name and version. environment: what
+    it adds to ours. Raises UserError with the program's last words if it cannot load or score."""
     name = "vLLM" if python else "transformers"
     with tempfile.TemporaryDirectory() as folder:
         job = Path(folder, "job.json")
         job.write_text(json.dumps({"program": name, "model": str(model), "dtype": dtype, "prompts": prompts}))
         try:
             command = [python or sys.executable, str(WORKER), str(job)]
-            done = subprocess.run(command, capture_output=True, text=True, check=False, timeout=60 * MINUTES)
+            done = subprocess.run(
+                command, capture_output=True, text=True, check=False, timeout=60 * MINUTES, env=os.environ | environment
+            )
         except OSError as e:
             raise UserError(f"--vllm-python {python} cannot be started ({e.strerror or e}); name a Python with vLLM") from None
         except subprocess.TimeoutExpired:
@@ -137,8 +144,9 @@ def compare(args: argparse.Namespace) -> tuple[str, list[dict[str, Any]]]:
                 quantize_model(str(args.model), path, *made, None, SAMPLES, LENGTH, args.device)
             if width == W8A16:
                 keep_inputs(path)
+            environment = WEIGHT_ONLY if width == W8A16 else {}
             try:  # before our own model takes the GPU's memory
-                reader, theirs[width] = their_scores(args.vllm_python, path, args.dtype, prompts)
+                reader, theirs[width] = their_scores(args.vllm_python, path, args.dtype, prompts, environment)
             except UserError as e:
                 rows.append({"width": width, "error": str(e)})
         ours = {width: likelihoods(LLM(paths[width], dtype=args.dtype), prompts) for width in theirs}
