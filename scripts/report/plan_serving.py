@@ -30,12 +30,14 @@ LOADS = (
     "h100-2/load-llama-3-8b-standard.json",
     "h100-2/load-llama-3-70b-16-standard.json",
     "h100-2/load-llama-3-70b-16-ladder.json",
+    "h200-1/load-llama-3-8b-standard.json",
+    "h200-2/load-llama-3-70b-16-standard.json",
+    "h200-2/load-llama-3-70b-16-ladder.json",
     "h200-4/load-standard.json",
     "h200-4/load-ladder.json",
 )
 EARLY_LOADS = (  # of servers that scheduled each step when the one before began
     "h100-1/load-llama-3-8b-standard.json",
-    "h200-1/load-llama-3-8b-standard.json",
     "h200-1/load-llama-3-8b-standard-8192.json",
 )
 OFFLINE = (  # file, model, variant, ranks, --max-batch-tokens; a file of several lines has one for each entry
