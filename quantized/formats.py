@@ -119,13 +119,14 @@ class Tensors:
         part = self.part
         if not self.has(suffix):
             return None
-        found = self.read(suffix, INT32, 0, part.columns)
-        columns = torch.arange(part.columns.start, part.columns.stop, device=found.device)
-        if bool((found == columns // (part.scheme.group or part.shape[1])).all()):
-            return None
+        found, size = self.read(suffix, INT32), part.scheme.group or part.shape[1]
         if not bool(((found >= 0) & (found < part.groups)).all()):
             raise UserError(f"{self._name(suffix)} names groups that the layer does not have; quantize the model anew")
-        return found
+        if bool((found.bincount(minlength=part.groups) != size).any()):
+            raise UserError(f"{self._name(suffix)} has groups that are not of {size} input features each; quantize the model anew")
+        found = found[part.columns.start : part.columns.stop]
+        columns = torch.arange(part.columns.start, part.columns.stop, device=found.device)
+        return None if bool((found == columns // size).all()) else found
 
     def _name(self, suffix: str) -> str:
         return f"{self.part.name}.{suffix}"

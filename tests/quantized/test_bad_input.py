@@ -81,6 +81,7 @@ DAMAGE: dict[str, tuple[str, Callable[[Tensors], None], tuple[str, ...]]] = {
     "words of another type": ("AWQ", at("qweight", lambda t: t.long()), ("qweight", "int64", "int32")),
     "weights not rounded": ("fp8 by tensor, static", at("weight", lambda t: t.bfloat16()), ("weight", "bfloat16", "float8")),
     "groups beyond the last": ("GPTQ 8 bits act-order", at("g_idx", first(99)), ("g_idx", "groups")),
+    "groups of different sizes": ("GPTQ 8 bits act-order", at("g_idx", torch.zeros_like), ("g_idx", "groups that are not of")),
     "zero points of a symmetric layer": ("GPTQ 4 bits", at("qzeros", first(0)), ("qzeros", "zero points")),
     "zero points of a symmetric AWQ layer": ("AWQ symmetric", at("qzeros", first(0)), ("qzeros", "zero points")),
     "another weight_shape": ("W8A16 group 64", at("weight_shape", first(1)), ("weight_shape",)),
