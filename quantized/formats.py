@@ -123,7 +123,9 @@ class Tensors:
         if not bool(((found >= 0) & (found < part.groups)).all()):
             raise UserError(f"{self._name(suffix)} names groups that the layer does not have; quantize the model anew")
         if bool((found.bincount(minlength=part.groups) != size).any()):
-            raise UserError(f"{self._name(suffix)} has groups that are not of {size} input features each; quantize the model anew")
+            raise UserError(
+                f"{self._name(suffix)} has groups that are not of {size} input features each; quantize the model anew"
+            )
         found = found[part.columns.start : part.columns.stop]
         columns = torch.arange(part.columns.start, part.columns.stop, device=found.device)
         return None if bool((found == columns // size).all()) else found

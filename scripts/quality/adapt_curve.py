@@ -8,8 +8,9 @@ distillation.
 For each number of layers, share of the training tokens and distillation, the learning rate with the lowest loss on held-out
 stories is searched with the first seed. The further seeds have that rate. Its stories and prompts have another seed than those of
 the figures. Each retrained model is a row file in --out, and workers take what has no file yet. So a command that was stopped goes
-on with the rest, each model from its last snapshot, and tries again what has failed. A model whose loss is no longer finite has a
-row without results. Writes adapt-curve.json, .md and .png into out (with --write into docs/results), also if models are missing.
+on with the rest, each model from its last snapshot, and tries again what has failed. Rows of another version of the code stay, and
+the table says so. A model whose loss is no longer finite has a row without results. Writes adapt-curve.json, .md and .png into out
+(with --write into docs/results), also if models are missing.
 """
 
 import argparse
@@ -39,10 +40,10 @@ from scripts.lib import results
 from scripts.lib.machine import describe, machine
 from scripts.lib.markdown import captioned, pair
 from scripts.lib.passed_on import check_passed_on
-from scripts.lib.rows import claimed, code_digest, read_row, row_file, weights_checksum, write_row
+from scripts.lib.rows import claimed, code_digest, locked, read_row, row_file, weights_checksum, write_row
 from scripts.lib.statistics import mean_error
 from scripts.lib.workers import Workers, same_command, visible_gpus
-from scripts.quality.heldout import SEED, TASKS, difference, evaluate, free, nats, prompts_error, share
+from scripts.quality.heldout import TASKS, difference, evaluate, free, nats, opened, prompts_error, share, told
 from scripts.quality.seeds import SAVE_EVERY
 from tp import init_world
 from training import adapt
@@ -101,11 +102,7 @@ checksum = cache(weights_checksum)
 
 def file_of(args: argparse.Namespace, cell: Cell) -> Path:
     names = ("batch", "sequence_length", "stories", "items", "more")
-    settings = {name: getattr(args, name) for name in names} | {
-        "weights": checksum(args.model),
-        "cell": asdict(cell),
-        "code": code_digest(),
-    }
+    settings = {name: getattr(args, name) for name in names} | {"weights": checksum(args.model), "cell": asdict(cell)}
     return row_file(args.out / "rows", cell.name, settings)
 
 
@@ -173,7 +170,7 @@ def measure(args: argparse.Namespace, cell: Cell) -> dict[str, Any]:
     free()  # what a model before it that failed has left
     device = "cuda" if torch.cuda.is_available() else "cpu"  # a snapshot fits only the device's data type and the same tokens
     folder = args.out / "work" / f"{file_of(args, cell).stem}-{device}-{data_of(args).stem}"
-    started, row = time.monotonic(), asdict(cell) | {"heldout": None, "search": None}
+    started, row = time.monotonic(), asdict(cell) | {"code": code_digest(), "heldout": None, "search": None}
     try:
         if cell.tokens:
             retrain(args, cell, folder)
@@ -187,9 +184,10 @@ def measure(args: argparse.Namespace, cell: Cell) -> dict[str, Any]:
     trained = time.monotonic()
     free()
     if path is not None:
-        row["heldout"] = evaluate(path, args.stories, args.items, SEED)
+        llm = opened(path)
+        row["heldout"] = evaluate(llm, args.stories, args.items)
     if path is not None and cell.tokens:
-        row["search"] = evaluate(path, args.stories, 2, SEARCH_SEED)
+        row["search"] = {"stories": told(llm, args.stories, SEARCH_SEED)}
         if not math.isfinite(nats(row["search"]) + nats(row["heldout"])):  # of the last step's update
             row["heldout"] = row["search"] = None
     row["training_seconds"] = seconds_of(read_metrics(folder / "metrics.jsonl")) if cell.tokens else trained - started
@@ -212,6 +210,7 @@ def retrain(args: argparse.Namespace, cell: Cell, out: Path) -> None:
         train(settings, world, trainer, snapshots, setup)
     finally:
         snapshots.wait()  # nothing else may be written into a folder that is removed
+        trainer.executor.close()
 
 
 # --- all processes ----------------------------------------------------------------------------------------------------------
@@ -265,6 +264,8 @@ def command(args: argparse.Namespace, started: float) -> list[str]:
             if code:
                 failed.append(f"; {name} failed with exit code {code}, see {args.out / name}.log")
                 note(failed[-1].removeprefix("; "))
+                if len(failed) <= args.workers:  # else something ends each of them
+                    workers.start(name, words, args.out / f"{name}.log")
         if time.monotonic() > said + 20:
             said, rows = time.monotonic(), rows_of(args)
             left = seconds_left(args, rows)
@@ -325,7 +326,10 @@ def table(entries: list[dict[str, Any]], args: argparse.Namespace, where: dict[s
         cells.append(f"{100 * lost[0]:+.1f} (± {100 * lost[1]:.1f})" if lost else "")
         back = entry.get("recovered")
         lines.append([*cells, pair(100 * back[0], 100 * back[1], "{:.0f}") if back else ""])
-    diverged = [Cell(*(row[field.name] for field in fields(Cell))).name for row in rows_of(args) if not row["heldout"]]
+    rows = rows_of(args)
+    diverged = [Cell(*(row[field.name] for field in fields(Cell))).name for row in rows if not row["heldout"]]
+    codes = {row["code"] for row in rows}
+    mixed = f", by {len(codes)} versions of the code" if len(codes) > 1 else ""
     infinite = f"The loss did not stay finite: {', '.join(diverged)}. " if diverged else ""
     caption = (
         f"Means over seeds ± their standard error; in brackets the error over prompts. All seeds start from the same model and vary "
@@ -335,7 +339,7 @@ def table(entries: list[dict[str, Any]], args: argparse.Namespace, where: dict[s
         f"another may be better. {infinite}"
         f"Steps of {args.batch} windows of {args.sequence_length} tokens. Perplexity over {args.stories} held-out stories; exact match in "
         f"%, {args.items} held-out items a task, greedy. The original was trained on {args.training_tokens / 1e6:,.0f}M tokens. Made on "
-        f"{describe(where)}."
+        f"{describe(where)}{mixed}."
     )
     return captioned(head, lines, caption)
 
@@ -424,6 +428,14 @@ def main() -> None:
         work(args)
         return
     check_folder(args.out / "rows")
+    with locked(args.out / "command.lock") as mine:
+        if not mine:
+            raise UserError(f"another command works in {args.out}; wait for its end, or name another --out")
+        measure_all(args, started)
+
+
+def measure_all(args: argparse.Namespace, started: float) -> None:
+    """Measure what is missing, and write the results. Raises UserError."""
     folder, where = results.results_folder(args), machine()
     write_enough(data_of(args), args.model, DATA_SEED, max(tokens_of(args)))
     failed = command(args, started)

@@ -30,7 +30,7 @@ from scripts.lib import results
 from scripts.lib.machine import describe, machine
 from scripts.lib.markdown import captioned
 from scripts.lib.rows import code_digest, kept, row_file, weights_checksum
-from scripts.quality.heldout import TASKS, evaluate, nats, share
+from scripts.quality.heldout import TASKS, evaluate, nats, opened, share
 from training.convert import convert
 from training.metrics import draw_losses, read_metrics
 
@@ -57,7 +57,7 @@ def measured(args: argparse.Namespace, path: Path) -> Path:
 
 def row_of(args: argparse.Namespace, path: Path) -> dict[str, Any]:
     """The figures of the model at `path`, from its file if it was measured before."""
-    found = kept(measured(args, path), lambda: evaluate(path, args.items, args.items))
+    found = kept(measured(args, path), lambda: evaluate(opened(path), args.items, args.items))
     row = {"items_per_task": args.items, "perplexity": math.exp(nats(found))}
     return row | {task: share(found, task) for task in TASKS}
 
@@ -81,7 +81,7 @@ def duration(args: argparse.Namespace, data: Path, models: list[Path]) -> float:
         seconds += sum(start + left * min(times) for left in steps.values() if left)
     if evaluations:
         began, few = time.monotonic(), max(2, args.items // PROBE_SHARE)
-        evaluate(args.model, few, few)
+        evaluate(opened(args.model), few, few)
         seconds += evaluations * (time.monotonic() - began) * args.items / few
     return seconds
 

@@ -14,7 +14,8 @@ from typing import Any
 import torch
 
 from engine import LLM, SamplingParams
-from scripts.corpus.documents import documents, render
+from engine.limits import EngineLimits
+from scripts.corpus.documents import Document, documents, render
 from scripts.lib.statistics import ratio_error
 from tokenizer import Tokenizer
 from tokenizer_files import load_tokenizer
@@ -22,13 +23,19 @@ from tokenizer_files import load_tokenizer
 SEED = 2  # of the held-out documents
 TASKS = ("question", "arithmetic", "sorting", "counting", "copying")
 MAX_ANSWER = 64  # tokens
-BATCH = 64
+# of `opened`; without limits, calls with other lengths make a new engine, whose graphs are captured anew
+LIMITS = EngineLimits(max_num_seqs=256, max_batch_tokens=8192, whole_sequences=True)
+
+
+@cache
+def held_out(kind: str, count: int, seed: int = SEED) -> list[Document]:
+    """The first held-out documents of a kind. A process that evaluates many models needs them for each."""
+    return list(documents(seed, count, split="heldout", kind=kind))
 
 
 def held_out_stories(tokenizer: Tokenizer, count: int, seed: int = SEED) -> list[list[int]]:
     """Token ids of held-out stories, without begin tokens. seed: of the held-out documents."""
-    texts = (render(document) for document in documents(seed, count, split="heldout", kind="story"))
-    return [tokenizer.encode(text, add_special_tokens=False) for text in texts]
+    return [tokenizer.encode(render(document), add_special_tokens=False) for document in held_out("story", count, seed)]
 
 
 def likelihoods(llm: LLM, prompts: Sequence[Sequence[int]]) -> list[list[float]]:
@@ -48,27 +55,31 @@ def perplexity(llm: LLM, tokenizer: Tokenizer, items: int) -> float:
     return math.exp(total / count)
 
 
-def matches(llm: LLM, tokenizer: Tokenizer, task: str, items: int, seed: int = SEED) -> list[bool]:
-    """Whether the greedy answer to each held-out prompt equals the expected text exactly. seed: of the held-out documents."""
-    asked = list(documents(seed, items, split="heldout", kind=task))
+def matches(llm: LLM, tokenizer: Tokenizer, task: str, items: int) -> list[bool]:
+    """Whether the greedy answer to each held-out prompt equals the expected text exactly."""
+    asked = held_out(task, items)
     prompts = [tokenizer.encode_chat(document.prompt_messages) for document in asked]
-    found = []
-    for first in range(0, items, BATCH):
-        answers = llm.generate(prompts[first : first + BATCH], SamplingParams(max_tokens=MAX_ANSWER, temperature=0))
-        found += [answer.text == document.answer for answer, document in zip(answers, asked[first:], strict=False)]
-    return found
+    answers = llm.generate(prompts, SamplingParams(max_tokens=MAX_ANSWER, temperature=0))
+    return [answer.text == document.answer for answer, document in zip(answers, asked, strict=True)]
 
 
-def evaluate(path: Path, stories: int, items: int, seed: int = SEED) -> dict[str, Any]:
-    """The log-likelihood (nats) and tokens of each held-out story, and whether each prompt of a task was answered exactly.
-    seed: of the held-out documents."""
-    tokenizer = load_tokenizer(path)
-    llm = LLM(path, tokenizer)
-    told = likelihoods(llm, held_out_stories(tokenizer, stories, seed))
-    return {
-        "stories": [(round(sum(story), 4), len(story)) for story in told],
-        "answers": {task: [*map(int, matches(llm, tokenizer, task, items, seed))] for task in TASKS},
-    }
+def opened(path: Path) -> LLM:
+    """The model of a checkpoint, with one engine for all evaluations."""
+    return LLM(path, load_tokenizer(path), limits=LIMITS)
+
+
+def told(llm: LLM, stories: int, seed: int = SEED) -> list[tuple[float, int]]:
+    """The log-likelihood (nats) and tokens of each held-out story. seed: of the held-out documents."""
+    assert llm.tokenizer is not None
+    found = likelihoods(llm, held_out_stories(llm.tokenizer, stories, seed))
+    return [(round(sum(story), 4), len(story)) for story in found]
+
+
+def evaluate(llm: LLM, stories: int, items: int) -> dict[str, Any]:
+    """What `told` says of each held-out story, and whether each prompt of a task was answered exactly."""
+    assert llm.tokenizer is not None
+    answers = {task: [*map(int, matches(llm, llm.tokenizer, task, items))] for task in TASKS}
+    return {"stories": told(llm, stories), "answers": answers}
 
 
 def free() -> None:
@@ -101,7 +112,7 @@ Answers = Mapping[str, Sequence[float]]
 @cache
 def keys(kind: str, count: int) -> list[str]:
     """The keys of the first held-out documents of a kind. Few pairs of small numbers are held out, so those of arithmetic repeat."""
-    return [document.key for document in documents(SEED, count, split="heldout", kind=kind)]
+    return [document.key for document in held_out(kind, count)]
 
 
 def prompts_error(models: Sequence[Answers], task: str) -> float:

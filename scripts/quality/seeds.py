@@ -40,7 +40,7 @@ from scripts.lib.passed_on import check_passed_on
 from scripts.lib.rows import code_digest, locked, read_row, weights_checksum, write_row
 from scripts.lib.statistics import holm, mean_error, paired_test
 from scripts.lib.workers import Workers, same_command, time_left, visible_gpus
-from scripts.quality.heldout import TASKS, difference, evaluate, free, nats, prompts_error, share, stories_error
+from scripts.quality.heldout import TASKS, difference, evaluate, free, nats, opened, prompts_error, share, stories_error
 from training.metrics import read_metrics
 from training.token_file import open_tokens
 from variants import TRAINABLE
@@ -48,7 +48,7 @@ from variants import TRAINABLE
 CORPUS_SEED = 1
 MODELS = results.ROOT / "models"
 BASE = "standard"  # the variant with which the others are compared
-# the slowest first, so that none is left at the end: a model stays on its GPU
+# of each seed the slowest first, so that none is left at the end: a model stays on its GPU
 ORDER = ("desync-4x", "desync-2x", "standard", "ladder", "hybrid", "parallel")
 EVALUATION = 25.0  # seconds, with the start of a process; the guess before the first model is evaluated
 SAVE_EVERY = 100  # steps, which is what a kill loses at most
@@ -102,7 +102,9 @@ def work(args: argparse.Namespace, one: Run) -> None:
     record = {key: record[key] for key in ("settings", "tokens_in_corpus", "seconds", "machine", "torch")}
     record["codes"] = (readable_row(args.out / one.name / "settings.json") or {"codes": []})["codes"]
     found = {"variant": one.variant, "seed": one.seed, **asked(args, one), "training": record, "machine": machine()}
-    found |= {"dtype": "bfloat16" if torch.cuda.is_available() else "float32"} | evaluate(path, args.stories, args.items)
+    found |= {"dtype": "bfloat16" if torch.cuda.is_available() else "float32"} | evaluate(
+        opened(path), args.stories, args.items
+    )
     found["evaluation_seconds"] = round(time.monotonic() - started, 1)
     write_row(file_of(args, one), found)
 
@@ -217,7 +219,10 @@ class Crew:
     def end(self, one: Run, code: int) -> None:
         row = None if code else row_of(self.args, one)
         if row is None:
+            again = one.name not in self.failed
+            note(f"{one.name} failed, see {self.args.out / one.name}.log{'; it is tried once more' if again else ''}")
             self.failed.append(one.name)
+            self.todo += [one] if again else []
         else:
             self.evaluations.append(row["evaluation_seconds"])
 
@@ -366,7 +371,7 @@ def main() -> None:
     started, args = time.monotonic(), parse_args()
     check_folder(args.out)
     seeds = [*([0] if args.embedded else []), *args.seeds]
-    runs = [Run(variant, seed) for variant in ORDER if variant in args.variants for seed in seeds]
+    runs = [Run(variant, seed) for seed in seeds for variant in ORDER if variant in args.variants]
     if args.one:
         die_with_parent()
         work(args, next(one for one in runs if one.name == args.one))
@@ -400,7 +405,8 @@ def command(args: argparse.Namespace, runs: list[Run], started: float) -> None:
     missing = [one.name for one in runs if row_of(args, one) is None]
     if missing:
         raise UserError(
-            f"not ready: {', '.join(missing)}; failed: {', '.join(crew.failed) or 'none'}. The same command goes on"
+            f"not ready: {', '.join(missing)}; failed: {', '.join(n for n in missing if n in crew.failed) or 'none'}. "
+            "The same command goes on"
         )
     if args.install:
         for entry in entries:

@@ -9,6 +9,7 @@ from typing import Any
 import pytest
 
 from engine import LLM
+from engine.core import Engine
 from scripts.quality import accuracy, heldout
 from tests.support.command_line import MODELS
 from tokenizer_files import load_tokenizer
@@ -24,6 +25,21 @@ def test_likelihoods_are_those_of_each_story_alone_and_give_the_perplexity(seed:
     expected = math.exp(-sum(map(sum, found)) / sum(map(len, found)))
     assert heldout.perplexity(llm, tokenizer, count) == pytest.approx(expected, rel=1e-5)
     assert heldout.held_out_stories(tokenizer, count, seed=heldout.SEED + 1) != stories
+
+
+def test_an_evaluation_has_one_engine(monkeypatch: pytest.MonkeyPatch, seed: int) -> None:
+    """Prompts and stories are computed by the same engine, and answered as by engines of their own."""
+    path, made = MODELS / random.choice(("tiny-ladder", "tiny-desync-2x")), list[Engine]()
+    stories, items = random.randint(2, 4), random.randint(3, 6)
+    start = Engine.__init__
+    monkeypatch.setattr(Engine, "__init__", lambda self, *args: made.append(self) or start(self, *args))
+    found = heldout.evaluate(heldout.opened(path), stories, items)
+    assert len(made) == 1
+    llm, tokenizer = LLM(path), load_tokenizer(path)
+    told = heldout.likelihoods(llm, heldout.held_out_stories(tokenizer, stories))
+    assert [value for value, _ in found["stories"]] == pytest.approx([sum(one) for one in told], abs=1e-3)
+    assert [length for _, length in found["stories"]] == [len(one) for one in told]
+    assert found["answers"] == {task: heldout.matches(llm, tokenizer, task, items) for task in heldout.TASKS}
 
 
 @pytest.mark.usefixtures("forked_commands")

@@ -15,7 +15,7 @@ import torch
 
 from errors import UserError
 from scripts.corpus.tokens import write_enough
-from scripts.lib.rows import write_row
+from scripts.lib.rows import locked, write_row
 from scripts.quality import adapt_curve, seeds
 from scripts.quality.adapt_curve import Cell
 from scripts.quality.heldout import TASKS
@@ -37,9 +37,11 @@ def evaluation(loss: float, right: float) -> dict[str, Any]:
     return {"stories": [(-loss * 10, 10)] * 3, "answers": answers}
 
 
-def put(args: argparse.Namespace, cell: Cell, heldout: tuple[float, float] | None, search: float = 1.0) -> None:
+def put(
+    args: argparse.Namespace, cell: Cell, heldout: tuple[float, float] | None, search: float = 1.0, code: str = "this"
+) -> None:
     """The row of a model with these losses and this share of right answers, or of one that diverged."""
-    row: dict[str, Any] = asdict(cell) | {"heldout": None, "search": None}
+    row: dict[str, Any] = asdict(cell) | {"code": code, "heldout": None, "search": None}
     if heldout:
         row |= {"heldout": evaluation(*heldout), "search": evaluation(search, 0.5)}
     write_row(adapt_curve.file_of(args, cell), row | {"training_seconds": 8.0, "evaluation_seconds": 3.0})
@@ -76,8 +78,9 @@ def test_the_grid_is_searched_with_one_seed_and_measured_with_all(
     assert adapt_curve.rows_of(args) == []  # other settings have other rows
     args.batch -= 1
     assert adapt_curve.rows_of(args)
-    monkeypatch.setattr(adapt_curve, "code_digest", lambda: "other")
-    assert adapt_curve.rows_of(args) == []
+    assert "versions of the code" not in text
+    put(args, Cell(4, 192, 0.5, 2e-3, 3), (0.34, 0.8), code="other")
+    assert "by 2 versions of the code" in adapt_curve.table(adapt_curve.summary(args), args, seeds.machine())
 
 
 def test_a_rate_that_diverges_is_not_chosen(monkeypatch: pytest.MonkeyPatch, tmp_path: Path, seed: int) -> None:
@@ -115,7 +118,7 @@ def test_workers_go_on_behind_a_model_that_fails(monkeypatch: pytest.MonkeyPatch
         tried.append(cell)
         if cell == broken:
             raise error
-        return asdict(cell) | {"heldout": evaluation(0.3, 0.9), "search": evaluation(0.4, 0.5)}
+        return asdict(cell) | {"code": "this", "heldout": evaluation(0.3, 0.9), "search": evaluation(0.4, 0.5)}
 
     monkeypatch.setattr(adapt_curve, "measure", measured)
     for _ in range(2):
@@ -143,7 +146,7 @@ def test_a_worker_whose_gpu_is_unusable_ends_and_leaves_the_rest_to_others(
         patch.setattr(torch.cuda, "synchronize", broken)
         with pytest.raises(RuntimeError, match="illegal"):
             adapt_curve.work(args)
-    measured = {"heldout": evaluation(0.3, 0.9), "search": evaluation(0.4, 0.5)}
+    measured = {"code": "this", "heldout": evaluation(0.3, 0.9), "search": evaluation(0.4, 0.5)}
     monkeypatch.setattr(adapt_curve, "measure", lambda _, cell: asdict(cell) | measured)
     adapt_curve.work(args)
     assert len(adapt_curve.rows_of(args)) == adapt_curve.total(args) - 1 and len(adapt_curve.failures(args)) == 1
@@ -242,13 +245,23 @@ def test_a_worker_that_fails_leaves_the_others_alone_and_the_table_is_written(
     more = ["--distill", "0", "--rates", "1e-3", "--seeds", "1", "--workers", "2"]
     args = arguments(monkeypatch, tmp_path / "curve", *more)
     put(args, Cell(0), (0.3, 0.9))
-    write_row(tmp_path / "late.json", asdict(Cell(4)) | {"heldout": evaluation(0.5, 0.5), "search": None})
+    write_row(tmp_path / "late.json", asdict(Cell(4)) | {"code": "this", "heldout": evaluation(0.5, 0.5), "search": None})
     late = f"import os, time; time.sleep(2); os.rename({str(tmp_path / 'late.json')!r}, {str(adapt_curve.file_of(args, Cell(4)))!r})"
     scripts = {"worker-0": "raise SystemExit(9)", "worker-1": late}
-    start = adapt_curve.Workers.start
-    monkeypatch.setattr(
-        adapt_curve.Workers, "start", lambda self, name, _, log: start(self, name, [sys.executable, "-c", scripts[name]], log)
-    )
+    start, started = adapt_curve.Workers.start, list[str]()
+
+    def start_script(self: adapt_curve.Workers, name: str, _: list[str], log: Path) -> None:
+        started.append(name)
+        start(self, name, [sys.executable, "-c", scripts[name]], log)
+
+    monkeypatch.setattr(adapt_curve.Workers, "start", start_script)
     with pytest.raises(UserError, match="2 of 3 models are ready; the same command goes on; worker-0 failed with exit code 9"):
         adapt_curve.main()
     assert "| 4 | 0 |" in (tmp_path / "results" / "adapt-curve.md").read_text()
+    assert sorted(started) == ["worker-0"] * 3 + ["worker-1"]  # it is started again, but not for ever
+
+
+def test_two_commands_do_not_share_a_folder(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    arguments(monkeypatch, tmp_path)
+    with locked(tmp_path / "command.lock"), pytest.raises(UserError, match="another command works in"):
+        adapt_curve.main()
