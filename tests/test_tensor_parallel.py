@@ -18,10 +18,11 @@ import checkpoint
 import comm
 from attention import Causal
 from comm.interface import SCHEDULES
-from config import ModelConfig, Reduces, with_variant
+from config import ModelConfig, with_variant
 from errors import UserError
 from model import Transformer
 from presets import model_config
+from tests.support.models import custom_desync
 from tests.support.paged import CachedSequences
 from tests.support.ranks import RankError, Ranks
 from tp import World, agree_on_error, stream_shards
@@ -55,8 +56,7 @@ def variant_of(config: ModelConfig, name: str) -> ModelConfig:
     if name == "hybrid-list":
         return replace(config, variant="ladder", ladder_layers=(0, 3))
     if name == "desync-custom":
-        pattern = tuple(Reduces(random.random() < 0.5, random.random() < 0.5 or i == 3) for i in range(4))
-        return replace(config, variant="desync", desync_streams=4, desync_pattern=pattern)
+        return custom_desync(config)
     return with_variant(config, name)
 
 

@@ -20,7 +20,7 @@ from torch import Tensor
 import checkpoint
 import comm
 from attention import Causal
-from config import ModelConfig, Reduces, with_variant
+from config import ModelConfig, with_variant
 from eagle import EagleHead
 from engine.core import Engine
 from engine.draft_costs import Costs
@@ -35,6 +35,7 @@ from model import Transformer
 from presets import model_config
 from rope_scaling import YarnScaling
 from tests import MODELS
+from tests.support.models import custom_desync
 from tests.support.ranks import Ranks
 from tokenizer_files import load_tokenizer
 from tp import World
@@ -96,8 +97,7 @@ def config_of(name: str) -> ModelConfig:
     if name == "hybrid-list":
         return replace(config, variant="ladder", ladder_layers=(0, 2))
     if name == "desync-custom":
-        pattern = tuple(Reduces(random.random() < 0.5, random.random() < 0.5 or i == 3) for i in range(4))
-        return replace(config, variant="desync", desync_streams=4, desync_pattern=pattern)
+        return custom_desync(config)
     return with_variant(config, name)
 
 

@@ -579,8 +579,7 @@ def test_a_busy_worker_leaves_free_what_need_not_be_constrained(
 def test_concurrent_requests_with_an_equal_grammar_compile_it_once(make_site: Callable[..., Site], tmp_path: Path) -> None:
     site, count = make_site(), 80
     workers, gate = site.server.service.workers, tmp_path / "gate"
-    blocker = asyncio.run_coroutine_threadsafe(workers.run(until_there, str(gate), slow=True), site.server._loop)
-    wait_for(lambda: 1 in workers.pids and not workers._slow)
+    blocker = site.occupy_worker(gate)
     form = {"type": "json_schema", "json_schema": {"name": "a", "schema": PERSON.value, "strict": True}}
     with ThreadPoolExecutor(count) as pool:
         answers = [pool.submit(site.chat, response_format=form, max_tokens=1) for _ in range(count)]

@@ -21,7 +21,6 @@ from server import frontend
 from server.frontend import run_frontend
 from server.settings import Settings
 from tests.support.server_thread import STORY, TOKENIZER, Site, raw_request, wait_for
-from tests.support.worker_jobs import until_there
 
 HI = [{"role": "user", "content": "Hi"}]
 
@@ -116,15 +115,15 @@ def test_what_waits_for_a_worker_is_answered_at_the_end(
     make_site: Callable[..., Site], end: Callable[[Site], None], tmp_path: Path
 ) -> None:
     site = make_site(drain_timeout=0.2)
-    workers, loop = site.server.service.workers, site.server._loop
-    asyncio.run_coroutine_threadsafe(workers.run(until_there, str(tmp_path / "go"), slow=True), loop)
+    workers = site.server.service.workers
+    site.occupy_worker(tmp_path / "go")
     body = {"prompt": "Hi", "metadata": "x" * 100_000}  # large bodies are checked by the same worker
     answers: list[httpx.Response] = []
     with httpx.Client(base_url=site.url, timeout=120) as other:
         reader = threading.Thread(target=lambda: answers.append(other.post("/v1/completions", json=body)))
         reader.start()
         wait_for(lambda: len(workers._callers[id(workers._slow)]) == 2)
-        loop.call_soon_threadsafe(end, site)
+        site.server._loop.call_soon_threadsafe(end, site)
         reader.join()
     assert (answers[0].status_code, answers[0].json()["error"]["code"]) == (503, "draining")
     site.thread.join(60)

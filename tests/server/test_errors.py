@@ -1,6 +1,5 @@
 """What the frontend refuses, and with which errors: invalid fields and bodies, wrong keys, exceeded limits."""
 
-import asyncio
 import contextlib
 import json
 import logging
@@ -28,7 +27,6 @@ from server.schemas import Body, ChatBody, CompletionBody
 from server.settings import HttpOptions
 from tests.support.quiet_clock import quiet_seconds
 from tests.support.server_thread import CHAT, CONTEXT, EOS, TOKENIZER, TOOL, Site, raw_request, wait_for
-from tests.support.worker_jobs import until_there
 
 BAD_COMPLETIONS: list[tuple[dict[str, Any], str | None]] = [
     ({"temperature": 3}, "temperature"),
@@ -416,9 +414,7 @@ def test_a_request_that_takes_too_long_ends(make_site: Callable[..., Site], tmp_
     assert (response.status_code, response.json()["error"]["code"]) == (503, "timeout")
     assert "retry-after" not in response.headers
     wait_for(lambda: len(site.engine.aborts) == 2)
-    workers = site.server.service.workers
-    blocker = asyncio.run_coroutine_threadsafe(workers.run(until_there, str(tmp_path / "gate"), slow=True), site.server._loop)
-    wait_for(lambda: 1 in workers.pids and not workers._slow)
+    blocker = site.occupy_worker(tmp_path / "gate")
     error = site.refused("/v1/completions", {"prompt": "x", "metadata": {"a": "x" * 70_000}}, 503)
     assert error["code"] == "overloaded" and "longer than 0.5 s" in error["message"]
     blocker.cancel()
@@ -550,8 +546,7 @@ def test_the_bodies_that_a_client_has_in_the_server_are_bounded(
 def test_as_many_long_requests_wait_as_the_queue_has_places(make_site: Callable[..., Site], tmp_path: Path) -> None:
     site, count = make_site(max_num_seqs=40, max_queue=40, max_queue_per_client=40), 80
     workers, gate = site.server.service.workers, tmp_path / "gate"
-    blocker = asyncio.run_coroutine_threadsafe(workers.run(until_there, str(gate), slow=True), site.server._loop)
-    wait_for(lambda: 1 in workers.pids and not workers._slow)
+    blocker = site.occupy_worker(gate)
     large = {"prompt": "Hi", "max_tokens": 1, "metadata": {"a": "x" * 70_000}}
     with ThreadPoolExecutor(count) as pool:
         answers = [pool.submit(site.complete, **large) for _ in range(count)]

@@ -9,6 +9,7 @@ import threading
 import time
 from array import array
 from collections.abc import Callable, Iterator
+from concurrent.futures import Future
 from itertools import islice
 from pathlib import Path
 from typing import Any
@@ -38,6 +39,7 @@ from server.frontend import FrontendServer, make_server
 from server.settings import Settings
 from tests import MODELS
 from tests.support.ports import free_port
+from tests.support.worker_jobs import until_there
 from tokenizer_files import load_tokenizer
 
 MODEL = MODELS / "tiny-hybrid"
@@ -212,6 +214,13 @@ class Site:
         self.engine.marked.clear()
         idle = asyncio.run_coroutine_threadsafe(mark(), self.server._loop).result(60)
         return self.engine.marked.wait(60) and idle
+
+    def occupy_worker(self, gate: Path) -> Future[None]:
+        """Let the worker of slow jobs do nothing else until the file `gate` exists."""
+        workers = self.server.service.workers
+        job = asyncio.run_coroutine_threadsafe(workers.run(until_there, str(gate), slow=True), self.server._loop)
+        wait_for(lambda: 1 in workers.pids and not workers._slow)
+        return job
 
     def health(self) -> str:
         return str(self.http.get("/health").json()["status"])
