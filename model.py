@@ -1,4 +1,4 @@
-"""The whole model: norm, attention, MLP, one block class per residual variant, and the `Transformer`.
+"""The whole model: norm, attention, MLP, the block classes of the residual variants, and the `Transformer`.
 
 Shapes: B sequences, T tokens, C hidden_size, H query heads and K key-value heads of this shard, D head_dim.
 
@@ -103,7 +103,7 @@ class MLP(nn.Module):
         return stream.add(hidden, self.w_down, next_lag)
 
 
-# --- the residual variants: one block class each -------------------------------------------------------------------------
+# --- the blocks of the residual variants: see BLOCKS ----------------------------------------------------------------------
 
 
 class SequentialBlock(nn.Module):
