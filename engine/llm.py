@@ -320,7 +320,7 @@ def _run(engine: Engine, streams: list[AnswerStream], answers: Sequence[Completi
         for delta in deltas:
             _add(answers[delta.index], delta)
             if delta.finish_reason == "stop":  # perhaps at a stop string, which the engine does not see
-                engine.abort(Abort(str(delta.index), streams[delta.index].text.count))
+                engine.abort(Abort(str(delta.index), streams[delta.index].text.token_count))
         seconds = time.perf_counter() - start
         if started:
             timing.steps.append(seconds)

@@ -84,16 +84,16 @@ class TextStream:
         self._stop, self._stop_ids = tuple(params.stop), frozenset(params.stop_token_ids)
         self._include_stop, self._min_tokens = params.include_stop, params.min_tokens
         self._held = ""  # text that might be the start of a stop string
-        self.count = 0  # tokens
+        self.token_count = 0
         self.decoded = 0  # characters, held ones included
         self.stop_reason: str | int | None = None  # the stop string or token that was found
 
     def push(self, token_id: int) -> str:
-        self.count += 1
+        self.token_count += 1
         is_stop = token_id in self._stop_ids
         if self._detokenizer and token_id in self._text_ids and (self._include_stop or not is_stop):
             self._append(self._detokenizer.push(token_id))
-        if is_stop and self.count > self._min_tokens:
+        if is_stop and self.token_count > self._min_tokens:
             self.stop_reason = token_id
         return self._release()
 
@@ -109,7 +109,7 @@ class TextStream:
         self.decoded += len(text)
 
     def _release(self) -> str:
-        if not self._stop or self.count <= self._min_tokens:
+        if not self._stop or self.token_count <= self._min_tokens:
             released, self._held = self._held, ""
             return released
         text = self._find_stop()
@@ -122,7 +122,7 @@ class TextStream:
 
     def _find_stop(self) -> str:
         """The held text, cut at the stop string that ends first, if there is one. Then sets `stop_reason`."""
-        if self.count <= self._min_tokens:
+        if self.token_count <= self._min_tokens:
             return self._held
         ends = [(at + len(s), at, s) for s in self._stop if (at := self._held.find(s)) >= 0]
         if not ends:

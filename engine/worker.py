@@ -103,7 +103,7 @@ def serve(engine: Engine, world: World, link: FrontendLink | None, ready: Ready,
     gc.collect()  # `freeze` would keep existing garbage and its memory
     gc.freeze()  # the garbage collector then skips what was loaded: going through it takes longer than a step
     engine.grammars.warm_up()
-    events = early(link) if link else []
+    events = shutdowns_before_ready(link) if link else []
     send(ready_now(engine, ready))
     last_stats = 0.0
     while True:
@@ -142,8 +142,8 @@ def ready_now(engine: Engine, ready: Ready) -> Ready:
     return msgspec.structs.replace(ready, adapters=engine.adapters.paths) if engine.adapters else ready
 
 
-def early(link: FrontendLink) -> list[bytes]:
-    """Of what came before Ready, a Shutdown: the rest was meant for ranks that have ended."""
+def shutdowns_before_ready(link: FrontendLink) -> list[bytes]:
+    """The Shutdowns among what came before Ready. The rest was meant for ranks that have ended."""
     return [event for event in link.receive(0) if isinstance(decode_to_engine(event), Shutdown)]
 
 

@@ -19,7 +19,7 @@ from server.http import to_json
 from server.journal import Promise
 from server.limits import Limits, check_answers
 from server.logprobs import by_id_layout, chat_layout
-from server.parsers import PartReader, markers_for
+from server.parsers import PartReader, kept_special_ids
 from server.parts import PartList
 from server.problems import ApiError
 from server.schemas import GenerationBody
@@ -53,7 +53,7 @@ class GenerationRequest(ABC):
         """`grammar`: empty for free text. `max_tokens`: of each prompt's answers. Raises a 400 for an unknown token id."""
         self.service = service
         tokenizer, size = service.tokenizer, service.vocab_size
-        kept = markers_for(service, body)
+        kept = kept_special_ids(service, body)
         params = make_params(body, tokenizer, size, max_tokens, grammar or None, prompts[0].prediction, kept)
         self.plan = Plan(prompts, params, body.choices, adapter=service.adapter_of(body.model), hidden=body.max_tokens == 0)
         self.usage = Usage(self.plan)
@@ -101,7 +101,8 @@ class GenerationRequest(ABC):
         """Run the request and yield the events of its stream.
 
         Events of outputs that arrived together are yielded together. If one fails, the events before it are yielded before the
-        exception is raised. While new ranks start, a stream that has begun gets comments, so that nobody takes it for dead.
+        exception is raised. While new ranks start, a stream that has begun gets comments, so that no proxy or client closes it
+        as idle.
         """
         writer = self.stream_writer()
         begun = False

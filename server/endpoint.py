@@ -14,7 +14,7 @@ from server.embedding_bodies import PoolingBody
 from server.generation import Prompt
 from server.http import JsonResponse, unless_gone
 from server.json_schema import Compiled
-from server.parsers import marks_for
+from server.parsers import syntax_for
 from server.problems import bad
 from server.resume import record
 from server.schemas import Body, GenerationBody
@@ -66,7 +66,7 @@ async def accept(
 
     async def prepare() -> tuple[list[Prompt], Compiled]:
         prompts = await read(service, body, len(raw))
-        return prompts, await grammar.for_request(service, body, *marks_for(service, body, prompts[0].ids))
+        return prompts, await grammar.for_request(service, body, *syntax_for(service, body, prompts[0].ids))
 
     prompts, compiled = await unless_gone(request.receive, prepare())
     generation = make(service, body, prompts, compiled.grammar)

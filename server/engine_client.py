@@ -64,7 +64,7 @@ class OutputQueue:
         }  # the unfinished ones
         self.sent = False  # whether the present ranks have it
         self.attempts = 0  # how often it was sent
-        self.stuck = self.alone = self.progress = 0  # see `recovery.Request`
+        self.stuck = self.alone = self.tokens_since_sent = 0  # see `recovery.Request`
         self._before = [0] * len(submits)  # tokens of each sequence when it was sent
 
     async def next(self) -> list[tuple[int, TokenOutput]]:
@@ -111,7 +111,7 @@ class OutputQueue:
         times.on_tokens(now, count, output.queue_seconds, output.prefill_seconds)
         self._generated[index] += output.token_ids
         since = GOT_ON if output.finish_reason else len(self._generated[index]) - self._before[index]
-        self.progress = max(self.progress, since)
+        self.tokens_since_sent = max(self.tokens_since_sent, since)
         if output.finish_reason:
             self._end(index, output.finish_reason)
         self._arrived.append((index, output))
@@ -139,7 +139,7 @@ class OutputQueue:
         Their ids are new, so that what ended ranks have sent and what is still on its way counts for none of them.
         """
         self.attempts += 1
-        self.progress, self._before = 0, list(map(len, self._generated))
+        self.tokens_since_sent, self._before = 0, list(map(len, self._generated))
         for i in self._times if self.attempts > 1 else ():
             first = self._submits[i].request_id.partition("+")[0]
             again = dict(request_id=f"{first}+{self.attempts}", generated=self._generated[i])

@@ -234,5 +234,5 @@ class Run:
             self.unfinished -= 1
             self._leave()
             self._log_fields["finish"] = delta.finish_reason
-            self._outputs.stop(index, choice.text.count)
+            self._outputs.stop(index, choice.text.token_count)
         return delta

@@ -35,7 +35,7 @@ def parser_for(service: Service, body: ChatBody, prompt: Sequence[int] = ()) -> 
     return AnswerParser(reasoning, inside, tools, frozenset(special_ids(service.tokenizer, markers)))
 
 
-def marks_for(service: Service, body: GenerationBody, prompt: Sequence[int]) -> tuple[CallSyntax | None, Marks | None]:
+def syntax_for(service: Service, body: GenerationBody, prompt: Sequence[int]) -> tuple[CallSyntax | None, Marks | None]:
     """How the model writes calls, and its reasoning, for the grammar of the request's answers. prompt: its token ids.
 
     None for the calls if they are text, or the template does not tell and the request does not insist on a grammar.
@@ -50,7 +50,7 @@ def marks_for(service: Service, body: GenerationBody, prompt: Sequence[int]) -> 
     return syntax, marks
 
 
-def markers_for(service: Service, body: GenerationBody) -> list[int]:
+def kept_special_ids(service: Service, body: GenerationBody) -> list[int]:
     """Special tokens that the parser needs to see in the text."""
     if not isinstance(body, ChatBody):
         return []

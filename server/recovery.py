@@ -6,8 +6,8 @@ The frontend has the prompt, the parameters and the seed of each accepted reques
 function of these and of its position, so new ranks that get all of them go on where the others ended, and nobody can see it in
 the text.
 
-A request may itself be what ends the ranks. One that they had at two ends in a row and hardly got on with is suspect. A token
-alone clears nobody: ranks that compute a prompt again send one, though the next step may end them. The next ranks compute the
+A request may itself be what ends the ranks. One that they had at two ends in a row and hardly got on with is suspect. One
+token is not enough: ranks that compute a prompt again send one, though the next step may end them. The next ranks compute the
 suspects one at a time and nothing beside them, until each has got on and waits for the others to be tried, too. If the ranks end
 meanwhile, they had only this one, and it is refused: at once if they sent no token of it, else when this happens again.
 
@@ -34,8 +34,8 @@ from server.process import Started
 
 SUSPECT, REFUSED = 2, 3  # ends in a row of ranks that had a request and hardly got on with it
 GOT_ON = 8  # tokens of one of its sequences since it was sent with which ranks get on with a request, or the end of a sequence
-TICK = 1.0  # seconds between looks at the ranks; they report at least as often
-HEARTBEAT = 5.0  # seconds between signs of life to the clients of streams, while there are no ranks
+TICK = 1.0  # seconds between checks of the ranks; they report at least as often
+HEARTBEAT_SECONDS = 5.0  # between comments in the streams, while there are no ranks
 BUSY_SECONDS = 0.5  # before a request is sent again that had to wait for a grammar
 LEAST_HANG = 30.0  # seconds without a report until ranks hang
 UNKNOWN_HANG = 600.0  # the same before their first step
@@ -51,7 +51,7 @@ class Request(Protocol):
     attempts: int
     stuck: int  # ends in a row of ranks that had it and hardly got on with it
     alone: int  # of these, the last ones in a row at which they had no other
-    progress: int  # how far the present ranks have got with it, in tokens, see GOT_ON
+    tokens_since_sent: int  # of the sequence that has got most; GOT_ON at the end of one
 
     def wake(self) -> None: ...
     def on_error(self, error: ApiError) -> None: ...
@@ -121,7 +121,7 @@ class Recovery:
 
     def went_on(self, request: Request) -> None:
         """Note the progress of a request that earlier ranks had when they ended."""
-        if request.progress < GOT_ON:
+        if request.tokens_since_sent < GOT_ON:
             return
         request.stuck = request.alone = 0
         if request.sent and request not in self._allowed():
@@ -197,10 +197,10 @@ class Recovery:
         for request in [r for r in self._open if r.sent]:
             request.sent = False
             self._recall(request)  # after a stop of this process, the next ranks may have got it already
-            if request.progress < GOT_ON:
+            if request.tokens_since_sent < GOT_ON:
                 request.stuck += 1
                 request.alone = request.alone + 1 if self._was_alone(request) else 0
-                if self._is_guilty(request):
+                if self._must_be_refused(request):
                     self._refuse(request)
         self._sends, self._lone = 0, None
         counts = sorted((r.stuck for r in self._open if r.stuck >= SUSPECT), reverse=True)
@@ -213,11 +213,12 @@ class Recovery:
     def _was_alone(self, request: Request) -> bool:
         """Whether the ranks had nothing else when they ended. If they had something before, a token of this request shows that they
         have dropped it: they were told so first."""
-        return request is self._lone and (self._sends == 1 or request.progress > 0)
+        return request is self._lone and (self._sends == 1 or request.tokens_since_sent > 0)
 
-    def _is_guilty(self, request: Request) -> bool:
-        """Whether it is a request that ends the ranks. Other causes seldom do so often, and just when they have this one alone."""
-        return request.stuck >= REFUSED and request.alone >= (2 if request.progress else 1)
+    def _must_be_refused(self, request: Request) -> bool:
+        """Whether the request is taken to be what ends the ranks. Other causes seldom do so often, and just when they have this one
+        alone."""
+        return request.stuck >= REFUSED and request.alone >= (2 if request.tokens_since_sent else 1)
 
     def _refuse(self, request: Request) -> None:
         reason = f"refused: the ranks ended {request.stuck} times while they had it, the last time with no other beside it"
@@ -276,7 +277,7 @@ class Recovery:
             await asyncio.sleep(TICK)
             self._silence += TICK  # not the clock: this process may have been stopped itself
             beat += TICK
-            if self.state == "recovering" and beat >= HEARTBEAT:
+            if self.state == "recovering" and beat >= HEARTBEAT_SECONDS:
                 beat = 0.0
                 for request in self._open:
                     request.wake()

@@ -404,7 +404,7 @@ def test_a_stream_is_pinged_while_the_ranks_start_again(
     make_site: Callable[..., Site], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(recovery, "TICK", 0.05)
-    monkeypatch.setattr(recovery, "HEARTBEAT", 0.05)
+    monkeypatch.setattr(recovery, "HEARTBEAT_SECONDS", 0.05)
     site = make_site()
     site.engine.delay = 0.02
     text = ""

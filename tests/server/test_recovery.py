@@ -39,7 +39,7 @@ class Request:
 
     def __init__(self, name: int, needed: int, deadly: int | None = None) -> None:
         self.name, self.needed, self.deadly, self.tokens = str(name), needed, deadly, 0
-        self.sent, self.attempts, self.stuck, self.alone, self.progress = False, 0, 0, 0, 0
+        self.sent, self.attempts, self.stuck, self.alone, self.tokens_since_sent = False, 0, 0, 0, 0
         self.error: ApiError | None = None
 
     def wake(self) -> None:
@@ -49,7 +49,7 @@ class Request:
         self.error = error
 
     def ends_the_ranks(self) -> bool:
-        return self.progress > 0 if self.deadly == DECODES else self.deadly == self.tokens
+        return self.tokens_since_sent > 0 if self.deadly == DECODES else self.deadly == self.tokens
 
 
 class World:
@@ -66,7 +66,7 @@ class World:
 
     def send(self, request: Request) -> None:
         request.attempts += 1
-        request.progress = 0
+        request.tokens_since_sent = 0
         self.there.append(request)
 
     def recall(self, request: Request) -> None:
@@ -97,7 +97,7 @@ class World:
         for request in running:
             if request in self.there:  # else progress of an earlier one brought others
                 request.tokens += 1
-                request.progress += 1
+                request.tokens_since_sent += 1
                 if request.tokens == request.needed:
                     self.there.remove(request)
                 if request.stuck:
@@ -179,10 +179,10 @@ def test_ranks_that_end_while_they_load_accuse_nobody() -> None:
         world.machine.on_starting(0)
         assert request.stuck == n
         world.machine.on_ready(0, 2048)
-    request.progress = GOT_ON - 1
+    request.tokens_since_sent = GOT_ON - 1
     world.machine.went_on(request)
     assert request.stuck > 0
-    request.progress = GOT_ON
+    request.tokens_since_sent = GOT_ON
     world.machine.went_on(request)
     assert request.stuck == 0 and request.error is None
 
@@ -384,7 +384,7 @@ class Asked:
 def test_requests_outlive_the_ranks(make_site: Callable[..., Site], monkeypatch: pytest.MonkeyPatch) -> None:
     """Two choices of a stream that has begun, a whole answer, and a request that comes while there are no ranks."""
     monkeypatch.setattr(recovery, "TICK", 0.05)
-    monkeypatch.setattr(recovery, "HEARTBEAT", 0.1)
+    monkeypatch.setattr(recovery, "HEARTBEAT_SECONDS", 0.1)
     site = make_site()
     site.engine.delay = 0.02
     stream, whole = Asked(site, n=2, seed=3), Asked(site, stream=False, logprobs=1, prompt_logprobs=1)

@@ -141,7 +141,7 @@ FAULTS: list[tuple[Any, str, Callable[..., Any]]] = [
     (Engine, "step", repeat_a_token),
     (OutputQueue, "on_error", compute_after_an_error),
     (Recovery, "went_on", forget_who_waits),
-    (Recovery, "_is_guilty", refuse_the_innocent),
+    (Recovery, "_must_be_refused", refuse_the_innocent),
     (recovery, "GOT_ON", believe_a_token),
     (Recovery, "on_starting", believe_the_dead),
     (Engine, "abort_all", go_on_without_a_frontend),
