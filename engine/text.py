@@ -1,7 +1,6 @@
 """Convert ids to text as they arrive, with stop strings, special tokens, and the position of each token in the text."""
 
 from collections.abc import Sequence
-from itertools import accumulate
 
 import msgspec
 
@@ -134,46 +133,3 @@ class TextStream:
         """Length of the longest suffix of the held text that is a prefix of a stop string."""
         longest = min(len(self._held), max(map(len, self._stop)) - 1)
         return next((n for n in range(longest, 0, -1) if any(s.startswith(self._held[-n:]) for s in self._stop)), 0)
-
-
-def text_offsets(tokenizer: Tokenizer, ids: Sequence[int], text: str, skip_special: bool) -> list[int]:
-    """Where the piece of each id of a prompt begins in the prompt's `text`, in characters. The offsets never decrease.
-
-    text: the ids decoded with `skip_special`, or a client's own text, which the ids were made of. They may lack some of its
-    characters, such as repeated spaces, and it may lack special tokens, such as the BOS that the tokenizer adds."""
-    pieces = _pieces(tokenizer, ids, skip_special)
-    if "".join(pieces) == text:
-        return list(accumulate(map(len, pieces), initial=0))[: len(ids)]
-    return _search_offsets(tokenizer, ids, text)
-
-
-def _pieces(tokenizer: Tokenizer, ids: Sequence[int], skip_special: bool) -> list[str]:
-    """What each id adds to the text, and at last the rest."""
-    detokenizer = IncrementalDetokenizer(tokenizer, skip_special)
-    return [*map(detokenizer.push, ids), detokenizer.flush()]
-
-
-def _search_offsets(tokenizer: Tokenizer, ids: Sequence[int], text: str) -> list[int]:
-    """`text_offsets` of a client's text. It is searched from its end, so that a BOS with which it begins is not taken for the
-    added one. Takes linear time: a piece is searched only near the place where it should be."""
-    offsets = []
-    at = limit = len(text)  # where the next piece ends: at `at`, a guess if the last one was not found; not after `limit`
-    for token_id, piece in zip(reversed(ids), reversed(_pieces(tokenizer, ids, False)[:-1]), strict=True):
-        special, word, start = token_id in tokenizer.special_ids, piece.lstrip(" "), at - len(piece)
-        if not text.endswith(piece, 0, at):
-            while at and text[at - 1].isspace():  # the tokenizer may have dropped it
-                at -= 1
-            near = 0 if special else 2 * len(word)  # a short piece that is found far away is a part of another word
-            start = text.rfind(word, max(0, at - len(word) - near), min(limit, at + near))
-            if piece != word and text.endswith(" ", 0, max(0, start)):
-                start -= 1
-        if start >= 0:
-            at, limit = start, start if word else limit
-        elif not special:
-            at = max(0, at - len(word))
-        offsets.append(at)
-    return list(accumulate(reversed(offsets), max))
-
-
-def token_bytes(tokenizer: Tokenizer, token_id: int) -> bytes:
-    return tokenizer.token_bytes(token_id) if token_id < tokenizer.vocab_size else b""

@@ -3,11 +3,11 @@
 from collections.abc import Sequence
 from typing import Any
 
-from engine.text import Delta, text_offsets
+from engine.text import Delta
 from server.answers import Chunks, GenerationRequest, StreamWriter, WholeChoice
 from server.generation import Prompt
 from server.limits import Limits, check_characters, fit_answer, fit_prompt
-from server.logprobs import completion_layout
+from server.logprobs import completion_layout, text_offsets
 from server.prompts import LONG_TEXT, SLOW_TEXT, prompt_texts, text_prompts
 from server.schemas import CompletionBody
 from server.service import Service

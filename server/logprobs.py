@@ -1,16 +1,21 @@
-"""Log-probabilities in the two layouts of OpenAI's API, and in that of the `prompt_logprobs` extension."""
+"""Log-probabilities in the two layouts of OpenAI's API, and in that of the `prompt_logprobs` extension. Where a prompt's tokens
+begin in its text."""
 
 from collections.abc import Sequence
+from itertools import accumulate
 from typing import Any
 
 from engine.protocol import Logprob, TokenLogprobs
-from engine.text import token_bytes
-from tokenizer import Tokenizer
+from tokenizer import IncrementalDetokenizer, Tokenizer
 
 
 def finite(logprob: float) -> float:
     """`logprob` for JSON, which has no -inf: an excluded token gets -9999, as in OpenAI's API."""
     return max(logprob, -9999.0)
+
+
+def token_bytes(tokenizer: Tokenizer, token_id: int) -> bytes:
+    return tokenizer.token_bytes(token_id) if token_id < tokenizer.vocab_size else b""
 
 
 def token_name(tokenizer: Tokenizer, token_id: int, as_ids: bool) -> str:
@@ -69,3 +74,42 @@ def by_id_layout(tokenizer: Tokenizer, values: Sequence[TokenLogprobs | None], l
         return {"logprob": finite(one.logprob), "rank": one.rank, "decoded_token": text}
 
     return [v if v is None else {str(one.token_id): entry(one) for one in (v.chosen, *v.top[:limit])} for v in values]
+
+
+def text_offsets(tokenizer: Tokenizer, ids: Sequence[int], text: str, skip_special: bool) -> list[int]:
+    """Where the piece of each id of a prompt begins in the prompt's `text`, in characters. The offsets never decrease.
+
+    text: the ids decoded with `skip_special`, or a client's own text, which the ids were made of. They may lack some of its
+    characters, such as repeated spaces, and it may lack special tokens, such as the BOS that the tokenizer adds."""
+    pieces = _pieces(tokenizer, ids, skip_special)
+    if "".join(pieces) == text:
+        return list(accumulate(map(len, pieces), initial=0))[: len(ids)]
+    return _search_offsets(tokenizer, ids, text)
+
+
+def _pieces(tokenizer: Tokenizer, ids: Sequence[int], skip_special: bool) -> list[str]:
+    """What each id adds to the text, and at last the rest."""
+    detokenizer = IncrementalDetokenizer(tokenizer, skip_special)
+    return [*map(detokenizer.push, ids), detokenizer.flush()]
+
+
+def _search_offsets(tokenizer: Tokenizer, ids: Sequence[int], text: str) -> list[int]:
+    """`text_offsets` of a client's text. It is searched from its end, so that a BOS with which it begins is not taken for the
+    added one. Takes linear time: a piece is searched only near the place where it should be."""
+    offsets = []
+    at = limit = len(text)  # where the next piece ends: at `at`, a guess if the last one was not found; not after `limit`
+    for token_id, piece in zip(reversed(ids), reversed(_pieces(tokenizer, ids, False)[:-1]), strict=True):
+        special, word, start = token_id in tokenizer.special_ids, piece.lstrip(" "), at - len(piece)
+        if not text.endswith(piece, 0, at):
+            while at and text[at - 1].isspace():  # the tokenizer may have dropped it
+                at -= 1
+            near = 0 if special else 2 * len(word)  # a short piece that is found far away is a part of another word
+            start = text.rfind(word, max(0, at - len(word) - near), min(limit, at + near))
+            if piece != word and text.endswith(" ", 0, max(0, start)):
+                start -= 1
+        if start >= 0:
+            at, limit = start, start if word else limit
+        elif not special:
+            at = max(0, at - len(word))
+        offsets.append(at)
+    return list(accumulate(reversed(offsets), max))

@@ -20,8 +20,8 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 from tokenizers import decoders, models, normalizers, pre_tokenizers, processors, trainers
 
-from engine.text import text_offsets
 from errors import UserError
+from server.logprobs import text_offsets
 from tokenizer import IncrementalDetokenizer, Tokenizer, check_fits
 from tokenizer_files import load_tokenizer
 from tokenizer_formats import LLAMA3_PATTERN
