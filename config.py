@@ -97,7 +97,7 @@ class ModelConfig:
         return self.n_layers * self.layer_parameter_count() + tables
 
     def layer_parameter_count(self) -> int:
-        """Those of a layer."""
+        """Entries of one layer's matrices, in the full model."""
         attention = self.hidden_size * self.head_dim * 2 * (self.n_heads + self.n_kv_heads)
         return attention + 3 * self.hidden_size * self.intermediate_size
 

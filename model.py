@@ -182,7 +182,7 @@ class DesyncBlock(nn.Module):
 
 
 def _sum(streams: list[Tensor]) -> Tensor:
-    """Of this rank's streams."""
+    """The sum of this rank's streams, each (B, T, C), to (B, T, C)."""
     return determinism.tree_sum(streams) if determinism.enabled() else torch.stack(streams).sum(0)
 
 
@@ -257,7 +257,8 @@ class Transformer(nn.Module):
         return self.comm.all_gather(self.head(self.norm(x)))[..., : self.config.vocab_size].float()
 
     def hidden(self, tokens: Tensor, context: AttentionContext, rows: Tensor | None = None) -> Tensor:
-        """(B, T) ids to the last residual stream before the final norm: (B, T, C), or (B, D, C) of the tokens `rows` (D,) alone."""
+        """(B, T) ids to the last residual stream before the final norm: (B, T, C), or (B, W, C) of the W wanted tokens
+        `rows` (W,)."""
         return self.hidden_and_streams(tokens, context, (), rows)[0]
 
     def hidden_and_streams(

@@ -22,7 +22,6 @@ Schedule = Literal["overlapped", "few-sms", "deferred", "copy-engines"]
 LEAST_COPIED = 8 << 20  # shorter ones take less time than the launches of the copies
 SCHEDULES: tuple[Schedule, ...] = get_args(Schedule)
 
-
 Input = Any  # of a layer: a Tensor, or `RowCodes` (`kernels/row_codes.py`) where the layer reads them
 
 
@@ -150,7 +149,7 @@ class DeferredAllReduce(PendingAllReduce):
 
 
 class SelectedRows(PendingAllReduce):
-    """The rows `index` (D,) of another all-reduce's sum (B, T, C): (B, D, C)."""
+    """The W wanted rows `index` (W,) of another all-reduce's sum (B, T, C): (B, W, C)."""
 
     def __init__(self, whole: PendingAllReduce, index: Tensor) -> None:
         self.whole, self.index = whole, index

@@ -58,7 +58,7 @@ class Residual(NamedTuple):
         return self._replace(pending=(*self.pending, pending))
 
     def rows(self, index: Tensor) -> "Residual":
-        """The stream of the tokens `index` (D,) alone: (B, D, C). All-reduces that have begun still add all rows."""
+        """The stream of the W wanted tokens `index` (W,): (B, W, C). All-reduces that have begun still add all rows."""
         stream = self._gathered()
         return stream._replace(x=stream.x[:, index], pending=tuple(SelectedRows(one, index) for one in self.pending))
 

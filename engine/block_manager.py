@@ -13,6 +13,8 @@ Key = tuple[int, tuple[int, ...]]
 
 
 class BlockManager:
+    """Which sequence owns which of `n_blocks` blocks of `block_size` tokens."""
+
     def __init__(self, n_blocks: int, block_size: int) -> None:
         self.n_blocks, self.block_size = n_blocks, block_size
         self.free: OrderedDict[int, None] = OrderedDict.fromkeys(range(n_blocks))  # least recently used first

@@ -10,7 +10,8 @@ from model import Transformer
 
 
 class HeadModel:
-    """A head with what a runner takes from a model. features: (T, D), of the rows of the next step, at a fixed address."""
+    """A head with what a runner takes from a model. features: (T, D), of the rows of the next step, at a fixed address. D:
+    hidden size of the head."""
 
     attention_slots = 1
 

@@ -21,7 +21,6 @@ from kernels.rope_cache import rope_store, store
 CODES = torch.float8_e4m3fn
 SCALES = torch.float32
 
-
 SHORT = 16  # rows of a span up to which spans share a batch
 
 
@@ -247,9 +246,8 @@ class _Reader:
     def _held(self, x: Tensor, first: int) -> Tensor:
         _, heads, head_dim = x.shape
         if not self.is_view:
-            found = x.view(-1, self.size, heads, head_dim).index_select(
-                0, self.blocks.flatten()
-            )  # a block at a time, not a row
+            # a block at a time, not a row
+            found = x.view(-1, self.size, heads, head_dim).index_select(0, self.blocks.flatten())
             return found.view(self.batch, -1, heads, head_dim)[:, first : self.length].transpose(1, 2)
         row = heads * head_dim
         shape = self.batch, heads, self.length - first, head_dim

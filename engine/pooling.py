@@ -33,7 +33,7 @@ def reads_all_rows(chunk: Chunk) -> bool:
 def pool(norm: Norm, chunks: list[Chunk], last: Tensor, hidden: Tensor | None) -> Pooled | None:
     """Pool a step's hidden states, for the sequences that ask for it. None if no such sequence ends.
 
-    norm: the model's final one. last: (D, C), the rows that draw. hidden: (T, C), all rows, if any chunk `reads_all_rows`.
+    norm: the model's final one. last: (W, C), the W rows that draw. hidden: (T, C), all rows, if any chunk `reads_all_rows`.
     """
     if any(map(reads_all_rows, chunks)):
         assert hidden is not None

@@ -97,8 +97,8 @@ class Runner:
         adapters: int = 0,
     ) -> None:
         """text_ids: how many ids the tokenizer has. The model's vocabulary may be padded; those ids are never drawn. stream_layers:
-        of which steps keep the residual streams, see `Transformer.hidden_and_streams`. shift: how many tokens the model's first one
-        lies behind the sequence's. adapters: slots of the model's adapters."""
+        of which steps keep the residual streams, see `Transformer.hidden_and_streams`. shift: the model's token 0 is
+        the sequence's token `shift`: 1 for a draft head, else 0. adapters: slots of the model's adapters."""
         self.stream_layers, self.shift = stream_layers, shift
         self.model, self.cache, self.text_ids, self.capacity, self.schedules = model, cache, text_ids, capacity, schedules
         self.device = cache.keys_values.device
@@ -141,7 +141,7 @@ class Runner:
         return Output(last, drawn, streams, hidden if scored else None)
 
     def _hidden(self, tokens: Tensor, context: AttentionContext, rows: Tensor | None = None) -> tuple[Tensor, list[Tensor]]:
-        """tokens (T,) to the last hidden state (T, C), or (D, C) of these rows, and the kept streams, (T, C) each."""
+        """tokens (T,) to the last hidden state (T, C), or (W, C) of the W wanted `rows`, and the kept streams, (T, C) each."""
         hidden, streams = self.model.hidden_and_streams(tokens[None], context, self.stream_layers, rows)
         return hidden[0], [stream[0] for stream in streams]
 
@@ -221,8 +221,8 @@ class Runner:
 
     @torch.inference_mode()
     def seconds(self, rows: int, sequences: int | None = None) -> float:
-        """The time of a step that draws a token from each of `rows` rows, of at most so many sequences (None: as many as there can be),
-        which a GPU does not tell apart. No step may be in flight. Collective."""
+        """The seconds of a step that draws a token from each of `rows` rows. sequences: at most so many have these rows (None:
+        the capacity); it matters on a CPU only. No step may be in flight. Collective."""
         if self.graphs is None:
             return self._seconds_on_cpu(rows, sequences or self.capacity.sequences)
         case = next(n for n in self._decode_sizes if n >= rows)

@@ -10,8 +10,9 @@ A step can also verify a draft (see speculation.py), a guess of a sequence's nex
 draws the token after each row of it. The drawn tokens are new up to the first one that differs from the draft.
 
 States of a sequence: waiting -> running (its prompt is computed in chunks, then one token a step) -> finished. When
-there are no free blocks, the most recently admitted sequence of the lowest priority is preempted, of a client with several: its
-blocks are released, it moves to the front of its client's waiting ones, and its keys and values are computed again later.
+there are no free blocks, a sequence of the lowest priority is preempted: of the client that has the most others for its
+weight, the one admitted last. Its blocks are released, it moves to the front of its client's waiting ones, and its keys and
+values are computed again later.
 
 Clients have equal shares, or shares by weight, of the places in the batch and of a step's tokens, as far as they ask for them. A
 client that waits with less than its share need not wait until others end: they yield places and tokens (`_make_room`). A step for
@@ -46,6 +47,8 @@ def fair_shares(wanted: Mapping[str, int], weights: Mapping[str, int], total: in
 
 
 class Scheduler:
+    """The waiting and running sequences of one engine, and the choice of each step."""
+
     def __init__(
         self,
         blocks: BlockManager,

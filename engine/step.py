@@ -23,8 +23,8 @@ class StepResult:
 class Output:
     """A step's results on the device."""
 
-    last: Tensor  # (D, C), the rows from which a token is drawn
-    tokens: Tensor | None  # (D,) int64, drawn with only the logits, the temperature and the seed; None on a CPU
+    last: Tensor  # (W, C), the W rows from which a token is drawn
+    tokens: Tensor | None  # (W,) int64, drawn with only the logits, the temperature and the seed; None on a CPU
     streams: list[Tensor]  # (T, C) each, of the runner's `stream_layers`
     hidden: Tensor | None = None  # (T, C), all rows, of a step that scores a prompt or takes a mean
 
@@ -35,10 +35,10 @@ class InFlightStep:
 
     chunks: list[Chunk]
     sampling: list[Chunk]  # those that sample, in the same order
-    hidden: Tensor  # (D, C), the rows of their `draws`; a later launch may overwrite it
+    hidden: Tensor  # (W, C), the W rows of their `draws`; a later launch may overwrite it
     has_drafts: bool
     streams: list[Tensor] = field(default_factory=list)  # (T, C) each, of all rows; a later launch may overwrite them
-    drawn: Tensor | None = None  # (D,) int64, on the device
+    drawn: Tensor | None = None  # (W,) int64, on the device
     tokens: Tensor | None = None  # the same in host memory, valid after `ready`
     fault: Tensor | None = None  # of the waits for other ranks until then, valid after `ready`; see comm/faults.py
     scored: list[int] = field(default_factory=list)  # the draws whose requests ask for log-probabilities

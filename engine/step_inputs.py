@@ -300,11 +300,11 @@ class SpanInputs:
         return self._rows.device[:rows]
 
     def drawing(self, draws: int) -> Tensor:
-        """The rows from which the first `draws` tokens are drawn, (D,) int64."""
+        """The rows from which the first `draws` tokens are drawn, (draws,) int64."""
         return self._drawing.device[:draws]
 
     def draws(self, draws: int) -> tuple[Tensor, Tensor, Tensor]:
-        """Temperatures (D,) fp32, seeds (D,) int64, and the positions (D,) int64 of the tokens to draw."""
+        """Temperatures (draws,) fp32, seeds (draws,) int64, and the positions (draws,) int64 of the tokens to draw."""
         seed, positions = self._seeds.device[:, :draws]
         return self._temperature.device[:draws], seed, positions
 

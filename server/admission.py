@@ -50,8 +50,7 @@ def forecast(sequences: Iterable[Progress]) -> list[tuple[float, str]]:
 
 
 class Admission:
-    """`capacity`: sequences in all. `per_client`: of one client. clock: as time.monotonic. progress: returns the sequences in the
-    engine."""
+    """Bounds how many sequences are in the server, in all and of one client."""
 
     def __init__(
         self,
@@ -60,6 +59,8 @@ class Admission:
         clock: Callable[[], float] = time.monotonic,
         progress: Callable[[], Iterable[Progress]] = tuple,
     ) -> None:
+        """capacity: sequences in all. per_client: of one client. clock: as time.monotonic. progress: returns the sequences in
+        the engine."""
         self.capacity, self.per_client, self._clock, self._progress = capacity, per_client, clock, progress
         self._held = Counter[str]()  # places by client
         self._told: list[float] = []  # when refused requests were told to come, each for a place

@@ -70,6 +70,8 @@ async def read_conversation(service: Service, body: ChatBody, size: int) -> list
 
 
 class ChatRequest(GenerationRequest):
+    """One chat completion. Raises a 400 as `fit_answer` and `GenerationRequest` do."""
+
     id_prefix, kind = "chatcmpl", "chat.completion"
 
     def __init__(self, service: Service, body: ChatBody, prompts: list[Prompt], grammar: str) -> None:

@@ -17,6 +17,8 @@ PROMPT_WORK = 64  # fixed cost of tokenizing a prompt, expressed in characters
 
 
 class CompletionRequest(GenerationRequest):
+    """The completions of a request's prompts. Raises a 400 as `fit_answer` and `GenerationRequest` do."""
+
     id_prefix, kind = "cmpl", "text_completion"
 
     def __init__(self, service: Service, body: CompletionBody, prompts: list[Prompt], grammar: str) -> None:

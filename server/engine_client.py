@@ -59,9 +59,8 @@ class OutputQueue:
         self._waiter: asyncio.Future[None] | None = None  # what `next` waits for
         self.count_unread: Callable[[int], None] | None = None  # gets changes of how many bytes `_arrived` takes
         self._bytes = self._reported = 0  # of `_arrived`
-        self._times = {
-            i: SequenceTimes(client.metrics, len(s.prompt_ids)) for i, s in enumerate(submits)
-        }  # the unfinished ones
+        # the unfinished ones
+        self._times = {i: SequenceTimes(client.metrics, len(s.prompt_ids)) for i, s in enumerate(submits)}
         self.sent = False  # whether the present ranks have it
         self.attempts = 0  # how often it was sent
         self.stuck = self.alone = self.tokens_since_sent = 0  # see `recovery.Request`
@@ -179,10 +178,7 @@ def bytes_of(output: TokenOutput) -> int:
 
 
 class EngineClient:
-    """`to_engine`: address at which the engine binds its PULL socket. `from_engine`: where this side binds its own.
-
-    watchdog: says when the ranks hang. before: see `Recovery`.
-    """
+    """Sends requests to rank 0 and queues its outputs by request."""
 
     def __init__(
         self,
@@ -192,6 +188,8 @@ class EngineClient:
         watchdog: Watchdog | None = None,
         before: Started | None = None,
     ) -> None:
+        """to_engine: address at which the engine binds its PULL socket. from_engine: where this side binds its own. watchdog:
+        says when the ranks hang. before: see `Recovery`."""
         self.metrics = metrics
         self.ready: Ready | None = None  # of the newest ranks that were ready
         self.fatal: str | None = None

@@ -49,6 +49,8 @@ WORKER_MODULES = (  # with the jobs of workers, or bodies that these parse; thos
 
 
 class Service:
+    """The state of one server; every route gets it. Raises UserError for a journal that cannot be opened."""
+
     def __init__(self, settings: Settings, client: EngineClient, tokenizer: Tokenizer) -> None:
         self.settings, self.client, self.tokenizer = settings, client, tokenizer
         self.chat_template = settings.chat_template

@@ -57,9 +57,8 @@ class _Job:
 class _Caller:
     def __init__(self, client: str, job: _Job) -> None:
         self.client, self.job = client, job
-        self.dropped: asyncio.Future[None] = (
-            asyncio.get_running_loop().create_future()
-        )  # done when another caller needs its place
+        # done when another caller needs its place
+        self.dropped: asyncio.Future[None] = asyncio.get_running_loop().create_future()
 
     @property
     def waits(self) -> bool:
