@@ -367,10 +367,10 @@ class Scheduler:
             self.finish(sequence, reason)
 
     def _finish_reason(self, sequence: Sequence, token: int) -> str | None:
-        params, generated = sequence.params, len(sequence.tokens) - sequence.prompt_length
-        if token in params.stop_token_ids and generated > params.min_tokens:
+        params = sequence.params
+        if token in params.stop_token_ids and sequence.generated > params.min_tokens:
             return "stop"
-        return "length" if generated >= params.max_tokens else None
+        return "length" if sequence.generated >= params.max_tokens else None
 
     def finish(self, sequence: Sequence, reason: str) -> None:
         """End a running or waiting sequence and free its blocks."""

@@ -129,9 +129,9 @@ def serve(engine: Engine, world: World, link: FrontendLink | None, ready: Ready,
         for refused in engine.refused:
             send(refused)
         engine.refused.clear()
-        for done in engine.adapters.done if engine.adapters else ():
-            send(done)
         if engine.adapters:
+            for done in engine.adapters.done:
+                send(done)
             engine.adapters.done.clear()
         if idle:
             engine.runner.model.comm.check()

@@ -131,7 +131,7 @@ def beyond(axis: Any, x: float, gain: float, top: float) -> None:
     axis.annotate(f"{gain:.2f}", (x, top), fontsize=8, color="#555555", arrowprops=arrow, **place)
 
 
-def ratio_axis(axis: Any, rows: Sequence[Row], top: float | None) -> None:
+def ratio_axis(axis: Any, top: float | None) -> None:
     axis.axhline(1, color=variant_colour("standard"), linewidth=1, label="standard")
     axis.set_ylabel("tokens/s over standard")
     if top is not None:
@@ -153,7 +153,7 @@ def throughput(rows: Sequence[Row]) -> Figure | None:
     for axis, (_, found) in zip(axes, shown, strict=True):
         places = sorted({(r.setting.tp, r.setting.batch) for r in found})
         top = ceiling(found)
-        ratio_axis(axis, found, top)
+        ratio_axis(axis, top)
         for variant in (v for v in variants(found) if v != "standard"):
             mine = [r for r in found if r.setting.variant == variant and baseline(r, found)]
             for tp in sorted({r.setting.tp for r in mine}):
@@ -191,7 +191,7 @@ def bars(rows: Sequence[Row]) -> Figure | None:
         tp = max(r.setting.tp for r in found)
         sizes = sorted({r.setting.batch for r in found if r.setting.tp == tp})
         names, top = [v for v in variants(found) if v != "standard"], ceiling(found)
-        ratio_axis(axis, found, top)
+        ratio_axis(axis, top)
         for i, variant in enumerate(names):
             ours = [r for r in found if r.setting.variant == variant and r.setting.tp == tp and baseline(r, found)]
             x = [sizes.index(r.setting.batch) + (i - (len(names) - 1) / 2) * 0.8 / len(names) for r in ours]
