@@ -105,6 +105,7 @@ def main() -> None:
     for model in args.models:
         path = model / "draft" / "training.json"
         record = json.loads(path.read_text()) if args.measure else train(args, model, data)
+        path.write_text(json.dumps(record) + "\n")  # if the measurement is stopped, --measure needs it
         record["tokens_a_step"] = measure(args, model)
         path.write_text(json.dumps(record) + "\n")
         note(f"{path.parent}: tokens a step with drafts of {DRAFTED}: {record['tokens_a_step']}")

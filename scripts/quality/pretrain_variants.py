@@ -7,8 +7,8 @@ The data is the synthetic corpus, tokenized as for the embedded models. So the c
 The standard model is trained with each of --seeds, whose differences are the noise, and the others with the first one. At the end
 each model is evaluated on the same held-out windows. Writes pretrain-MODEL.json, .md and .png into out, or with --write into
 docs/results. The ranks train one model after the other. If one fails, as for want of GPU memory, they are started again for the
-next ones. A command that was stopped goes on from the last snapshot, and tries again what has failed. The snapshots of a model
-are removed once it is evaluated.
+next ones. A command that was stopped goes on from the last snapshot, and tries again what has failed, also with another version of
+the code, which the table then says. The snapshots of a model are removed once it is evaluated.
 """
 
 import argparse
@@ -30,6 +30,7 @@ import torch
 from cli import Parser, note, run
 from errors import UserError
 from files import check_folder
+from options import whole_number
 from presets import preset
 from processes import on_ranks
 from scripts.corpus.tokens import write_enough
@@ -54,12 +55,11 @@ LAST = 4  # log lines over which the training loss is averaged, because a single
 TOKENIZER = results.ROOT / "models" / "tiny-standard"
 LOG_EVERY = 5  # steps
 WARMUP = 0.25  # of the steps; with fewer, the deeper variants diverge while Adam's second moments are still inaccurate
-SAVE_EVERY = 100  # steps, which is what a stop loses at most
 HELDOUT = "heldout.json"
 HELDOUT_STEPS = 4  # global batches of held-out windows
 OURS = (  # of training.train, or without the snapshots that are evaluated
     "--model", "--variant", "--seed", "--data", "--out", "--steps", "--sequence-length", "--log-every", "--resume", "--save-every",
-    "--global-batch", "--micro-batch", "--learning-rate", "--warmup", "--metrics-only", "--stop-after",
+    "--keep", "--global-batch", "--micro-batch", "--learning-rate", "--warmup", "--metrics-only", "--stop-after",
 )  # fmt: skip
 TRAIN = "--train"  # first word of the ranks' command line
 
@@ -84,6 +84,9 @@ def parse_args() -> argparse.Namespace:
     parser.add_argument("--global-batch", type=int, default=64, metavar="WINDOWS", help="default: 64")
     parser.add_argument("--micro-batch", type=int, default=1, metavar="WINDOWS", help="default: 1")
     parser.add_argument("--learning-rate", type=float, default=1e-4, help="peak of the learning rate (default: 1e-4)")
+    parser.add_argument(
+        "--save-every", type=whole_number(1), default=100, metavar="STEPS", help="a stop loses at most so many (default: 100)"
+    )
     parser.add_argument("--out", type=Path, help="default: out/pretrain-MODEL")
     parser.add_argument(
         "--timeout", type=float, metavar="SECONDS", help="time limit of the training; the results so far are shown"
@@ -162,11 +165,15 @@ def folder_of(args: argparse.Namespace, label: str) -> Path:
 
 def words(args: argparse.Namespace, label: str, data: Path) -> list[str]:
     """The command line of training.train for a model."""
+    return [*recipe(args, label, data), "--resume", "--save-every", str(args.save_every), "--keep", "1"]
+
+
+def recipe(args: argparse.Namespace, label: str, data: Path) -> list[str]:
+    """The flags that all commands that train a model share."""
     variant, seed = models(args)[label]
     full = f"{variant}:{args.streams}" if variant.startswith("desync") else variant
     line = ["--model", args.model, "--variant", full, "--seed", seed, "--data", data, "--out", folder_of(args, label)]
     line += ["--steps", args.steps, "--sequence-length", args.sequence_length, "--log-every", LOG_EVERY]
-    line += ["--resume", "--save-every", SAVE_EVERY]
     line += ["--global-batch", args.global_batch, "--micro-batch", args.micro_batch]
     line += ["--learning-rate", args.learning_rate, "--warmup", int(WARMUP * args.steps)]
     return [*map(str, line), *args.more]
@@ -186,36 +193,44 @@ def settings_file(args: argparse.Namespace, label: str) -> Path:
 
 
 def settings(args: argparse.Namespace, label: str, data: Path) -> dict[str, Any]:
-    return {"words": words(args, label, data), "ranks": args.ranks, "code": code_digest()}
+    return {"recipe": recipe(args, label, data), "ranks": args.ranks}
 
 
-def metrics(args: argparse.Namespace, label: str, data: Path) -> list[dict[str, Any]]:
-    """The lines of a model, none if they are of other settings."""
-    if read_row(settings_file(args, label)) != settings(args, label, data):
-        return []
+def check_settings(args: argparse.Namespace, label: str, data: Path) -> None:
+    """Raise UserError if the folder of a model has one of other settings."""
+    row = read_row(settings_file(args, label))
+    if row is not None and row.get("settings") != settings(args, label, data):
+        raise UserError(f"{folder_of(args, label)} has a model of other settings; name another --out, or remove it")
+
+
+def metrics(args: argparse.Namespace, label: str) -> list[dict[str, Any]]:
+    """The lines of a model."""
     found: list[dict[str, Any]] = read_metrics(folder_of(args, label) / "metrics.jsonl")
     return found
 
 
-def heldout(args: argparse.Namespace, label: str, data: Path) -> float | None:
+def heldout(args: argparse.Namespace, label: str) -> float | None:
     """The held-out loss of a model, None if it has none yet."""
-    row = read_row(folder_of(args, label) / HELDOUT) if metrics(args, label, data) else None
+    row = read_row(folder_of(args, label) / HELDOUT)
     return None if row is None else float(row["loss"])
 
 
+def codes(args: argparse.Namespace, label: str) -> set[str]:
+    """The digests of the versions of the code that have trained a model."""
+    row = read_row(settings_file(args, label))
+    return set(row["codes"]) if row else set()
+
+
 def begin(args: argparse.Namespace, label: str, data: Path) -> list[str]:
-    """Note the settings of a model that is to be trained, and remove what is of other settings. Returns its command line."""
-    if not metrics(args, label, data):
-        for name in ("metrics.jsonl", HELDOUT):
-            (folder_of(args, label) / name).unlink(missing_ok=True)
-        shutil.rmtree(folder_of(args, label) / "snapshots", ignore_errors=True)
-    write_row(settings_file(args, label), settings(args, label, data))
+    """Note the settings of a model that is to be trained, and the code. Returns its command line."""
+    versions = sorted({*codes(args, label), code_digest()})
+    write_row(settings_file(args, label), {"settings": settings(args, label, data), "codes": versions})
     return words(args, label, data)
 
 
-def seconds_left(args: argparse.Namespace, data: Path) -> float | None:
+def seconds_left(args: argparse.Namespace) -> float | None:
     """Until all models are trained, by their step times so far. None before the first."""
-    found = {label: metrics(args, label, data) for label in models(args)}
+    found = {label: metrics(args, label) for label in models(args)}
     times = {label: lines[-1]["step_ms"] / 1e3 for label, lines in found.items() if lines}
     if not times:
         return None
@@ -231,7 +246,7 @@ def train_all(args: argparse.Namespace, data: Path) -> list[str]:
     deadline, failed = time.monotonic() + (args.timeout or math.inf), list[str]()
 
     def todo() -> list[str]:
-        return [label for label in models(args) if label not in failed and heldout(args, label, data) is None]
+        return [label for label in models(args) if label not in failed and heldout(args, label) is None]
 
     while labels := todo():
         if not launch(args, [begin(args, label, data) for label in labels], data, deadline):
@@ -254,7 +269,7 @@ def launch(args: argparse.Namespace, todo: list[list[str]], data: Path, deadline
             if now > deadline:
                 return False
             if now > said + 20:
-                said, left = now, seconds_left(args, data)
+                said, left = now, seconds_left(args)
                 note("no estimate before the first steps" if left is None else f"about {left / 60:.1f} min of training left")
     finally:
         end(process)
@@ -304,11 +319,13 @@ def table(args: argparse.Namespace, found: dict[str, Lines], losses: dict[str, f
     seeds = sum(label.partition(",")[0] == BASE for label in losses)
     known = f" The difference of two seeds of {BASE} has a standard deviation of {noise:.4f}, estimated from {seeds} seeds."
     missing = [label for label in models(args) if label not in losses]
+    versions = set[str]().union(*(codes(args, label) for label in found))
+    mixed = f", by {len(versions)} versions of the code" if len(versions) > 1 else ""
     not_ready = f" Not ready, because its training failed or was stopped: {'; '.join(missing)}." if missing else ""
     caption = (
         f"{args.model} on {args.ranks} ranks, {batch}, {tokens}, synthetic corpus. Training losses are means of up to "
         f"{LAST} log lines, {LOG_EVERY} steps apart. Held-out losses, after the last step, are of the same {HELDOUT_STEPS} batches of "
-        f"windows for all models.{'' if math.isnan(noise) else known}{not_ready} Step times are medians. Made on {describe(where)}."
+        f"windows for all models.{'' if math.isnan(noise) else known}{not_ready} Step times are medians. Made on {describe(where)}{mixed}."
     )
     return captioned(head, rows, caption)
 
@@ -321,9 +338,11 @@ def main() -> None:
     check_folder(args.out)
     folder = None if args.dry_run else results.results_folder(args)
     data = corpus(args)
+    for label in models(args):
+        check_settings(args, label, data)
     failed = train_all(args, data)
-    found = {label: lines for label in models(args) if (lines := metrics(args, label, data))}
-    losses = {label: loss for label in found if (loss := heldout(args, label, data)) is not None}
+    found = {label: lines for label in models(args) if (lines := metrics(args, label))}
+    losses = {label: loss for label in found if (loss := heldout(args, label)) is not None}
     if found:
         text = table(args, found, losses, where)
         print(text)

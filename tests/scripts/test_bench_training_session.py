@@ -5,7 +5,6 @@ import math
 import random
 import statistics
 import sys
-import time
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -19,11 +18,13 @@ from scripts.bench.training import launches
 from scripts.corpus.encode import encode_corpus
 from scripts.lib.machine import machine
 from scripts.lib.results import ROOT
-from scripts.lib.rows import read_row
+from scripts.lib.rows import read_row, write_row
 from scripts.quality import pretrain_variants
 from tests.support import quick_start
+from tests.support.server_thread import wait_for
 from tp import init_world
 from training.metrics import read_metrics
+from training.snapshot_folder import MANIFEST
 from training.step import Trainer
 from training.token_file import open_tokens, write_tokens
 
@@ -88,6 +89,14 @@ def test_pretraining_the_variants_writes_their_losses_and_no_models(tmp_path: Pa
     times = {path: path.stat().st_mtime_ns for path in tmp_path.rglob("metrics.jsonl")}
     again = quick_start.run(line, cwd=ROOT, capture_output=True, text=True, timeout=600)
     assert again.stdout == done.stdout and times == {path: path.stat().st_mtime_ns for path in tmp_path.rglob("metrics.jsonl")}
+    assert "versions of the code" not in again.stdout
+    kept = read_row(note := tmp_path / "hybrid" / "settings.json")
+    write_row(note, kept | {"codes": ["other"]})
+    again = quick_start.run([*line, "--save-every", "3"], cwd=ROOT, capture_output=True, text=True, timeout=600)
+    assert "by 2 versions of the code" in again.stdout and again.returncode == 0
+    refused = quick_start.run([*line, "--learning-rate", "2e-4"], cwd=ROOT, capture_output=True, text=True, timeout=600)
+    assert refused.returncode == 2 and "has a model of other settings; name another --out" in refused.stderr
+    assert times == {path: path.stat().st_mtime_ns for path in tmp_path.rglob("metrics.jsonl")}
 
 
 def test_pretraining_goes_on_behind_a_model_that_fails(tmp_path: Path) -> None:
@@ -162,8 +171,19 @@ def test_differences_of_heldout_losses_have_the_noise_of_the_seeds(
 
 
 def test_a_stopped_variant_goes_on_from_its_snapshot(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
-    line = ["pretrain", "--model", "tiny:1", "--steps", "6", "--sequence-length", "16", "--global-batch", "2"]
-    monkeypatch.setattr(pretrain_variants, "SAVE_EVERY", 2)
+    line = [
+        "pretrain",
+        "--model",
+        "tiny:1",
+        "--steps",
+        "6",
+        "--sequence-length",
+        "16",
+        "--global-batch",
+        "2",
+        "--save-every",
+        "2",
+    ]
     step, world, losses = Trainer.train_step, init_world("cpu"), []
     steps = list[int]()
 
@@ -178,20 +198,20 @@ def test_a_stopped_variant_goes_on_from_its_snapshot(monkeypatch: pytest.MonkeyP
         monkeypatch.setattr(sys, "argv", [*line, "--out", str(tmp_path / name), "--", "--device", "cpu"])
         args = pretrain_variants.parse_args()
         data, heldout = pretrain_variants.corpus(args), pretrain_variants.corpus(args, "heldout")
-        assert pretrain_variants.seconds_left(args, data) is None
+        assert pretrain_variants.seconds_left(args) is None
         if name == "stopped":
             monkeypatch.setattr(Trainer, "train_step", stopped)
             with pytest.raises(UserError, match="stopped"):
                 pretrain_variants.train(world, pretrain_variants.begin(args, "ladder", data), heldout)
-            time.sleep(0.5)  # the snapshot of step 4 is written meanwhile
-            each = pretrain_variants.metrics(args, "ladder", data)[-1]["step_ms"]
+            wait_for((args.out / "ladder" / "snapshots" / "step-00000004" / MANIFEST).exists)
+            each = pretrain_variants.metrics(args, "ladder")[-1]["step_ms"]
             count = len(pretrain_variants.models(args)) * 6 - 4
-            assert pretrain_variants.seconds_left(args, data) == pytest.approx(count * each / 1e3)
+            assert pretrain_variants.seconds_left(args) == pytest.approx(count * each / 1e3)
         pretrain_variants.train(world, pretrain_variants.begin(args, "ladder", data), heldout)
-        losses.append(pretrain_variants.heldout(args, "ladder", data))
+        losses.append(pretrain_variants.heldout(args, "ladder"))
     assert steps == [0, 1, 2, 3, 4, 4, 5] and losses[0] == losses[1]
     monkeypatch.setattr(pretrain_variants, "code_digest", lambda: "other")
-    assert pretrain_variants.heldout(args, "ladder", data) is None
+    assert pretrain_variants.heldout(args, "ladder") == losses[1], "of other code, which the table says"
     ids = encode_corpus(pretrain_variants.TOKENIZER, 1, 20, 1, "heldout")
     assert np.array_equal(open_tokens(heldout, 1024).tokens[: len(ids)], ids)
 
@@ -205,20 +225,22 @@ def test_the_heldout_loss_is_of_the_model_in_memory(monkeypatch: pytest.MonkeyPa
     for name in ("restore", "export"):
         monkeypatch.setattr(Trainer, name, lambda *_: pytest.fail("a file of gigabytes"))
     pretrain_variants.train(init_world("cpu"), pretrain_variants.begin(args, "ladder", data), heldout)
-    loss = pretrain_variants.heldout(args, "ladder", data)
+    loss = pretrain_variants.heldout(args, "ladder")
     assert loss is not None and 0 < loss < 9 and not (tmp_path / "ladder" / "snapshots").exists()
 
 
-def test_metrics_of_other_settings_and_short_corpora_are_not_used(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+def test_models_of_other_settings_and_short_corpora_are_refused(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     line = ["pretrain", "--model", "tiny:1", "--steps", "5", "--sequence-length", "16", "--global-batch", "4"]
     monkeypatch.setattr(sys, "argv", [*line, "--out", str(tmp_path)])
     args = pretrain_variants.parse_args()
     data = pretrain_variants.corpus(args)
     pretrain_variants.begin(args, "ladder", data)
-    (tmp_path / "ladder" / "metrics.jsonl").write_text('{"step": 5}\n')
-    assert pretrain_variants.metrics(args, "ladder", data) == [{"step": 5}]
+    args.save_every += 1
+    pretrain_variants.check_settings(args, "ladder", data)
     args.learning_rate *= 2
-    assert pretrain_variants.metrics(args, "ladder", data) == []
+    pretrain_variants.check_settings(args, "standard", data)
+    with pytest.raises(UserError, match="ladder has a model of other settings"):
+        pretrain_variants.check_settings(args, "ladder", data)
     write_tokens(data, np.zeros(5 * 4 * 16, dtype=np.int64), 50, "none")
     with pytest.raises(UserError, match="would repeat"):
         pretrain_variants.corpus(args)
