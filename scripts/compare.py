@@ -40,18 +40,21 @@ def steps(args: argparse.Namespace) -> Iterator[Step]:
         batches = " ".join(map(str, args.batch_sizes))
         lengths = f"--prompt-lengths {args.prompt_length} --new-tokens {STEPS}{widths}"
         for server in servers:
-            flags = f"--models {model} --variants {server} --batch-sizes {batches} {lengths}"
-            if server == VLLM and args.rates:  # all requests at once; one start of vLLM takes a minute
+            flags, seconds = (
+                f"--models {model} --variants {server} --batch-sizes {batches} {lengths}",
+                180 if server == VLLM else 90,
+            )
+            if args.rates:  # also all requests at once, in the same launch
                 flags += f" --also {REQUESTS} {args.prompt_length} {ANSWER}"
-                yield sweep(f"{name} {server} and offline", 240, args, "sweep.jsonl", flags)
+                yield sweep(f"{name} {server} and offline", seconds + 60, args, "sweep.jsonl", flags)
             else:
-                yield sweep(f"{name} {server}", 180 if server == VLLM else 90, args, "sweep.jsonl", flags)
+                yield sweep(f"{name} {server}", seconds, args, "sweep.jsonl", flags)
         for server in servers if args.rates else ():
             yield _load(model, name, server, args, widths)
 
 
 def _load(model: str, name: str, server: str, args: argparse.Namespace, widths: str) -> Step:
-    """A server under load; for Rung also the engine with all requests at once."""
+    """A server under load; for Rung also its engine with all requests at once, in the steps of a server."""
     rates = " ".join(f"{rate:g}" for rate in args.rates)
     flags = f"--model {model} --ranks {args.ranks} --rates {rates} --seconds {args.seconds:g} --requests {REQUESTS}"
     flags += f" --max-num-seqs {REQUESTS} --prompt-length {args.prompt_length} --new-tokens {ANSWER}{widths}"

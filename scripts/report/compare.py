@@ -1,7 +1,8 @@
 """A table of Rung beside vLLM, from the raw files of `make compare`: times, and how many times as fast Rung is.
 
 Rows and loads are compared if their models, ranks and lengths are equal. A sweep's rows are compared if they were measured
-without a choice of communicator, interconnect or seed, loads if without one of the most tokens in a step.
+without a choice of communicator, interconnect or seed, loads if without one of the most tokens in a step. Rows of long answers are
+all requests at once, by `LLM` and vLLM's; where Rung has no such row, those of its server's engine take its place.
 """
 
 import json
@@ -14,6 +15,7 @@ from scripts.lib.markdown import captioned
 from scripts.sweep.rows import VLLM, finished, place, read_rows, with_widths
 
 PERCENTILE = "p50"
+AT_ONCE = 256  # generated tokens from which a sweep's row is all requests at once; shorter ones measure steps
 
 
 class Case(NamedTuple):
@@ -49,7 +51,9 @@ def compare(folder: Path) -> str | None:
     figures: Figures = {}
     machines: dict[str, None] = {}
     for case, whose, value, machine in (*_sweeps(folder), *_loads(folder)):
-        figures.setdefault(case, {})[whose] = value
+        by = figures.setdefault(case, {})
+        if case.quantity != OFFLINE or whose not in by:
+            by[whose] = value
         machines[machine] = None
     both = {case for case, by in figures.items() if VLLM in by and len(by) > 1}
     both |= {case._replace(quantity=IDLE) for case in both if case.quantity == TTFT}
@@ -89,9 +93,9 @@ def _sweeps(folder: Path) -> Iterator[Found]:
                 continue
             lengths = f"{s.prompt_length} + {s.new_tokens}"
             machine = describe(row.machine, s.device)
-            for quantity, figure in (DECODE, "decode_ms_per_token"), (PREFILL, "prefill_ms"), (OFFLINE, "throughput"):
-                value = row.median(figure)
-                if value is not None and (quantity != OFFLINE or s.variant == VLLM):  # Rung's is measured by `engine.bench`
+            steps = ((DECODE, "decode_ms_per_token"), (PREFILL, "prefill_ms"))
+            for quantity, figure in ((OFFLINE, "throughput"),) if s.new_tokens >= AT_ONCE else steps:
+                if (value := row.median(figure)) is not None:
                     yield Case(s.model_and_widths, s.tp, quantity, lengths, s.batch), s.variant, value, machine
 
 

@@ -51,7 +51,7 @@ def test_lengths_and_steps_alone_have_names_and_files_of_their_own(monkeypatch: 
     assert not {step.name for step in every} & {step.name for step in [*long, *steps]}
     outs = [step.command[step.command.index("--out") + 1] for step in [*every, *long] if step.name.startswith("load")]
     assert len(outs) == len(set(outs)) == 6
-    assert not {step.name for step in steps if "vllm" in step.name} & {step.name for step in long}, "long has offline, too"
+    assert not {step.name for step in steps} & {step.name for step in long}, "long has offline, too"
     assert [step.command[2] for step in steps] == ["scripts.sweep"] * 3
     for step in [*every, *long, *steps]:
         monkeypatch.setattr(sys, "argv", [step.command[2], *step.command[3:]])
@@ -60,7 +60,7 @@ def test_lengths_and_steps_alone_have_names_and_files_of_their_own(monkeypatch: 
         assert args.vllm_memory == (0.92 if "vllm" in step.name else None), "Rung alone is the same step without vLLM"
         if step.command[2] == "scripts.sweep":
             assert args.prompt_lengths == [prompts]
-            assert args.also == ([256, prompts, 256] if "vllm" in step.name and step not in steps else None)
+            assert args.also == (None if step in steps else [256, prompts, 256])
         else:
             assert args.prompt_length == (prompts, prompts)
 
@@ -89,10 +89,11 @@ def test_the_table_has_medians_and_ratios(tmp_path: Path, seed: int) -> None:
     }
     rows = [row(variant, batch, *both) for (variant, batch), both in times.items()]
     rows += [row("ladder", 8, [1.0], [2.0]), row("standard", 64, [1.0], [2.0]), row("standard", 1, [7e4], [7e4], comm="nccl")]
-    rows.append(row("vllm", 32, [10.0], [80.0], new=256))  # all requests at once
+    rows += [row("vllm", 32, [10.0], [80.0], new=256), row("ladder", 32, [8.0], [60.0], new=256)]  # all requests at once
     (tmp_path / "sweep.jsonl").write_text("".join(map(row_line, rows)))
     loaded(tmp_path, "vLLM", None, 40.0, 5.0, None)
     loaded(tmp_path, "Rung", None, 50.0, 4.0, 3000.0)
+    loaded(tmp_path, "Rung", "ladder", 50.0, 4.0, 1.0)
     loaded(tmp_path, "Rung", None, 1.0, 1.0, None, quantize="fp8", kv_dtype="auto")  # vLLM was not measured so
 
     table = compare(tmp_path)
@@ -111,7 +112,9 @@ def test_the_table_has_medians_and_ratios(tmp_path: Path, seed: int) -> None:
     assert found["decode, ms a step of 1"][7:] == ["–", "–"]
     assert float(found["decode, ms a step of 8"][8]) == pytest.approx(statistics.median(times["vllm", 8][0]), abs=0.006)
     seconds = (80 + 255 * 10) / 1e3
-    assert float(found["32 requests at once, tokens/s"][6]) == pytest.approx(3000 / (32 * 256 / seconds), abs=0.006)
+    at_once = found["32 requests at once, tokens/s"]
+    assert float(at_once[6]) == pytest.approx(3000 / (32 * 256 / seconds), abs=0.006)
+    assert float(at_once[8]) == pytest.approx(seconds / ((60 + 255 * 8) / 1e3), abs=0.006), "by LLM, if it was measured so"
     assert found["time to first token at 4 requests/s, ms (p50)"][4:7] == ["40.00", "50.00", "0.80"]
     assert found["time between tokens at 4 requests/s, ms (p50)"][4:7] == ["5.00", "4.00", "1.25"]
     assert found["GPU's wait for the host at 4 requests/s, % of a step"][4:7] == ["", "1.23", "–"]
