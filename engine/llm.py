@@ -110,16 +110,11 @@ class LLM:
         takes it. lora: an adapter's folder, for all calls. Raises UserError, also for an argument of another type and for what would
         have no effect."""
         check_types(LLM.__init__, locals())
-        source = str(speculate) if speculate else None
-        if isinstance(model, Transformer):
+        source, loaded = str(speculate) if speculate else None, isinstance(model, Transformer)
+        if loaded:
             _refuse_given("give it where the model is loaded", variant=variant, dtype=dtype, quantize=quantize)
-        if limits is not None:
-            _refuse_given("with limits, give it to EngineLimits", kv_dtype=kv_dtype, draft_tokens=draft_tokens)
-            if source and not limits.draft_tokens:
-                raise UserError("speculate has no effect here: with limits, also give EngineLimits(draft_tokens=7)")
-        elif not source:
-            _refuse_given('also give speculate, such as "ngram"', draft_tokens=draft_tokens)
-        if deterministic and not determinism.enabled() and (world is not None or isinstance(model, Transformer)):
+        _check_limits(limits, source, kv_dtype, draft_tokens)
+        if deterministic and not determinism.enabled() and (world is not None or loaded):
             raise UserError("give deterministic=True to init_world, before the ranks are connected and a model is loaded")
         self.world = world or init_world(deterministic=deterministic)
         determinism.refuse(determinism.enabled(), adapters=lora)
@@ -272,6 +267,16 @@ class LLM:
             if self.draft is not None:  # else the first prompt's time would contain it
                 self._engine[1].speculation.prepare()
         return self._engine[1]
+
+
+def _check_limits(limits: EngineLimits | None, speculate: str | None, kv_dtype: str | None, draft_tokens: int | None) -> None:
+    """Raises UserError for arguments of `LLM` that have no effect with, or without, these limits."""
+    if limits is not None:
+        _refuse_given("with limits, give it to EngineLimits", kv_dtype=kv_dtype, draft_tokens=draft_tokens)
+        if speculate and not limits.draft_tokens:
+            raise UserError("speculate has no effect here: with limits, also give EngineLimits(draft_tokens=7)")
+    elif not speculate:
+        _refuse_given('also give speculate, such as "ngram"', draft_tokens=draft_tokens)
 
 
 def _refuse_given(instead: str, **arguments: str | int | None) -> None:
