@@ -40,10 +40,8 @@ def steps(args: argparse.Namespace) -> Iterator[Step]:
         batches = " ".join(map(str, args.batch_sizes))
         lengths = f"--prompt-lengths {args.prompt_length} --new-tokens {STEPS}{widths}"
         for server in servers:
-            flags, seconds = (
-                f"--models {model} --variants {server} --batch-sizes {batches} {lengths}",
-                180 if server == VLLM else 90,
-            )
+            flags = f"--models {model} --variants {server} --batch-sizes {batches} {lengths}"
+            seconds = 180 if server == VLLM else 90
             if args.rates:  # also all requests at once, in the same launch
                 flags += f" --also {REQUESTS} {args.prompt_length} {ANSWER}"
                 yield sweep(f"{name} {server} and offline", seconds + 60, args, "sweep.jsonl", flags)

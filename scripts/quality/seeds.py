@@ -102,9 +102,8 @@ def work(args: argparse.Namespace, one: Run) -> None:
     record = {key: record[key] for key in ("settings", "tokens_in_corpus", "seconds", "machine", "torch")}
     record["codes"] = (readable_row(args.out / one.name / "settings.json") or {"codes": []})["codes"]
     found = {"variant": one.variant, "seed": one.seed, **asked(args, one), "training": record, "machine": machine()}
-    found |= {"dtype": "bfloat16" if torch.cuda.is_available() else "float32"} | evaluate(
-        opened(path), args.stories, args.items
-    )
+    found["dtype"] = "bfloat16" if torch.cuda.is_available() else "float32"
+    found |= evaluate(opened(path), args.stories, args.items)
     found["evaluation_seconds"] = round(time.monotonic() - started, 1)
     write_row(file_of(args, one), found)
 
