@@ -186,9 +186,9 @@ def measure(args: argparse.Namespace, cell: Cell) -> dict[str, Any]:
     if path is not None:
         llm = opened(path)
         row["heldout"] = evaluate(llm, args.stories, args.items)
-    if path is not None and cell.tokens:
-        row["search"] = {"stories": told(llm, args.stories, SEARCH_SEED)}
-        if not math.isfinite(nats(row["search"]) + nats(row["heldout"])):  # of the last step's update
+        if cell.tokens and cell.seed == args.seeds[0]:
+            row["search"] = {"stories": told(llm, args.stories, SEARCH_SEED)}
+        if not all(math.isfinite(nats(row[name])) for name in ("heldout", "search") if row[name]):  # of the last step's update
             row["heldout"] = row["search"] = None
     row["training_seconds"] = seconds_of(read_metrics(folder / "metrics.jsonl")) if cell.tokens else trained - started
     row["evaluation_seconds"] = time.monotonic() - trained
