@@ -88,6 +88,8 @@ def train(args: argparse.Namespace, one: Run) -> None:
     line = ["--variant", one.variant, "--seed", one.seed, "--resume", "--tokens", args.tokens, "--batch", args.batch]
     line += ["--save-every", SAVE_EVERY]
     train_tiny.main([str(word) for word in [*line, "--data", args.data, "--out", folder, *args.more]])
+    record = model_of(args, one) / "training.json"  # its seconds are not those of a model alone
+    record.write_text(json.dumps(json.loads(record.read_text()) | {"models_at_a_time": args.processes}) + "\n")
     write_row(note_file, known | {"done": True})
     shutil.rmtree(folder / f"run-{one.variant}" / "snapshots", ignore_errors=True)
 

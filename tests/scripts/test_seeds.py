@@ -280,6 +280,7 @@ def test_a_stopped_command_goes_on(tries: Tries) -> None:
         tries.run()
     assert tries.run() == [f"{what} {name}" for name in NAMES[2:] for what in ("train", "evaluate")]
     assert "| ladder | 2 |" in (tries.folder / "results" / "accuracy-seeds.md").read_text()
+    assert json.loads((tries.folder / "ladder-2" / "tiny-ladder" / "training.json").read_text())["models_at_a_time"] == 1
     assert tries.run() == []
 
 
