@@ -21,13 +21,13 @@ from options import KV_DTYPES
 from scripts.lib.results import ROOT, write_text
 from scripts.lib.steps import Step, add_step_options, run_steps, script, sweep, vllm_flags
 from scripts.lib.vllm_model import QUANTIZES
-from scripts.report.compare import compare
+from scripts.report.compare import AT_ONCE, compare
 from scripts.sweep.rows import VLLM, with_widths
 
 BATCHES = (1, 2, 4, 8, 16, 32, 64, 128, 256)
 RATES = (4, 16, 32)  # requests/s
 PROMPT = 1024  # tokens of a prompt
-STEPS, ANSWER = 64, 256  # tokens of answers: in a sweep, and under load and offline
+STEPS, ANSWER = 64, AT_ONCE  # tokens of answers: in a sweep, and under load and offline
 REQUESTS = 256  # offline
 
 
