@@ -3,13 +3,14 @@
 import fcntl
 import json
 import zlib
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Collection, Iterator, Mapping
 from contextlib import contextmanager
 from functools import cache
 from pathlib import Path
 from typing import Any
 
 from comm.table import digest
+from errors import UserError
 from files import write_whole
 
 FOLDERS = "comm", "engine", "kernels", "quantized", "training", "training/planner", "scripts/corpus", "scripts/quality"
@@ -27,6 +28,11 @@ def row_file(folder: Path, name: str, settings: Mapping[str, Any]) -> Path:
 def code_digest() -> str:
     """A digest of what decides the quality that a model is found to have: a setting of its rows."""
     return digest(CODE)
+
+
+def by_versions(codes: Collection[str]) -> str:
+    """What a table says of rows by so many `code_digest`s; nothing if they are one."""
+    return f", by {len(codes)} versions of the code" if len(codes) > 1 else ""
 
 
 def read_row(path: Path) -> dict[str, Any] | None:
@@ -66,6 +72,15 @@ def locked(path: Path) -> Iterator[bool]:
             yield False
             return
         yield True
+
+
+@contextmanager
+def only_command(folder: Path) -> Iterator[None]:
+    """Raise UserError if another command works in this folder."""
+    with locked(folder / "command.lock") as mine:
+        if not mine:
+            raise UserError(f"another command works in {folder}; wait for its end, or name another --out")
+        yield
 
 
 @contextmanager

@@ -40,7 +40,7 @@ from scripts.lib import results
 from scripts.lib.machine import describe, machine
 from scripts.lib.markdown import captioned, pair
 from scripts.lib.passed_on import check_passed_on
-from scripts.lib.rows import claimed, code_digest, locked, read_row, row_file, weights_checksum, write_row
+from scripts.lib.rows import by_versions, claimed, code_digest, only_command, read_row, row_file, weights_checksum, write_row
 from scripts.lib.statistics import mean_error
 from scripts.lib.workers import Workers, same_command, visible_gpus
 from scripts.quality.heldout import TASKS, difference, evaluate, free, nats, opened, prompts_error, share, told
@@ -210,7 +210,7 @@ def retrain(args: argparse.Namespace, cell: Cell, out: Path) -> None:
         train(settings, world, trainer, snapshots, setup)
     finally:
         snapshots.wait()  # nothing else may be written into a folder that is removed
-        trainer.executor.close()
+        trainer.executor.close()  # which a training that failed has not done; it would keep the model in memory
 
 
 # --- all processes ----------------------------------------------------------------------------------------------------------
@@ -328,8 +328,6 @@ def table(entries: list[dict[str, Any]], args: argparse.Namespace, where: dict[s
         lines.append([*cells, pair(100 * back[0], 100 * back[1], "{:.0f}") if back else ""])
     rows = rows_of(args)
     diverged = [Cell(*(row[field.name] for field in fields(Cell))).name for row in rows if not row["heldout"]]
-    codes = {row["code"] for row in rows}
-    mixed = f", by {len(codes)} versions of the code" if len(codes) > 1 else ""
     infinite = f"The loss did not stay finite: {', '.join(diverged)}. " if diverged else ""
     caption = (
         f"Means over seeds ± their standard error; in brackets the error over prompts. All seeds start from the same model and vary "
@@ -339,7 +337,7 @@ def table(entries: list[dict[str, Any]], args: argparse.Namespace, where: dict[s
         f"another may be better. {infinite}"
         f"Steps of {args.batch} windows of {args.sequence_length} tokens. Perplexity over {args.stories} held-out stories; exact match in "
         f"%, {args.items} held-out items a task, greedy. The original was trained on {args.training_tokens / 1e6:,.0f}M tokens. Made on "
-        f"{describe(where)}{mixed}."
+        f"{describe(where)}{by_versions({row['code'] for row in rows})}."
     )
     return captioned(head, lines, caption)
 
@@ -428,9 +426,7 @@ def main() -> None:
         work(args)
         return
     check_folder(args.out / "rows")
-    with locked(args.out / "command.lock") as mine:
-        if not mine:
-            raise UserError(f"another command works in {args.out}; wait for its end, or name another --out")
+    with only_command(args.out):
         measure_all(args, started)
 
 

@@ -39,7 +39,7 @@ from scripts.lib.machine import describe, machine
 from scripts.lib.markdown import captioned
 from scripts.lib.passed_on import check_passed_on
 from scripts.lib.process_tree import end
-from scripts.lib.rows import code_digest, read_row, write_row
+from scripts.lib.rows import by_versions, code_digest, read_row, write_row
 from scripts.lib.statistics import mean_error
 from tp import World, init_world
 from training.loop import prepare, take_steps, together
@@ -320,12 +320,12 @@ def table(args: argparse.Namespace, found: dict[str, Lines], losses: dict[str, f
     known = f" The difference of two seeds of {BASE} has a standard deviation of {noise:.4f}, estimated from {seeds} seeds."
     missing = [label for label in models(args) if label not in losses]
     versions = set[str]().union(*(codes(args, label) for label in found))
-    mixed = f", by {len(versions)} versions of the code" if len(versions) > 1 else ""
     not_ready = f" Not ready, because its training failed or was stopped: {'; '.join(missing)}." if missing else ""
     caption = (
         f"{args.model} on {args.ranks} ranks, {batch}, {tokens}, synthetic corpus. Training losses are means of up to "
         f"{LAST} log lines, {LOG_EVERY} steps apart. Held-out losses, after the last step, are of the same {HELDOUT_STEPS} batches of "
-        f"windows for all models.{'' if math.isnan(noise) else known}{not_ready} Step times are medians. Made on {describe(where)}{mixed}."
+        f"windows for all models.{'' if math.isnan(noise) else known}{not_ready} Step times are medians. Made on {describe(where)}"
+        f"{by_versions(versions)}."
     )
     return captioned(head, rows, caption)
 

@@ -37,7 +37,7 @@ from scripts.lib import results
 from scripts.lib.machine import describe, machine
 from scripts.lib.markdown import captioned, pair
 from scripts.lib.passed_on import check_passed_on
-from scripts.lib.rows import code_digest, locked, read_row, weights_checksum, write_row
+from scripts.lib.rows import by_versions, code_digest, only_command, read_row, weights_checksum, write_row
 from scripts.lib.statistics import holm, mean_error, paired_test
 from scripts.lib.workers import Workers, same_command, time_left, visible_gpus
 from scripts.quality.heldout import TASKS, difference, evaluate, free, nats, opened, prompts_error, share, stories_error
@@ -292,7 +292,6 @@ def table(entries: list[dict[str, Any]], rows: list[dict[str, Any]]) -> str:
     freedom = sorted({entry["pairs"] - 1 for entry in entries if entry.get("pairs", 1) > 1})
     test = f", with p of the two-sided paired t test ({' or '.join(map(str, freedom))} degrees of freedom), adjusted by Holm over the variants"
     codes = {code for row in rows for code in row["training"]["codes"]}
-    mixed = f" by {len(codes)} versions of the code" if len(codes) > 1 else ""
     first = rows[-1]
     where = describe(first["machine"], "cuda" if first["dtype"] == "bfloat16" else "cpu")
     caption = (
@@ -301,7 +300,7 @@ def table(entries: list[dict[str, Any]], rows: list[dict[str, Any]]) -> str:
         f"The median seed has the median of the mean exact match. "
         f"Differences are of models with the same seed{test if freedom else ''}. Perplexity over "
         f"{len(first['stories'])} held-out stories; exact match in %, {len(first['answers'][TASKS[0]])} held-out items a task, greedy, "
-        f"{first['dtype']}. Trained on {first['training']['tokens_in_corpus'] / 1e6:,.0f}M tokens each{mixed}. Made on {where}."
+        f"{first['dtype']}. Trained on {first['training']['tokens_in_corpus'] / 1e6:,.0f}M tokens each{by_versions(codes)}. Made on {where}."
     )
     return captioned(head, lines, caption)
 
@@ -377,9 +376,7 @@ def main() -> None:
         die_with_parent()
         work(args, next(one for one in runs if one.name == args.one))
         return
-    with locked(args.out / "command.lock") as mine:
-        if not mine:
-            raise UserError(f"another command works in {args.out}; wait for its end, or name another --out")
+    with only_command(args.out):
         command(args, runs, started)
 
 

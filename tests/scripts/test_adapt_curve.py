@@ -259,7 +259,7 @@ def test_a_worker_that_fails_leaves_the_others_alone_and_the_table_is_written(
     with pytest.raises(UserError, match="2 of 3 models are ready; the same command goes on; worker-0 failed with exit code 9"):
         adapt_curve.main()
     assert "| 4 | 0 |" in (tmp_path / "results" / "adapt-curve.md").read_text()
-    assert sorted(started) == ["worker-0"] * 3 + ["worker-1"]  # it is started again, but not for ever
+    assert sorted(started) == ["worker-0"] * 3 + ["worker-1"]  # started again as often as there are workers
 
 
 def test_two_commands_do_not_share_a_folder(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
