@@ -30,13 +30,15 @@ NO_IDENTITY = -2  # the identity of no contents
 @dataclass
 class Shadow:
     """A sequence as the draft model sees it. done: how many of its tokens are in the model's cache for good. marked: how many of
-    its blocks are marked as held. guess: the tokens of its last draft, and where they began."""
+    its blocks are marked as held. guess: the tokens of its last draft, where they began, and the identities of the blocks from there
+    on."""
 
     sequence: Sequence
     done: int
     marked: int
     guess: list[int] = field(default_factory=list)
     begin: int = 0
+    places: list[int] = field(default_factory=list)
 
 
 class ModelDrafter:
@@ -99,6 +101,7 @@ class ModelDrafter:
                 tokens.setdefault(id(chunk.sequence), []).append(token)
         for shadow in (shadows[s] for s in ready):
             shadow.guess, shadow.begin = tokens[id(shadow.sequence)], len(shadow.sequence.tokens)
+            shadow.places = self._identities(shadow)
         return {s: shadows[s].guess for s in ready}
 
     def _draft_step(self, going: list[Sequence], step: int, after: InFlightStep) -> InFlightStep:
@@ -133,13 +136,24 @@ class ModelDrafter:
         for shadow in shadows.values():
             tokens = shadow.sequence.tokens
             if shadow.guess:
-                shadow.done = shadow.begin + min(count_accepted(shadow.guess, tokens[shadow.begin :]), len(shadow.guess) - 1)
+                shadow.done = min(shadow.begin + count_accepted(shadow.guess[:-1], tokens[shadow.begin :]), self._kept(shadow))
                 shadow.guess = []
             shadow.done = min(shadow.done, len(tokens) - 1)
             if count := min(len(tokens) - shadow.done, budget):
                 chunks.append(self._chunk(shadow, count))
                 budget -= count
         return shadows, chunks
+
+    def _kept(self, shadow: Shadow) -> int:
+        """How many tokens lie where the last draft left them. A step without room for the draft gave its blocks back, and then another
+        sequence may have got them."""
+        size = self.blocks.block_size
+        same = count_accepted(shadow.places, self._identities(shadow))
+        return (shadow.begin // size + same) * size
+
+    def _identities(self, shadow: Shadow) -> list[int]:
+        """Of the blocks from the begin of the last draft on."""
+        return [self.blocks.identities[b] for b in shadow.sequence.blocks[shadow.begin // self.blocks.block_size :]]
 
     def _chunk(self, shadow: Shadow, count: int) -> Chunk:
         """The next `count` tokens, which count as done from now on."""
