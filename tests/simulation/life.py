@@ -43,14 +43,17 @@ from server.journal import Kept
 from server.metrics import Metrics
 from server.problems import ApiError
 from server.process import Started
-from server.recovery import GOT_ON, REFUSED
+from server.recovery import GOT_ON, REFUSED, SUSPECT
 from tests.simulation.fakes import ADAPTERS, VOCAB, FakeGrammar, alone, fake_engine
 from tests.simulation.journal import MemoryFile, SteppedJournal
 
 CLIENTS = ("a", "b", "c", "d")
 NEVER = 1 << 60
 DECODES = -1  # in place of a position: each decode step
-MOST_ENDS = 6  # in a row by a request that ends the ranks in each decode step, until it is refused
+# in a row by a request that ends the ranks in each decode step, until it is refused: one after a sequence of it has ended, SUSPECT
+# until it is suspect, one among more suspects than the ranks compute at once, and three alone. The first of these may come before
+# a token has shown that the suspects tried before it have left.
+MOST_ENDS = 1 + SUSPECT + 1 + 3
 READY = Ready("", "", "", 1, "cpu", "", 1, VOCAB, 1, 1)
 STEPS = 1500  # of a life, before its last requests end
 OFTEN = 10  # times as often ranks are lost that have just started: their first messages are still on the way

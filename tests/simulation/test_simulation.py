@@ -17,7 +17,7 @@ from server.journal_file import JournalFile
 from server.recovery import REFUSED, Recovery
 from tests.simulation.life import live
 
-FAILED = (3, 1001)  # seeds of lives that failed once
+FAILED = (3, 1001, 1065547853)  # seeds of lives that failed once
 
 
 def test_lives(seed: int) -> None:
