@@ -578,7 +578,7 @@ def test_the_price_of_a_long_prompt_is_never_that_of_a_short_one() -> None:
 # --- answers with drafts -----------------------------------------------------------------------------------------------------
 
 
-WHOLE = Submit("whole", [5], SamplingParams(max_tokens=24))  # of its prediction, tokens are accepted in every run
+WHOLE = Submit("whole", [5], SamplingParams(max_tokens=24))  # where text drafts for it, tokens of its prediction are accepted
 
 
 def mistaken(tokens: list[int], vocab_size: int) -> list[int]:
@@ -689,7 +689,7 @@ def test_the_same_tokens_with_drafts(place: int, in_turn: Callable[..., str], se
             assert_answers(model, submits, serve(engine, order, at_once))
         total += accepted(engine)
         predicted += engine.speculation.total["prediction"].accepted
-    assert total >= predicted > 0
+    assert total > 0 and (predicted > 0 or draft is model)  # whose drafts, always right, may take the place of all predictions
 
 
 @pytest.mark.parametrize("place", range(2))
