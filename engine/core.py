@@ -38,7 +38,7 @@ from engine.protocol import (
 from engine.runner import Runner
 from engine.scheduler import Scheduler
 from engine.schedules import Schedules
-from engine.sequence import Chunk, Sequence, count_accepted
+from engine.sequence import Chunk, Sequence, common_prefix
 from engine.speculation import Speculation
 from engine.step import InFlightStep, StepResult
 from engine.step_inputs import Capacity
@@ -370,7 +370,7 @@ class Engine:
             if sequence.finish_reason is not None:
                 continue
             drawn = self.speculation.simulated(chunk, drawn, self.runner.text_ids)
-            accepted = count_accepted(draft, drawn)
+            accepted = common_prefix(draft, drawn)
             if accepted < len(draft):
                 self.scheduler.reject(sequence, len(draft) - accepted)
             taken = 0

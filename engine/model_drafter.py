@@ -20,7 +20,7 @@ from engine.block_manager import BlockManager
 from engine.logits import SamplingState, sibling
 from engine.protocol import SamplingParams
 from engine.runner import Runner
-from engine.sequence import Chunk, Sequence, count_accepted
+from engine.sequence import Chunk, Sequence, common_prefix
 from engine.step import InFlightStep
 
 MEASURED_TOKENS = 3  # of the drafts that `ModelDrafter.seconds` measures
@@ -136,7 +136,7 @@ class ModelDrafter:
         for shadow in shadows.values():
             tokens = shadow.sequence.tokens
             if shadow.guess:
-                shadow.done = min(shadow.begin + count_accepted(shadow.guess[:-1], tokens[shadow.begin :]), self._kept(shadow))
+                shadow.done = min(shadow.begin + common_prefix(shadow.guess[:-1], tokens[shadow.begin :]), self._kept(shadow))
                 shadow.guess = []
             shadow.done = min(shadow.done, len(tokens) - 1)
             if count := min(len(tokens) - shadow.done, budget):
@@ -148,7 +148,7 @@ class ModelDrafter:
         """How many tokens lie where the last draft left them. A step without room for the draft gave its blocks back, and then another
         sequence may have got them."""
         size = self.blocks.block_size
-        same = count_accepted(shadow.places, self._identities(shadow))
+        same = common_prefix(shadow.places, self._identities(shadow))
         return (shadow.begin // size + same) * size
 
     def _identities(self, shadow: Shadow) -> list[int]:

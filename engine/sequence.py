@@ -125,11 +125,11 @@ def drawn_by(chunks: list[Chunk], shift: int = 0) -> tuple[list[Sequence], list[
     return [draw.sequence for draw in draws], [draw.position for draw in draws]
 
 
-def count_accepted(draft: abc.Sequence[int], drawn: abc.Sequence[int]) -> int:
-    """How many tokens of a draft are accepted: the first ones, as long as they are those that were drawn."""
-    accepted = 0
-    for guess, token in zip(draft, drawn, strict=False):
-        if guess != token:
+def common_prefix(one: abc.Sequence[int], other: abc.Sequence[int]) -> int:
+    """How many leading items are equal. Of a draft and what was drawn, these are the accepted tokens."""
+    length = 0
+    for a, b in zip(one, other, strict=False):
+        if a != b:
             break
-        accepted += 1
-    return accepted
+        length += 1
+    return length

@@ -26,7 +26,7 @@ from engine.draft_gains import FIRST_ACCEPTED, NO_DRAFT, SHARE, Acceptance, Budg
 from engine.head_drafter import HeadDrafter
 from engine.prompt_index import GAP, GRAM, PromptIndex
 from engine.protocol import Abort, SamplingParams, Submit, joined
-from engine.sequence import Chunk, Sequence, count_accepted
+from engine.sequence import Chunk, Sequence, common_prefix
 from engine.speculation import GRANT, TEXT_GRANT, Speculation
 from engine.step import InFlightStep
 from engine.suffix_automaton import SuffixAutomaton
@@ -310,7 +310,7 @@ def answer_by_text(
         if done:
             chunk = Chunk(sequence, sequence.length - 1, 1 + len(draft), True, True, draft)
             seconds += costs.seconds(1 + len(draft)) + (costs.host_seconds if draft else 0.0)
-        right = count_accepted(draft, answer[done:])
+        right = common_prefix(draft, answer[done:])
         sequence.tokens += answer[done : done + right + 1]
         sequence.computed = sequence.length - 1
         drafter = sequence.drafter
@@ -933,7 +933,7 @@ def test_grammars(seed: int) -> None:
         engine = engine_of(model, tokenizer=tokenizer, draft_tokens=5)
         answer = serve(engine, [replace_params(submit, predicted)])["a"]
         total += accepted(engine)
-        same = count_accepted(answer.tokens, plain.tokens)
+        same = common_prefix(answer.tokens, plain.tokens)
         if answer.tokens != plain.tokens:  # only at a near-tie
             row = scores(model, submit.prompt_ids, plain.tokens[:same], params)
             assert abs(row[plain.tokens[same]] - row[answer.tokens[same]]) < 1e-3
