@@ -254,7 +254,7 @@ def linear(folder: Path) -> str | None:
     lines = [
         [name, f"{n} x {k}", str(rows), *(f"{us:.1f} | {2 * n * k / us / 1e6:.2f}" for us in (best[False], best[True]))]
         for (name, n, k, rows), best in sorted(cases.items())
-        if rows <= 128 and len(best) == 2
+        if len(best) == 2
     ]
     head = ["layer", "weight", "rows", "cuBLAS, µs", "TB/s", "own, µs", "TB/s"]
     caption = (
