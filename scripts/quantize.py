@@ -395,9 +395,10 @@ def quantize_model(
     text = corpus(samples * length) if text is None and method == "gptq" else text
     tokens = calibration(model, text, config, samples, length) if text is not None and method == "gptq" else None
     shape = None if tokens is None else list(tokens.shape)
-    settings = {"model": str(Path(model).resolve()), "config.json": hash_of(json.dumps(config_to_hf(config)))}
+    settings: dict[str, Any] = {"config.json": hash_of(json.dumps(config_to_hf(config)))}
     settings |= {"weights": weights_fingerprint(source, config), "method": method, "text": hash_of(text)}
-    begin(out, settings | {"scheme": asdict(job.scheme), "calibration": shape})
+    settings |= {"scheme": asdict(job.scheme), "calibration": shape}
+    begin(out, settings)
     seconds = quantize_checkpoint(job, tokens)
     finish(Path(model), job)
     return costs(seconds, where)
