@@ -273,12 +273,13 @@ def quantize_checkpoint(job: Job, tokens: Tensor | None) -> list[float]:
     seconds = []
     if not is_written(job, 0):
         write(job, 0, {})
-    inputs = Calibration(job, tokens) if tokens is not None else None
-    for layer in tqdm(range(job.config.n_layers), "quantizing", unit="layer"):
-        began, is_new = time.perf_counter(), not is_written(job, layer + 1)
+    missing = [not is_written(job, layer + 1) for layer in range(job.config.n_layers)]
+    inputs = Calibration(job, tokens) if tokens is not None and any(missing) else None
+    for layer, is_new in enumerate(tqdm(missing, "quantizing", unit="layer")):
+        began = time.perf_counter()
         if is_new:
             write(job, layer + 1, rounded(job, layer) if inputs is None else calibrated(job, layer, inputs))
-        if inputs is not None and layer + 1 < job.config.n_layers:
+        if inputs is not None and any(missing[layer + 1 :]):
             inputs.advance(layer, read_layer(job, layer))
         if job.device.type == "cuda":
             torch.cuda.synchronize()
@@ -395,10 +396,8 @@ def quantize_model(
     text = corpus(samples * length) if text is None and method == "gptq" else text
     tokens = calibration(model, text, config, samples, length) if text is not None and method == "gptq" else None
     shape = None if tokens is None else list(tokens.shape)
-    settings: dict[str, Any] = {"config.json": hash_of(json.dumps(config_to_hf(config)))}
-    settings |= {"weights": weights_fingerprint(source, config), "method": method, "text": hash_of(text)}
-    settings |= {"scheme": asdict(job.scheme), "calibration": shape}
-    begin(out, settings)
+    same_model = {"config.json": hash_of(json.dumps(config_to_hf(config))), "weights": weights_fingerprint(source, config)}
+    begin(out, {**same_model, "method": method, "text": hash_of(text), "scheme": asdict(job.scheme), "calibration": shape})
     seconds = quantize_checkpoint(job, tokens)
     finish(Path(model), job)
     return costs(seconds, where)

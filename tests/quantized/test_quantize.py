@@ -22,6 +22,7 @@ from attention import Causal
 from checkpoint import SafetensorsSource, load_model
 from comm import Local
 from config import ModelConfig, with_variant
+from engine.draft_models import EMBEDDED
 from errors import UserError
 from hf_config import config_to_hf
 from memory import weight_bytes
@@ -31,7 +32,7 @@ from quantized.gptq import DAMPING, best_scales, gptq
 from quantized.scheme import SCHEMES, on_load
 from quantized.weight import dequantize, quantize, unpack
 from scripts import random_checkpoint
-from scripts.quantize import STATE, Job, begin, finish, quantize_checkpoint, quantize_model, scheme_of
+from scripts.quantize import LENGTH, SAMPLES, STATE, Job, begin, finish, quantize_checkpoint, quantize_model, scheme_of
 from tests.support.command_line import MODELS, Here
 from tests.support.ranks import Ranks
 from tests.test_tensor_parallel import save_random
@@ -205,6 +206,16 @@ def test_a_stopped_run_goes_on(tmp_path: Path, seed: int) -> None:
         make(source, out, "int8")
     with pytest.raises(UserError, match="other files"):
         make(source, source, "int8")
+
+
+def test_the_embedded_model_is_what_the_command_writes_now(tmp_path: Path) -> None:
+    """On a copy of its folder the command refuses other settings, and writes again what belongs to the weights: config.json, the
+    tokenizer's files, the code for transformers. Its weights are compared by their fingerprints and names only."""
+    made, out = MODELS / "tiny-hybrid-int4", tmp_path / "made"
+    shutil.copytree(made, out)
+    quantize_model(str(MODELS / "tiny-hybrid"), out, "int4", "gptq", None, SAMPLES, LENGTH)
+    shutil.rmtree(out / EMBEDDED)  # left out of the embedded model, to keep it small
+    assert {path.name: path.read_bytes() for path in out.iterdir()} == {path.name: path.read_bytes() for path in made.iterdir()}
 
 
 @pytest.mark.parametrize("torn", [b"", b"{", b"[]"])
