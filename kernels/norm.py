@@ -13,6 +13,7 @@ from torch import Tensor
 import determinism
 from kernels import exact
 from kernels.dispatch import as_rows, on_gpu, pdl_options
+from kernels.norm_backward import TrainedRMSNorm
 from kernels.optional_triton import tl, triton
 from kernels.row_codes import RowCodes, empty_codes, store_codes
 
@@ -65,6 +66,8 @@ def rms_norm_reference(x: Tensor, weight: Tensor, eps: float) -> Tensor:
 
     if determinism.enabled():  # on a GPU the kernel's bits, also with autograd
         return exact.differentiable(partial(rms_norm if x.is_cuda else exact.rms_norm, eps=eps), plain, x, weight)
+    if x.is_cuda and torch.is_grad_enabled() and x.shape[-1] <= MAX_SIZE and not torch.compiler.is_compiling():
+        return TrainedRMSNorm.apply(x, weight, eps)
     return plain(x, weight)
 
 

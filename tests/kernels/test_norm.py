@@ -11,6 +11,7 @@ from torch import Tensor
 from kernels import activation, norm, rope_cache
 from kernels.activation import swiglu_reference
 from kernels.norm import add_rms_norm_reference, rms_norm_reference
+from kernels.norm_backward import rms_norm_backward
 from kernels.rope_cache import rope_store_reference
 from tests.support.kernels import codes_as_on_a_gpu, kernels_always
 from tests.support.ranks import Ranks
@@ -68,6 +69,25 @@ def norm_faults(norm: Callable, add_norm: Callable, device: str, dtype: torch.dt
             for part in (x, wide[..., 16:-8]):  # the second has gaps between its rows
                 plain = F.rms_norm(part, part.shape[-1:], weight, EPS)
                 found += no_worse(f"norm {name}", norm(part, weight, EPS), plain, norm64(part, weight))
+    return found
+
+
+def norm_backward_faults(backward: Callable, device: str, dtype: torch.dtype) -> list[str]:
+    """Gradients of the norm beside PyTorch's, and autograd's of the definition in fp64."""
+    found = []
+    for shape in ((3, 5, 100), (2, 8192), (1, 1, 64), (4, 1), (70, 640), (0, 32)):
+        wide = torch.randn(*shape[:-1], shape[-1] + 24, device=device).to(dtype) * random.choice([0.01, 1, 30])
+        gradient, weight = torch.randn(shape, device=device).to(dtype), torch.randn(shape[-1], device=device).to(dtype)
+        for name, x in ("whole", wide[..., : shape[-1]].contiguous()), ("with gaps", wide[..., 16:-8]):
+            got = backward(x, weight, gradient, EPS)
+            inputs = [part.detach().requires_grad_() for part in (x, weight)]
+            exact_inputs = [part.detach().double().requires_grad_() for part in (x, weight)]
+            with torch.enable_grad():
+                plain = torch.autograd.grad(F.rms_norm(inputs[0], weight.shape, inputs[1], EPS), inputs, gradient)
+                exact = torch.autograd.grad(norm64(*exact_inputs), exact_inputs, gradient.double())
+            for what, *three in zip(("x", "weight"), got, plain, exact, strict=True):
+                if three[0].numel():
+                    found += no_worse(f"gradient of {what} {name} {dtype} {shape}", *three)
     return found
 
 
@@ -176,6 +196,7 @@ def faults(seed: int, device: str, dtypes: list[torch.dtype]) -> list[str]:
     with kernels_always(norm, activation, rope_cache):
         for dtype in dtypes:
             found += norm_faults(norm.rms_norm, norm.add_rms_norm, device, dtype)
+            found += norm_backward_faults(rms_norm_backward, device, dtype)
             found += swiglu_faults(activation.swiglu, device, dtype)
             found += rope_faults(rope_cache.rope_store, device, dtype)
             with codes_as_on_a_gpu():
@@ -191,6 +212,26 @@ def test_kernels_in_the_interpreter(interpreters: Ranks, seed: int) -> None:
 @pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")
 def test_kernels_on_a_gpu(seed: int) -> None:
     assert faults(seed, "cuda", [torch.float32, torch.float16, torch.bfloat16]) == []
+
+
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")
+def test_training_on_a_gpu_uses_the_backward_kernel(seed: int) -> None:
+    """Also with rows between which there are gaps, and added to other gradients of the same tensors."""
+    torch.manual_seed(seed)
+
+    def gradients(norm: Callable, x: Tensor, weight: Tensor) -> tuple[Tensor, ...]:
+        inputs = [part.detach().requires_grad_() for part in (x, weight)]
+        parts = inputs[0][:, :192], inputs[0][:, 192:]
+        (norm(parts[0], inputs[1], EPS) * norm(parts[1], inputs[1], EPS) + parts[0]).square().sum().backward()
+        return inputs[0].grad, inputs[1].grad  # type: ignore[return-value]
+
+    x, weight = torch.randn(3000, 384, device="cuda"), torch.randn(192, device="cuda")
+    used = torch.randn(2, 2, device="cuda", requires_grad=True)
+    assert "TrainedRMSNorm" in norm.rms_norm(used, torch.ones(2, device="cuda"), EPS).grad_fn.name()
+    exact = gradients(lambda x, weight, eps: norm64(x, weight), x.double(), weight.double())
+    plain = gradients(lambda x, weight, eps: F.rms_norm(x, weight.shape, weight, eps), x, weight)
+    for what, *three in zip(("x", "weight"), gradients(norm.rms_norm, x, weight), plain, exact, strict=True):
+        assert no_worse(what, *three) == []
 
 
 @pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")
