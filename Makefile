@@ -105,7 +105,7 @@ simulate: setup-dev #+ Test: the server against a simulated clock, model and fau
 lint: setup-dev ## Test: ruff, mypy, and that README and docs quote the results as they are
 	@$(PY) -m ruff check . && $(PY) -m ruff format --check . && $(PY) -m mypy && $(PY) -m scripts.report.quote_tables --check && $(PY) -m scripts.report.check_docs
 
-accuracy: setup #+ Measure: perplexity and exact match of every embedded model at tp 1, 2 and 4, then with each quantized all-reduce and with quantized weights, resumable, into out (tracked: ARGS=--write; over an hour on 2 cores, 2 GB; several seeds: accuracy-seeds)
+accuracy: setup #+ Measure: perplexity and exact match of every embedded model at tp 1, 2 and 4, then with each quantized all-reduce and with quantized weights, resumable, into out (tracked: ARGS=--write; an hour on 2 cores, 2 GB; several seeds: accuracy-seeds)
 	@$(PY) -m scripts.quality.accuracy $(ARGS)
 	@$(PY) -m scripts.quality.accuracy --comm gloo int8 int6 int4 fp8 --tp 2 $(ARGS)
 	@$(PY) -m scripts.quality.weights $(filter --write,$(ARGS))
@@ -116,7 +116,7 @@ accuracy-weights: setup #+ Measure: what weights in 8 and 4 bits and an 8-bit KV
 vllm-reads: setup-dev #+ Measure: what vLLM makes of the checkpoints that scripts.quantize writes, compared with our log-probabilities, into out/vllm-reads.md (tracked: ARGS=--write; a GPU): make vllm-reads ARGS="--vllm-python PYTHON"; without it, what transformers makes of them (any machine)
 	@$(PY) -m scripts.quality.vllm_reads $(ARGS)
 
-accuracy-seeds: setup-dev #+ Measure: train and evaluate every embedded variant with three seeds, resumable; mean, errors and a paired test, into out (tracked: --write). 18 models, each 1.5 to 3.5 min alone on an H200, a CPU takes days: ARGS="--processes 6 --minutes 9 -- --compile --cuda-graph" stops in time and goes on when repeated (--install: the median seeds' models become the embedded ones)
+accuracy-seeds: setup-dev #+ Measure: train and evaluate every embedded variant with three seeds, resumable; mean, errors and a paired test, into out (tracked: --write). 18 models, together 10 min on four H200s, on a CPU days: ARGS="--processes 18 --minutes 9 -- --compile --cuda-graph" stops in time and goes on when repeated (--install: the median seeds' models become the embedded ones)
 	@$(PY) -m scripts.quality.seeds $(ARGS)
 
 divergence: setup-dev #+ Measure: how many greedy answers differ between tp 1 and tp RANKS, batch 1 and 64, and with and without drafts, with and without --deterministic, and where, into out (tracked: ARGS=--write; half an hour, 2 GB; drafts only: ARGS="--compare drafts")
@@ -236,7 +236,7 @@ profile-collectives: setup #+ Train: time all-gather, reduce-scatter, all-reduce
 test-plans: setup-dev #+ Test: every sharding of 4 and 8 ranks against plain training (15 min, 2 GB)
 	@$(PY) -m pytest -m exhaustive tests/training $(ARGS)
 
-adapt-demo: setup-dev #+ Train: convert the embedded standard model to hybrid ladders: accuracy lost and restored by retraining, resumable (a CPU: over 20 min, 2 GB; else on a GPU)
+adapt-demo: setup-dev #+ Train: convert the embedded standard model to hybrid ladders: accuracy lost and restored by retraining, resumable (a CPU: 10 min, 2 GB; else on a GPU)
 	@$(PY) -m scripts.quality.adapt_demo $(if $(filter file,$(origin RANKS)),,--ranks $(RANKS)) $(ARGS)
 
 adapt-curve: setup-dev #+ Train: accuracy recovered by retraining against its tokens, by converted layers and distillation, with three seeds, resumable (GPUs, ARGS="--workers 6 --minutes 9", as often as needed)

@@ -23,14 +23,14 @@ from scripts.corpus.stories import article, draw_cast, tell_story
 
 # Share of documents by kind. Shares of tokens differ, because a story is about ten times as long as a sum.
 MIXTURE: dict[str, float] = {
-    "story": 0.20,
-    "question": 0.26,
-    "arithmetic": 0.18,
-    "sorting": 0.09,
-    "counting": 0.09,
-    "copying": 0.09,
-    "dialogue": 0.05,  # several turns, or a system message
-    "request": 0.04,  # "Tell me a story about a fox and a lantern."
+    "story": 0.163,
+    "question": 0.211,
+    "arithmetic": 0.146,
+    "sorting": 0.073,
+    "counting": 0.26,
+    "copying": 0.073,
+    "dialogue": 0.041,  # several turns, or a system message
+    "request": 0.033,  # "Tell me a story about a fox and a lantern."
 }
 KINDS = tuple(MIXTURE)
 SPLITS = ("train", "heldout")

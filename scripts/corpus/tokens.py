@@ -11,7 +11,7 @@ from scripts.corpus.encode import encode_corpus
 from tokenizer_files import load_tokenizer
 from training.token_file import open_tokens, tokenizer_fingerprint, write_tokens
 
-TOKENS_PER_DOCUMENT = 90  # on average
+TOKENS_PER_DOCUMENT = 80  # on average
 
 
 def write_corpus(path: Path, tokenizer: Path, seed: int, tokens: int, split: str = "train") -> None:

