@@ -19,7 +19,7 @@ from config import FAMILIES, ModelConfig, with_variant
 from hf_config import config_from_hf, read_config
 from model import Transformer
 from presets import preset
-from tests import MODELS
+from tests import MODELS, ROOT
 from tests.support.command_line import environment
 from tests.test_model import hf_shape
 from tokenizer_files import load_tokenizer
@@ -137,3 +137,11 @@ def test_what_a_preset_s_training_wrote_is_complete(
         file.unlink()
     said = run(train.main, *options, "--out", tmp_path / "without")
     assert "warning: the result will have no tokenizer" in said and "--tokenizer DIR" in said
+
+
+def test_the_embedded_models_have_the_code_of_now() -> None:
+    """A checkpoint with ladder layers has a copy of it, for transformers."""
+    code = (ROOT / "training" / "modeling_rung.py").read_bytes()
+    copies = sorted(MODELS.glob("*/modeling_rung.py"))
+    assert [copy.parent.name for copy in copies] == ["tiny-hybrid", "tiny-hybrid-int4", "tiny-ladder"]
+    assert all(copy.read_bytes() == code for copy in copies)
