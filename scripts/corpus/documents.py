@@ -22,6 +22,7 @@ from scripts.corpus.plots import ITEM_PLOTS
 from scripts.corpus.stories import article, draw_cast, tell_story
 
 # Share of documents by kind. Shares of tokens differ, because a story is about ten times as long as a sum.
+# Counting needs most examples: with a share of 0.09 models counted right in 58 to 68 %.
 MIXTURE: dict[str, float] = {
     "story": 0.163,
     "question": 0.211,
