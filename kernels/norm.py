@@ -66,7 +66,8 @@ def rms_norm_reference(x: Tensor, weight: Tensor, eps: float) -> Tensor:
 
     if determinism.enabled():  # on a GPU the kernel's bits, also with autograd
         return exact.differentiable(partial(rms_norm if x.is_cuda else exact.rms_norm, eps=eps), plain, x, weight)
-    if x.is_cuda and torch.is_grad_enabled() and x.shape[-1] <= MAX_SIZE and not torch.compiler.is_compiling():
+    trained = x.is_cuda and torch.is_grad_enabled() and not torch.compiler.is_compiling()
+    if trained and x.shape[-1] <= MAX_SIZE and x.dtype != torch.float64:
         return TrainedRMSNorm.apply(x, weight, eps)
     return plain(x, weight)
 
