@@ -2,8 +2,8 @@
 
 A program is persistent and computes tiles of 128 rows: tokens times the PACK query heads that share a key-value head. Two
 consumers, of 4 warps and 64 rows each, multiply (wgmma) and compute the online softmax; the tensor cores multiply the next
-scores, and the last weights by their values, during the softmax (FlashAttention-3, Shah et al., arXiv:2407.08608, sections 3.1
-and 3.2). One warp loads queries and keys, another one values, by TMA: block by block of the cache, into rings of shared memory
+scores, and the last weights by their values, during the softmax, and the consumers take turns with them (FlashAttention-3, Shah et
+al., arXiv:2407.08608, sections 3.1 and 3.2). One warp loads queries and keys, another one values, by TMA: block by block of the cache, into rings of shared memory
 that run ahead of the consumers, also into the next tile. Rows that lie beyond a sequence's blocks are filled with zeros by TMA.
 Those of its last block may hold anything; the loading warp clears those of the values, so that a weight of 0 gives 0.
 
@@ -60,8 +60,8 @@ def _tile(schedule, nth, most, GROUPS: gl.constexpr):
 
 @gluon.jit
 def _steps(tokens, position, length, BLOCK_N: gl.constexpr):
-    """Steps of a tile: blocks of BLOCK_N keys up to its last token. 0 for padding."""
-    return gl.cdiv(gl.minimum(position + tokens, length), BLOCK_N)
+    """Steps of a tile: blocks of BLOCK_N keys up to its last token. 0 for padding, and without tokens, whose position is undefined."""
+    return gl.where(tokens > 0, gl.cdiv(gl.minimum(position + tokens, length), BLOCK_N), 0)
 
 
 # --- loading ------------------------------------------------------------------------------------------------------------------
@@ -184,144 +184,143 @@ def _load_values(values, tables, schedule, most, ring, barriers, table_stride,
 
 
 @gluon.jit
-def _weights(scores, row_max, row_sum, scale, key, position, MASKED: gl.constexpr):
-    """(exponentials of scores (M, BLOCK_N), maximum, sum, factor of earlier results). Scores times `scale` are base-2 logarithms.
-
-    key (BLOCK_N,) and position (M,): with MASKED, a row attends to keys up to its position. Every row attends to key 0, which is
-    in the first step, so the maximum is finite."""
-    if MASKED:
-        scores = gl.where(key[None, :] <= position[:, None], scores, float("-inf"))
-    new_max = gl.maximum(row_max, gl.max(scores, axis=1))
+def _weights(scores, row_max, scale):
+    """(exponentials of scores (M, BLOCK_N), their sums (M, 4) by the 4 threads of a row, maximum, factor of earlier results). Scores
+    times `scale` are base-2 logarithms. The threads' sums are only added up at the end of a tile: no step waits for shuffles."""
+    BLOCK_N: gl.constexpr = scores.shape[1]
+    left, right = scores.reshape((scores.shape[0], 2, BLOCK_N // 2)).permute((0, 2, 1)).split()
+    largest = gl.max(gl.maximum(left, right), axis=1)  # half as many maxima that wait for one another
+    new_max = gl.maximum(row_max, gl.convert_layout(largest, row_max.type.layout))
     weights = gl.exp2(scores * scale - (new_max * scale)[:, None])
-    factor = gl.exp2((row_max - new_max) * scale)
-    return weights, new_max, row_sum * factor + gl.sum(weights, axis=1), factor
+    sums = gl.sum(gl.sum(weights.reshape((scores.shape[0], BLOCK_N // 8, 4, 2)), axis=3), axis=1)
+    return weights, sums, new_max, gl.exp2((row_max - new_max) * scale)
 
 
 @gluon.jit
-def _attend_step(query, k_ring, v_ring, barriers, step, acc, row_max, row_sum, weights, scale, key, position,
-    MASKED: gl.constexpr,
-):  # fmt: skip
-    """Scores of step `step`, and meanwhile the values of the step before, times `weights` (M, BLOCK_N)."""
-    k_full, k_free, v_full, v_free = barriers
-    STAGES: gl.constexpr = k_ring.type.shape[0]
+def _masked(scores, key, position):
+    """Scores (M, BLOCK_N) of the keys from `key` on; a row attends to keys up to its position (M,). Every row attends to key 0,
+    which is in the first step, so its maximum is finite."""
+    keys = key + gl.arange(0, scores.shape[1], gl.SliceLayout(0, scores.type.layout))
+    return gl.where(keys[None, :] <= position[:, None], scores, float("-inf"))
+
+
+@gluon.jit
+def _multiply_keys(query, k_ring, slot):
+    """Start to multiply one consumer's queries by the keys of a slot: scores (M, BLOCK_N)."""
     BLOCK_N: gl.constexpr = k_ring.type.shape[1]
     SCORES: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, BLOCK_N, 16])
+    scores = gl.zeros((_HALF, BLOCK_N), gl.float32, SCORES)
+    return warpgroup_mma(query, k_ring.index(slot).permute((1, 0)), scores, use_acc=False, is_async=True)
+
+
+@gluon.jit
+def _attend_step(query, k_ring, v_ring, barriers, turn, step, acc, row_max, row_sum, weights, scale, key, position, masked,
+    CONSUMER: gl.constexpr,
+):  # fmt: skip
+    """Scores of step `step`, and meanwhile the values of the step before, times `weights` (M, BLOCK_N).
+
+    The consumers take turns, so that one multiplies while the other computes its softmax. turn: how many this one had."""
+    k_full, k_free, v_full, v_free, turns = barriers
+    STAGES: gl.constexpr = k_ring.type.shape[0]
     slot = step % STAGES
     last = (step + STAGES - 1) % STAGES
+    mbarrier.wait(turns.index(CONSUMER), (turn & 1) ^ (1 - CONSUMER))  # consumer 0 begins
     mbarrier.wait(k_full.index(slot), step // STAGES & 1)
-    scores = gl.zeros((_HALF, BLOCK_N), gl.float32, SCORES)
-    scores = warpgroup_mma(query, k_ring.index(slot).permute((1, 0)), scores, use_acc=False, is_async=True)
+    scores = _multiply_keys(query, k_ring, slot)
     mbarrier.wait(v_full.index(last), (step - 1) // STAGES & 1)
     acc = warpgroup_mma(weights, v_ring.index(last), acc, is_async=True)
+    mbarrier.arrive(turns.index(1 - CONSUMER))
     scores = warpgroup_mma_wait(1, (scores,))
     mbarrier.arrive(k_free.index(slot))
-    new_weights, row_max, row_sum, factor = _weights(scores, row_max, row_sum, scale, key, position, MASKED)
+    if masked:
+        scores = _masked(scores, key, position)
+    new_weights, sums, row_max, factor = _weights(scores, row_max, scale)
+    row_sum = row_sum * gl.convert_layout(factor, gl.SliceLayout(1, sums.type.layout))[:, None] + sums
     new_weights = new_weights.to(k_ring.dtype)
     # This barrier's phase is over. But ptxas does not move the softmax past the loop that tests it, and so not past the next line.
     mbarrier.wait(v_full.index(last), (step - 1) // STAGES & 1)
     acc = warpgroup_mma_wait(0, (acc,))
     mbarrier.arrive(v_free.index(last))
-    ACC: gl.constexpr = acc.type.layout
-    acc = acc * gl.convert_layout(factor, gl.SliceLayout(1, ACC))[:, None]
+    acc = acc * gl.convert_layout(factor, gl.SliceLayout(1, acc.type.layout))[:, None]
     return acc, row_max, row_sum, gl.convert_layout(new_weights, weights.type.layout)
 
 
 @gluon.jit
-def _attend_tile(query, k_ring, v_ring, barriers, step, steps, first_position, position, scale):
+def _attend_tile(query, k_ring, v_ring, barriers, tile, step, steps, first_position, position, scale, CONSUMER: gl.constexpr):
     """(attention of one consumer's rows (M, D) in fp32, next step). position (M,): the last key that a row attends to;
-    first_position: of the tile's first row."""
-    k_full, k_free, v_full, v_free = barriers
+    first_position: of the tile's first row; tile: how many this consumer had."""
+    k_full, k_free, v_full, v_free, _turns = barriers
     STAGES: gl.constexpr = k_ring.type.shape[0]
     BLOCK_N: gl.constexpr = k_ring.type.shape[1]
     D: gl.constexpr = k_ring.type.shape[2]
-    SCORES: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, BLOCK_N, 16])
     ACC: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, D, 16])
-    key = gl.arange(0, BLOCK_N, gl.SliceLayout(0, SCORES))
-    unmasked = gl.minimum((first_position + 1) // BLOCK_N, steps)
+    unmasked = (first_position + 1) // BLOCK_N  # steps
 
     mbarrier.wait(k_full.index(step % STAGES), step // STAGES & 1)
-    scores = gl.zeros((_HALF, BLOCK_N), gl.float32, SCORES)
-    scores = warpgroup_mma(query, k_ring.index(step % STAGES).permute((1, 0)), scores, use_acc=False, is_async=True)
-    scores = warpgroup_mma_wait(0, (scores,))
+    scores = warpgroup_mma_wait(0, (_multiply_keys(query, k_ring, step % STAGES),))
     mbarrier.arrive(k_free.index(step % STAGES))
-    row_max = gl.full((_HALF,), float("-inf"), gl.float32, gl.SliceLayout(1, SCORES))
-    weights, row_max, row_sum, _factor = _weights(scores, row_max, gl.zeros_like(row_max), scale, key, position, True)
+    if unmasked == 0:
+        scores = _masked(scores, 0, position)
+    row_max = gl.full((_HALF,), float("-inf"), gl.float32, gl.SliceLayout(1, scores.type.layout))
+    weights, row_sum, row_max, _factor = _weights(scores, row_max, scale)
     weights = gl.convert_layout(weights.to(k_ring.dtype), gl.DotOperandLayout(0, ACC, 2))
     acc = gl.zeros((_HALF, D), gl.float32, ACC)
-    for _ in range(1, unmasked):
-        step += 1
+    for i in range(1, steps):
+        step += 1  # each but a tile's first is a turn
         acc, row_max, row_sum, weights = _attend_step(
-            query, k_ring, v_ring, barriers, step, acc, row_max, row_sum, weights, scale, key, position, False
-        )
-    for i in range(gl.maximum(unmasked, 1), steps):
-        step += 1
-        acc, row_max, row_sum, weights = _attend_step(
-            query, k_ring, v_ring, barriers, step, acc, row_max, row_sum, weights, scale, i * BLOCK_N + key, position, True
-        )
+            query, k_ring, v_ring, barriers, step - tile - 1, step, acc, row_max, row_sum, weights, scale, i * BLOCK_N, position,
+            i >= unmasked, CONSUMER,
+        )  # fmt: skip
     mbarrier.wait(v_full.index(step % STAGES), step // STAGES & 1)
     acc = warpgroup_mma(weights, v_ring.index(step % STAGES), acc, is_async=True)
     acc = warpgroup_mma_wait(0, (acc,))
     mbarrier.arrive(v_free.index(step % STAGES))
-    return acc * gl.convert_layout(1.0 / row_sum, gl.SliceLayout(1, ACC))[:, None], step + 1
+    return acc * gl.convert_layout(1.0 / gl.sum(row_sum, axis=1), gl.SliceLayout(1, ACC))[:, None], step + 1
 
 
 @gluon.jit
-def _skip_tile(barriers, step, steps, STAGES: gl.constexpr):
-    """Pass over a tile in which a consumer has no tokens. Returns the next step."""
-    k_full, k_free, v_full, v_free = barriers
-    for _ in range(steps):
-        slot = step % STAGES
-        mbarrier.wait(k_full.index(slot), step // STAGES & 1)
-        mbarrier.arrive(k_free.index(slot))
-        mbarrier.wait(v_full.index(slot), step // STAGES & 1)
-        mbarrier.arrive(v_free.index(slot))
-        step += 1
-    return step
+def _store(out, result, row, tokens, group, FIRST: gl.constexpr, H: gl.constexpr, PACK: gl.constexpr):
+    """Store those of one consumer's rows (M, D) that are of a tile."""
+    m = gl.arange(0, _HALF, gl.SliceLayout(1, result.type.layout))
+    token = FIRST + m // PACK
+    offsets = ((row + token).to(gl.int64) * H + group * PACK + m % PACK) * result.shape[1]
+    n = gl.arange(0, result.shape[1], gl.SliceLayout(0, result.type.layout))
+    gl.store(out + offsets[:, None] + n[None, :], result, mask=(token < tokens)[:, None])
 
 
 @gluon.jit
 def _consume(out, schedule, most, queries, k_ring, v_ring, q_full, q_free, barriers, scale,
     CONSUMER: gl.constexpr, H: gl.constexpr, PACK: gl.constexpr, BUFFERS: gl.constexpr,
 ):  # fmt: skip
-    """This consumer's rows of all tiles of this program."""
-    STAGES: gl.constexpr = k_ring.type.shape[0]
+    """This consumer's rows of all tiles of this program. It also computes rows that a partial tile does not have, so that both
+    consumers take as many turns."""
     BLOCK_N: gl.constexpr = k_ring.type.shape[1]
     D: gl.constexpr = k_ring.type.shape[2]
-    SCORES: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, BLOCK_N, 16])
+    ROW: gl.constexpr = gl.SliceLayout(1, gl.NVMMADistributedLayout([3, 0], [4, 1], [16, BLOCK_N, 16]))
     STORED: gl.constexpr = gl.BlockedLayout([D // 16, 8], [256 // D, D // 8], [4, 1], [1, 0])  # a thread has 16 bytes of a row
     FIRST: gl.constexpr = CONSUMER * (_HALF // PACK)  # token
     step = 0
-    attended = 0  # tiles
     nth = 0
     row, tokens, first_position, length, _span, group = _tile(schedule, nth, most, H // PACK)
-    while tokens > 0:
-        nth += 1
-        next_tile = _tile(schedule, nth, most, H // PACK)  # loaded during this tile
+    while _steps(tokens, first_position, length, BLOCK_N) > 0:
+        next_tile = _tile(schedule, nth + 1, most, H // PACK)  # loaded during this tile
+        buffer = nth % BUFFERS
+        query = queries.index(buffer * 2 + CONSUMER)
+        position = first_position + FIRST + gl.arange(0, _HALF, ROW) // PACK
         steps = _steps(tokens, first_position, length, BLOCK_N)
-        buffer = attended % BUFFERS
-        if tokens > FIRST:
-            query = queries.index(buffer * 2 + CONSUMER)
-            result = gl.zeros((_HALF, D), query.dtype, STORED)
-            if steps > 0:
-                position = first_position + FIRST + gl.arange(0, _HALF, gl.SliceLayout(1, SCORES)) // PACK
-                mbarrier.wait(q_full.index(buffer), attended // BUFFERS & 1)
-                acc, step = _attend_tile(query, k_ring, v_ring, barriers, step, steps, first_position, position, scale)
-                query.store(acc.to(query.dtype))  # in the place of the queries, so that each thread can store 16 bytes of a row
-                result = query.load(STORED)
-                fence_async_shared()
-                mbarrier.arrive(q_free.index(buffer))
-                attended += 1
-            m = gl.arange(0, _HALF, gl.SliceLayout(1, STORED))
-            token = FIRST + m // PACK
-            offsets = ((row + token).to(gl.int64) * H + group * PACK + m % PACK) * D
-            n = gl.arange(0, D, gl.SliceLayout(0, STORED))
-            gl.store(out + offsets[:, None] + n[None, :], result, mask=(token < tokens)[:, None])
-        elif steps > 0:
-            mbarrier.wait(q_full.index(buffer), attended // BUFFERS & 1)
-            mbarrier.arrive(q_free.index(buffer))
-            step = _skip_tile(barriers, step, steps, STAGES)
-            attended += 1
+        mbarrier.wait(q_full.index(buffer), nth // BUFFERS & 1)
+        acc, step = _attend_tile(query, k_ring, v_ring, barriers, nth, step, steps, first_position, position, scale, CONSUMER)
+        query.store(acc.to(query.dtype))  # in the place of the queries, so that each thread can store 16 bytes of a row
+        result = query.load(STORED)
+        fence_async_shared()
+        mbarrier.arrive(q_free.index(buffer))
+        _store(out, result, row, tokens, group, FIRST, H, PACK)
+        nth += 1
         row, tokens, first_position, length, _span, group = next_tile
+    while tokens > 0:  # padding
+        _store(out, gl.zeros((_HALF, D), k_ring.dtype, STORED), row, tokens, group, FIRST, H, PACK)
+        nth += 1
+        row, tokens, first_position, length, _span, group = _tile(schedule, nth, most, H // PACK)
 
 
 @gluon.jit
@@ -360,9 +359,10 @@ def _prefill(
     k_full, k_free = _barriers(STAGES, 1), _barriers(STAGES, 2)
     v_full, v_free = _barriers(STAGES, 1), _barriers(STAGES, 2)
     landed = _barriers(1, 1).index(0)
+    turns = _barriers(2, 1)
     tl.extra.cuda.gdc_wait()
     GROUPS: gl.constexpr = H // PACK
-    consumed = (k_full, k_free, v_full, v_free)
+    consumed = (k_full, k_free, v_full, v_free, turns)
     key_barriers = (q_full, q_free, k_full, k_free)
     value_barriers = (v_full, v_free, landed)
     gl.warp_specialize(

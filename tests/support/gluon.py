@@ -141,6 +141,11 @@ class Block(Tensor):
             return _mapped(int(self), dtype.element_ty)
         return self.view(dtype) if bitcast else super().to(dtype)
 
+    def split(self) -> Any:  # type: ignore[override]
+        """Both halves along the last dim, which is 2."""
+        left, right = self.unbind(-1)
+        return left, right
+
 
 def _block(value: Any, dtype: torch.dtype | None = None) -> Any:
     return torch.as_tensor(value, dtype=dtype).as_subclass(Block)  # type: ignore[arg-type]
