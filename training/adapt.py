@@ -4,8 +4,8 @@
     python launch.py --ranks 8 -m training.adapt --model DIR --ladder-layers 16 --data chats.bin --steps 500 --out out/hybrid
 
 --ladder-layers names the layers that switch to the ladder residual: a number K for the last K layers, or a list such as 12-31.
-All weights are trained. With --distill, part of the loss is the KL divergence from the predictions of the original model, and
-every rank also holds the original model. The result is written to model/ under --out and is served like any checkpoint.
+All weights are trained. Half of the loss, or what --distill says, is the KL divergence from the predictions of the original model,
+which every rank then also holds. The result is written to model/ under --out and is served like any checkpoint.
 """
 
 import argparse
@@ -40,9 +40,10 @@ def parse_args(argv: Sequence[str] | None = None) -> argparse.Namespace:
     what.add_argument(
         "--distill",
         type=float,
-        default=0.0,
+        default=0.5,
         metavar="SHARE",
-        help="share of the loss that is the KL divergence from the predictions of the original model, 0 to 1 (default: 0)",
+        help="share of the loss that is the KL divergence from the predictions of the original model, 0 to 1. With 0, no rank holds "
+        "the original (default: 0.5)",
     )
     add_batch_options(parser, learning_rate=1e-5)
     add_execution_options(parser)

@@ -86,10 +86,13 @@ def first_loss(directory: Path, tokens: Path, share: float) -> float:
     return float(share * divergence + (1 - share) * surprise)
 
 
-@pytest.mark.parametrize("share", [0.0, 0.3, 1.0])
-def test_the_loss_is_the_mixture_that_was_asked_for(standard: Path, tokens: Path, tmp_path: Path, share: float) -> None:
-    more = ["--ladder-layers", 2, "--steps", 1, "--distill", share]
-    lines = run(ALONE, arguments(standard, tokens, tmp_path / "out", *more))
+@pytest.mark.parametrize(
+    ("flags", "share"), [(["--distill", 0], 0.0), (["--distill", 0.3], 0.3), (["--distill", 1], 1.0), ([], 0.5)], ids=str
+)
+def test_the_loss_is_the_mixture_that_was_asked_for(
+    standard: Path, tokens: Path, tmp_path: Path, flags: list[object], share: float
+) -> None:
+    lines = run(ALONE, arguments(standard, tokens, tmp_path / "out", "--ladder-layers", 2, "--steps", 1, *flags))
     assert lines[0]["loss"] == pytest.approx(first_loss(standard, tokens, share), rel=1e-4)
 
 
@@ -150,7 +153,7 @@ def test_a_run_goes_on_with_another_teacher_only_if_told_to(standard: Path, toke
 
 def test_weights_that_are_not_distilled_may_change(standard: Path, tokens: Path, tmp_path: Path, seed: int) -> None:
     """A resumed run has its weights from the snapshot."""
-    base = arguments(standard, tokens, tmp_path / "out", "--ladder-layers", 2, "--steps", 4)
+    base = arguments(standard, tokens, tmp_path / "out", "--ladder-layers", 2, "--steps", 4, "--distill", 0)
     run(ALONE, [*base, "--stop-after", 2])
     save_standard(standard, seed + 1)
     assert len(run(ALONE, [*base, "--resume"])) == 4
