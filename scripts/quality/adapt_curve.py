@@ -344,18 +344,21 @@ def table(entries: list[dict[str, Any]], args: argparse.Namespace, where: dict[s
 
 def draw(entries: list[dict[str, Any]], path: Path) -> None:
     """The mean exact match, its recovered share and the perplexity against the tokens, with errors over seeds: a line for each number
-    of layers and distillation."""
+    of layers and distillation. Without the perplexity of converted models, beside which all others would look the same."""
     figure = new_figure(13, 3.6)
     layers = sorted({entry["layers"] for entry in entries} - {0})
     shares = sorted({entry["distill"] for entry in entries if entry["tokens"]})
     labels = [
         ("mean", 100, "exact match, %, mean of tasks"),
         ("recovered", 100, "recovered, %"),
-        ("perplexity", 1, "held-out perplexity"),
+        ("perplexity", 1, "held-out perplexity, retrained"),
     ]
     for axes, (name, scale, label) in zip(figure.subplots(1, len(labels)), labels, strict=True):
         for (i, count), (k, distill) in itertools.product(enumerate(layers), enumerate(shares)):
-            mine = [e for e in entries if e["layers"] == count and (e["distill"] == distill or not e["tokens"]) and name in e]
+            shown = {distill} if name == "perplexity" else {distill, None}
+            mine = [
+                e for e in entries if e["layers"] == count and (e["distill"] if e["tokens"] else None) in shown and name in e
+            ]
             values = [scale * e[name][0] for e in mine]
             errors = [0.0 if math.isnan(e[name][1]) else scale * e[name][1] for e in mine]
             look: dict[str, Any] = {"color": CYCLE[i % len(CYCLE)], "linestyle": ("--", "-", ":", "-.")[k % 4], "capsize": 3}
