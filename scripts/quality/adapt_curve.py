@@ -59,6 +59,20 @@ OURS = (  # of training.adapt, or without the model that is evaluated
     "--global-batch", "--seed", "--resume", "--save-every", "--log-every", "--metrics-only", "--stop-after",
 )  # fmt: skip
 
+SETTINGS = (
+    "layers",
+    "shares",
+    "distill",
+    "rates",
+    "seeds",
+    "training_tokens",
+    "sequence_length",
+    "batch",
+    "stories",
+    "items",
+    "more",
+)
+
 
 @dataclass(frozen=True)
 class Cell:
@@ -278,6 +292,17 @@ def command(args: argparse.Namespace, started: float) -> list[str]:
 # --- results ----------------------------------------------------------------------------------------------------------------
 
 
+def brief(row: dict[str, Any]) -> dict[str, Any]:
+    """A row with the sums of its stories, and a character for each answer: it is kept with the results."""
+    found = dict(row)
+    for name in ("heldout", "search"):
+        if row[name] is not None:
+            totals = [round(sum(of), 4) for of in zip(*row[name]["stories"], strict=True)]
+            answers = {task: "".join(map(str, given)) for task, given in row[name].get("answers", {}).items()}
+            found[name] = {"stories": [totals]} | ({"answers": answers} if answers else {})
+    return found
+
+
 def summary(args: argparse.Namespace) -> list[dict[str, Any]]:
     """One entry for the original, for each converted model, and for each group: means over seeds with their standard errors."""
     groups: dict[tuple[int, int, float], list[dict[str, Any]]] = {}
@@ -343,33 +368,45 @@ def table(entries: list[dict[str, Any]], args: argparse.Namespace, where: dict[s
 
 
 def draw(entries: list[dict[str, Any]], path: Path) -> None:
-    """The mean exact match, its recovered share and the perplexity against the tokens, with errors over seeds: a line for each number
-    of layers and distillation. Without the perplexity of converted models, beside which all others would look the same."""
+    """The mean exact match, how much of the original's is missing, and the perplexity against the tokens, with errors over seeds: a
+    line for each number of layers and distillation. Without the perplexity of converted models, beside which all others would look
+    the same."""
     figure = new_figure(13, 3.6)
+    match, missing, perplexity = figure.subplots(1, 3)
+    original = next((entry for entry in entries if not entry["layers"]), None)
     layers = sorted({entry["layers"] for entry in entries} - {0})
     shares = sorted({entry["distill"] for entry in entries if entry["tokens"]})
-    labels = [
-        ("mean", 100, "exact match, %, mean of tasks"),
-        ("recovered", 100, "recovered, %"),
-        ("perplexity", 1, "held-out perplexity, retrained"),
-    ]
-    for axes, (name, scale, label) in zip(figure.subplots(1, len(labels)), labels, strict=True):
-        for (i, count), (k, distill) in itertools.product(enumerate(layers), enumerate(shares)):
-            shown = {distill} if name == "perplexity" else {distill, None}
-            mine = [
-                e for e in entries if e["layers"] == count and (e["distill"] if e["tokens"] else None) in shown and name in e
-            ]
-            values = [scale * e[name][0] for e in mine]
-            errors = [0.0 if math.isnan(e[name][1]) else scale * e[name][1] for e in mine]
-            look: dict[str, Any] = {"color": CYCLE[i % len(CYCLE)], "linestyle": ("--", "-", ":", "-.")[k % 4], "capsize": 3}
-            what = f"{count} layers, {distill:.0%} distillation" if name == "mean" else None
-            axes.errorbar([e["tokens"] / 1e6 for e in mine], values, errors, marker="o", markersize=3, label=what, **look)
-        for entry in (e for e in entries if not e["layers"] and name in e):
-            axes.axhline(scale * entry[name][0], color="black", linewidth=0.8, label="original" if name == "mean" else None)
-        axes.set(xlabel="retraining tokens, M", ylabel=label)
-        axes.grid(alpha=0.3)
+    for (i, count), (k, distill) in itertools.product(enumerate(layers), enumerate(shares)):
+        look: dict[str, Any] = {"color": CYCLE[i % len(CYCLE)], "linestyle": ("--", "-", ":", "-.")[k % 4]}
+        retrained = [e for e in entries if e["layers"] == count and e["tokens"] and e["distill"] == distill]
+        mine = [e for e in entries if e["layers"] == count and not e["tokens"]] + retrained
+        label = f"{count} layers, {distill:.0%} distillation"
+        draw_line(match, mine, [100 * e["mean"][0] for e in mine], [100 * e["mean"][1] for e in mine], look | {"label": label})
+        draw_line(perplexity, retrained, [e["perplexity"][0] for e in retrained], [e["perplexity"][1] for e in retrained], look)
+        if original is not None:
+            lost = [100 * (original["mean"][0] - e["mean"][0]) for e in mine]
+            draw_line(missing, mine, lost, [100 * e["mean"][1] for e in mine], look)
+    if original is not None:
+        match.axhline(100 * original["mean"][0], color="black", linewidth=0.8, label="original")
+        perplexity.axhline(original["perplexity"][0], color="black", linewidth=0.8)
+    match.set(ylabel="exact match, %, mean of tasks")
+    missing.set(ylabel="exact match missing, points")
+    missing.set_yscale("symlog", linthresh=1)  # a model may be better than the original
+    missing.set_yticks(ticks := [0, 1, 2, 5, 10, 20, 50, 100], labels=[str(tick) for tick in ticks])
+    perplexity.set(ylabel="held-out perplexity, retrained")
     figure.legend(loc="outside right center", fontsize="small")
     figure.savefig(path, dpi=150)
+
+
+def draw_line(
+    axes: Any, entries: list[dict[str, Any]], values: Sequence[float], errors: Sequence[float], look: dict[str, Any]
+) -> None:
+    """One value of each entry against its tokens. An error that is not known, as of one seed, is not drawn."""
+    tokens = [entry["tokens"] / 1e6 for entry in entries]
+    known = [0.0 if math.isnan(error) else error for error in errors]
+    axes.errorbar(tokens, values, known, marker="o", markersize=3, capsize=3, **look)
+    axes.set(xlabel="retraining tokens, M")
+    axes.grid(alpha=0.3)
 
 
 # --- the command ------------------------------------------------------------------------------------------------------------
@@ -442,7 +479,8 @@ def measure_all(args: argparse.Namespace, started: float) -> None:
     if entries:
         text = table(entries, args, where)
         print(text)
-        content = {"machine": where, "summary": entries, "rows": rows_of(args)}
+        settings = {name: getattr(args, name) for name in SETTINGS}
+        content = {"machine": where, "settings": settings, "summary": entries, "rows": [brief(row) for row in rows_of(args)]}
         results.write_table("adapt-curve", content, text, folder, lambda path: draw(entries, path))
     if (ready := len(rows_of(args))) < total(args):
         raise UserError(f"{ready} of {total(args)} models are ready; the same command goes on{''.join(failed)}")

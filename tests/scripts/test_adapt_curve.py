@@ -47,6 +47,16 @@ def put(
     write_row(adapt_curve.file_of(args, cell), row | {"training_seconds": 8.0, "evaluation_seconds": 3.0})
 
 
+def test_a_row_of_the_results_has_the_same_figures_in_few_characters(seed: int) -> None:
+    random.seed(seed)
+    row = asdict(Cell(4)) | {"heldout": evaluation(0.5, 0.7), "search": {"stories": [(-1.5, 3), (-2.25, 4)]}}
+    kept = adapt_curve.brief(row)
+    assert seeds.nats(kept["heldout"]) == pytest.approx(0.5) and kept["search"] == {"stories": [[-3.75, 7]]}
+    assert {task: [int(c) for c in given] for task, given in kept["heldout"]["answers"].items()} == row["heldout"]["answers"]
+    diverged = asdict(Cell(4)) | {"heldout": None, "search": None}
+    assert adapt_curve.brief(diverged) == diverged
+
+
 def test_the_grid_is_searched_with_one_seed_and_measured_with_all(
     monkeypatch: pytest.MonkeyPatch, tmp_path: Path, seed: int
 ) -> None:
