@@ -2,10 +2,11 @@
 
 A program is persistent and computes tiles of 128 rows: tokens times the PACK query heads that share a key-value head. Two
 consumers, of 4 warps and 64 rows each, multiply (wgmma) and compute the online softmax; the tensor cores multiply the next
-scores, and the last weights by their values, during the softmax, and the consumers take turns with them (FlashAttention-3, Shah et
-al., arXiv:2407.08608, sections 3.1 and 3.2). One warp loads queries and keys, another one values, by TMA: block by block of the cache, into rings of shared memory
-that run ahead of the consumers, also into the next tile. Rows that lie beyond a sequence's blocks are filled with zeros by TMA.
-Those of its last block may hold anything; the loading warp clears those of the values, so that a weight of 0 gives 0.
+scores, and the last weights by their values, during the softmax. The consumers take turns to multiply, so that the softmax of one
+overlaps the other's products (FlashAttention-3, Shah et al., arXiv:2407.08608, sections 3.1 and 3.2). One warp loads queries and
+keys, another one values, by TMA: block by block of the cache, into rings of shared memory that run ahead of the consumers, also
+into the next tile. Rows that lie beyond a sequence's blocks are filled with zeros by TMA. Those of its last block may hold
+anything; the loading warp clears those of the values, so that a weight of 0 gives 0.
 
 Shared memory holds matrices as panels of 64 features, which is a row of TMA's and wgmma's 128-byte pattern. So a panel's rows
 are consecutive, and the rows of a block of the cache are a part of them wherever it lies.
@@ -60,7 +61,8 @@ def _tile(schedule, nth, most, GROUPS: gl.constexpr):
 
 @gluon.jit
 def _steps(tokens, position, length, BLOCK_N: gl.constexpr):
-    """Steps of a tile: blocks of BLOCK_N keys up to its last token. 0 for padding, and without tokens, whose position is undefined."""
+    """Steps of a tile: blocks of BLOCK_N keys up to its last token. 0 for padding, and for entries without tokens, whose position
+    is undefined."""
     return gl.where(tokens > 0, gl.cdiv(gl.minimum(position + tokens, length), BLOCK_N), 0)
 
 
@@ -280,7 +282,7 @@ def _attend_tile(query, k_ring, v_ring, barriers, tile, step, steps, first_posit
 
 @gluon.jit
 def _store(out, result, row, tokens, group, FIRST: gl.constexpr, H: gl.constexpr, PACK: gl.constexpr):
-    """Store those of one consumer's rows (M, D) that are of a tile."""
+    """Store one consumer's rows (M, D), except those beyond the tile's tokens."""
     m = gl.arange(0, _HALF, gl.SliceLayout(1, result.type.layout))
     token = FIRST + m // PACK
     offsets = ((row + token).to(gl.int64) * H + group * PACK + m % PACK) * result.shape[1]
@@ -292,8 +294,8 @@ def _store(out, result, row, tokens, group, FIRST: gl.constexpr, H: gl.constexpr
 def _consume(out, schedule, most, queries, k_ring, v_ring, q_full, q_free, barriers, scale,
     CONSUMER: gl.constexpr, H: gl.constexpr, PACK: gl.constexpr, BUFFERS: gl.constexpr,
 ):  # fmt: skip
-    """This consumer's rows of all tiles of this program. It also computes rows that a partial tile does not have, so that both
-    consumers take as many turns."""
+    """This consumer's rows of all tiles of this program, of which those without keys come last, as `prefill_schedule` orders them. It
+    also computes rows that a partial tile does not have, so that both consumers take as many turns."""
     BLOCK_N: gl.constexpr = k_ring.type.shape[1]
     D: gl.constexpr = k_ring.type.shape[2]
     ROW: gl.constexpr = gl.SliceLayout(1, gl.NVMMADistributedLayout([3, 0], [4, 1], [16, BLOCK_N, 16]))
