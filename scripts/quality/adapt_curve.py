@@ -58,19 +58,9 @@ OURS = (  # of training.adapt, or without the model that is evaluated
     "--model", "--ladder-layers", "--data", "--out", "--steps", "--warmup", "--learning-rate", "--distill", "--sequence-length",
     "--global-batch", "--seed", "--resume", "--save-every", "--log-every", "--metrics-only", "--stop-after",
 )  # fmt: skip
-
-SETTINGS = (
-    "layers",
-    "shares",
-    "distill",
-    "rates",
-    "seeds",
-    "training_tokens",
-    "sequence_length",
-    "batch",
-    "stories",
-    "items",
-    "more",
+SETTINGS = (  # that the results name
+    *("layers", "shares", "distill", "rates", "seeds", "training_tokens"),
+    *("sequence_length", "batch", "stories", "items", "more"),
 )
 
 
