@@ -116,7 +116,7 @@ def train(world: World, words: list[str], heldout: Path) -> None:
     loss = heldout_loss(trainer, heldout)
     trainer.executor.close()
     if world.rank == 0:
-        write_row(args.out / HELDOUT, {"loss": loss})
+        write_row(args.out / HELDOUT, {"loss": loss, "machine": describe(machine())})
         shutil.rmtree(args.out / "snapshots")
 
 
@@ -213,6 +213,16 @@ def heldout(args: argparse.Namespace, label: str) -> float | None:
     """The held-out loss of a model, None if it has none yet."""
     row = read_row(folder_of(args, label) / HELDOUT)
     return None if row is None else float(row["loss"])
+
+
+def machines(args: argparse.Namespace, labels: list[str], where: dict[str, Any]) -> str:
+    """The machine on which these models were trained, or if there are several, each with its models. where: of those whose training
+    has not ended."""
+    found: dict[str, list[str]] = {}
+    for label in labels:
+        row = read_row(folder_of(args, label) / HELDOUT) or {}
+        found.setdefault(row.get("machine", describe(where)), []).append(label)
+    return next(iter(found)) if len(found) == 1 else ", ".join(f"{name} ({'; '.join(of)})" for name, of in found.items())
 
 
 def codes(args: argparse.Namespace, label: str) -> set[str]:
@@ -324,8 +334,8 @@ def table(args: argparse.Namespace, found: dict[str, Lines], losses: dict[str, f
     caption = (
         f"{args.model} on {args.ranks} ranks, {batch}, {tokens}, synthetic corpus. Training losses are means of up to "
         f"{LAST} log lines, {LOG_EVERY} steps apart. Held-out losses, after the last step, are of the same {HELDOUT_STEPS} batches of "
-        f"windows for all models.{'' if math.isnan(noise) else known}{not_ready} Step times are medians. Made on {describe(where)}"
-        f"{by_versions(versions)}."
+        f"windows for all models.{'' if math.isnan(noise) else known}{not_ready} Step times are medians. Made on "
+        f"{machines(args, list(found), where)}{by_versions(versions)}."
     )
     return captioned(head, rows, caption)
 

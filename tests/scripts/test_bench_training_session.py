@@ -92,8 +92,11 @@ def test_pretraining_the_variants_writes_their_losses_and_no_models(tmp_path: Pa
     assert "versions of the code" not in again.stdout
     kept = read_row(note := tmp_path / "hybrid" / "settings.json")
     write_row(note, kept | {"codes": ["other"]})
+    ended = read_row(result := tmp_path / "hybrid" / "heldout.json")
+    write_row(result, ended | {"machine": "8 x B200"})
     again = quick_start.run([*line, "--save-every", "3"], cwd=ROOT, capture_output=True, text=True, timeout=600)
     assert "by 2 versions of the code" in again.stdout and again.returncode == 0
+    assert f"Made on {ended['machine']} (standard; standard, seed 4; desync-2x), 8 x B200 (hybrid)" in again.stdout
     refused = quick_start.run([*line, "--learning-rate", "2e-4"], cwd=ROOT, capture_output=True, text=True, timeout=600)
     assert refused.returncode == 2 and "has a model of other settings; name another --out" in refused.stderr
     assert times == {path: path.stat().st_mtime_ns for path in tmp_path.rglob("metrics.jsonl")}
