@@ -281,6 +281,24 @@ def _attend_tile(query, k_ring, v_ring, barriers, tile, step, steps, first_posit
 
 
 @gluon.jit
+def _skip_tile(barriers, tile, step, steps, CONSUMER: gl.constexpr):
+    """Pass over a tile in which a consumer has no rows, and give its turns to the other one. Returns the next step."""
+    k_full, k_free, v_full, v_free, turns = barriers
+    STAGES: gl.constexpr = k_full.type.shape[0]
+    for i in range(steps):
+        slot = step % STAGES
+        if i > 0:
+            mbarrier.wait(turns.index(CONSUMER), (step - tile - 1 & 1) ^ (1 - CONSUMER))
+            mbarrier.arrive(turns.index(1 - CONSUMER))
+        mbarrier.wait(k_full.index(slot), step // STAGES & 1)
+        mbarrier.arrive(k_free.index(slot))
+        mbarrier.wait(v_full.index(slot), step // STAGES & 1)
+        mbarrier.arrive(v_free.index(slot))
+        step += 1
+    return step
+
+
+@gluon.jit
 def _store(out, result, row, tokens, group, FIRST: gl.constexpr, H: gl.constexpr, PACK: gl.constexpr):
     """Store one consumer's rows (M, D), except those beyond the tile's tokens."""
     m = gl.arange(0, _HALF, gl.SliceLayout(1, result.type.layout))
@@ -295,7 +313,7 @@ def _consume(out, schedule, most, queries, k_ring, v_ring, q_full, q_free, barri
     CONSUMER: gl.constexpr, H: gl.constexpr, PACK: gl.constexpr, BUFFERS: gl.constexpr,
 ):  # fmt: skip
     """This consumer's rows of all tiles of this program, of which those without keys come last, as `prefill_schedule` orders them. It
-    also computes rows that a partial tile does not have, so that both consumers take as many turns."""
+    also computes rows that a partial tile does not have, if it has any."""
     BLOCK_N: gl.constexpr = k_ring.type.shape[1]
     D: gl.constexpr = k_ring.type.shape[2]
     ROW: gl.constexpr = gl.SliceLayout(1, gl.NVMMADistributedLayout([3, 0], [4, 1], [16, BLOCK_N, 16]))
@@ -311,12 +329,18 @@ def _consume(out, schedule, most, queries, k_ring, v_ring, q_full, q_free, barri
         position = first_position + FIRST + gl.arange(0, _HALF, ROW) // PACK
         steps = _steps(tokens, first_position, length, BLOCK_N)
         mbarrier.wait(q_full.index(buffer), nth // BUFFERS & 1)
-        acc, step = _attend_tile(query, k_ring, v_ring, barriers, nth, step, steps, first_position, position, scale, CONSUMER)
-        query.store(acc.to(query.dtype))  # in the place of the queries, so that each thread can store 16 bytes of a row
-        result = query.load(STORED)
-        fence_async_shared()
-        mbarrier.arrive(q_free.index(buffer))
-        _store(out, result, row, tokens, group, FIRST, H, PACK)
+        if tokens > FIRST:
+            acc, step = _attend_tile(
+                query, k_ring, v_ring, barriers, nth, step, steps, first_position, position, scale, CONSUMER
+            )
+            query.store(acc.to(query.dtype))  # in the place of the queries, so that each thread can store 16 bytes of a row
+            result = query.load(STORED)
+            fence_async_shared()
+            mbarrier.arrive(q_free.index(buffer))
+            _store(out, result, row, tokens, group, FIRST, H, PACK)
+        else:
+            mbarrier.arrive(q_free.index(buffer))
+            step = _skip_tile(barriers, nth, step, steps, CONSUMER)
         nth += 1
         row, tokens, first_position, length, _span, group = next_tile
     while tokens > 0:  # padding
