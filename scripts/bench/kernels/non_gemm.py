@@ -226,7 +226,7 @@ def prefill_case(ranks: int, spans: int, length: int, keys: int | None = None) -
         {"spans": spans, "length": length, "keys": keys, "heads": heads, "kv_heads": kv_heads},
         make,
         paged_prefill,
-        partial(attend, causal=True),
+        partial(attend, causal=length > 1),  # one query is the last position and needs no mask
         prefill_exact if sampled is None else partial(prefill_rows_exact, sampled, length),
         for_peer=unpaged,
         bytes=spans * (2 * heads * length + 2 * kv_heads * keys) * HEAD_DIM * 2,
@@ -248,7 +248,9 @@ def prefill_rows_exact(
 
 
 def prefill_cases(ranks: int) -> Iterator[Case]:
-    return (prefill_case(ranks, spans, length) for spans, length in ((1, 1024), (8, 1024), (1, 8192)))
+    """Prompts, and last what decoding sequences have in a step with prompts: spans of one token."""
+    yield from (prefill_case(ranks, spans, length) for spans, length in ((1, 1024), (8, 1024), (1, 8192)))
+    yield prefill_case(ranks, 16, 1, 1024)
 
 
 def long_cases(ranks: int) -> Iterator[Case]:
