@@ -26,7 +26,7 @@ from engine.limits import EngineLimits, cache_memory
 from engine.protocol import Submit
 from engine.sequence import Chunk
 from engine.tuning import quantized_shapes, shapes, tune
-from kernels import linear_config, linear_quantized_config
+from kernels import linear_config, linear_quantized_config, paged_attention
 from kernels.linear import linear, linear_swiglu
 from kernels.linear_tuning import Shape
 from model import Transformer
@@ -42,8 +42,10 @@ from tests.engine.test_drafts import accepted, bent_submits, check_drafts_of_hea
 from tests.engine.test_embeddings import check, embeddings, wanted
 from tests.engine.test_engine import (
     PLAIN,
+    Answer,
     assert_same,
     config_of,
+    plain_logits,
     random_model,
     random_params,
     random_submits,
@@ -162,6 +164,48 @@ def test_late_grammars_in_graphs(seed: int) -> None:
 def test_log_probabilities(seed: int) -> None:
     model, submits = random_model(config_of("hybrid:2")), submits_with_logprobs()
     assert_all_logprobs(model, submits, serve(Engine(on_gpu(model), None, EngineLimits(), ALONE), submits))
+
+
+@pytest.mark.skipif(torch.cuda.is_available() and torch.cuda.get_device_capability()[0] != 9, reason="needs a Hopper GPU")
+@pytest.mark.parametrize("head_dim", [64, 128, 256])
+def test_prompts_with_the_kernel_for_hopper(head_dim: int, seed: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Prompts of several chunks beside decode, also with prefixes in the cache. In bf16, so the log-probabilities differ from those in
+    fp32; with the kernel for any GPU they differ as much."""
+    from kernels import prefill_attention_hopper
+
+    config = replace(config_of(random.choice(["standard", "hybrid:2"])), hidden_size=256, head_dim=head_dim, max_seq_len=1100)
+    model = random_model(config)
+    twin = Transformer(config, comm.Local(), CUDA, torch.bfloat16).eval().requires_grad_(False)
+    twin.load_state_dict(model.state_dict())
+    model.load_state_dict(twin.state_dict())  # the same weights
+    submits = [
+        structs.replace(submit, params=structs.replace(submit.params, prompt_logprobs=random.choice([None, 1])))
+        for submit in random_submits(20, longest=1000, logprobs=1)
+    ]
+    launches = mock.Mock(side_effect=prefill_attention_hopper.prefill)
+    monkeypatch.setattr(prefill_attention_hopper, "prefill", launches)
+    errors: list[torch.Tensor] = []
+    for hopper in (True, False):
+        if not hopper:
+            monkeypatch.setattr(paged_attention, "specialized", lambda *_: False)
+        engine = Engine(twin, None, EngineLimits(max_num_seqs=6, max_batch_tokens=400, kv_memory=1e9), ALONE)
+        before = launches.call_count
+        answers = [serve(engine, order, 2) for order in (submits, submits[::-1])]
+        errors.append(torch.cat([logprob_errors(model, submits, each) for each in answers]))
+        assert (launches.call_count > before) == hopper
+    assert errors[0].abs().max() < 10 * errors[1].std()
+
+
+def logprob_errors(model: Transformer, submits: list[Submit], answers: dict[str, Answer]) -> torch.Tensor:
+    """The log-probabilities of answers' tokens, and of prompts' where they were asked for, minus those of `model`."""
+    errors = []
+    for submit in submits:
+        answer, tokens = answers[submit.request_id], submit.prompt_ids + answers[submit.request_id].tokens
+        exact = plain_logits(model, tokens[:-1]).log_softmax(-1)
+        entries = [*(answer.prompt_logprobs or [])[1:], *answer.logprobs]
+        found = torch.tensor([entry.chosen.logprob for entry in entries if entry is not None])
+        errors.append(found - exact[range(len(exact)), tokens[1:]][-len(found) :])
+    return torch.cat(errors)
 
 
 @pytest.mark.parametrize("name", ["hybrid:2", "parallel", "desync-2x:4"])
