@@ -193,7 +193,7 @@ def test_prompts_with_the_kernel_for_hopper(head_dim: int, seed: int, monkeypatc
         answers = [serve(engine, order, 2) for order in (submits, submits[::-1])]
         errors.append(torch.cat([logprob_errors(model, submits, each) for each in answers]))
         assert (launches.call_count > before) == hopper
-    assert errors[0].abs().max() < 10 * errors[1].std()
+    assert errors[0].abs().max() < 20 * errors[1].std()  # without one block of keys it is 50 times the deviation and more
 
 
 def logprob_errors(model: Transformer, submits: list[Submit], answers: dict[str, Answer]) -> torch.Tensor:
