@@ -59,7 +59,7 @@ OURS = (  # of training.adapt, or without the model that is evaluated
     "--global-batch", "--seed", "--resume", "--save-every", "--log-every", "--metrics-only", "--stop-after",
 )  # fmt: skip
 SETTINGS = (  # that the results name
-    *("layers", "shares", "distill", "rates", "seeds", "training_tokens"),
+    *("layers", "shares", "epochs", "distill", "rates", "seeds", "training_tokens"),
     *("sequence_length", "batch", "stories", "items", "more"),
 )
 
@@ -107,6 +107,8 @@ checksum = cache(weights_checksum)
 def file_of(args: argparse.Namespace, cell: Cell) -> Path:
     names = ("batch", "sequence_length", "stories", "items", "more")
     settings = {name: getattr(args, name) for name in names} | {"weights": checksum(args.model), "cell": asdict(cell)}
+    if args.epochs > 1:  # rows of one epoch are older than this setting
+        settings["epochs"] = args.epochs
     return row_file(args.out / "rows", cell.name, settings)
 
 
@@ -172,8 +174,8 @@ def gpu_is_usable() -> bool:
 def measure(args: argparse.Namespace, cell: Cell) -> dict[str, Any]:
     """Retrain and evaluate one model. Results are None if its loss is no longer finite. A retraining that was stopped goes on."""
     free()  # what a model before it that failed has left
-    device = "cuda" if torch.cuda.is_available() else "cpu"  # a snapshot fits only the device's data type and the same tokens
-    folder = args.out / "work" / f"{file_of(args, cell).stem}-{device}-{data_of(args).stem}"
+    device = "cuda" if torch.cuda.is_available() else "cpu"  # a snapshot fits only the device's data type
+    folder = args.out / "work" / f"{file_of(args, cell).stem}-{device}"
     started, row = time.monotonic(), asdict(cell) | {"code": code_digest(), "heldout": None, "search": None}
     try:
         if cell.tokens:
@@ -201,8 +203,9 @@ def measure(args: argparse.Namespace, cell: Cell) -> dict[str, Any]:
 
 
 def retrain(args: argparse.Namespace, cell: Cell, out: Path) -> None:
-    steps = cell.tokens // (args.batch * args.sequence_length)
-    line: list[object] = ["--model", args.model, "--ladder-layers", cell.layers, "--data", data_of(args), "--out", out]
+    steps = args.epochs * cell.tokens // (args.batch * args.sequence_length)
+    line: list[object] = ["--model", args.model, "--ladder-layers", cell.layers, "--out", out]
+    line += ["--data", data_of(args, cell.tokens)]
     line += ["--steps", steps, "--warmup", max(1, int(WARMUP * steps)), "--learning-rate", cell.rate, "--distill", cell.distill]
     line += ["--sequence-length", args.sequence_length, "--global-batch", args.batch, "--micro-batch", args.batch]
     line += ["--seed", cell.seed, "--resume", "--save-every", SAVE_EVERY, "--log-every", max(1, steps // 20), *args.more]
@@ -220,8 +223,8 @@ def retrain(args: argparse.Namespace, cell: Cell, out: Path) -> None:
 # --- all processes ----------------------------------------------------------------------------------------------------------
 
 
-def data_of(args: argparse.Namespace) -> Path:
-    path: Path = args.out / f"tokens-{max(tokens_of(args))}.bin"
+def data_of(args: argparse.Namespace, tokens: int) -> Path:
+    path: Path = args.out / f"{tokens}-tokens.bin"
     return path
 
 
@@ -343,6 +346,7 @@ def table(entries: list[dict[str, Any]], args: argparse.Namespace, where: dict[s
         lines.append([*cells, pair(100 * back[0], 100 * back[1], "{:.0f}") if back else ""])
     rows = rows_of(args)
     diverged = [Cell(*(row[field.name] for field in fields(Cell))).name for row in rows if not row["heldout"]]
+    epochs = f", {args.epochs} passes over the tokens" if args.epochs > 1 else ""
     infinite = f"The loss did not stay finite: {', '.join(diverged)}. " if diverged else ""
     caption = (
         f"Means over seeds ± their standard error; in brackets the error over prompts. All seeds start from the same model and vary "
@@ -350,7 +354,7 @@ def table(entries: list[dict[str, Any]], args: argparse.Namespace, where: dict[s
         f"conversion takes, which is the same for all seeds. Learning rates searched among "
         f"{', '.join(f'{rate:g}' for rate in args.rates)} on other held-out stories; edge: the lowest or highest of them, beyond which "
         f"another may be better. {infinite}"
-        f"Steps of {args.batch} windows of {args.sequence_length} tokens. Perplexity over {args.stories} held-out stories; exact match in "
+        f"Steps of {args.batch} windows of {args.sequence_length} tokens{epochs}. Perplexity over {args.stories} held-out stories; exact match in "
         f"%, {args.items} held-out items a task, greedy. The original was trained on {args.training_tokens / 1e6:,.0f}M tokens. Made on "
         f"{describe(where)}{by_versions({row['code'] for row in rows})}."
     )
@@ -409,6 +413,7 @@ def parse_args() -> argparse.Namespace:
     parser.add_argument("--layers", type=whole_number(1), nargs="+", default=[4, 5, 8], help="ladder layers (default: 4 5 8)")
     shares = "shares of the training tokens (default: 0.01 0.03 0.1)"
     parser.add_argument("--shares", type=float, nargs="+", default=[0.01, 0.03, 0.1], help=shares)
+    parser.add_argument("--epochs", type=whole_number(1), default=1, help="passes over these tokens (default: 1)")
     parser.add_argument(
         "--distill", type=float, nargs="+", default=[0.0, 0.5], help="weights of the distillation (default: 0 0.5)"
     )
@@ -463,7 +468,8 @@ def main() -> None:
 def measure_all(args: argparse.Namespace, started: float) -> None:
     """Measure what is missing, and write the results. Raises UserError."""
     folder, where = results.results_folder(args), machine()
-    write_enough(data_of(args), args.model, DATA_SEED, max(tokens_of(args)))
+    for tokens in tokens_of(args):
+        write_enough(data_of(args, tokens), args.model, DATA_SEED, tokens + 1)  # windows overlap by one token
     failed = command(args, started)
     entries = summary(args)
     if entries:

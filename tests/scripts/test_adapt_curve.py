@@ -21,6 +21,7 @@ from scripts.quality.adapt_curve import Cell
 from scripts.quality.heldout import TASKS
 from scripts.report import redraw
 from tests import MODELS
+from training.batches import GlobalBatches
 from training.step import Trainer
 
 SMALL = ["--sequence-length", "32", "--batch", "2", "--training-tokens", "2000", "--shares", "0.1", "--layers", "4"]
@@ -166,7 +167,7 @@ def test_a_model_goes_on_from_its_last_snapshot(monkeypatch: pytest.MonkeyPatch,
     more = ["--distill", "0", "--rates", "1e-3", "--seeds", "1", "--stories", "2", "--items", "2", "--", "--device", "cpu"]
     args = arguments(monkeypatch, tmp_path, *more)
     monkeypatch.setattr(adapt_curve, "SAVE_EVERY", 2)
-    write_enough(adapt_curve.data_of(args), args.model, adapt_curve.DATA_SEED, 192)
+    write_enough(adapt_curve.data_of(args, 192), args.model, adapt_curve.DATA_SEED, 193)
     cell = adapt_curve.searched(args)[-1]
     left = Trainer.train_step
 
@@ -180,11 +181,6 @@ def test_a_model_goes_on_from_its_last_snapshot(monkeypatch: pytest.MonkeyPatch,
         adapt_curve.measure(args, cell)
     steps: list[int] = []
     monkeypatch.setattr(Trainer, "train_step", lambda self: (steps.append(self.step), left(self))[1])
-    args.shares = [0.1, 0.2]  # whose tokens are in another file, which a snapshot does not fit
-    write_enough(adapt_curve.data_of(args), args.model, adapt_curve.DATA_SEED, 384)
-    assert adapt_curve.measure(args, cell)["search"] and steps == [0, 1, 2]
-    steps.clear()
-    args.shares = [0.1]
     row = adapt_curve.measure(args, cell)
     assert steps == [2] and row["search"]
     args.rates = [1e30]
@@ -192,6 +188,21 @@ def test_a_model_goes_on_from_its_last_snapshot(monkeypatch: pytest.MonkeyPatch,
     row = adapt_curve.measure(args, cell)
     assert row["heldout"] is row["search"] is None
     json.dumps(row, allow_nan=False)
+
+
+def test_each_epoch_has_all_windows_of_the_share(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    more = ["--distill", "0", "--rates", "1e-3", "--seeds", "1", "--stories", "2", "--items", "2", "--", "--device", "cpu"]
+    once, twice = arguments(monkeypatch, tmp_path, *more), arguments(monkeypatch, tmp_path, "--epochs", "2", *more)
+    cell = adapt_curve.searched(twice)[-1]
+    assert adapt_curve.file_of(once, cell) != adapt_curve.file_of(twice, cell)
+    write_enough(adapt_curve.data_of(twice, 192), twice.model, adapt_curve.DATA_SEED, 193)
+    seen: list[list[int]] = []
+    chosen = GlobalBatches.chosen
+    monkeypatch.setattr(GlobalBatches, "chosen", lambda self, step: (seen.append(found := chosen(self, step)), found)[1])
+    adapt_curve.measure(twice, cell)
+    assert len(seen) == 6  # steps of 2 windows
+    for epoch in (seen[:3], seen[3:]):
+        assert sorted(int(window) for windows in epoch for window in windows) == list(range(6))
 
 
 def test_rows_of_other_weights_are_not_used(monkeypatch: pytest.MonkeyPatch, tmp_path: Path, seed: int) -> None:
