@@ -53,7 +53,7 @@ from tests.engine.test_engine import (
     tiny_tokenizer,
 )
 from tests.engine.test_runner import LINES, assert_all_logprobs, submits_with_logprobs
-from tests.support.gpus import most_ranks, torchrun
+from tests.support.gpus import most_ranks, needs_hopper, torchrun
 from tokenizer_files import load_tokenizer
 from tp import World
 
@@ -166,7 +166,7 @@ def test_log_probabilities(seed: int) -> None:
     assert_all_logprobs(model, submits, serve(Engine(on_gpu(model), None, EngineLimits(), ALONE), submits))
 
 
-@pytest.mark.skipif(torch.cuda.is_available() and torch.cuda.get_device_capability()[0] != 9, reason="needs a Hopper GPU")
+@needs_hopper
 @pytest.mark.parametrize("head_dim", [64, 128, 256])
 def test_prompts_with_the_kernel_for_hopper(head_dim: int, seed: int, monkeypatch: pytest.MonkeyPatch) -> None:
     """Prompts of several chunks beside decode, also with prefixes in the cache. In bf16, so the log-probabilities differ from those in
@@ -290,7 +290,7 @@ def test_tuned_layers_are_as_exact_as_pytorch(tmp_path: Path, monkeypatch: pytes
     linear_config.config.cache_clear()
 
 
-@pytest.mark.skipif(torch.cuda.is_available() and torch.cuda.get_device_capability()[0] != 9, reason="needs a Hopper GPU")
+@needs_hopper
 @pytest.mark.parametrize("weights", ["fp8", "int4"])
 def test_quantized_layers_are_tuned(weights: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, seed: int) -> None:
     """Every config of every quantized layer runs, and is as exact as PyTorch's product (`linear_tuning.is_right`)."""

@@ -33,11 +33,9 @@ from quantized.scheme import Scheme
 from quantized.weight import Quantized, QuantizedWeight, dequantize, merged, quantize, quantized_input
 from tests.kernels.test_linear import swiglu_of, too_far
 from tests.support import gluon
+from tests.support.gpus import needs_hopper
 from tests.support.ranks import Ranks
 
-GPU = pytest.mark.skipif(
-    not torch.cuda.is_available() or torch.cuda.get_device_capability()[0] != 9, reason="needs a Hopper GPU"
-)
 SCHEMES = {
     "fp8": Scheme("on-load", 8, is_float=True),
     "fp8 by token": Scheme("on-load", 8, is_float=True, activations="token"),
@@ -444,7 +442,7 @@ TILED = (129, 300, 2100)  # by the tiles kernel: one launch, and two
 SHAPES = [(6144, 4096, False, False), (1000, 1152, False, True), (2 * 1336, 640, True, True)]  # N, K, SwiGLU, bias
 
 
-@GPU
+@needs_hopper
 @pytest.mark.parametrize("scheme", SCHEMES)
 def test_all_rows_on_a_gpu(scheme: str, seed: int) -> None:
     """Into memory of NaN: some candidates of the kernels, because each takes seconds to compile, and what many rows use."""
@@ -470,12 +468,12 @@ def test_all_rows_on_a_gpu(scheme: str, seed: int) -> None:
     assert not counters(given.x.device).any()
 
 
-@GPU
+@needs_hopper
 def test_triton_kernels_on_a_gpu(seed: int) -> None:
     assert differences("cuda") + wrong_int8_products(seed, "cuda") == []
 
 
-@GPU
+@needs_hopper
 @pytest.mark.parametrize("scheme", ["fp8", "int8", "int4 group 128", "int4 group 32"])
 @pytest.mark.parametrize("rows", [1, 16, 128])
 def test_replays_on_a_gpu_repeat_their_bits(rows: int, scheme: str, seed: int) -> None:

@@ -19,10 +19,8 @@ from kernels.linear_config import MAX_ROWS, PROMPT_ROWS, SMS, STREAM_BYTES, Gemv
 from kernels.linear_tuning import ROWS, Shape, stream_candidates, whole_programs
 from tests.kernels.test_linear import swiglu_of, too_far
 from tests.support import gluon
+from tests.support.gpus import needs_hopper
 
-GPU = pytest.mark.skipif(
-    not torch.cuda.is_available() or torch.cuda.get_device_capability()[0] != 9, reason="needs a Hopper GPU"
-)
 SHAPES = [Shape(6144, 4096), Shape(4096, 14336), Shape(28672, 4096, True), Shape(192, 64), Shape(128256, 8192), Shape(1000, 72)]
 
 # rows, N, K, dtype, whether with SwiGLU, whether with a bias, config
@@ -253,7 +251,7 @@ GPU_CASES: list[tuple[int, int, torch.dtype, bool, bool]] = [  # N, K, dtype, Sw
 ]
 
 
-@GPU
+@needs_hopper
 @pytest.mark.parametrize(("n", "k", "dtype", "swiglu", "biased"), GPU_CASES)
 def test_all_rows_on_a_gpu(n: int, k: int, dtype: torch.dtype, swiglu: bool, biased: bool, seed: int) -> None:
     """1 to 256 rows into memory of NaN, by one of the candidates for each size of tiles."""
@@ -269,7 +267,7 @@ def test_all_rows_on_a_gpu(n: int, k: int, dtype: torch.dtype, swiglu: bool, bia
     assert not counters(x.device).any()
 
 
-@GPU
+@needs_hopper
 @pytest.mark.parametrize("rows", [17, 64, 100, 256])
 @pytest.mark.parametrize(("n", "k", "biased"), [(6144, 4096, False), (1000, 1056, True)])
 def test_products_of_codes_on_a_gpu(rows: int, n: int, k: int, biased: bool, seed: int) -> None:
@@ -278,7 +276,7 @@ def test_products_of_codes_on_a_gpu(rows: int, n: int, k: int, biased: bool, see
         assert fault_of_codes((rows, n, k, torch.bfloat16, False, biased, chosen), stream, counts, []) is None, (chosen, seed)
 
 
-@GPU
+@needs_hopper
 @pytest.mark.parametrize("rows", [257, 1000, 2048, 8000])
 def test_prompts_with_swiglu_on_a_gpu(rows: int, seed: int) -> None:
     x, weight, _, exact, plain = operands((rows, 5000, 1032, torch.bfloat16, True, False, Stream(256, 64, 4, 8)), "cuda")
@@ -288,7 +286,7 @@ def test_prompts_with_swiglu_on_a_gpu(rows: int, seed: int) -> None:
         assert too_far(got, exact, plain) is None, (chosen, seed)
 
 
-@GPU
+@needs_hopper
 @pytest.mark.parametrize(("rows", "chosen"), [(1, Stream(64, 128, 12)), (8, Stream(64, 128, 5)), (128, Stream(128, 64, 6))])
 def test_replays_on_a_gpu_repeat_their_bits(rows: int, chosen: Stream, seed: int) -> None:
     """10,000 replays of a chain of layers, while another stream takes SMs and bandwidth at other times in each replay."""

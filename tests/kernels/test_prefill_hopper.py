@@ -15,6 +15,7 @@ from kernels.paged_attention import paged_prefill, specialized
 from kernels.prefill_schedule import prefill_schedule, prefill_schedule_reference
 from tests.kernels.test_attention import Pages, Shape, prefill_faults, redraw
 from tests.support.gluon_attention import Fault, load
+from tests.support.gpus import needs_hopper
 from tests.support.kernels import kernels_always
 from tests.support.ranks import Ranks
 from tests.support.replays import wrong_replays
@@ -134,10 +135,6 @@ def test_the_schedule_has_each_row_once_and_the_longest_tiles_first(seed: int) -
 
 
 # --- on a GPU -----------------------------------------------------------------------------------------------------------------
-
-needs_hopper = pytest.mark.skipif(
-    not torch.cuda.is_available() or torch.cuda.get_device_capability()[0] != 9, reason="needs a Hopper GPU"
-)
 
 
 @needs_hopper

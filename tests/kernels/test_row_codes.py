@@ -18,12 +18,10 @@ from model import Transformer
 from quantized.scheme import SCHEMES, on_load
 from quantized.weight import quantize, quantized_input
 from sharded_linear import ShardedLinear
+from tests.support.gpus import needs_hopper
 from tests.support.kernels import codes_as_on_a_gpu, kernels_always
 from tests.support.ranks import Ranks
 
-GPU = pytest.mark.skipif(
-    not torch.cuda.is_available() or torch.cuda.get_device_capability()[0] != 9, reason="needs a Hopper GPU"
-)
 EPS = 1e-5
 
 # --- codes --------------------------------------------------------------------------------------------------------------------
@@ -103,7 +101,7 @@ def test_values_that_are_not_finite_stay_so_in_the_interpreter(interpreters: Ran
     assert interpreters.call(not_finite, seed, "cpu", torch.float16) == []
 
 
-@GPU
+@needs_hopper
 def test_values_that_are_not_finite_stay_so_on_a_gpu(seed: int) -> None:
     assert not_finite(seed, "cuda", torch.bfloat16) == []
 
@@ -112,7 +110,7 @@ def test_codes_in_the_interpreter(interpreters: Ranks, seed: int) -> None:
     assert interpreters.call(faults, seed, "cpu", torch.float16) == []
 
 
-@GPU
+@needs_hopper
 def test_codes_on_a_gpu(seed: int) -> None:
     assert faults(seed, "cuda", torch.bfloat16) == []
 
@@ -186,7 +184,7 @@ def test_a_model_in_the_interpreter(interpreters: Ranks, in_turn: Callable[..., 
     assert interpreters.call(residual_streams, seed, "cpu", in_turn(VARIANTS, 0)) == []
 
 
-@GPU
+@needs_hopper
 @pytest.mark.parametrize("variant", VARIANTS)
 def test_a_model_on_a_gpu(variant: str, seed: int) -> None:
     assert residual_streams(seed, "cuda", variant) == []

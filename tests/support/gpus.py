@@ -8,6 +8,7 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import TextIO
 
+import pytest
 import torch
 
 import shared_gpus
@@ -18,6 +19,9 @@ MOST_LINES = 200  # of an error
 MOST_PRINTED = 4000  # characters of what ranks printed before it
 REPORT = "failed (exitcode: "  # in the first line of torchrun's report, which follows what the ranks wrote
 CPP_FRAME = re.compile(r"(\[rank\d+\]: *)?frame #\d+")  # dozens of them would hide the message
+needs_hopper = pytest.mark.skipif(
+    not torch.cuda.is_available() or torch.cuda.get_device_capability()[0] != 9, reason="needs a Hopper GPU"
+)
 
 
 def most_ranks() -> int:
