@@ -16,7 +16,7 @@ from tqdm import tqdm
 
 from cli import note
 from errors import UserError
-from figures import CYCLE, VARIANT_COLOURS, new_figure
+from figures import CYCLE, VARIANT_COLOURS, new_figure, plain_log_axis
 from files import writing
 from training.optimizer import Schedule
 from training.step import Trainer, total
@@ -198,7 +198,7 @@ def plot_run(folder: Path) -> None:
 
 def draw_losses(runs: Sequence[tuple[str, Sequence[dict[str, Any]]]], out: Path) -> None:
     """Draw the loss over steps of each run, given as its label and metrics, into `out` (.png, .svg or .pdf). A label that names a
-    variant gets that variant's colour."""
+    variant gets that variant's colour. The axis of losses is logarithmic: else the first steps hide how the last ones differ."""
     figure = new_figure(5, 3.4)
     axes = figure.subplots()
     for i, (label, lines) in enumerate(runs):
@@ -209,6 +209,7 @@ def draw_losses(runs: Sequence[tuple[str, Sequence[dict[str, Any]]]], out: Path)
         }
         axes.plot([line["step"] for line in lines], [line["loss"] for line in lines], **look)
     axes.set(xlabel="step", ylabel="loss, nats per token")
+    plain_log_axis(axes.yaxis)
     axes.grid(alpha=0.3)
     if len(runs) > 1:
         axes.legend()
