@@ -300,7 +300,7 @@ def table(entries: list[dict[str, Any]], rows: list[dict[str, Any]]) -> str:
         f"The median seed has the median of the mean exact match. "
         f"Differences are of models with the same seed{test if freedom else ''}. Perplexity over "
         f"{len(first['stories'])} held-out stories; exact match in %, {len(first['answers'][TASKS[0]])} held-out items a task, greedy, "
-        f"{first['dtype']}. Trained on {first['training']['tokens_in_corpus'] / 1e6:,.0f}M tokens each{by_versions(codes)}. Made on {where}."
+        f"{first['dtype']}. Trained on {first['training']['tokens_in_corpus'] / 1e6:,.0f}M tokens each{by_versions(codes)}. Each was evaluated on {where}."
     )
     return captioned(head, lines, caption)
 
