@@ -1,11 +1,12 @@
 """Turn a pretrained standard model into a hybrid ladder by light retraining (Ladder-residual, arXiv:2501.06589, section 5).
 
     python -m training.tokenize_data --model DIR --chat chats.jsonl --sequence-length 1024 --out chats.bin
-    python launch.py --ranks 8 -m training.adapt --model DIR --ladder-layers 16 --data chats.bin --steps 500 --out out/hybrid
+    python launch.py --ranks 8 -m training.adapt --model DIR --ladder-layers 16 --data chats.bin --out out/hybrid
 
 --ladder-layers names the layers that switch to the ladder residual: a number K for the last K layers, or a list such as 12-31.
-All weights are trained. Half of the loss, or what --distill says, is the KL divergence from the predictions of the original model,
-which every rank then also holds. The result is written to model/ under --out and is served like any checkpoint.
+All weights are trained, in four passes over the data or for --steps. Half of the loss, or what --distill says, is the KL divergence
+from the predictions of the original model, which every rank then also holds. The result is written to model/ under --out and is
+served like any checkpoint.
 """
 
 import argparse
@@ -25,11 +26,14 @@ from errors import UserError
 from hf_config import read_config
 from model import Transformer
 from tp import World, init_world
-from training.batches import Batch
+from training.batches import Batch, GlobalBatches
 from training.convert import parse_layers, to_hybrid_ladder
 from training.loop import Setup, prepare, together, train
 from training.losses import cross_entropy, distillation
 from training.options import add_batch_options, add_execution_options, add_run_options, check_numbers, dtype_of
+from training.token_file import open_tokens
+
+PASSES = 4  # over the data; docs/training.md has the accuracy after one, two and four
 
 
 def parse_args(argv: Sequence[str] | None = None) -> argparse.Namespace:
@@ -45,7 +49,7 @@ def parse_args(argv: Sequence[str] | None = None) -> argparse.Namespace:
         help="share of the loss that is the KL divergence from the predictions of the original model, 0 to 1. With 0, no rank holds "
         "the original (default: 0.5)",
     )
-    add_batch_options(parser, learning_rate=1e-5)
+    add_batch_options(parser, learning_rate=1e-5, passes=PASSES)
     add_execution_options(parser)
     add_run_options(parser)
     args = parser.parse_args(argv)
@@ -59,9 +63,12 @@ def parse_args(argv: Sequence[str] | None = None) -> argparse.Namespace:
 
 
 def setup(args: argparse.Namespace, world: World) -> Setup:
-    """Read and check everything that needs no other rank. Raises UserError."""
+    """Read and check everything that needs no other rank. Sets `args.steps` if it is None. Raises UserError."""
     original = read_config(args.model / "config.json")
     config = to_hybrid_ladder(original, parse_layers(args.ladder_layers))
+    if args.steps is None:
+        tokens = open_tokens(args.data, original.vocab_size)
+        args.steps = PASSES * GlobalBatches(tokens, args.sequence_length, args.global_batch, args.seed).steps_per_epoch
     source = open_source(str(args.model), original)
     loss = cross_entropy if args.distill == 0 else Distillation(args, original, world)
     return Setup(config, source, args.model, args.data, loss, weights_fingerprint(source, original) if args.distill else None)

@@ -73,6 +73,7 @@ def prepare(args: argparse.Namespace, world: World, setup: Setup) -> tuple[Train
         note("warning: the result will have no tokenizer, so it can only be used with token ids; name one with --tokenizer DIR")
     size = f"{setup.config.parameter_count() / 1e6:,.1f}M parameters"
     note(f"{setup.config.description}, {size}, {world.world_size} ranks; {planned.sharding} ({planned.why})")
+    note(f"{args.steps:,} steps, {args.steps / batches.steps_per_epoch:,.1f} passes over the data")
     if planned.step_seconds is not None:
         note(f"predicted step time: {planned.step_seconds * 1e3:,.0f} ms")
     run_id = [uuid.uuid4().hex]

@@ -22,7 +22,8 @@ POSITIVE = (
 )
 
 
-def add_batch_options(parser: argparse.ArgumentParser, learning_rate: float) -> None:
+def add_batch_options(parser: argparse.ArgumentParser, learning_rate: float, passes: int | None = None) -> None:
+    """passes: over the data, if --steps is left out, which the command then computes. None: --steps is required."""
     batch = parser.add_argument_group("the data, the batch and the optimizer")
     batch.add_argument(
         "--data", type=Path, required=True, metavar="FILE.bin", help="token file, written by python -m training.tokenize_data"
@@ -36,7 +37,8 @@ def add_batch_options(parser: argparse.ArgumentParser, learning_rate: float) -> 
     batch.add_argument(
         "--micro-batch", type=int, default=1, metavar="WINDOWS", help="windows that a rank computes at once (default: 1)"
     )
-    batch.add_argument("--steps", type=int, required=True, metavar="N", help="number of optimizer steps of the whole run")
+    steps = "number of optimizer steps of the whole run" + (f" (default: {passes} passes over the data)" if passes else "")
+    batch.add_argument("--steps", type=int, required=passes is None, metavar="N", help=steps)
     batch.add_argument(
         "--learning-rate", type=float, default=learning_rate, help=f"peak learning rate (default: {learning_rate:g})"
     )

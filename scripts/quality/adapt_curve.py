@@ -10,7 +10,7 @@ stories is searched with the first seed. The further seeds have that rate. Its s
 the figures. Each retrained model is a row file in --out, and workers take what has no file yet. So a command that was stopped goes
 on with the rest, each model from its last snapshot, and tries again what has failed. Rows of another version of the code stay, and
 the table says so. A model whose loss is no longer finite has a row without results. Writes adapt-curve.json, .md and .png into out
-(with --write into docs/results), also if models are missing.
+(with --write into docs/results), also if models are missing; with --epochs 4 it is adapt-curve-4-epochs.
 """
 
 import argparse
@@ -477,7 +477,8 @@ def measure_all(args: argparse.Namespace, started: float) -> None:
         print(text)
         settings = {name: getattr(args, name) for name in SETTINGS}
         content = {"machine": where, "settings": settings, "summary": entries, "rows": [brief(row) for row in rows_of(args)]}
-        results.write_table("adapt-curve", content, text, folder, lambda path: draw(entries, path))
+        name = "adapt-curve" if args.epochs == 1 else f"adapt-curve-{args.epochs}-epochs"
+        results.write_table(name, content, text, folder, lambda path: draw(entries, path))
     if (ready := len(rows_of(args))) < total(args):
         raise UserError(f"{ready} of {total(args)} models are ready; the same command goes on{''.join(failed)}")
 

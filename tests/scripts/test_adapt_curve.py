@@ -243,17 +243,17 @@ def test_bad_settings_say_what_to_do(monkeypatch: pytest.MonkeyPatch, tmp_path: 
 def test_a_small_curve_from_training_to_the_table(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     monkeypatch.setattr(adapt_curve.results, "OUT", tmp_path / "results")
     monkeypatch.setenv("OMP_NUM_THREADS", "1")
-    more = ["--distill", "0.5", "--rates", "1e-4", "--seeds", "1", "2", "--stories", "2", "--items", "2"]
+    more = ["--distill", "0.5", "--rates", "1e-4", "--epochs", "2", "--seeds", "1", "2", "--stories", "2", "--items", "2"]
     args = arguments(monkeypatch, tmp_path / "curve", *more, "--training-tokens", "20000", "--", "--device", "cpu")
     adapt_curve.main()
-    found = json.loads((tmp_path / "results" / "adapt-curve.json").read_text())
+    found = json.loads((tmp_path / "results" / "adapt-curve-2-epochs.json").read_text())
     assert [(e["layers"], e["tokens"], e.get("seeds")) for e in found["summary"]] == [(0, 0, 1), (4, 0, 1), (4, 1984, 2)]
     losses = [seeds.nats(row["heldout"]) for row in found["rows"]]
     assert losses[0] < losses[2] < losses[1] and losses[2] != losses[3]  # retraining gives a little back
     assert [bool(row["search"]) for row in found["rows"]] == [False, False, True, False]  # the rate is known for later seeds
-    assert (tmp_path / "results" / "adapt-curve.png").stat().st_size > 10_000
-    redraw.FIGURES["adapt-curve"](found, again := tmp_path / "again.png")
-    assert again.read_bytes() == (tmp_path / "results" / "adapt-curve.png").read_bytes()
+    assert (tmp_path / "results" / "adapt-curve-2-epochs.png").stat().st_size > 10_000
+    redraw.FIGURES["adapt-curve*"](found, again := tmp_path / "again.png")
+    assert again.read_bytes() == (tmp_path / "results" / "adapt-curve-2-epochs.png").read_bytes()
     assert not list((args.out / "work").iterdir())
     monkeypatch.setattr(adapt_curve.Workers, "start", lambda *_: pytest.fail("nothing is left to do"))
     adapt_curve.main()

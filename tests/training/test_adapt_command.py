@@ -96,6 +96,18 @@ def test_the_loss_is_the_mixture_that_was_asked_for(
     assert lines[0]["loss"] == pytest.approx(first_loss(standard, tokens, share), rel=1e-4)
 
 
+def test_without_a_number_of_steps_it_passes_four_times_over_the_data(
+    standard: Path, tokens: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    base = arguments(standard, tokens, tmp_path / "out", "--ladder-layers", 2)
+    lines = run(ALONE, base)
+    assert lines[-1]["step"] == 4 * (60 // BATCH)
+    assert f"{4 * (60 // BATCH)} steps, 4.0 passes over the data" in capsys.readouterr().err
+    (tmp_path / "out" / "model" / "config.json").unlink()
+    run(ALONE, [*base, "--resume"])  # the number is the same, so nothing is left to do but the export
+    assert (tmp_path / "out" / "model" / "config.json").exists()
+
+
 def test_retraining_wins_back_what_the_conversion_lost(ranks: Ranks, standard: Path, tokens: Path, tmp_path: Path) -> None:
     """On 2 ranks with all states sharded, the divergence from the original shrinks. The result is a hybrid checkpoint."""
     flags = "--ladder-layers 2-3 --steps 60 --distill 1 --learning-rate 3e-3 --sharding 2,2,2 --micro-batch 4 --gpus-per-node 2"
