@@ -34,6 +34,7 @@ from training.options import add_batch_options, add_execution_options, add_run_o
 from training.token_file import open_tokens
 
 PASSES = 4  # over the data; docs/training.md has the accuracy after one, two and four
+WARMUP = 0.05  # of the steps
 
 
 def parse_args(argv: Sequence[str] | None = None) -> argparse.Namespace:
@@ -63,12 +64,14 @@ def parse_args(argv: Sequence[str] | None = None) -> argparse.Namespace:
 
 
 def setup(args: argparse.Namespace, world: World) -> Setup:
-    """Read and check everything that needs no other rank. Sets `args.steps` if it is None. Raises UserError."""
+    """Read and check everything that needs no other rank. Sets `args.steps` and `args.warmup` if they are None. Raises UserError."""
     original = read_config(args.model / "config.json")
     config = to_hybrid_ladder(original, parse_layers(args.ladder_layers))
     if args.steps is None:
         tokens = open_tokens(args.data, original.vocab_size)
         args.steps = PASSES * GlobalBatches(tokens, args.sequence_length, args.global_batch, args.seed).steps_per_epoch
+    if args.warmup is None:
+        args.warmup = max(1, int(WARMUP * args.steps))
     source = open_source(str(args.model), original)
     loss = cross_entropy if args.distill == 0 else Distillation(args, original, world)
     return Setup(config, source, args.model, args.data, loss, weights_fingerprint(source, original) if args.distill else None)

@@ -23,7 +23,8 @@ POSITIVE = (
 
 
 def add_batch_options(parser: argparse.ArgumentParser, learning_rate: float, passes: int | None = None) -> None:
-    """passes: over the data, if --steps is left out, which the command then computes. None: --steps is required."""
+    """passes: of a command that computes --steps, as so many passes over the data, and --warmup, if they are left out. Without it,
+    --steps is required."""
     batch = parser.add_argument_group("the data, the batch and the optimizer")
     batch.add_argument(
         "--data", type=Path, required=True, metavar="FILE.bin", help="token file, written by python -m training.tokenize_data"
@@ -45,9 +46,9 @@ def add_batch_options(parser: argparse.ArgumentParser, learning_rate: float, pas
     batch.add_argument(
         "--warmup",
         type=int,
-        default=20,
+        default=20 if passes is None else None,
         metavar="STEPS",
-        help="steps of linear warm-up before the cosine schedule (default: 20)",
+        help=f"steps of linear warm-up before the cosine schedule (default: {20 if passes is None else 'a twentieth of --steps'})",
     )
     batch.add_argument(
         "--final-rate", type=float, default=0.1, help="learning rate at the end, as a share of the peak (default: 0.1)"
@@ -169,7 +170,8 @@ def check_numbers(args: argparse.Namespace, positive: Sequence[str] = POSITIVE) 
         if value is not None and not value > 0:
             raise UserError(f"--{name.replace('_', '-')} must be above 0, not {value}")
     for name in ("warmup", "weight_decay", "final_rate"):
-        if not getattr(args, name) >= 0:
+        value = getattr(args, name)
+        if value is not None and not value >= 0:
             raise UserError(f"--{name.replace('_', '-')} must not be negative")
 
 

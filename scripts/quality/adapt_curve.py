@@ -53,7 +53,6 @@ from training.metrics import Diverged, read_metrics, seconds_of
 
 DATA_SEED = 77  # of the retraining corpus, which shares short tasks with the original one, but none with the held-out ones
 SEARCH_SEED = 3  # of the held-out documents on which learning rates are compared
-WARMUP = 0.05  # of the steps
 OURS = (  # of training.adapt, or without the model that is evaluated
     "--model", "--ladder-layers", "--data", "--out", "--steps", "--warmup", "--learning-rate", "--distill", "--sequence-length",
     "--global-batch", "--seed", "--resume", "--save-every", "--log-every", "--metrics-only", "--stop-after",
@@ -206,7 +205,7 @@ def retrain(args: argparse.Namespace, cell: Cell, out: Path) -> None:
     steps = args.epochs * cell.tokens // (args.batch * args.sequence_length)
     line: list[object] = ["--model", args.model, "--ladder-layers", cell.layers, "--out", out]
     line += ["--data", data_of(args, cell.tokens)]
-    line += ["--steps", steps, "--warmup", max(1, int(WARMUP * steps)), "--learning-rate", cell.rate, "--distill", cell.distill]
+    line += ["--steps", steps, "--learning-rate", cell.rate, "--distill", cell.distill]
     line += ["--sequence-length", args.sequence_length, "--global-batch", args.batch, "--micro-batch", args.batch]
     line += ["--seed", cell.seed, "--resume", "--save-every", SAVE_EVERY, "--log-every", max(1, steps // 20), *args.more]
     settings = adapt.parse_args([str(word) for word in line])
@@ -347,13 +346,15 @@ def table(entries: list[dict[str, Any]], args: argparse.Namespace, where: dict[s
     rows = rows_of(args)
     diverged = [Cell(*(row[field.name] for field in fields(Cell))).name for row in rows if not row["heldout"]]
     epochs = f", {args.epochs} passes over the tokens" if args.epochs > 1 else ""
+    missing = total(args) - len(rows)
+    not_ready = f"Not ready: {missing} of {total(args)} models. " if missing else ""
     infinite = f"The loss did not stay finite: {', '.join(diverged)}. " if diverged else ""
     caption = (
         f"Means over seeds ± their standard error; in brackets the error over prompts. All seeds start from the same model and vary "
         f"only the windows. Recovered: of the mean exact match that conversion takes; its error is the mean's, divided by what "
         f"conversion takes, which is the same for all seeds. Learning rates searched among "
         f"{', '.join(f'{rate:g}' for rate in args.rates)} on other held-out stories; edge: the lowest or highest of them, beyond which "
-        f"another may be better. {infinite}"
+        f"another may be better. {infinite}{not_ready}"
         f"Steps of {args.batch} windows of {args.sequence_length} tokens{epochs}. Perplexity over {args.stories} held-out stories; exact match in "
         f"%, {args.items} held-out items a task, greedy. The original was trained on {args.training_tokens / 1e6:,.0f}M tokens. Made on "
         f"{describe(where)}{by_versions({row['code'] for row in rows})}."
@@ -361,12 +362,13 @@ def table(entries: list[dict[str, Any]], args: argparse.Namespace, where: dict[s
     return captioned(head, lines, caption)
 
 
-def draw(entries: list[dict[str, Any]], path: Path) -> None:
+def draw(entries: list[dict[str, Any]], epochs: int, path: Path) -> None:
     """The mean exact match, how much of the original's is missing, and the perplexity against the tokens, with errors over seeds: a
     line for each number of layers and distillation. Without the perplexity of converted models, beside which all others would look
-    the same."""
+    the same. epochs: passes over these tokens."""
     figure = new_figure(13, 3.6)
     match, missing, perplexity = figure.subplots(1, 3)
+    missing.set_yscale("symlog", linthresh=1)  # a model may be better than the original
     original = next((entry for entry in entries if not entry["layers"]), None)
     layers = sorted({entry["layers"] for entry in entries} - {0})
     shares = sorted({entry["distill"] for entry in entries if entry["tokens"]})
@@ -382,10 +384,12 @@ def draw(entries: list[dict[str, Any]], path: Path) -> None:
             draw_line(missing, mine, lost, [100 * e["mean"][1] for e in mine], look)
     if original is not None:
         match.axhline(100 * original["mean"][0], color="black", linewidth=0.8, label="original")
+        missing.axhline(0, color="black", linewidth=0.8)
         perplexity.axhline(original["perplexity"][0], color="black", linewidth=0.8)
+    for axes in (match, missing, perplexity):
+        axes.set_xlabel("retraining tokens, M" if epochs == 1 else f"distinct retraining tokens, M, {epochs} passes")
     match.set(ylabel="exact match, %, mean of tasks")
     missing.set(ylabel="exact match missing, points")
-    missing.set_yscale("symlog", linthresh=1)  # a model may be better than the original
     missing.set_yticks(ticks := [0, 1, 2, 5, 10, 20, 50, 100], labels=[str(tick) for tick in ticks])
     perplexity.set(ylabel="held-out perplexity, retrained")
     figure.legend(loc="outside right center", fontsize="small")
@@ -399,7 +403,6 @@ def draw_line(
     tokens = [entry["tokens"] / 1e6 for entry in entries]
     known = [0.0 if math.isnan(error) else error for error in errors]
     axes.errorbar(tokens, values, known, marker="o", markersize=3, capsize=3, **look)
-    axes.set(xlabel="retraining tokens, M")
     axes.grid(alpha=0.3)
 
 
@@ -478,7 +481,7 @@ def measure_all(args: argparse.Namespace, started: float) -> None:
         settings = {name: getattr(args, name) for name in SETTINGS}
         content = {"machine": where, "settings": settings, "summary": entries, "rows": [brief(row) for row in rows_of(args)]}
         name = "adapt-curve" if args.epochs == 1 else f"adapt-curve-{args.epochs}-epochs"
-        results.write_table(name, content, text, folder, lambda path: draw(entries, path))
+        results.write_table(name, content, text, folder, lambda path: draw(entries, args.epochs, path))
     if (ready := len(rows_of(args))) < total(args):
         raise UserError(f"{ready} of {total(args)} models are ready; the same command goes on{''.join(failed)}")
 

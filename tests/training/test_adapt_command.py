@@ -96,15 +96,19 @@ def test_the_loss_is_the_mixture_that_was_asked_for(
     assert lines[0]["loss"] == pytest.approx(first_loss(standard, tokens, share), rel=1e-4)
 
 
-def test_without_a_number_of_steps_it_passes_four_times_over_the_data(
+def test_without_steps_it_passes_four_times_over_the_data_and_warms_up_in_a_twentieth(
     standard: Path, tokens: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    base = arguments(standard, tokens, tmp_path / "out", "--ladder-layers", 2)
+    """The 60 windows are 30 batches of 2 in a pass. Resumed, the numbers are the same."""
+    base = arguments(standard, tokens, tmp_path / "out", "--ladder-layers", 2, "--global-batch", 2, "--learning-rate", 1e-3)
+    place = base.index("--warmup")
+    del base[place : place + 2]
     lines = run(ALONE, base)
-    assert lines[-1]["step"] == 4 * (60 // BATCH)
-    assert f"{4 * (60 // BATCH)} steps, 4.0 passes over the data" in capsys.readouterr().err
+    assert "120 steps, 4.0 passes over the data" in capsys.readouterr().err and lines[-1]["step"] == 120
+    assert [line["learning_rate"] for line in lines[:6]] == pytest.approx([1e-3 * step / 6 for step in range(1, 7)])
+    assert lines[7]["learning_rate"] < lines[6]["learning_rate"] <= 1e-3
     (tmp_path / "out" / "model" / "config.json").unlink()
-    run(ALONE, [*base, "--resume"])  # the number is the same, so nothing is left to do but the export
+    run(ALONE, [*base, "--resume"])
     assert (tmp_path / "out" / "model" / "config.json").exists()
 
 
