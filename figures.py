@@ -86,11 +86,12 @@ def byte_axis(axes: Any) -> None:
 
 def plain_log_axis(axis: Any) -> None:
     """Make `axes.xaxis` or `.yaxis` logarithmic, with few ticks and plain numbers, so that labels do not overlap."""
-    from matplotlib.ticker import FuncFormatter, LogLocator, NullFormatter
+    from matplotlib.ticker import AutoLocator, FuncFormatter, LogLocator, NullFormatter
 
     axis.axes.set(**{f"{axis.axis_name}scale": "log"})
     low, high = axis.get_view_interval()
     steps = (1.0, 2.0, 5.0) if high / low < 200 else (1.0, 3.0)
-    axis.set_major_locator(LogLocator(subs=steps, numticks=8))
+    few = high / low < 6  # with the steps there might be a single tick
+    axis.set_major_locator(AutoLocator() if few else LogLocator(subs=steps, numticks=8))
     axis.set_major_formatter(FuncFormatter(lambda value, _: f"{value:,.4g}"))
     axis.set_minor_formatter(NullFormatter())

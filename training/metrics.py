@@ -200,18 +200,18 @@ def draw_losses(runs: Sequence[tuple[str, Sequence[dict[str, Any]]]], out: Path)
     """Draw the loss over steps of each run, given as its label and metrics, into `out` (.png, .svg or .pdf). A label that names a
     variant gets that variant's colour. The axis of losses is logarithmic: else the first steps hide how the last ones differ."""
     figure = new_figure(5, 3.4)
-    axes = figure.subplots()
+    loss_curves(figure.subplots(), runs)
+    with writing(out):
+        figure.savefig(out, dpi=150)
+
+
+def loss_curves(axes: Any, runs: Sequence[tuple[str, Sequence[dict[str, Any]]]]) -> None:
+    """What `draw_losses` draws, into `axes`."""
     for i, (label, lines) in enumerate(runs):
-        look: dict[str, Any] = {
-            "color": VARIANT_COLOURS.get(label.partition(":")[0], CYCLE[i % len(CYCLE)]),
-            "linewidth": 1.2,
-            "label": label,
-        }
-        axes.plot([line["step"] for line in lines], [line["loss"] for line in lines], **look)
-    axes.set(xlabel="step", ylabel="loss, nats per token")
+        colour = VARIANT_COLOURS.get(label.partition(":")[0], CYCLE[i % len(CYCLE)])
+        axes.plot([line["step"] for line in lines], [line["loss"] for line in lines], color=colour, linewidth=1.2, label=label)
+    axes.set(xlabel="step", ylabel="training loss, nats per token")
     plain_log_axis(axes.yaxis)
     axes.grid(alpha=0.3)
     if len(runs) > 1:
         axes.legend()
-    with writing(out):
-        figure.savefig(out, dpi=150)

@@ -29,6 +29,7 @@ import torch
 
 from cli import Parser, note, run
 from errors import UserError
+from figures import new_figure
 from files import check_folder
 from options import whole_number
 from presets import preset
@@ -43,7 +44,7 @@ from scripts.lib.rows import by_versions, code_digest, read_row, write_row
 from scripts.lib.statistics import mean_error
 from tp import World, init_world
 from training.loop import prepare, take_steps, together
-from training.metrics import draw_losses, read_metrics
+from training.metrics import loss_curves, read_metrics
 from training.step import Trainer, total
 from training.token_file import open_tokens
 from training.train import parse_args as training_args
@@ -310,6 +311,23 @@ def differences(losses: dict[str, float]) -> tuple[dict[str, float], float]:
     return {label: loss - losses[BASE] for label, loss in losses.items() if label != BASE}, noise
 
 
+def draw(found: dict[str, Lines], path: Path) -> None:
+    """Left, the training losses. Right, the last half of the steps: each loss less that of the first seed of BASE, both as means of
+    LAST log lines."""
+    figure = new_figure(10, 3.4)
+    left, right = figure.subplots(1, 2)
+    loss_curves(left, list(found.items()))
+    last = common_step(found)
+    for line in left.get_lines():
+        if BASE in found:
+            steps = [step for step in map(int, line.get_xdata()) if last / 2 <= step <= last]
+            apart = [loss_at(found[line.get_label()], step) - loss_at(found[BASE], step) for step in steps]
+            right.plot(steps, apart, color=line.get_color(), linewidth=1.2)
+    right.set(xlabel="step", ylabel=f"against {BASE}, nats per token")
+    right.grid(alpha=0.3)
+    figure.savefig(path, dpi=150)
+
+
 def table(args: argparse.Namespace, found: dict[str, Lines], losses: dict[str, float], where: dict[str, Any]) -> str:
     """A Markdown table of each model's loss at the last common step, its held-out loss if it is known, the difference of that, and
     its median speed, with a caption."""
@@ -332,7 +350,7 @@ def table(args: argparse.Namespace, found: dict[str, Lines], losses: dict[str, f
     versions = set[str]().union(*(codes(args, label) for label in found))
     not_ready = f" Not ready, because its training failed or was stopped: {'; '.join(missing)}." if missing else ""
     caption = (
-        f"{args.model} on {args.ranks} ranks, {batch}, {tokens}, synthetic corpus. Training losses are means of up to "
+        f"{args.model} on {args.ranks} rank{'s' if args.ranks > 1 else ''}, {batch}, {tokens}, synthetic corpus. Training losses are means of up to "
         f"{LAST} log lines, {LOG_EVERY} steps apart. Held-out losses, after the last step, are of the same {HELDOUT_STEPS} batches of "
         f"windows for all models.{'' if math.isnan(noise) else known}{not_ready} Step times are medians. Made on "
         f"{machines(args, list(found), where)}{by_versions(versions)}."
@@ -363,7 +381,7 @@ def main() -> None:
         about = {"machine": where, "settings": shown, "common_step": common_step(found)}
         about |= {"heldout": losses, "differences": lost, "noise": noise}
         content = about | {"metrics": found}
-        results.write_table(name, content, text, folder, lambda path: draw_losses(list(found.items()), path))
+        results.write_table(name, content, text, folder, lambda path: draw(found, path))
     if missing := [label for label in models(args) if label not in losses]:
         raise UserError(f"not ready: {'; '.join(missing)}. Failed: {'; '.join(failed) or 'none'}. The same command goes on")
 

@@ -16,7 +16,7 @@ from typing import Any
 from cli import Parser, note, run
 from scripts.bench.training.tables import plot, table
 from scripts.lib.results import RESULTS, add_write_option, made, results_folder
-from scripts.quality import adapt_curve, divergence, seeds
+from scripts.quality import adapt_curve, divergence, pretrain_variants, seeds
 from scripts.report import performance
 from training.metrics import draw_losses
 
@@ -26,7 +26,7 @@ FIGURES: dict[str, Callable[[Any, Path], object]] = {  # names of raw files, and
     "adapt": lambda found, out: draw_losses(list(found["metrics"].items()), out),
     "adapt-curve*": lambda found, out: adapt_curve.draw(found["summary"], found["settings"].get("epochs", 1), out),
     "divergence*": lambda found, out: divergence.plot(found["rows"], found["tokens"], out),
-    "pretrain-*": lambda found, out: draw_losses(list(found["metrics"].items()), out),
+    "pretrain-*": lambda found, out: pretrain_variants.draw(found["metrics"], out),
 }
 
 

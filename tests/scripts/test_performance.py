@@ -9,7 +9,7 @@ from statistics import median
 
 import pytest
 
-from figures import COMMUNICATORS
+from figures import COMMUNICATORS, new_figure, plain_log_axis
 from scripts import trace
 from scripts.bench.kernels import linear
 from scripts.bench.training.rank import SYSTEMS
@@ -255,3 +255,15 @@ def test_a_trace_without_gpu_kernels_has_no_such_table() -> None:
         {"ph": "X", "name": "aten::mm", "ts": 1, "dur": 2, "tid": 1},
     ]
     assert trace.gpu_times(events, trace.timeline(events)) == {}
+
+
+def test_a_logarithmic_axis_has_several_ticks(seed: int) -> None:
+    """Over any range of half an octave to four decades."""
+    draws = random.Random(seed)
+    for _ in range(200):
+        low, ratio = 10 ** draws.uniform(-3, 4), 10 ** draws.uniform(0.18, 4)
+        axes = new_figure(4, 3).subplots()
+        axes.plot([0, 1], [low, low * ratio])
+        plain_log_axis(axes.yaxis)
+        bottom, top = axes.yaxis.get_view_interval()
+        assert sum(bottom <= tick <= top for tick in axes.yaxis.get_majorticklocs()) >= 2, (bottom, top)
