@@ -12,6 +12,7 @@ accuracy-weights.json and .md into out (with --write into docs/results).
 """
 
 import argparse
+import json
 import math
 import tempfile
 from collections.abc import Callable
@@ -21,7 +22,7 @@ from typing import Any
 import torch
 from tqdm import tqdm
 
-from cli import Parser, run
+from cli import Parser, note, run
 from engine import LLM
 from errors import UserError
 from options import dtype_name, whole_number
@@ -29,7 +30,7 @@ from presets import model_config
 from scripts.lib.machine import describe, machine
 from scripts.lib.markdown import captioned
 from scripts.lib.results import OUT, ROOT, add_write_option, results_folder, write_table
-from scripts.lib.rows import code_digest, kept, row_file, weights_checksum
+from scripts.lib.rows import code_digest, row_file, weights_checksum, write_row
 from scripts.lib.statistics import ratio_error
 from scripts.quality.heldout import TASKS, held_out_stories, likelihoods, matches
 from scripts.quantize import LENGTH, SAMPLES, quantize_model
@@ -62,11 +63,11 @@ def evaluate(path: Path, width: str, stories: int, items: int) -> dict[str, Any]
     }
 
 
-def measured(path: Path, width: str, args: argparse.Namespace, folder: Path) -> dict[str, Any]:
-    """The evaluation of one model and width, from its file in `folder` if that has the same settings."""
+def file_of(path: Path, width: str, args: argparse.Namespace) -> Path:
+    """The file of the evaluation of one model and width with these settings."""
     settings = {"stories": args.stories, "items": args.items, "weights": weights_checksum(path), "of": "tokens"}
     settings |= {"torch": torch.__version__, "cuda": torch.cuda.is_available(), "code": code_digest()}
-    return kept(row_file(folder, f"{path.name}-{width}", settings), lambda: evaluate(path, width, args.stories, args.items))
+    return row_file(OUT / "accuracy-weights", f"{path.name}-{width}", settings)
 
 
 # --- differences --------------------------------------------------------------------------------------------------------------
@@ -164,20 +165,19 @@ def main() -> None:
     parser.add_argument("--items", type=whole_number(1), default=200, metavar="N", help="prompts of a task (default: 200)")
     add_write_option(parser)
     args = parser.parse_args()
-    folder, cells = results_folder(args), OUT / "accuracy-weights"
-    cells.mkdir(parents=True, exist_ok=True)
+    folder = results_folder(args)
     for path in args.models:
         if model_config(str(path), None, 1).quantization is not None:
             raise UserError(f"{path} is quantized already; name checkpoints in 16 or 32 bits")
     widths = list(dict.fromkeys([PLAIN, *args.widths]))
-    found: dict[Path, dict[str, dict[str, Any]]] = {}
-    with tqdm(total=len(args.models) * len(widths), unit="evaluation") as bar:
-        for path in args.models:
-            found[path] = {}
-            for width in widths:
-                bar.set_description(f"{path.name}, {width}")
-                found[path][width] = measured(path, width, args, cells)
-                bar.update()
+    files = {(path, width): file_of(path, width, args) for path in args.models for width in widths}
+    todo = {cell: file for cell, file in files.items() if not file.exists()}
+    note(f"{len(todo)} of {len(files)} evaluations are left; after the first the bar says how long they will take")
+    with tqdm(todo.items(), unit="evaluation") as bar:  # those that are kept would make its estimate too short
+        for (path, width), file in bar:
+            bar.set_description(f"{path.name}, {width}")
+            write_row(file, evaluate(path, width, args.stories, args.items))
+    found = {path: {width: json.loads(files[path, width].read_text()) for width in widths} for path in args.models}
     where, rows = machine(), [row for path in args.models for row in rows_of(path, found[path])]
     text = table(rows, args, where)
     print(text)
