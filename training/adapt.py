@@ -26,15 +26,11 @@ from errors import UserError
 from hf_config import read_config
 from model import Transformer
 from tp import World, init_world
-from training.batches import Batch, GlobalBatches
+from training.batches import Batch
 from training.convert import parse_layers, to_hybrid_ladder
 from training.loop import Setup, prepare, together, train
 from training.losses import cross_entropy, distillation
 from training.options import add_batch_options, add_execution_options, add_run_options, check_numbers, dtype_of
-from training.token_file import open_tokens
-
-PASSES = 4  # over the data; docs/training.md has the accuracy after one, two and four
-WARMUP = 0.05  # of the steps
 
 
 def parse_args(argv: Sequence[str] | None = None) -> argparse.Namespace:
@@ -50,7 +46,7 @@ def parse_args(argv: Sequence[str] | None = None) -> argparse.Namespace:
         help="share of the loss that is the KL divergence from the predictions of the original model, 0 to 1. With 0, no rank holds "
         "the original (default: 0.5)",
     )
-    add_batch_options(parser, learning_rate=1e-5, passes=PASSES)
+    add_batch_options(parser, learning_rate=1e-5, by_passes=True)
     add_execution_options(parser)
     add_run_options(parser)
     args = parser.parse_args(argv)
@@ -64,14 +60,9 @@ def parse_args(argv: Sequence[str] | None = None) -> argparse.Namespace:
 
 
 def setup(args: argparse.Namespace, world: World) -> Setup:
-    """Read and check everything that needs no other rank. Sets `args.steps` and `args.warmup` if they are None. Raises UserError."""
+    """Read and check everything that needs no other rank. Raises UserError."""
     original = read_config(args.model / "config.json")
     config = to_hybrid_ladder(original, parse_layers(args.ladder_layers))
-    if args.steps is None:
-        tokens = open_tokens(args.data, original.vocab_size)
-        args.steps = PASSES * GlobalBatches(tokens, args.sequence_length, args.global_batch, args.seed).steps_per_epoch
-    if args.warmup is None:
-        args.warmup = max(1, int(WARMUP * args.steps))
     source = open_source(str(args.model), original)
     loss = cross_entropy if args.distill == 0 else Distillation(args, original, world)
     return Setup(config, source, args.model, args.data, loss, weights_fingerprint(source, original) if args.distill else None)

@@ -26,7 +26,7 @@ from training.executor import Executor
 from training.initialize import empty_model, materializer
 from training.metrics import ModelMeter, plot_run
 from training.optimizer import Optimizer
-from training.options import adam_of, dtype_of, ranks_mesh, schedule_of
+from training.options import adam_of, complete_steps, dtype_of, ranks_mesh, schedule_of
 from training.planner.cost import forward_flops
 from training.sharding_choice import Planned, execution_of, plan, workload_of
 from training.snapshot import Snapshots
@@ -67,13 +67,15 @@ def together(world: World, work: Callable[[], T]) -> T:
 
 
 def prepare(args: argparse.Namespace, world: World, setup: Setup) -> tuple[Trainer, Snapshots]:
-    """Check everything, build the trainer, and resume if asked. Collective. Raises UserError."""
+    """Check everything, set the options that depend on the data, build the trainer, and resume if asked. Collective. Raises
+    UserError."""
     batches, planned = together(world, lambda: _check(args, world, setup))
     if not args.metrics_only and (setup.tokenizer_from is None or find_tokenizer(setup.tokenizer_from) is None):
         note("warning: the result will have no tokenizer, so it can only be used with token ids; name one with --tokenizer DIR")
     size = f"{setup.config.parameter_count() / 1e6:,.1f}M parameters"
     note(f"{setup.config.description}, {size}, {world.world_size} ranks; {planned.sharding} ({planned.why})")
-    note(f"{args.steps:,} steps, {args.steps / batches.steps_per_epoch:,.1f} passes over the data")
+    passes = f"{args.steps / batches.steps_per_epoch:,.1f} passes over the data"
+    note(f"{args.steps:,} steps, {args.warmup:,} of them warm-up: {passes}")
     if planned.step_seconds is not None:
         note(f"predicted step time: {planned.step_seconds * 1e3:,.0f} ms")
     run_id = [uuid.uuid4().hex]
@@ -100,6 +102,7 @@ def _check(args: argparse.Namespace, world: World, setup: Setup) -> tuple[Global
     if setup.tokenizer_from is not None:
         check_tokenizer(tokens, setup.tokenizer_from)
     batches = GlobalBatches(tokens, args.sequence_length, args.global_batch, args.seed)
+    complete_steps(args, batches.steps_per_epoch)
     mesh = ranks_mesh(args, world.world_size)
     empty_model(setup.config, world.device, dtype_of(args, world.device))
     check_folder(args.out)

@@ -16,15 +16,16 @@ from training.optimizer import AdamSettings, Schedule
 from training.planner.workload import OVERLAPS
 from training.sharding import Mesh
 
+PASSES = 4  # of adaptation; docs/training.md has the accuracy after one, two and four
+WARMUP = 20  # steps of adaptation for each step of warm-up
 POSITIVE = (
     *("sequence_length", "global_batch", "micro_batch", "steps", "save_every", "keep", "log_every"),
     *("learning_rate", "clip", "gpus_per_node", "stop_after"),
 )
 
 
-def add_batch_options(parser: argparse.ArgumentParser, learning_rate: float, passes: int | None = None) -> None:
-    """passes: of a command that computes --steps, as so many passes over the data, and --warmup, if they are left out. Without it,
-    --steps is required."""
+def add_batch_options(parser: argparse.ArgumentParser, learning_rate: float, by_passes: bool = False) -> None:
+    """by_passes: --steps and --warmup may be left out, and the command calls `complete_steps`."""
     batch = parser.add_argument_group("the data, the batch and the optimizer")
     batch.add_argument(
         "--data", type=Path, required=True, metavar="FILE.bin", help="token file, written by python -m training.tokenize_data"
@@ -38,17 +39,17 @@ def add_batch_options(parser: argparse.ArgumentParser, learning_rate: float, pas
     batch.add_argument(
         "--micro-batch", type=int, default=1, metavar="WINDOWS", help="windows that a rank computes at once (default: 1)"
     )
-    steps = "number of optimizer steps of the whole run" + (f" (default: {passes} passes over the data)" if passes else "")
-    batch.add_argument("--steps", type=int, required=passes is None, metavar="N", help=steps)
+    steps = "number of optimizer steps of the whole run" + (f" (default: {PASSES} passes over the data)" if by_passes else "")
+    batch.add_argument("--steps", type=int, required=not by_passes, metavar="N", help=steps)
     batch.add_argument(
         "--learning-rate", type=float, default=learning_rate, help=f"peak learning rate (default: {learning_rate:g})"
     )
     batch.add_argument(
         "--warmup",
         type=int,
-        default=20 if passes is None else None,
+        default=None if by_passes else 20,
         metavar="STEPS",
-        help=f"steps of linear warm-up before the cosine schedule (default: {20 if passes is None else 'a twentieth of --steps'})",
+        help=f"steps of linear warm-up before the cosine schedule (default: {f'--steps / {WARMUP}' if by_passes else 20})",
     )
     batch.add_argument(
         "--final-rate", type=float, default=0.1, help="learning rate at the end, as a share of the peak (default: 0.1)"
@@ -173,6 +174,14 @@ def check_numbers(args: argparse.Namespace, positive: Sequence[str] = POSITIVE) 
         value = getattr(args, name)
         if value is not None and not value >= 0:
             raise UserError(f"--{name.replace('_', '-')} must not be negative")
+
+
+def complete_steps(args: argparse.Namespace, steps_per_pass: int) -> None:
+    """Set `args.steps` and `args.warmup` if they were left out. steps_per_pass: over the data."""
+    if args.steps is None:
+        args.steps = PASSES * steps_per_pass
+    if args.warmup is None:
+        args.warmup = max(1, args.steps // WARMUP)
 
 
 def schedule_of(args: argparse.Namespace) -> Schedule:

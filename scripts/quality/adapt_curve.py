@@ -6,8 +6,8 @@ distillation.
         --sequence-length 128 --batch 4 --stories 20 --items 5 --out /tmp/curve    # a try on a CPU
 
 For each number of layers, share of the training tokens and distillation, the learning rate with the lowest loss on held-out
-stories is searched with the first seed. The further seeds have that rate. Its stories and prompts have another seed than those of
-the figures. Each retrained model is a row file in --out, and workers take what has no file yet. So a command that was stopped goes
+stories is searched with the first seed. The further seeds have that rate. These stories have another seed than those of the
+figures. Each retrained model is a row file in --out, and workers take what has no file yet. So a command that was stopped goes
 on with the rest, each model from its last snapshot, and tries again what has failed. Rows of another version of the code stay, and
 the table says so. A model whose loss is no longer finite has a row without results. Writes adapt-curve.json, .md and .png into out
 (with --write into docs/results), also if models are missing; with --epochs 4 it is adapt-curve-4-epochs.
