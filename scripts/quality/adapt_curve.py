@@ -104,10 +104,8 @@ checksum = cache(weights_checksum)
 
 
 def file_of(args: argparse.Namespace, cell: Cell) -> Path:
-    names = ("batch", "sequence_length", "stories", "items", "more")
+    names = ("batch", "sequence_length", "epochs", "stories", "items", "more")
     settings = {name: getattr(args, name) for name in names} | {"weights": checksum(args.model), "cell": asdict(cell)}
-    if args.epochs > 1:  # rows of one epoch are older than this setting
-        settings["epochs"] = args.epochs
     return row_file(args.out / "rows", cell.name, settings)
 
 

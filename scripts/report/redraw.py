@@ -24,7 +24,7 @@ FOLDERS = sorted(path for path in RESULTS.iterdir() if path.is_dir())  # of GPU 
 FIGURES: dict[str, Callable[[Any, Path], object]] = {  # names of raw files, and what draws their figure
     "accuracy-seeds": lambda found, out: seeds.draw(found["rows"], found["summary"], out),
     "adapt": lambda found, out: draw_losses(list(found["metrics"].items()), out),
-    "adapt-curve*": lambda found, out: adapt_curve.draw(found["summary"], found["settings"].get("epochs", 1), out),
+    "adapt-curve*": lambda found, out: adapt_curve.draw(found["summary"], found["settings"]["epochs"], out),
     "divergence*": lambda found, out: divergence.plot(found["rows"], found["tokens"], out),
     "pretrain-*": lambda found, out: pretrain_variants.draw(found["metrics"], out),
 }
