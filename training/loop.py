@@ -74,8 +74,8 @@ def prepare(args: argparse.Namespace, world: World, setup: Setup) -> tuple[Train
         note("warning: the result will have no tokenizer, so it can only be used with token ids; name one with --tokenizer DIR")
     size = f"{setup.config.parameter_count() / 1e6:,.1f}M parameters"
     note(f"{setup.config.description}, {size}, {world.world_size} ranks; {planned.sharding} ({planned.why})")
-    passes = f"{args.steps / batches.steps_per_epoch:,.1f} passes over the data"
-    note(f"{args.steps:,} steps, {args.warmup:,} of them warm-up: {passes}")
+    passes = args.steps / batches.steps_per_epoch
+    note(f"{args.steps:,} steps, {passes:,.1f} passes over the data; a warm-up of {args.warmup:,} steps")
     if planned.step_seconds is not None:
         note(f"predicted step time: {planned.step_seconds * 1e3:,.0f} ms")
     run_id = [uuid.uuid4().hex]

@@ -312,17 +312,16 @@ def differences(losses: dict[str, float]) -> tuple[dict[str, float], float]:
 
 
 def draw(found: dict[str, Lines], path: Path) -> None:
-    """Left, the training losses. Right, the last half of the steps: each loss less that of the first seed of BASE, both as means of
-    LAST log lines."""
+    """Left, the training losses. Right, the last half of the steps: each loss less that of the first seed of BASE, if there is one,
+    both as means of LAST log lines."""
     figure = new_figure(10, 3.4)
     left, right = figure.subplots(1, 2)
     loss_curves(left, list(found.items()))
     last = common_step(found)
-    for line in left.get_lines():
-        if BASE in found:
-            steps = [step for step in map(int, line.get_xdata()) if last / 2 <= step <= last]
-            apart = [loss_at(found[line.get_label()], step) - loss_at(found[BASE], step) for step in steps]
-            right.plot(steps, apart, color=line.get_color(), linewidth=1.2)
+    for lines, drawn in zip(found.values(), left.get_lines(), strict=True):
+        steps = [line["step"] for line in lines if last / 2 <= line["step"] <= last and BASE in found]
+        apart = [loss_at(lines, step) - loss_at(found[BASE], step) for step in steps]
+        right.plot(steps, apart, color=drawn.get_color(), linewidth=1.2)
     right.set(xlabel="step", ylabel=f"against {BASE}, nats per token")
     right.grid(alpha=0.3)
     figure.savefig(path, dpi=150)

@@ -104,7 +104,7 @@ def test_without_steps_it_passes_four_times_over_the_data_and_warms_up_in_a_twen
     place = base.index("--warmup")
     del base[place : place + 2]
     lines = run(ALONE, base)
-    assert "120 steps, 6 of them warm-up: 4.0 passes over the data" in capsys.readouterr().err and lines[-1]["step"] == 120
+    assert "120 steps, 4.0 passes over the data; a warm-up of 6 steps" in capsys.readouterr().err and lines[-1]["step"] == 120
     assert [line["learning_rate"] for line in lines[:6]] == pytest.approx([1e-3 * step / 6 for step in range(1, 7)])
     assert lines[7]["learning_rate"] < lines[6]["learning_rate"] <= 1e-3
     (tmp_path / "out" / "model" / "config.json").unlink()
