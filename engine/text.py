@@ -7,6 +7,8 @@ import msgspec
 from engine.protocol import SamplingParams, TokenLogprobs, TokenOutput
 from tokenizer import IncrementalDetokenizer, Tokenizer
 
+SIGNS = 0xD800  # lone surrogates, which are in no decoded text: each stands for one hidden special token
+
 
 class Delta(msgspec.Struct):  # made for every token; a dataclass takes twice as long to make
     """The new part of one answer."""
@@ -80,7 +82,10 @@ class TextStream:
             prompt_ids = [i for i in prompt_ids if i in self._text_ids]
         kept = params.kept_special
         self._detokenizer = IncrementalDetokenizer(tokenizer, params.skip_special, prompt_ids, kept) if tokenizer else None
-        self._stop, self._stop_ids = tuple(params.stop), frozenset(params.stop_token_ids)
+        self._signs = _spelled(tokenizer, params) if tokenizer and params.stop and params.skip_special else {}
+        self._stop_ids, self._stops = frozenset(params.stop_token_ids), {stop: stop for stop in params.stop}
+        if self._signs and tokenizer:
+            self._stops |= {_with_signs(stop, tokenizer, self._signs): stop for stop in params.stop}
         self._include_stop, self._min_tokens = params.include_stop, params.min_tokens
         self._held = ""  # text that might be the start of a stop string
         self.token_count = 0
@@ -92,6 +97,7 @@ class TextStream:
         is_stop = token_id in self._stop_ids
         if self._detokenizer and token_id in self._text_ids and (self._include_stop or not is_stop):
             self._append(self._detokenizer.push(token_id))
+        self._held += self._signs.get(token_id, "")
         if is_stop and self.token_count > self._min_tokens:
             self.stop_reason = token_id
         return self._release()
@@ -101,35 +107,52 @@ class TextStream:
         if self._detokenizer and not isinstance(self.stop_reason, str):
             self._append(self._detokenizer.flush())
         released, self._held = self._find_stop(), ""
-        return released
+        return self._without_signs(released)
 
     def _append(self, text: str) -> None:
         self._held += text
         self.decoded += len(text)
 
     def _release(self) -> str:
-        if not self._stop or self.token_count <= self._min_tokens:
+        if not self._stops or self.token_count <= self._min_tokens:
             released, self._held = self._held, ""
-            return released
+            return self._without_signs(released)
         text = self._find_stop()
         if isinstance(self.stop_reason, str):
             self._held = ""
             return text
         cut = len(text) - self._possible_stop()
         self._held = text[cut:]
-        return text[:cut]
+        return self._without_signs(text[:cut])
 
     def _find_stop(self) -> str:
         """The held text, cut at the stop string that ends first, if there is one. Then sets `stop_reason`."""
         if self.token_count <= self._min_tokens:
             return self._held
-        ends = [(at + len(s), at, s) for s in self._stop if (at := self._held.find(s)) >= 0]
+        ends = [(at + len(s), at, stop) for s, stop in self._stops.items() if (at := self._held.find(s)) >= 0]
         if not ends:
             return self._held
-        end, start, self.stop_reason = min(ends)
-        return self._held[: end if self._include_stop else start]
+        _, start, stop = min(ends)
+        self.stop_reason = stop
+        return self._without_signs(self._held[:start]) + stop * self._include_stop
 
     def _possible_stop(self) -> int:
         """Length of the longest suffix of the held text that is a prefix of a stop string."""
-        longest = min(len(self._held), max(map(len, self._stop)) - 1)
-        return next((n for n in range(longest, 0, -1) if any(s.startswith(self._held[-n:]) for s in self._stop)), 0)
+        longest = min(len(self._held), max(map(len, self._stops)) - 1)
+        return next((n for n in range(longest, 0, -1) if any(s.startswith(self._held[-n:]) for s in self._stops)), 0)
+
+    def _without_signs(self, text: str) -> str:
+        return "".join(c for c in text if c not in self._signs.values()) if self._signs else text
+
+
+def _spelled(tokenizer: Tokenizer, params: SamplingParams) -> dict[int, str]:
+    """A sign for each special token that a stop string spells and the text hides, by its id."""
+    hidden = [(text, i) for text, i in tokenizer.special_texts.items() if i not in params.kept_special]
+    found = [i for text, i in hidden if any(text in stop for stop in params.stop)]
+    return {i: chr(SIGNS + n) for n, i in enumerate(found)}
+
+
+def _with_signs(stop: str, tokenizer: Tokenizer, signs: dict[int, str]) -> str:
+    for i in sorted(signs, key=lambda i: len(tokenizer.token_text(i)), reverse=True):
+        stop = stop.replace(tokenizer.token_text(i), signs[i])
+    return stop

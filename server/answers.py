@@ -161,13 +161,6 @@ class GenerationRequest(ABC):
             return None
         return by_id_layout(self.service.tokenizer, delta.prompt_logprobs, self.top_prompt_logprobs)
 
-    def end_chunk(self, choice: dict[str, Any], delta: Delta) -> dict[str, Any]:
-        """`choice` with the fields that end a chunk at both endpoints."""
-        if delta.finish_reason:
-            choice["stop_reason"] = delta.stop_reason
-        choice |= self.of_tokens(delta)
-        return choice
-
     def of_tokens(self, delta: Delta) -> dict[str, list[Any] | None]:
         """The lists that the request asks for with a value for each token, besides the log-probabilities."""
         found: dict[str, list[Any] | None] = {"token_ids": delta.token_ids} if self.with_ids else {}

@@ -162,10 +162,12 @@ class _ChoiceStream:
             new = [{}]
         chunks += map(self._chunk, new)
         if new:  # what belongs to the whole delta is in its last chunk
-            last = chunks[-1]
-            last["finish_reason"] = "tool_calls" if self._reader.called else delta.finish_reason
-            last["logprobs"] = chat.logprobs(delta)
-            chat.end_chunk(last, delta)
+            chunks[-1] |= {"logprobs": chat.logprobs(delta), **chat.of_tokens(delta)}
+        if delta.finish_reason:  # in a chunk with no part of the answer
+            if new != [{}]:
+                chunks.append(self._chunk({}))
+            reason = "tool_calls" if self._reader.called else delta.finish_reason
+            chunks[-1] |= {"finish_reason": reason, "stop_reason": delta.stop_reason}
         return chunks
 
     def _layouts(self, parts: Sequence[Part]) -> list[dict[str, Any]]:

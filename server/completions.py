@@ -84,13 +84,16 @@ class CompletionStream(Chunks):
         self._request = request
 
     def push(self, delta: Delta) -> bytes:
-        request = self._request
-        # An incomplete character or a possible start of a stop string needs no chunk yet.
-        if not (delta.text or delta.finish_reason or request.every_delta or (delta.first and request.echo)):
-            return b""
+        request, events = self._request, b""
         prompt = request.plan.prompt(delta.index) if delta.first else None
-        choice = request.begin(delta.index, delta.text, prompt, request.logprobs(delta), delta.finish_reason)
-        return self.event(request.end_chunk(choice, delta))
+        # An incomplete character or a possible start of a stop string needs no chunk yet.
+        if delta.text or request.every_delta or (delta.first and request.echo):
+            choice = request.begin(delta.index, delta.text, prompt, request.logprobs(delta), None)
+            events, prompt = self.event(choice | request.of_tokens(delta)), None
+        if delta.finish_reason:  # in a chunk without text
+            choice = request.begin(delta.index, "", prompt, None, delta.finish_reason)
+            events += self.event(choice | {"stop_reason": delta.stop_reason})
+        return events
 
 
 async def read_prompts(service: Service, body: CompletionBody, size: int) -> list[Prompt]:

@@ -194,6 +194,42 @@ def test_overlapping_stop_strings(text: str, stop: list[str], expected: str) -> 
     assert (output.text, output.finish_reason) == (expected, "stop")
 
 
+@pytest.mark.parametrize("include", [False, True])
+def test_a_stop_string_may_spell_a_special_token(seed: int, include: bool) -> None:
+    """By definition: decode with this special token, cut at the stop string, and take it out of the rest."""
+    rng = random.Random(seed)
+    mark, other = rng.sample([i for i in sorted(TOKENIZER.special_ids) if TOKENIZER.token_text(i)], 2)
+    sign, stops = TOKENIZER.token_text(mark), 0
+    for _ in range(100):
+        ids = TOKENIZER.encode("a cat sat on a mat", add_special_tokens=False)
+        for added in (mark, mark, other, other):
+            ids.insert(rng.randrange(len(ids) + 1), added)
+        whole = TOKENIZER.decode([i for i in ids if i != other], skip_special_tokens=False)
+        stop = rng.choice([sign, f"t{sign}", f"at{sign}", f"{sign} on", f"a{sign} ", sign + sign, f"{sign}z"])
+        before, found, _ = whole.partition(stop)
+        least = rng.choice([0, 0, len(ids)])
+        params = SamplingParams(max_tokens=99, stop=[stop], include_stop=include, min_tokens=least)
+        output, text, reason = AnswerStream(0, TOKENIZER, [], params), "", None
+        for i in ids:
+            delta = output.push(TokenOutput("", [i]))
+            assert delta is not None
+            text, reason = text + delta.text, delta.stop_reason
+            if delta.finish_reason:
+                break
+        stops += reason is not None
+        if least:
+            before, found = whole, ""
+        delta = None if found else output.push(TokenOutput("", [], "length"))
+        text += delta.text if delta else ""
+        assert (text, reason) == (before.replace(sign, "") + found * include, stop if found else None), (whole, stop)
+    assert stops
+    # it is also an end token: the client has named it, so it counts as a stop string
+    params = SamplingParams(max_tokens=99, stop=[sign], include_stop=include, stop_token_ids=[mark], min_tokens=1)
+    output = AnswerStream(0, TOKENIZER, [], params)
+    ends = [delta for delta in [output.push(TokenOutput("", [mark])) for _ in range(2)] if delta]
+    assert [(delta.text, delta.stop_reason) for delta in ends] == [("", None), (sign * include, sign)]
+
+
 def test_a_stop_string_counts_from_the_first_generated_character() -> None:
     """A stop string that begins in the prompt does not count."""
     output = Output(TOKENIZER.encode("the en"), 100, frozenset(), ["end"])

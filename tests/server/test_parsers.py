@@ -306,6 +306,7 @@ def merged(events: list[dict[str, Any]]) -> dict[str, Any]:
             message["tool_calls"][call["index"]]["arguments"] += call["function"]["arguments"]
         ids += last.get("token_ids", [])
         logprobs += (last["logprobs"] or {}).get("content", [])
+    assert last["delta"] == {}
     return {**message, "finish_reason": last["finish_reason"], "token_ids": ids, "logprobs": logprobs}
 
 
