@@ -92,10 +92,9 @@ class ChatRequest(GenerationRequest):
     def reply(self, choices: Sequence[WholeChoice]) -> dict[str, Any]:
         reply = self.head(self.kind) | {"choices": [self._choice(i, choice) for i, choice in enumerate(choices)]}
         reply["usage"] = self.usage.report()
-        if self.top_prompt_logprobs is not None:
-            reply["prompt_logprobs"] = choices[0].prompt_logprobs
-        if self.with_ids:
-            reply["prompt_token_ids"] = self.plan.prompts[0].ids
+        # null where nothing was asked for, as in vLLM's answers: its clients read both fields in any case
+        reply["prompt_logprobs"] = None if self.top_prompt_logprobs is None else choices[0].prompt_logprobs
+        reply["prompt_token_ids"] = self.plan.prompts[0].ids if self.with_ids else None
         return reply
 
     def part_reader(self, index: int) -> PartReader:
@@ -110,6 +109,7 @@ class ChatRequest(GenerationRequest):
             "logprobs": whole.logprobs.finish() or None,
             "finish_reason": "tool_calls" if reader and reader.called else whole.finish_reason,
             "stop_reason": whole.stop_reason,
+            "token_ids": None,
         }
         return choice | whole.ids.finish()
 

@@ -58,7 +58,9 @@ class CompletionRequest(GenerationRequest):
     def _whole(self, index: int, prompt: Prompt, whole: WholeChoice) -> dict[str, Any]:
         logprobs = whole.logprobs.finish() or None
         choice = self.begin(index, whole.text, prompt, logprobs, whole.finish_reason)
-        choice["stop_reason"] = whole.stop_reason
+        # null where nothing was asked for, as in vLLM's answers: its clients read these fields in any case
+        nulls = {"prompt_logprobs": None, "prompt_token_ids": None, "token_ids": None}
+        choice = nulls | choice | {"stop_reason": whole.stop_reason}
         if self.top_prompt_logprobs is not None:
             choice["prompt_logprobs"] = whole.prompt_logprobs
         return choice | whole.ids.finish()

@@ -172,7 +172,10 @@ def install(app: "FastAPI") -> None:
         if not isinstance(e, ApiError):
             if isinstance(e.__cause__, (ValueError, RecursionError)):  # FastAPI could not read the body
                 return unparsable(e.__cause__).response(request.scope)
-            message = f"no such path: {request.method} {request.url.path}" if e.status_code == 404 else str(e.detail)
+            path, message = request.url.path, str(e.detail)
+            if e.status_code == 404:
+                message = f"no such path: {request.method} {path}"
+                message += "" if path.startswith("/v1/") else "; the API's paths begin with /v1/, as /docs shows"
             headers = {**(e.headers or {})}
             if headers.get("Allow") == "GET":
                 headers["Allow"] = "GET, HEAD"  # RequestScope answers HEAD as GET

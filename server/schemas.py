@@ -130,7 +130,7 @@ class StreamOptions(Checked):
     """Options of a stream. They have no effect without `stream`."""
 
     include_usage: bool | None = Field(None, description="A last chunk with `usage` and no choices.")
-    continuous_usage_stats: bool | None = Field(None, description="`usage` so far in every chunk.")
+    continuous_usage_stats: bool | None = Field(None, description="With `include_usage`: `usage` so far in every chunk.")
     include_obfuscation: Off | None = Field(None, description="Padding against traffic analysis is not supported.")
 
 
@@ -334,7 +334,8 @@ class GenerationBody(SamplingBody):
             raise field_error("prompt_logprobs", "cannot be combined with stream")
         if self.truncate_prompt_tokens == 0:
             raise field_error("truncate_prompt_tokens", "is 0; give at least 1, or -1 for what the context can hold")
-        if len(constraints := self._constraints) > 1:
+        constraints = self._constraints
+        if any(one._replace(param="") != constraints[0]._replace(param="") for one in constraints[1:]):
             raise field_error(constraints[1].param, f"cannot be combined with {constraints[0].param}; give one constraint")
         if self.structured_outputs is not None and not any(one.param.startswith("structured_outputs.") for one in constraints):
             raise field_error("structured_outputs", "has no constraint; give json, regex, choice, grammar, or another")
@@ -368,7 +369,7 @@ class GenerationBody(SamplingBody):
 
     @property
     def _constraints(self) -> list[Constraint]:
-        """All that the request gives; more than one is an error."""
+        """All that the request gives. More than one is an error, unless they are the same under two names."""
         found = []
         match self.response_format:
             case JsonObjectFormat(schema_=schema):
@@ -412,7 +413,8 @@ class GenerationBody(SamplingBody):
     def usage_options(self) -> tuple[bool, bool]:
         """Whether a last chunk has the usage, and whether every chunk has it."""
         options = self.stream_options
-        return bool(options and options.include_usage), bool(options and options.continuous_usage_stats)
+        last = bool(options and options.include_usage)
+        return last, last and bool(options and options.continuous_usage_stats)
 
 
 Texts = str | Annotated[list[str], Field(min_length=1, max_length=MAX_PROMPTS, fail_fast=True)]

@@ -155,6 +155,8 @@ class ResponsesRequest(GenerationRequest):
             "tools": repeated["tools"],
             "top_logprobs": body.top_logprobs or 0,
             "top_p": 1.0 if body.top_p is None else body.top_p,
+            "presence_penalty": body.presence_penalty or 0.0,
+            "frequency_penalty": body.frequency_penalty or 0.0,
             "truncation": body.truncation or "disabled",
             "usage": self._usage() if self.status in ("completed", "incomplete") else None,
             "user": body.user,

@@ -156,6 +156,8 @@ class ResponsesReply(Reply):
     tools: list[ResponseTool | ResponseNamespace]
     top_logprobs: int
     top_p: float
+    presence_penalty: float
+    frequency_penalty: float
     truncation: Literal["auto", "disabled"]
     usage: ResponsesUsage | None
     user: str | None

@@ -60,6 +60,8 @@ BAD_COMPLETIONS: list[tuple[dict[str, Any], str | None]] = [
     ({"suffix": "x"}, "suffix"),
     ({"length_penalty": 2.0}, "length_penalty"),
     ({"cache_salt": "x"}, "cache_salt"),
+    ({"truncation_side": "right"}, "truncation_side"),
+    ({"logprob_token_ids": [1]}, "logprob_token_ids"),
     ({"priority": 0.5}, "priority"),
     ({"priority": 1}, "priority"),
     ({"guided_json": {"type": "nope"}}, "guided_json"),

@@ -123,8 +123,8 @@ def test_events_are_those_that_are_published(site: Site, name: str, monkeypatch:
     assert written == (FIXTURES / f"{name}.sse").read_bytes()
     events = [json.loads(one.partition(b"\ndata: ")[2]) for one in written.split(b"\n\n") if one]
     for one in events:
-        # its answers have `store` nevertheless, and its whole answers the `bytes` of log-probabilities
-        assert set(_extra(EVENT.validate_python(one))) <= {"store", "bytes"}, one
+        # its answers have these nevertheless, and its whole answers the `bytes` of log-probabilities
+        assert set(_extra(EVENT.validate_python(one))) <= {"store", "presence_penalty", "frequency_penalty", "bytes"}, one
     ResponsesReply.model_validate(events[-1]["response"])
 
 

@@ -51,11 +51,11 @@ def test_tokens_that_arrive_together_stay_chunks(site: Site, path: str, seed: in
 
 def test_usage_counts_up_within_a_message(site: Site) -> None:
     site.engine.together = 1000
+    body = {"prompt": "Hi", "max_tokens": 20, "return_token_ids": True}
     options = {"continuous_usage_stats": True}
-    events = site.events(
-        "/v1/completions", {"prompt": "Hi", "max_tokens": 20, "return_token_ids": True, "stream_options": options}
-    )
+    *events, _ = site.events("/v1/completions", body | {"stream_options": options | {"include_usage": True}})
     assert [e["usage"]["completion_tokens"] for e in events] == [*range(1, len(events)), len(events) - 1]
+    assert not any("usage" in e for e in site.events("/v1/completions", body | {"stream_options": options}))
 
 
 @pytest.mark.parametrize("include", [False, True])
@@ -109,7 +109,7 @@ def test_what_came_before_a_failure_is_sent(
 
     monkeypatch.setattr(owner, where, failing)
     body = {"prompt": "Hi"} if path == "/v1/completions" else {"messages": [{"role": "user", "content": "Hi"}]}
-    options = {"continuous_usage_stats": True}
+    options = {"include_usage": True, "continuous_usage_stats": True}
     events = site.events(path, {**body, "max_tokens": 20, "return_token_ids": True, "stream_options": options})
     *chunks, error = events
     assert error["error"]["type"] == "server_error", seed
