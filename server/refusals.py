@@ -48,7 +48,7 @@ REFUSED = refusals(
     ),
     (("stop_regex",), ([],), "is not supported; use stop"),
     (("logprob_token_ids",), ([],), "is not supported; use logprobs, or top_logprobs, which list the likeliest tokens"),
-    (("truncation_side",), ("left",), "must be left, because truncate_prompt_tokens keeps the last tokens; shorten the text yourself"),
+    (("truncation_side",), ("left",), "must be left, because truncate_prompt_tokens keeps the last tokens"),
     (("lora_path",), (), "is not supported; use the adapter's name as model"),
     (("session_params",), (), "is not supported; leave it out, and send the whole conversation"),
     (("mirostat", "top_a", "epsilon_cutoff", "eta_cutoff", "dry_multiplier", "xtc_probability"), (0, 0.0), _SAMPLER),
