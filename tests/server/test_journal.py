@@ -30,8 +30,9 @@ from errors import UserError
 from scripts.lib.process_tree import process_tree
 from server import journal as journals
 from server import journal_file, resume
-from server.journal import Kept
+from server.journal import Journal, Kept
 from server.journal_file import HEADER, JournalBounds, JournalFile, Row, check_journal, open_journal
+from server.metrics import Metrics
 from server.problems import ApiError
 from server.resume import Accepted, Resumer
 from server.service import Service
@@ -531,6 +532,65 @@ def test_results_that_wait_for_the_disk(monkeypatch: pytest.MonkeyPatch) -> None
         refused = life.journal.ask(lambda file: True, 1)
         promise.finish(200, bytes(size))
         assert refused.result() is False and life.status() == status
+
+
+def test_what_is_written_no_longer_waits(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Requests of many times the bytes that may wait are all written, since each waits for the disk before the next comes."""
+    monkeypatch.setattr(journals, "MOST_PENDING", 10_000)
+    numbers = range(1, 12)
+
+    async def run() -> float:
+        journal = Journal.open(tmp_path / "journal", JournalBounds(), Metrics("written"))
+        journal.start()
+        for number in numbers:
+            promise = journal.promise("owner", f"cmpl-{number}", "", bytes(6_000), True)
+            with promise.given():
+                await promise.written()
+        await journal.close()
+        unjournaled: float = journal.metrics.unjournaled._value.get()
+        return unjournaled
+
+    assert asyncio.run(run()) == 0
+    file, _ = open_journal(tmp_path / "journal", JournalBounds())
+    assert sorted(read_all(file)) == [*numbers]
+    file.close()
+
+
+def test_a_request_that_ends_every_server_is_refused_at_last(tmp_path: Path) -> None:
+    """Each server that begins it counts as an attempt. The last attempt is followed by an error, which is the result."""
+
+    async def attempt() -> tuple[bytes, Kept] | None:
+        journal = Journal.open(tmp_path / "journal", JournalBounds(), Metrics("attempts"))
+        journal.start()
+        if not journal.unfinished:
+            promise = journal.promise("owner", "cmpl-1", "", b"request", True)
+            with promise.given():
+                await promise.written()
+        found = await journal.load(1)
+        await journal.close()
+        return found
+
+    for _ in range(journal_file.MOST_ATTEMPTS):
+        found = asyncio.run(attempt())
+        assert found and found[0] == b"request"
+    assert asyncio.run(attempt()) is None
+    file, _ = open_journal(tmp_path / "journal", JournalBounds())
+    row = file.read(1)
+    assert row and row.status == 500 and json.loads(row.data)["error"]["code"] == "poisoned"
+    file.close()
+
+
+@pytest.mark.parametrize("lasting", [False, True])
+@pytest.mark.parametrize("ending", [False, True])
+def test_what_a_client_leaves_behind(lasting: bool, ending: bool) -> None:
+    """While the server ends, nobody can tell whether the client left by itself: the next server finishes the request."""
+    journal, orphans = SteppedJournal(MemoryFile()), list[int]()
+    journal.ending, journal.on_orphan = ending, lambda number, owner: orphans.append(number)
+    with pytest.raises(asyncio.CancelledError), journal.promise("owner", "answer", "", b"request", lasting).given():
+        raise asyncio.CancelledError
+    journal.step()
+    assert (journal._file.read(1) is not None) == (lasting or ending)
+    assert orphans == ([1] if lasting and not ending else [])
 
 
 # --- requests ----------------------------------------------------------------------------------------------------------------
