@@ -1,6 +1,7 @@
 """Connections without a complete request, or with several: endless headers, trailers, pipelining, data that is not HTTP."""
 
 import contextlib
+import gc
 import gzip
 import http.client
 import json
@@ -8,8 +9,11 @@ import random
 import resource
 import socket
 import sys
+import weakref
+from collections import Counter
 from collections.abc import Callable
 from typing import Any
+from unittest.mock import Mock
 
 import pytest
 
@@ -389,6 +393,60 @@ def test_the_answers_of_a_client_keep_out_no_other_one(make_site: Callable[..., 
         assert raw.recv(12) == b"HTTP/1.1 200" and read_all(many[2]) == b""
         site.engine.hold = False
         assert [one.recv(12) for one in many[:2]] == [b"HTTP/1.1 200"] * 2
+
+
+def test_which_connection_makes_room(seed: int) -> None:
+    """Compared with a plain list of all connections, in the order in which they came or began to wait."""
+    rng = random.Random(seed)
+    closed = list[Any]()
+    connections, opened, waiting = Connections(6), list[Any](), list[Any]()
+    for _ in range(600):
+        if opened and rng.random() < 0.8:
+            one = rng.choice(opened)
+            waiting = [other for other in waiting if other is not one]
+            connections.answer(one)
+            if rng.random() < 0.1:
+                connections.wait(one)
+                waiting.append(one)
+            continue
+        new: Any = Mock(sender=rng.choice("abc"))
+        new.transport.abort.side_effect = lambda new=new: closed.append(new)
+        held = Counter(one.sender for one in opened)
+        connections.add(new)
+        opened.append(new)
+        waiting.append(new)
+        if len(opened) <= 6:
+            assert not closed, seed
+            continue
+        (gone,) = closed
+        closed.clear()
+        if waiting[:-1]:
+            assert gone is next(one for one in waiting if one.sender == gone.sender), seed
+            assert held[gone.sender] == max(held[one.sender] for one in waiting[:-1]), seed
+        elif held[new.sender] + 1 < max(held.values()):
+            assert gone is [one for one in opened if one.sender == gone.sender][-1], seed
+            assert held[gone.sender] == max(held.values()), seed
+        else:
+            assert gone is new, seed
+        opened.remove(gone)
+        waiting = [one for one in waiting if one is not gone]
+
+
+def test_a_closed_connection_is_forgotten(make_site: Callable[..., Site], monkeypatch: pytest.MonkeyPatch) -> None:
+    """A timer that is still scheduled would keep it in memory for as long as a client may be idle."""
+    made, connection_made = list[weakref.ref[Connection]](), Connection.connection_made
+
+    def noted(self: Connection, transport: Any) -> None:
+        made.append(weakref.ref(self))
+        connection_made(self, transport)
+
+    monkeypatch.setattr(Connection, "connection_made", noted)
+    site = make_site(idle_timeout=3600.0)
+    for begun in (b"", GET):
+        with connect(site) as raw:
+            raw.sendall(begun)
+            wait_for(lambda: made and made[-1]() is not None)
+        wait_for(lambda: gc.collect() >= 0 and made[-1]() is None)
 
 
 def test_connections_leave_descriptors_unless_there_is_no_limit(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -1,5 +1,6 @@
 """What becomes of accepted requests while ranks end and start again. The real ranks: tests/server/test_chaos.py."""
 
+import asyncio
 import errno
 import json
 import os
@@ -298,6 +299,58 @@ def test_when_ranks_hang() -> None:
     assert measured.limit(1e-6) == recovery.LEAST_HANG
     assert measured.limit(0.01) == pytest.approx(204.8)
     assert Watchdog(seconds=0.0).limit(1.0) == float("inf") and Watchdog(seconds=7.0).limit(1.0) == 7.0
+
+
+def test_silence_is_counted_from_the_last_report_or_start(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Ranks of 7 s are killed after 8 ticks without a report. A report, new ranks and a kill each begin the count anew."""
+    kills, ticks = list[int](), 0
+    machine = Recovery(print, print, Metrics("m"), Watchdog(lambda: kills.append(ticks), 7.0))
+    events = {6: machine.heard, 12: machine.on_end, 18: lambda: machine.on_ready(0, 2048)}
+    monkeypatch.setattr(recovery, "LEAST_START", 0.0)
+
+    async def tick(seconds: float) -> None:
+        nonlocal ticks
+        assert seconds == recovery.TICK
+        if ticks == 40:
+            raise asyncio.CancelledError
+        ticks += 1
+        if event := events.get(ticks):
+            event()
+
+    monkeypatch.setattr(recovery.asyncio, "sleep", tick)
+    machine.on_ready(0, 2048)
+    with pytest.raises(asyncio.CancelledError):
+        machine.watch().send(None)
+    assert kills == [25, 33]
+
+
+def test_restarts_leave_no_descriptor_open() -> None:
+    async def run() -> None:
+        machine = Recovery(print, print, Metrics("m"), Watchdog())
+        before = os.listdir("/proc/self/fd")
+        for _ in range(3):
+            with subprocess.Popen(["sleep", "60"]) as rank:  # stands for rank 0
+                machine.on_starting(rank.pid)
+                machine.on_ready(rank.pid, 2048)
+                rank.kill()
+                assert len(os.listdir("/proc/self/fd")) == len(before) + hasattr(os, "pidfd_open")
+                while machine.state == "serving":
+                    await asyncio.sleep(0)
+            assert os.listdir("/proc/self/fd") == before
+
+    asyncio.run(run())
+
+
+def test_statistics_of_new_ranks_begin_at_0() -> None:
+    metrics = Metrics("m")
+    metrics.on_stats(Stats(steps=100, preemptions=7, prefix_hits=50, drafted={"ngram": Drafted(9, 9, 9)}))
+    metrics.on_recovery(2.5)
+    metrics.on_stats(Stats(steps=3, preemptions=1, prefix_hits=2, drafted={"ngram": Drafted(1, 1, 1)}))
+    text = metrics.render().decode()
+    counted = {"engine_steps": 103.0, "num_preemptions": 8.0, "prefix_cache_hits": 52.0, "recovery_seconds": 2.5}
+    for name, value in counted.items():
+        assert f'rung:{name}_total{{model_name="m"}} {value}' in text
+    assert 'rung:spec_decode_num_drafts_total{model_name="m",source="ngram"} 10.0' in text
 
 
 def test_how_long_ranks_may_load(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
