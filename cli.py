@@ -9,10 +9,10 @@ from collections.abc import Callable, Sequence
 from difflib import get_close_matches
 from typing import Any, NoReturn
 
-from errors import RankError, UserError, first_line
+from errors import OverflowedError, RankError, UserError, first_line
 from processes import is_rank, join_launcher
 
-USER_ERROR, LOST_RANK, INTERRUPTED = 2, 1, 130  # exit codes
+USER_ERROR, OVERFLOWED, LOST_RANK, INTERRUPTED = 2, 1, 1, 130  # exit codes
 PRINT_SECONDS = 1.0  # time for the first rank of a host to print what all know, because a launcher ends all once one has ended
 
 
@@ -39,18 +39,18 @@ def check_ranks(count: int) -> None:
 
 
 def run(main: Callable[[], None]) -> NoReturn:
-    """Run `main` and exit the process with 0, 2 for a UserError, 1 if another rank was lost, 130 for Ctrl-C."""
+    """Run `main` and exit the process with 0, 2 for a UserError, 1 for an OverflowedError or if another rank was lost, 130 for Ctrl-C."""
     join_launcher()
     code = 0
     try:
         main()
-    except UserError as e:
+    except (UserError, OverflowedError) as e:
         end_bars()
         if local_rank() == 0 or isinstance(e, RankError):  # what all ranks know, once on each host
             print(f"error: {' '.join(str(e).splitlines())}", file=sys.stderr, flush=True)
         elif is_rank():
             time.sleep(PRINT_SECONDS)
-        code = USER_ERROR
+        code = USER_ERROR if isinstance(e, UserError) else OVERFLOWED
     except KeyboardInterrupt:
         end_bars()
         code = INTERRUPTED

@@ -12,6 +12,13 @@ class RankError(UserError):
     """One that the other ranks do not know of, so that this rank has to print it. The message names the rank."""
 
 
+class OverflowedError(RuntimeError):
+    """The model's numbers are not finite, so that there is no answer. The message is one line, the same on every rank.
+
+    Command-line programs print it once and exit with code 1; the server answers with status 500.
+    """
+
+
 def first_line(e: Exception) -> str:
     """The first line of a library's error message, for a message of one line."""
     return (str(e).splitlines() or [repr(e)])[0]

@@ -43,10 +43,12 @@ class BlockManager:
             parent = self.identities[block]
         return found
 
-    def forget(self) -> None:
-        """Let `match` find none of the blocks that are cached now."""
-        self.known.clear()
-        self.keys = [None] * self.n_blocks
+    def forget(self, blocks: Sequence[int]) -> None:
+        """Let `match` find none of these blocks."""
+        for block in blocks:
+            if (key := self.keys[block]) is not None:
+                del self.known[key]
+                self.keys[block] = None
 
     def can_take(self, cached: Sequence[int], fresh: int) -> bool:
         """Whether there is room for `acquire(cached)` and then `fresh` calls of `allocate`."""
@@ -70,10 +72,7 @@ class BlockManager:
     def allocate(self) -> int:
         """A block with one owner; its cached contents are evicted. The caller must have checked `can_take`."""
         block, _ = self.free.popitem(last=False)
-        key = self.keys[block]
-        if key is not None:
-            del self.known[key]
-            self.keys[block] = None
+        self.forget([block])
         self.identities[block] = self._next_identity
         self._next_identity += 1
         self.owners[block] = 1

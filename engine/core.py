@@ -3,12 +3,15 @@
 Every rank runs the same engine on the same events in the same order; only rank 0's outputs are used.
 """
 
+import dataclasses
 import time
 from collections.abc import Iterator
 from functools import partial
+from typing import Literal
 
 import msgspec
 import torch
+from torch import Tensor
 
 import determinism
 from eagle import EagleHead
@@ -47,6 +50,11 @@ from errors import RankError, UserError
 from model import Transformer
 from tokenizer import Tokenizer
 from tp import World
+
+OVERFLOW = (
+    "there is no answer, because the model's numbers overflowed, or the request's parameters exclude all tokens; "
+    "against overflow, give --dtype bfloat16 or float32"
+)
 
 
 def new_drafter(
@@ -350,13 +358,14 @@ class Engine:
             sequence = chunk.sequence
             # else it has ended since the step was launched, or the token before is drawn again
             expected = sequence.finish_reason is None and chunk.stop == len(sequence.tokens)
+            expected = expected and self._is_finite(sequence, [token])
             if expected and self._append(sequence, token) and sequence.finish_reason != "error":
                 yield self._output(sequence, [token], [entry])
 
     def _embeddings(self, step: InFlightStep) -> Iterator[TokenOutput]:
         """End the running sequences whose prompts were pooled. Yields the output of each."""
         for sequence, vector in zip(*(step.pooled or ((), ())), strict=True):
-            if sequence.finish_reason is None:
+            if sequence.finish_reason is None and self._is_finite(sequence, [], vector):
                 self.scheduler.finish(sequence, "stop")
                 output = self._output(sequence, [], [None])
                 yield msgspec.structs.replace(output, embedding=vector.numpy().astype("<f4").tobytes())
@@ -367,7 +376,7 @@ class Engine:
         for chunk in step.sampling:
             sequence, draft, stop = chunk.sequence, chunk.draft, first + 1 + len(chunk.draft)
             drawn, entries, first = result.tokens[first:stop], result.logprobs[first:stop], stop
-            if sequence.finish_reason is not None:
+            if sequence.finish_reason is not None or not self._is_finite(sequence, drawn):
                 continue
             drawn = self.speculation.simulated(chunk, drawn, self.runner.text_ids)
             accepted = common_prefix(draft, drawn)
@@ -401,16 +410,36 @@ class Engine:
             if sequence.params.grammar_optional:
                 sequence.state.grammar = sequence.state.matcher = None
             else:
-                self._fail(sequence, problem)
+                self._fail(sequence, problem, "invalid_schema")
         elif sequence.finish_reason is None:
             self.scheduler.finish(sequence, "stop")
         return True
 
-    def _fail(self, sequence: Sequence, problem: str) -> None:
+    def _is_finite(self, sequence: Sequence, drawn: list[int], vector: Tensor | None = None) -> bool:
+        """Whether all numbers of a running sequence's results are finite. If not, it is computed again, and fails if it overflows again.
+
+        The first time, it may have read the keys and values of another one that overflowed: with the same prefix, or of a wrong draft.
+        Attention multiplies them by 0, and 0 times NaN is NaN. So nobody gets these blocks as they are."""
+        if min(drawn, default=0) >= 0 and not sequence.state.overflowed and (vector is None or bool(vector.isfinite().all())):
+            return True
+        blocks = self.scheduler.blocks
+        blocks.forget(sequence.blocks)
+        self.runner.clear([block for block in sequence.blocks if blocks.owners[block] == 1])
+        if sequence.alone:
+            self._fail(sequence, OVERFLOW, "overflow")
+            return False
+        again = dataclasses.replace(sequence, blocks=[], computed=0, unknown=0, published=0, alone=True)
+        again.state, again.drafter, again.repeats = sibling(sequence.state), None, False
+        again.state.grammar = sequence.state.grammar
+        self.scheduler.finish(sequence, "error")
+        self.scheduler.add(again)
+        return False
+
+    def _fail(self, sequence: Sequence, problem: str, code: Literal["invalid_schema", "overflow"]) -> None:
         if sequence.finish_reason is None:
             self.scheduler.finish(sequence, "error")
         sequence.finish_reason = "error"  # not "length": it has no output
-        self.refused.append(Refused(sequence.request_id, problem, "invalid_schema"))
+        self.refused.append(Refused(sequence.request_id, problem, code))
 
     def _output(self, sequence: Sequence, tokens: list[int], logprobs: list[TokenLogprobs | None]) -> TokenOutput:
         """The output of a sequence's newest tokens. logprobs: of each, all None if it does not ask for them."""

@@ -18,6 +18,7 @@ from pathlib import Path
 
 import msgspec
 import torch
+import torch.nn.functional as F
 
 import determinism
 from argument_types import check_types
@@ -25,7 +26,7 @@ from attention import Causal
 from checkpoint import DTYPES, load_model
 from config import ModelConfig
 from engine.adapters import ADAPTER, single_adapter
-from engine.core import Engine
+from engine.core import OVERFLOW, Engine
 from engine.draft_models import find_draft
 from engine.limits import EngineLimits
 from engine.logits import check_ids
@@ -34,7 +35,7 @@ from engine.protocol import Abort, SamplingParams, Submit, TokenLogprobs
 from engine.runner import LARGEST_MEASURED, largest_graph
 from engine.text import AnswerStream, Delta
 from engine.tuning import tune
-from errors import UserError
+from errors import OverflowedError, UserError
 from files import model_folder
 from json_fields import shown
 from kernels.sampling import log_softmax
@@ -158,7 +159,7 @@ class LLM:
         """The answers to prompts of any lengths, texts or token ids. A text alone is one prompt. params: one for all, or one for each;
         None: the defaults, whose seed is 0, so that equal prompts get equal answers.
 
-        Raises UserError for a prompt that does not fit."""
+        Raises UserError for a prompt that does not fit, and OverflowedError, a RuntimeError, if the model's numbers overflow."""
         ids = self._encode_all(prompts)
         answers = [Completion(prompt) for prompt in ids]
         for _ in self.stream(ids, params, answers=answers):
@@ -176,7 +177,8 @@ class LLM:
         """Yields, after each step, the new part of each answer. If the caller closes the generator, all answers end. prompts, params: as
         `generate` takes them. answers: one for each prompt, extended in place. timing: filled in place.
 
-        Raises UserError at the first iteration: for a prompt that does not fit, and while another call has not ended."""
+        Raises UserError at the first iteration: for a prompt that does not fit, and while another call has not ended. Raises
+        OverflowedError after the other answers have ended, if the model's numbers overflow for one."""
         ids = self._encode_all(prompts)
         each = [self._with_eos(one) for one in _one_each(params, len(ids))]
         answers = [Completion(prompt) for prompt in ids] if answers is None else answers
@@ -202,7 +204,7 @@ class LLM:
 
     @torch.inference_mode()
     def score(self, prompt: str | Sequence[int]) -> Scores:
-        """Log-probabilities of a text's tokens. Raises UserError for a prompt that does not fit."""
+        """Log-probabilities of a text's tokens. Raises UserError for a prompt that does not fit, OverflowedError if one is not finite."""
         ids = self.encode(prompt)
         check_prompts(self.model.config, [ids], [0])
         tokens = torch.tensor([ids], device=self.world.device)
@@ -214,7 +216,10 @@ class LLM:
             logits = self.model.logits(hidden[first : first + SCORE_CHUNK])
             targets = tokens[0, first + 1 : first + 1 + len(logits)]
             scores.argmax += logits.argmax(-1).tolist()
-            scores.logprobs += log_softmax(logits[: len(targets)]).gather(-1, targets[:, None])[:, 0].tolist()
+            found = log_softmax(logits).gather(-1, F.pad(targets, (0, len(logits) - len(targets)))[:, None])[:, 0]
+            if not bool(found.isfinite().all()):
+                raise OverflowedError(OVERFLOW)
+            scores.logprobs += found[: len(targets)].tolist()
         return scores
 
     def encode(self, prompt: str | Sequence[int]) -> list[int]:
@@ -312,13 +317,15 @@ def _whole_numbers(values: Iterable[int], rule: str) -> list[int]:
 
 
 def _run(engine: Engine, streams: list[AnswerStream], answers: Sequence[Completion], timing: Timing) -> Generator[list[Delta]]:
-    start, started = time.perf_counter(), False
+    start, started, overflowed = time.perf_counter(), False, list[str]()
     while engine.has_work() or engine.preparing:
         engine.admit()
         outputs = engine.step() if engine.has_work() else []
-        failed, engine.refused = engine.refused, []  # grammars; a later call must not find them
-        if failed:
-            raise UserError(failed[0].message)
+        failed, engine.refused = engine.refused, []  # a later call must not find them
+        for one in failed:
+            if one.code != "overflow":
+                raise UserError(one.message)
+            overflowed.append(one.request_id)
         if not outputs and engine.preparing:
             time.sleep(COMPILING_SECONDS)
         deltas = [delta for output in outputs if (delta := streams[int(output.request_id)].push(output)) is not None]
@@ -332,9 +339,11 @@ def _run(engine: Engine, streams: list[AnswerStream], answers: Sequence[Completi
             timing.tokens += sum(len(output.token_ids) for output in outputs)
         else:
             timing.prefill += seconds
-            started = all(answer.token_ids for answer in answers)
+            started = all(answer.token_ids for answer in answers)  # no longer if one overflows: a time without meaning
         yield deltas
         start = time.perf_counter()
+    if overflowed:
+        raise OverflowedError(f"prompt {', '.join(overflowed)}: {OVERFLOW}" if len(streams) > 1 else OVERFLOW)
 
 
 def _add(answer: Completion, delta: Delta) -> None:

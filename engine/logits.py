@@ -27,6 +27,7 @@ class SamplingState:
     matcher: Any = None  # this sequence's copy of it, which may take megabytes
     again: int = -1  # the last position whose token a late grammar has forbidden, so that it is drawn with the mask
     prompt_logprobs: list[TokenLogprobs | None] = field(default_factory=list)
+    overflowed: bool = False  # whether some of these are not finite
     pooled: Tensor | None = None  # (C,) int64, see pooling.py: the sum of the hidden states so far
 
 
@@ -185,14 +186,14 @@ def _count(sequence: Sequence, logits: Tensor) -> None:
 
 
 def count_drawn(chunks: list[Chunk], tokens: Tensor) -> None:
-    """Count tokens (B,) that were drawn for penalized sequences, before the host knows them. Of a token behind a draft nobody knows
+    """Count tokens (B,) int64 that were drawn for penalized sequences, before the host knows them. Of a token behind a draft nobody knows
     yet whether it is new: `_count` counts it later."""
     i = -1
     for chunk in chunks:
         sequence = chunk.sequence
         i += 1 + len(chunk.draft)
         if is_penalized(sequence.params) and sequence.finish_reason is None and not chunk.draft:
-            sequence.state.counts.index_add_(0, tokens[i : i + 1], torch.ones_like(sequence.state.counts[:1]))
+            sequence.state.counts.index_add_(0, tokens[i : i + 1].clamp(min=0), torch.ones_like(sequence.state.counts[:1]))
             sequence.state.counted += 1
 
 

@@ -36,15 +36,17 @@ def score_prompts(logits_of: Callable[[Tensor], Tensor], chunks: list[Chunk], hi
         for i in range(0, len(targets), SCORE_CHUNK):  # the logits of a whole prompt would take too much memory
             part = targets[i : i + SCORE_CHUNK]
             logits = logits_of(hidden[begin + i : begin + i + len(part)])
-            known += token_logprobs(logits, part, [sequence.params.prompt_logprobs or 0] * len(part))
+            scores = token_logprobs(logits, part, [sequence.params.prompt_logprobs or 0] * len(part))
+            sequence.state.overflowed |= not all(scores.finite())
+            known += scores.read()
 
 
-def token_logprobs(logits: Tensor, chosen: list[int], tops: list[int]) -> list[TokenLogprobs]:
-    """Log-probabilities of `chosen[i]` and of the `tops[i]` likeliest tokens, for each row i of raw (B, V) fp32 logits."""
+def token_logprobs(logits: Tensor, chosen: list[int], tops: list[int]) -> "PendingLogprobs":
+    """Log-probabilities of `chosen[i]` and of the `tops[i]` likeliest tokens, for each row i of raw (B, V) fp32 logits. Valid now."""
     scores = PendingLogprobs.of(logits, to_device(chosen, torch.int64, logits.device), tops)
     if logits.is_cuda:
         torch.cuda.current_stream().synchronize()
-    return scores.read()
+    return scores
 
 
 @dataclass(frozen=True)
@@ -57,8 +59,8 @@ class PendingLogprobs:
 
     @classmethod
     def of(cls, logits: Tensor, chosen: Tensor, tops: list[int]) -> "PendingLogprobs":
-        """logits: raw (B, V) fp32. chosen: ids (B,). tops: how many of the likeliest tokens each row needs."""
-        logprobs = log_softmax(logits)
+        """logits: raw (B, V) fp32. chosen: ids (B,), or NO_TOKEN. tops: how many of the likeliest tokens each row needs."""
+        logprobs, chosen = log_softmax(logits), chosen.clamp(min=0)
         mine = logprobs.gather(-1, chosen[:, None])
         ranks = (logprobs > mine).sum(-1) + 1
         most = max(1, min(max(tops), logits.shape[-1]))
@@ -67,6 +69,13 @@ class PendingLogprobs:
         else:
             values, ids = logprobs.topk(most, dim=-1)
         return cls((to_host(chosen), to_host(mine[:, 0]), to_host(ranks)), (to_host(values), to_host(ids)), tops)
+
+    def finite(self) -> list[bool]:
+        """For each row, whether all its log-probabilities are finite."""
+        best = self.best[0]
+        hidden = torch.arange(best.shape[1]) >= torch.tensor(self.tops)[:, None]
+        finite: list[bool] = (self.chosen[1].isfinite() & (best.isfinite() | hidden).all(-1)).tolist()
+        return finite
 
     def read(self) -> list[TokenLogprobs]:
         rows = zip(*(x.tolist() for x in (*self.chosen, *self.best)), self.tops, strict=True)

@@ -98,7 +98,7 @@ class ModelDrafter:
         for flight in flights:
             assert flight.tokens is not None
             for chunk, token in zip(flight.sampling, flight.tokens.tolist(), strict=True):
-                tokens.setdefault(id(chunk.sequence), []).append(token)
+                tokens.setdefault(id(chunk.sequence), []).append(max(token, 0))  # where its numbers overflow, any guess
         for shadow in (shadows[s] for s in ready):
             shadow.guess, shadow.begin = tokens[id(shadow.sequence)], len(shadow.sequence.tokens)
             shadow.places = self._identities(shadow)

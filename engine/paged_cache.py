@@ -4,6 +4,7 @@ Shapes: A attention modules (slots), N blocks of P tokens, K key-value heads, H 
 tokens of S spans, one span a sequence, one after the other.
 """
 
+from collections.abc import Sequence
 from typing import NamedTuple
 
 import numpy as np
@@ -13,6 +14,7 @@ from torch import Tensor
 
 import determinism
 from attention import AttentionContext, Heads, causal_mask
+from engine.transfers import to_device
 from kernels import exact
 from kernels.dispatch import on_gpu
 from kernels.paged_attention import paged_decode, paged_prefill
@@ -56,6 +58,13 @@ class PagedCache:
         keys, values = self.keys_values[slot].flatten(1, 2)
         key_scales, value_scales = (None, None) if self.scales is None else self.scales[slot]
         return Rows(keys, key_scales), Rows(values, value_scales)
+
+    def clear(self, blocks: Sequence[int]) -> None:
+        """Set the keys and values of these blocks to zero."""
+        index = to_device(blocks, torch.int64, self.keys_values.device)
+        self.keys_values.view(torch.uint8).index_fill_(2, index, 0)
+        if self.scales is not None:
+            self.scales.index_fill_(2, index, 1.0)
 
     def invent(self) -> None:
         """Fill the cache with random keys and values."""

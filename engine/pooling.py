@@ -1,7 +1,8 @@
 """Embeddings: the last hidden states of a prompt's tokens, after the final norm, pooled to one vector.
 
 A mean is accumulated over the chunks of the prompt. The sum is in fixed point, whose additions are exact: it has the same bits
-however the prompt is cut into chunks and whatever else is in a step.
+however the prompt is cut into chunks and whatever else is in a step. A last column counts the rows that have no such sum, because a
+number is not finite or too large.
 """
 
 from collections.abc import Callable
@@ -14,6 +15,7 @@ from engine.sequence import Chunk, Sequence
 from engine.transfers import to_device, to_host
 
 ONE = 2.0**32  # in fixed point: an error of 2^-33 a token, and sums of up to 2^31
+LARGEST = 2.0**12  # of a value, so that the sum of 2^19 tokens is exact
 Norm = Callable[[Tensor], Tensor]
 PIECE = 512  # rows that are converted at once; those of a whole step would take too much memory
 
@@ -49,7 +51,8 @@ def pool(norm: Norm, chunks: list[Chunk], last: Tensor, hidden: Tensor | None) -
     vectors = norm(last[to_device(rows, torch.int64, last.device)]).float()
     for i, chunk in enumerate(ended):
         if reads_all_rows(chunk):
-            vectors[i] = chunk.sequence.state.pooled / (ONE * chunk.stop)
+            *sums, overflowed = chunk.sequence.state.pooled.split([vectors.shape[-1], 1])
+            vectors[i] = (sums[0] / (ONE * chunk.stop)).masked_fill(overflowed > 0, torch.nan)
             chunk.sequence.state.pooled = None
     return Pooled([chunk.sequence for chunk in ended], to_host(vectors))
 
@@ -58,11 +61,13 @@ def _add_up(norm: Norm, chunks: list[Chunk], hidden: Tensor) -> None:
     """Add the rows of chunks to the sums of their sequences. A sequence's first chunk begins a new sum, also after a preemption."""
     places = [place for place, chunk in enumerate(chunks) for _ in range(chunk.count)]
     segments = to_device(places, torch.int64, hidden.device)
-    sums = torch.zeros(len(chunks), hidden.shape[-1], dtype=torch.int64, device=hidden.device)
+    sums = torch.zeros(len(chunks), hidden.shape[-1] + 1, dtype=torch.int64, device=hidden.device)
     for first in range(0, len(places), PIECE):
         part = segments[first : first + PIECE]
         normed = norm(hidden[first : first + len(part)])
-        sums.index_add_(0, part, (normed.double() * ONE).round_().long())
+        fits = (normed.abs() < LARGEST).all(-1, keepdim=True)  # false for NaN
+        fixed = (normed.double() * ONE).round_().masked_fill_(~fits, 0).long()
+        sums.index_add_(0, part, torch.cat([fixed, (~fits).long()], dim=-1))
     for chunk, own in zip(chunks, sums, strict=True):
         if reads_all_rows(chunk):
             state = chunk.sequence.state

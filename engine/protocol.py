@@ -247,14 +247,15 @@ class Outputs(msgspec.Struct, frozen=True, tag=True):
 
 
 class Refused(msgspec.Struct, frozen=True, tag=True):
-    """A request that cannot run (too long for the KV cache, a bad grammar) or continue (a grammar that became too complex).
+    """A request that cannot run (too long for the KV cache, a bad grammar) or continue (a grammar that became too complex, numbers
+    that are not finite).
 
-    The frontend answers with `message` and status 400, or 429 for `grammars_busy`: it may run later.
+    The frontend answers with `message` and status 400, 429 for `grammars_busy`: it may run later, or 500 for `overflow`.
     """
 
     request_id: str
     message: str
-    code: Literal["refused", "invalid_schema", "grammars_busy"] = "refused"
+    code: Literal["refused", "invalid_schema", "grammars_busy", "overflow"] = "refused"
 
 
 class AdapterDone(msgspec.Struct, frozen=True, tag=True):

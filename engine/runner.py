@@ -44,7 +44,7 @@ from engine.step import InFlightStep, Output, StepResult
 from engine.step_inputs import ROUND, Capacity, DecodeInputs, SpanInputs
 from engine.transfers import to_device, to_host
 from kernels.graph_times import successive_seconds
-from kernels.sampling import combine_best, local_best
+from kernels.sampling import NO_TOKEN, combine_best, local_best
 from model import Transformer
 
 Key = tuple[str, int]  # of a graph: `decode` or `prefill`, and its rows
@@ -124,7 +124,7 @@ class Runner:
         context = inputs.context(rows, self.cache, self.max_length)
         hidden, streams = self._hidden(inputs.tokens[:rows], context)
         tokens = self._drawn(hidden, inputs.temperature(rows), inputs.seed[:rows], context.positions + (1 + self.shift))
-        inputs.tokens[:rows].copy_(tokens)
+        torch.clamp(tokens, min=0, out=inputs.tokens[:rows])  # after NO_TOKEN, nobody reads what follows
         inputs.positions[:rows].add_(inputs.positions[:rows] >= inputs.first_kept)
         return Output(hidden, tokens, streams)
 
@@ -346,7 +346,7 @@ class Runner:
             places = {c.sequence: i for i, c in enumerate(after.sampling)}
             pairs = [[row for _, row in unknown], [places[sequence] for sequence, _ in unknown]]
             rows, sources = to_device(pairs, torch.int64, self.device)
-            inputs.index_copy_(0, rows, after.drawn[sources])
+            inputs.index_copy_(0, rows, after.drawn[sources].clamp(min=0))
 
     def _copy_to_host(self, step: InFlightStep, drawn: Tensor) -> None:
         """Start to copy the drawn tokens to the host."""
@@ -365,6 +365,11 @@ class Runner:
         """The device had other work until this event; only then did it begin to wait for the next step."""
         self._last_ready = event or self._last_ready
 
+    @torch.inference_mode()
+    def clear(self, blocks: list[int]) -> None:
+        """Set blocks of the cache to zero, after the steps in flight."""
+        self.cache.clear(blocks)
+
     def rest(self) -> None:
         """There is no work: until the next step, the device does not wait for the host, and ended sequences are not kept."""
         self._last_ready = self._last_batch = None
@@ -372,7 +377,7 @@ class Runner:
 
     @torch.inference_mode()
     def collect(self, step: InFlightStep) -> StepResult:
-        """The step's tokens, which must be drawn; waits for the device. Raises RuntimeError if a wait for another rank gave up."""
+        """The step's tokens, which must be drawn, NO_TOKEN where a number is not finite; waits for the device. Raises RuntimeError if a wait for another rank gave up."""
         if step.ready is not None and step.begin is not None:
             early = not step.ready.query()
             step.ready.synchronize()
@@ -385,8 +390,9 @@ class Runner:
         tokens = [] if step.tokens is None else step.tokens.tolist()
         found: list[TokenLogprobs | None] = [None] * len(tokens)
         if step.logprobs is not None:
-            for i, entry in zip(step.scored, step.logprobs.read(), strict=True):
+            for i, entry, finite in zip(step.scored, step.logprobs.read(), step.logprobs.finite(), strict=True):
                 found[i] = entry
+                tokens[i] = tokens[i] if finite else NO_TOKEN
         return StepResult(tokens, found)
 
     # --- draws with parameters that need the logits ----------------------------------------------------------------------
@@ -401,7 +407,7 @@ class Runner:
         raw = self.model.logits(step.hidden)
         drawn = self._sample(raw, step.sampling, sequences, positions)
         if self.decode.continues(step.chunks):
-            self.decode.tokens[: len(drawn)].copy_(drawn)  # the graph has drawn others there
+            torch.clamp(drawn, min=0, out=self.decode.tokens[: len(drawn)])  # the graph has drawn others there
         step.scored = [i for i, s in enumerate(sequences) if s.params.logprobs is not None]
         if step.scored:
             index = to_device(step.scored, torch.int64, self.device)

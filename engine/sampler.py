@@ -19,7 +19,7 @@ from torch import Tensor
 
 from engine.protocol import SamplingParams
 from engine.transfers import to_device
-from kernels.sampling import gumbel_noise, softmax
+from kernels.sampling import NO_TOKEN, gumbel_noise, softmax
 
 
 @dataclass(frozen=True)
@@ -51,16 +51,18 @@ class SamplingBatch:
 
 
 def sample(logits: Tensor, batch: SamplingBatch, positions: Tensor) -> Tensor:
-    """Draw one token for each of B sequences: (B, V) fp32 logits and the tokens' positions (B, 1) int64, to (B,) int64."""
-    greedy = logits.argmax(-1)
-    if batch.all_greedy:
-        return greedy
-    scaled = logits / batch.temperature.clamp(min=1e-6)
-    if batch.any_filter:
-        scaled = scaled.masked_fill(~keep(scaled, batch), -torch.inf)
-    ids = torch.arange(logits.shape[-1], device=logits.device)
-    drawn = (scaled + gumbel_noise(batch.seed, positions, ids)).argmax(-1)
-    return torch.where(batch.temperature[:, 0] == 0, greedy, drawn)
+    """Draw one token for each of B sequences: (B, V) fp32 logits and the tokens' positions (B, 1) int64, to (B,) int64. NO_TOKEN where
+    the best score is not finite: a logit is NaN or infinite, or all are minus infinity."""
+    best, tokens = logits.max(-1)
+    if not batch.all_greedy:
+        scaled = logits / batch.temperature.clamp(min=1e-6)
+        if batch.any_filter:
+            scaled = scaled.masked_fill(~keep(scaled, batch), -torch.inf)
+        ids = torch.arange(logits.shape[-1], device=logits.device)
+        best_drawn, drawn = (scaled + gumbel_noise(batch.seed, positions, ids)).max(-1)
+        greedy = batch.temperature[:, 0] == 0
+        best, tokens = torch.where(greedy, best, best_drawn), torch.where(greedy, tokens, drawn)
+    return torch.where(best.isfinite(), tokens, NO_TOKEN)
 
 
 def keep(scaled: Tensor, batch: SamplingBatch) -> Tensor:

@@ -296,7 +296,9 @@ class Scheduler:
     def _cached(self, sequence: Sequence) -> list[int]:
         """The blocks of a waiting sequence that are in the prefix cache."""
         # prompt_logprobs and means need the hidden states of all prompt tokens; those are not cached
-        reuse = not self.whole_sequences and sequence.params.prompt_logprobs is None and sequence.params.pooling != "mean"
+        params = sequence.params
+        reads_all = params.prompt_logprobs is not None or params.pooling == "mean"
+        reuse = not (self.whole_sequences or reads_all or sequence.alone)
         return self.blocks.match(sequence.tokens, sequence.root) if reuse else []
 
     def _fresh(self, sequence: Sequence, cached: list[int]) -> int:

@@ -29,6 +29,7 @@ class Sequence:
     state: Any = None  # a SamplingState (see logits.py)
     drafter: Any = None  # a TextDrafter (see text_drafter.py)
     repeats: bool = False  # the one before it in its request has the same prompt
+    alone: bool = False  # it is computed again after an overflow, without drafts and the prefix cache
 
     @property
     def priority(self) -> int:

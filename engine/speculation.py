@@ -90,7 +90,7 @@ class Speculation:
                     self.model_drafter.pause(sequence)
         self._planned, self._token_seconds = found, self._known_costs.token_seconds(len(running))
         self._reading = self._reading_prices(running)
-        return {s: plan.length for s, (_, plan) in found.items() if s.generated and s.length - s.computed == 1}
+        return {s: plan.length for s, (_, plan) in found.items() if s.generated and s.length - s.computed == 1 and not s.alone}
 
     def drafts(self, counts: Mapping[Sequence, int]) -> dict[Sequence, list[int]]:
         """Drafts of at most so many tokens, perhaps none, for sequences of the last `plan` that have room for them."""

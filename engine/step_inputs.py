@@ -64,7 +64,8 @@ class Mirror:
 
 
 class Tables:
-    """Block tables of a step's rows, (B, W) int32. Only changed rows are written; nothing is copied if none changed."""
+    """Block tables of a step's rows, (B, W) int32. Only changed rows are written; nothing is copied if none changed. Behind a row's
+    last block is that block again: a CPU reads it too, with weight 0, and NaN in a block of another sequence would still count."""
 
     def __init__(self, rows: int, blocks: int, device: torch.device) -> None:
         self.mirror = Mirror((rows, blocks), torch.int32, device)
@@ -75,7 +76,7 @@ class Tables:
         for row, blocks in enumerate(tables):
             known = self._written[row]
             if known != blocks:
-                self.mirror.host[row, : len(blocks)] = blocks
+                self.mirror.host[row, : len(blocks)], self.mirror.host[row, len(blocks) :] = blocks, blocks[-1]
                 self._written[row] = list(blocks)
                 changed = True
         if changed:

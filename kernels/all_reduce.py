@@ -245,7 +245,8 @@ def _two_shot(
                 after = (before + _sums(partial, received, offsets, inside, N).to(tl.float32)).to(DTYPE)
                 tl.store(out + offsets, after, mask=inside)
                 rounded = after.to(tl.float32)
-                factor = tl.rsqrt(tl.sum(rounded * rounded, axis=0) / TILE + eps)
+                square = tl.sum(rounded * rounded, axis=0) / TILE
+                factor = tl.rsqrt(square + eps) + square * 0.0  # NaN if the squares overflow, see `norm.py`
                 result = (rounded * factor * scale).to(DTYPE)
                 if scales is None:
                     tl.store(normed + offsets, result, mask=inside)

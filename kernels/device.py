@@ -211,7 +211,7 @@ def normalize_words(
     first, second = first_value(words, DTYPE), second_value(words, DTYPE)
     square = tl.sum(tl.where(inside, first * first + second * second, 0.0), axis=0)
     square = _sum_over_row(square, state, epoch, flag, PARTS, PADDED_PARTS)
-    factor = tl.rsqrt(square / (ROW * VALUES) + eps)
+    factor = tl.rsqrt(square / (ROW * VALUES) + eps) + square * 0.0  # NaN if the squares overflow, see `norm.py`
     return pack(first * factor * first_value(scale, DTYPE), second * factor * second_value(scale, DTYPE), DTYPE)
 
 

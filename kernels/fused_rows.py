@@ -160,7 +160,8 @@ def _reduce(
     tl.store(total + row * C + column, rounded, mask=inside)
     if weight is not None:
         values = rounded.to(tl.float32)
-        normed = values * tl.rsqrt(tl.sum(values * values, axis=0) / C + eps) * scale
+        square = tl.sum(values * values, axis=0) / C
+        normed = values * (tl.rsqrt(square + eps) + square * 0.0) * scale  # NaN if the squares overflow, see `norm.py`
         out = pointer_to(buffer + ROWS, DTYPE) + (rank * rank_rows + row) * C
         tl.store(out + column, normed.to(DTYPE), mask=inside)
 

@@ -82,7 +82,8 @@ def _rms_norm(
     x, update, weight, total, out, scales, x_stride, update_stride, eps,
     C: tl.constexpr, BLOCK: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
-    """One program for each row, which it holds in registers. If update is not None, total = x + update is normalized. If scales is
+    """One program for each row, which it holds in registers. A row whose squares overflow becomes NaN: zeros would look like a
+    result. If update is not None, total = x + update is normalized. If scales is
     not None, out gets codes."""
     row, column = tl.program_id(0).to(tl.int64), tl.arange(0, BLOCK)
     inside = column < C
@@ -97,7 +98,8 @@ def _rms_norm(
         rounded = values.to(total.dtype.element_ty)
         tl.store(total + row * C + column, rounded, mask=inside)
         values = rounded.to(tl.float32)
-    normed = values * tl.rsqrt(tl.sum(values * values, axis=0) / C + eps) * scale
+    square = tl.sum(values * values, axis=0) / C
+    normed = values * (tl.rsqrt(square + eps) + square * 0.0) * scale
     if scales is None:
         tl.store(out + row * C + column, normed.to(out.dtype.element_ty), mask=inside)
     else:

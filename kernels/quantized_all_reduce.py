@@ -131,7 +131,7 @@ def _quantized_sum(
                     first = _add(x, first, out, index, inside)
                     second = _add(x, second, out, index + HALF, inside)
                     squares = tl.sum(tl.sum(first * first + second * second, axis=1), axis=0)
-                    factor = tl.rsqrt(squares / TILE + eps)
+                    factor = tl.rsqrt(squares / TILE + eps) + squares * 0.0  # NaN if they overflow, see `norm.py`
                     scale = tl.load(weight + offsets, mask=offsets < TILE, other=0.0).to(tl.float32)
                     tl.store(normed + index, (first * factor * scale).to(normed.dtype.element_ty), mask=inside)
                     scale = tl.load(weight + offsets + HALF, mask=offsets < TILE, other=0.0).to(tl.float32)

@@ -137,7 +137,8 @@ def _rope_store(
     position, cache_row = tl.load(positions + token), tl.load(cache_rows + token)
     a, b = first_raw.to(tl.float32), second_raw.to(tl.float32)
     if q_norm is not None:
-        inverse = tl.rsqrt((tl.sum(a * a, axis=1) + tl.sum(b * b, axis=1)) / D + eps)[:, None]
+        square = (tl.sum(a * a, axis=1) + tl.sum(b * b, axis=1)) / D
+        inverse = (tl.rsqrt(square + eps) + square * 0.0)[:, None]  # NaN if the squares overflow, see `norm.py`
         a = (a * inverse * first_weight).to(first_raw.dtype).to(tl.float32)  # rounded as by a separate norm
         b = (b * inverse * second_weight).to(first_raw.dtype).to(tl.float32)
     angle = position.to(tl.float32) * frequency

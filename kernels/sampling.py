@@ -21,6 +21,8 @@ from kernels.optional_triton import tl, triton
 
 SLICE = 1024  # consecutive ids with one key
 NEVER = -(2**63)  # below every key of an id
+INFINITY = 0x7F800000  # the upper half of its key; that of minus infinity is its complement
+NO_TOKEN = -1  # drawn from a row whose best score is not a finite number
 
 
 def local_best(logits: Tensor, temperature: Tensor, seed: Tensor, positions: Tensor, first_id: int, limit: int) -> Tensor:
@@ -42,7 +44,8 @@ def local_best(logits: Tensor, temperature: Tensor, seed: Tensor, positions: Ten
 
 
 def combine_best(keys: Tensor) -> Tensor:
-    """The sampled tokens (B,) int64, from the concatenated keys of all ranks (B, n) int64."""
+    """The sampled tokens (B,) int64, from the concatenated keys of all ranks (B, n) int64. NO_TOKEN where a score is NaN or infinite, or
+    all are minus infinity."""
     if not on_gpu(keys):
         return combine_best_reference(keys)
     rows = as_rows(keys)
@@ -69,7 +72,9 @@ def local_best_reference(
 
 
 def combine_best_reference(keys: Tensor) -> Tensor:
-    return ~keys.amax(-1) & 0xFFFFFFFF
+    best = keys.amax(-1)
+    upper = best >> 32
+    return torch.where((upper < INFINITY) & (upper > ~INFINITY), ~best & 0xFFFFFFFF, NO_TOKEN)
 
 
 def pack(scores: Tensor, ids: Tensor) -> Tensor:
@@ -190,7 +195,9 @@ def _combine_best(keys, tokens, row_stride, count, BLOCK: tl.constexpr, PDL: tl.
         tl.extra.cuda.gdc_launch_dependents()
         tl.extra.cuda.gdc_wait()
     found = tl.load(keys + row * row_stride + column, mask=column < count, other=-0x7FFFFFFFFFFFFFFF - 1)
-    tl.store(tokens + row, ~tl.max(found, axis=0) & 0xFFFFFFFF)
+    best = tl.max(found, axis=0)
+    upper = best >> 32
+    tl.store(tokens + row, tl.where((upper < 0x7F800000) & (upper > ~0x7F800000), ~best & 0xFFFFFFFF, -1))
 
 
 @triton.jit

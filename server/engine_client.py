@@ -33,6 +33,7 @@ from engine.protocol import (
 )
 from server.adapters import ServedAdapters
 from server.admission import Progress
+from server.error_types import NO_RETRY
 from server.logs import log
 from server.metrics import Metrics, SequenceTimes
 from server.problems import ApiError, internal_error
@@ -342,6 +343,11 @@ class EngineClient:
             self.recovery.postpone(queue)
             return
         del self._active[refused.request_id]
+        if refused.code == "overflow":
+            self.metrics.overflowed.inc()
+            log.error("request %s: %s", queue.name, refused.message)
+            queue.on_error(ApiError(500, refused.message, None, refused.code, NO_RETRY))
+            return
         # new ranks may have less memory than those that accepted a request, so that it is no fault of the client's
         status = 429 if refused.code == "grammars_busy" else 400 if queue.attempts == 1 else 503
         queue.on_error(ApiError(status, refused.message, None, refused.code))

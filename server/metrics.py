@@ -182,6 +182,9 @@ class Metrics:
         self.recoveries = self._counter("recoveries", "Starts of ranks after others had ended")
         self.recovery_seconds = self._counter("recovery_seconds", "Seconds until they served again")
         self.replayed_tokens = self._counter("replayed_tokens", "Tokens of prompts and answers that were sent to ranks again")
+        self.overflowed = self._counter(
+            "overflowed_requests", "Requests that failed because numbers of the model were not finite"
+        )
         self.unjournaled = self._counter("unjournaled_requests", "Accepted requests that could not be written to the journal")
         self.resumed = self._counter("resumed_requests", "Requests of the journal that went on without their clients")
         help_text = "Finished sequences by reason: stop, length, abort, error"

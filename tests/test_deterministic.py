@@ -126,8 +126,8 @@ def logprobs_of(model: Transformer, submit: Submit, tokens: list[int]) -> tuple[
     drawn = draws(rows, list(range(first, first + len(tokens))), params)
     scored: list[Any] | None = None if params.prompt_logprobs is None else [None]
     if scored and first > 1:
-        scored += token_logprobs(logits[: first - 1], prompt[1:], [1] * (first - 1))
-    return drawn, token_logprobs(rows, drawn, [2] * len(drawn)), scored
+        scored += token_logprobs(logits[: first - 1], prompt[1:], [1] * (first - 1)).read()
+    return drawn, token_logprobs(rows, drawn, [2] * len(drawn)).read(), scored
 
 
 def with_logprobs(one: Submit, prompt_logprobs: int | None) -> Submit:

@@ -207,7 +207,7 @@ def answers_of(
                 room = SCARCE * blocks.blocks_for(max(len(prompts[i]) + params[i].max_tokens for i in own))
                 held = [blocks.allocate() for _ in range(len(blocks.free) - room)]
             else:
-                blocks.forget()
+                blocks.forget(range(blocks.n_blocks))
         each = [msgspec.structs.replace(params[i], logprobs=0 if setting.logprobs else None) for i in own]
         for i, answer in zip(own, llm.generate([prompts[i] for i in own], each), strict=True):
             logprobs = [position.chosen.logprob for position in answer.logprobs] if setting.logprobs else None

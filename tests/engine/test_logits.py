@@ -384,7 +384,7 @@ def test_token_logprobs_equal_float64(seed: int) -> None:
         chosen = [random.randrange(VOCAB) for _ in range(rows)]
         tops = [random.choice([0, 1, 5, 20, VOCAB, VOCAB + 5]) for _ in range(rows)]
         exact = logits.double().log_softmax(-1)
-        for i, entry in enumerate(token_logprobs(logits, chosen, tops)):
+        for i, entry in enumerate(token_logprobs(logits, chosen, tops).read()):
             k = min(tops[i], VOCAB)
             best = exact[i].topk(k)
             assert entry.chosen.token_id == chosen[i]

@@ -381,7 +381,7 @@ def test_forgotten_blocks_are_not_found() -> None:
     tokens = [1, 2, 3, 4, 5]
     first = [manager.allocate() for _ in range(2)]
     manager.publish(first, tokens, 0, 1)
-    manager.forget()
+    manager.forget(first)
     manager.publish(first, tokens, 1, 2)
     assert manager.match(tokens) == []
     second = [manager.allocate() for _ in range(2)]

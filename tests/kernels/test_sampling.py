@@ -14,7 +14,7 @@ from torch import Tensor
 from engine import SamplingParams
 from engine.sampler import SamplingBatch, sample
 from kernels import sampling
-from kernels.sampling import SLICE, combine_best_reference, exponential_noise, local_best_reference, pack
+from kernels.sampling import NO_TOKEN, SLICE, combine_best_reference, exponential_noise, local_best_reference, pack
 from tests.support.kernels import kernels_always
 from tests.support.ranks import Ranks
 
@@ -39,11 +39,18 @@ def faults_of(local: Callable, combine: Callable, device: str, dtype: torch.dtyp
         logits = (torch.randn(batch, vocab) * random.choice([0.1, 1, 10])).to(device, dtype)
         logits[:, limit:] = torch.inf  # must never be drawn
         logits[0] = logits[0].round()  # ties
+        broken = random.randrange(batch) if random.random() < 0.5 else None
+        if broken is not None:
+            logits[broken, random.randrange(limit)] = random.choice([torch.nan, torch.inf])
+            logits[broken, :limit] = random.choice([logits[broken, :limit], torch.full((limit,), -torch.inf)])
         positions = torch.randint(0, 100000, (batch, 1), device=device)
         everything = SamplingBatch.of(params, torch.device(device))
         expected = sample(logits[:, :limit].float(), everything, positions).tolist()
         per_row = everything.temperature[:, 0], everything.seed[:, 0], positions[:, 0]
         got = draw(local, combine, logits, per_row, ranks, limit).tolist()
+        found += [
+            f"row {row} has token {token}" for row, token in enumerate(expected) if (token == NO_TOKEN) != (row == broken)
+        ]
         found += [
             f"{ranks} ranks, {limit} ids, {params[row]}, position {positions[row, 0]}: {got[row]}, not {expected[row]}"
             for row in range(batch)
@@ -98,7 +105,7 @@ def test_keys_sort_by_score_and_then_lowest_id(scores: tuple[float, float], ids:
         assert (first[2] > second[2]) == (first[1] < second[1])
     else:
         assert (first[2] > second[2]) == above(first[0], second[0])
-    assert combine_best_reference(keys[:1, None]).item() == ids[0]
+    assert combine_best_reference(keys[:1, None]).item() == (ids[0] if math.isfinite(scores[0]) else NO_TOKEN)
 
 
 def test_a_key_by_hand() -> None:

@@ -273,6 +273,23 @@ def test_what_new_ranks_refuse_is_no_fault_of_the_client() -> None:
     assert error.value.status_code == 503
 
 
+@pytest.mark.parametrize("attempts", [1, 2])
+def test_an_overflow_is_an_error_of_the_server(attempts: int, caplog: pytest.LogCaptureFixture) -> None:
+    """Logged and counted, and not to be repeated: the same numbers would overflow again."""
+    client = Client()
+    with client.generate(sequences("a"), "named so") as queue, client.generate(sequences("b")) as other:
+        if attempts == 2:
+            client.restart()
+        client._dispatch(Refused(queue.ids[0], "numbers overflowed", "overflow"))
+        with pytest.raises(ApiError, match="numbers overflowed") as error:
+            queue.next().send(None)
+        client._dispatch(Outputs([TokenOutput(other.ids[0], [1], "stop")]))
+        assert len(_completed(other.next())) == 1
+    assert (error.value.status_code, error.value.code, error.value.headers) == (500, "overflow", {"x-should-retry": "false"})
+    assert "named so: numbers overflowed" in caplog.text
+    assert b'rung:overflowed_requests_total{model_name="m"} 1.0' in client.metrics.render()
+
+
 def test_an_output_that_cannot_be_handled_ends_its_request_alone(monkeypatch: pytest.MonkeyPatch) -> None:
     """The engine sends the tokens of all requests in a message. Of the others none is lost."""
     client = Client()
