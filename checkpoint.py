@@ -1,4 +1,4 @@
-"""Reading weights: HF safetensors directories, gpt-fast `.pth` files, random weights for presets.
+"""Reading weights: files of safetensors or of `torch.save` in the layouts of Hugging Face and gpt-fast, random weights for presets.
 
 Each rank reads only its own slices: the reader goes through the tensors of the rank's model and reads the slice of each from
 the file. `training/export.py` writes checkpoints.
@@ -22,18 +22,20 @@ import determinism
 from cli import note
 from config import ModelConfig
 from errors import UserError, first_line
-from files import INDEX_BYTES, check_regular, read_json
+from files import INDEX_BYTES, check_regular, model_folder, read_json
+from hf_config import unread_keys
 from json_fields import SHOWN, shown
 from memory import check_memory, free_bytes, shortage, weight_bytes
 from model import RMSNorm, Transformer
 from options import DTYPE_NAMES
-from presets import has_random_weights
+from presets import config_file, has_random_weights
 from quantized.formats import FORMATS, Shapes, Slice, Tensors
 from quantized.weight import Quantized, QuantizedWeight, joined, quantize
 from sharded_linear import ShardedLinear
 from tp import SPLITS, Shard, World, agree_on_error, checkpoint_name
 
 INDEX, SINGLE, PTH = "model.safetensors.index.json", "model.safetensors", "model.pth"
+ORDER = SINGLE, INDEX, "pytorch_model.bin", "pytorch_model.bin.index.json", PTH  # of which the first counts, as in transformers
 AUTOGPTQ = "gptq_model-*.safetensors"  # what AutoGPTQ calls its only file
 TABLES = "model.embed_tokens.weight", "lm_head.weight"  # with one row for each token
 MANY_LAYERS = 256
@@ -170,45 +172,77 @@ class Source(Protocol):
         ...
 
 
-class SafetensorsSource:
-    """The files that `model.safetensors.index.json` names, or the only one."""
+class Files:
+    """The tensors of a checkpoint's files under the files' own names."""
 
-    concurrent = True
+    concurrent: bool
 
-    def __init__(self, directory: Path) -> None:
+    def __init__(self, path: Path) -> None:
+        """path: a file of tensors, or an index of such files beside it. Raises UserError, also if the two disagree."""
         self.files: dict[str, Path] = {}
+        self.remarks: list[str] = []  # what the user should know
         self._shapes: dict[str, tuple[int, ...]] = {}
-        index = self._index(directory / INDEX) if (directory / INDEX).exists() else None
-        paths = {single_file(directory) or directory / SINGLE} if index is None else set(index.values())
-        for path in sorted(paths):
+        index = self._index(path) if path.suffix == ".json" else {}
+        paths = set(index.values()) if path.suffix == ".json" else {path}
+        self.paths = paths | {path}
+        for file in sorted(paths):
             try:
-                check_regular(path)
-                with safe_open(path, framework="pt") as file:
-                    for name in file.keys():  # noqa: SIM118 (not a dict)
-                        if name in self.files and index and index.get(name) != path:
-                            continue
-                        part = file.get_slice(name)
-                        if part.get_dtype() in UNREADABLE:
-                            raise UserError(
-                                f"{name} has data type {part.get_dtype()}, which is not supported; convert it again"
-                            )
-                        self.files[name] = path
-                        self._shapes[name] = tuple(part.get_shape())
+                check_regular(file)
             except FileNotFoundError:
-                raise UserError(f"{path} is missing though the index names it; download the checkpoint again") from None
-            except (SafetensorError, OSError) as e:
-                raise UserError(f"{path} is truncated or no safetensors file ({first_line(e)}); download it again") from None
+                raise UserError(f"{file} is missing though the index names it; download the checkpoint again") from None
+            self._remark_link(file)
+            for name, shape in self._open(file).items():
+                if index.get(name, file) != file:
+                    self.remarks.append(f"{name} of {file} is passed over: the index names {index[name].name} for it")
+                    continue
+                self.files[name], self._shapes[name] = file, shape
+        for name in sorted(index.keys() - self.files.keys()):
+            raise UserError(f"{path} names {index[name].name} for {name}, but it has none; download the checkpoint again")
 
     @staticmethod
     def _index(path: Path) -> dict[str, Path]:
         """The file of each tensor. Raises UserError."""
         names = read_json(path, INDEX_BYTES).get("weight_map")
         if not isinstance(names, dict) or not all(isinstance(name, str) for name in names.values()):
-            raise UserError(f"{path} is no safetensors index (weight_map names no files); download the checkpoint again")
+            raise UserError(f"{path} is no index of tensors (weight_map names no files); download the checkpoint again")
+        other = [name for name in names.values() if "/" in name or name in ("", ".", "..")]
+        if other:
+            raise UserError(
+                f"{path} names {shown(other[0])}, which is no file of its folder; put all files of a checkpoint there"
+            )
         return {tensor: path.parent / name for tensor, name in names.items()}
+
+    def _remark_link(self, file: Path) -> None:
+        """A link that leaves the folder is the user's own or a hostile download's. Those of Hugging Face's cache are not remarked."""
+        target, folder = file.resolve(), file.parent.resolve()
+        if not target.is_relative_to(folder) and target.parent != folder.parent.parent / "blobs":
+            self.remarks.append(f"{file} is a link to {target}")
+
+    def _open(self, file: Path) -> dict[str, tuple[int, ...]]:
+        """The shapes of the file's tensors. Raises UserError."""
+        raise NotImplementedError
 
     def shapes(self) -> dict[str, tuple[int, ...]]:
         return self._shapes
+
+    def read(self, name: str, dim: int, start: int, stop: int) -> Tensor:
+        raise NotImplementedError
+
+
+class SafetensorsSource(Files):
+    concurrent = True
+
+    def _open(self, file: Path) -> dict[str, tuple[int, ...]]:
+        try:
+            with safe_open(file, framework="pt") as opened:
+                slices = {name: opened.get_slice(name) for name in opened.keys()}  # noqa: SIM118 (not a dict)
+                kinds = {name: part.get_dtype() for name, part in slices.items()}
+                shapes = {name: tuple(part.get_shape()) for name, part in slices.items()}
+        except (SafetensorError, OSError) as e:
+            raise UserError(f"{file} is truncated or no safetensors file ({first_line(e)}); download it again") from None
+        if bad := next((name for name, kind in kinds.items() if kind in UNREADABLE), None):
+            raise UserError(f"{bad} has data type {kinds[bad]}, which is not supported; convert it again")
+        return shapes
 
     def read(self, name: str, dim: int, start: int, stop: int) -> Tensor:
         # The file is opened for each tensor, so that its mapped pages are released. A column slice touches every page of its
@@ -220,68 +254,108 @@ class SafetensorsSource:
             return part[start:stop] if dim == 0 else part[:, start:stop]
 
 
-def unpickled(path: Path, what: str) -> dict[str, Tensor]:
-    """The tensors of a file of `torch.save`, mapped. Raises UserError unless it holds only tensors by name."""
-    check_regular(path)
-    try:
-        tensors = torch.load(path, mmap=True, weights_only=True, map_location="cpu")
-    except (OSError, RuntimeError, ValueError, EOFError, LookupError, AttributeError, UnpicklingError) as e:
-        raise UserError(f"{path} cannot be read as a {what} ({first_line(e)}); convert it again") from None
-    flat = isinstance(tensors, dict) and all(isinstance(k, str) and isinstance(t, Tensor) for k, t in tensors.items())
-    if not flat:
-        raise UserError(f"{path} holds no flat dict of tensors, as a {what} does; convert it again")
-    return tensors
-
-
-class PickledSource:
-    """A file of `torch.save`, with HF names."""
+class PickledSource(Files):
+    """Files of `torch.save`, mapped."""
 
     concurrent = False
 
     def __init__(self, path: Path) -> None:
-        self.tensors = unpickled(path, "checkpoint")
+        self.opened: dict[Path, dict[str, Tensor]] = {}
+        self.touched = 0
+        super().__init__(path)
 
-    def shapes(self) -> dict[str, tuple[int, ...]]:
-        return {name: tuple(tensor.shape) for name, tensor in self.tensors.items()}
+    def _open(self, file: Path) -> dict[str, tuple[int, ...]]:
+        self.opened[file] = unpickled(file)
+        return {name: tuple(tensor.shape) for name, tensor in self.opened[file].items()}
 
     def read(self, name: str, dim: int, start: int, stop: int) -> Tensor:
-        return self.tensors[name].narrow(dim, start, stop - start)
+        # Pages that were read stay resident until the file is unmapped, so files are opened again after MAX_TOUCHED_BYTES. Doing
+        # that for each tensor would be slow: opening a 70B takes 50 ms. A column slice touches every page of its tensor.
+        if self.touched > MAX_TOUCHED_BYTES:
+            self.opened, self.touched = {}, 0
+        file = self.files[name]
+        if file not in self.opened:
+            self._open(file)
+        whole = self.opened[file][name]
+        tensor = whole.narrow(dim, start, stop - start) if whole.dim() else whole
+        self.touched += tensor.nbytes if dim == 0 else whole.nbytes
+        return tensor
 
 
-class GptFastSource:
-    """gpt-fast's `model.pth`: other tensor names, fused wqkv, q and k in the interleaved RoPE order."""
+def unpickled(path: Path) -> dict[str, Tensor]:
+    """The tensors of a file of `torch.save`, mapped. Raises UserError unless it holds only tensors by name."""
+    try:
+        tensors = torch.load(path, mmap=True, weights_only=True, map_location="cpu")
+    except (OSError, RuntimeError, ValueError, EOFError, LookupError, AttributeError, UnpicklingError) as e:
+        raise UserError(f"{path} cannot be read as a dict of tensors ({first_line(e)}); convert it again") from None
+    if not isinstance(tensors, dict):
+        raise UserError(f"{path} holds no dict of tensors; convert it again")
+    for name, tensor in tensors.items():
+        if not (isinstance(name, str) and isinstance(tensor, Tensor)):
+            kind = "dict" if isinstance(tensor, dict) else type(tensor).__name__
+            raise UserError(
+                f"{path} holds a {kind} under {shown(name)}, but must hold tensors by their names; save the dict of them alone, "
+                "or convert it again"
+            )
+    return tensors
 
-    concurrent = False
-    NAMES = {
-        "model.embed_tokens.weight": "tok_embeddings.weight",
-        "lm_head.weight": "output.weight",
-        "model.norm.weight": "norm.weight",
-        "self_attn.o_proj.weight": "attention.wo.weight",
-        "mlp.gate_proj.weight": "feed_forward.w1.weight",
-        "mlp.up_proj.weight": "feed_forward.w3.weight",
-        "mlp.down_proj.weight": "feed_forward.w2.weight",
-        "input_layernorm.weight": "attention_norm.weight",
-        "post_attention_layernorm.weight": "ffn_norm.weight",
+
+# What wraps a model while it is trained or is part of another one, in front of its tensors' names; `model.` may be missing there.
+WRAPPED = re.compile(r"(?:(?<=\.)|^)(?:_orig_mod|_fsdp_wrapped_module|_checkpoint_wrapped_module|module)\.")
+OUTSIDE = r"^(?:(?:base_model|language_model|model)\.)*"
+BODY, ENDS = (
+    re.compile(OUTSIDE + r"(?=(?:embed_tokens|layers|norm)\.)"),
+    re.compile(OUTSIDE + r"(?=(?:lm_head|tok_embeddings|output)\.)"),
+)
+HF_LAYOUT = re.compile(r"\.self_attn\.|\.mlp\.|layernorm\.|^model\.embed_tokens\.|^lm_head\.")
+GPT_FAST_LAYOUT = re.compile(r"\.attention\.|\.feed_forward\.|\.(?:attention|ffn)_norm\.|^tok_embeddings\.|^output\.")
+
+
+def unwrapped(name: str) -> str:
+    """A tensor's name as a Llama's checkpoint has it, `model.layers.0.…`, of one that wrappers have changed."""
+    return ENDS.sub("", BODY.sub("model.", WRAPPED.sub("", name)))
+
+
+class ModelSource:
+    """The tensors of a model's files under their HF names.
+
+    The names in the files say which layout they have: that of Hugging Face, or gpt-fast's with other names, fused wqkv, and q and
+    k in the interleaved RoPE order.
+    """
+
+    GPT_FAST = {
+        "tok_embeddings.weight": TABLES[0],
+        "output.weight": TABLES[1],
+        "attention.wo.weight": "self_attn.o_proj.weight",
+        "feed_forward.w1.weight": "mlp.gate_proj.weight",
+        "feed_forward.w3.weight": "mlp.up_proj.weight",
+        "feed_forward.w2.weight": "mlp.down_proj.weight",
+        "attention_norm.weight": "input_layernorm.weight",
+        "ffn_norm.weight": "post_attention_layernorm.weight",
     }
 
-    def __init__(self, path: Path, config: ModelConfig) -> None:
-        self.path, self.config = path, config
+    def __init__(self, files: Files, config: ModelConfig) -> None:
+        """Raises UserError if the files have tensors of both layouts, or two of the same name."""
+        self.files, self.config, self.concurrent = files, config, files.concurrent
         self.names: dict[str, tuple[str, int]] = {}  # HF name: (name in the file, first row in that tensor)
         self._shapes: dict[str, tuple[int, ...]] = {}
-        hf_names = {theirs: ours for ours, theirs in self.NAMES.items()}
-        self.tensors, self.touched = self._open(), 0
-        for theirs, tensor in self.tensors.items():
-            found = re.fullmatch(r"layers\.(\d+)\.(.*)", theirs)
-            prefix, rest = (f"model.layers.{found[1]}.", found[2]) if found else ("", theirs)
-            if rest == "attention.wqkv.weight":
-                self._add_fused(theirs, prefix, tuple(tensor.shape))
+        theirs = {name: unwrapped(name) for name in files.shapes()}
+        first = [next(filter(layout.search, theirs.values()), None) for layout in (HF_LAYOUT, GPT_FAST_LAYOUT)]
+        if all(first):
+            raise UserError(f"the checkpoint has tensors of two layouts, such as {first[0]} and {first[1]}; convert it again")
+        self.gpt_fast = first[1] is not None
+        for name, hf_name in theirs.items():
+            shape, inside = files.shapes()[name], re.sub(r"^model\.layers\.\d+\.", "", hf_name)
+            if inside == "attention.wqkv.weight":
+                self._add_fused(name, hf_name.removesuffix(inside), shape)
             else:
-                self._add(prefix + hf_names.get(rest, rest), theirs, 0, tuple(tensor.shape))
-
-    def _open(self) -> dict[str, Tensor]:
-        return unpickled(self.path, "gpt-fast checkpoint")
+                self._add(hf_name.removesuffix(inside) + self.GPT_FAST.get(inside, inside), name, 0, shape)
+        if config.tie_embeddings and TABLES[0] not in self.names and TABLES[1] in self.names:  # one table, by its other name
+            self._add(TABLES[0], *self.names.pop(TABLES[1]), self._shapes.pop(TABLES[1]))
 
     def _add(self, name: str, theirs: str, first: int, shape: tuple[int, ...]) -> None:
+        if name in self.names:
+            raise UserError(f"the checkpoint has {name} twice, as {self.names[name][0]} and as {theirs}; convert it again")
         self.names[name], self._shapes[name] = (theirs, first), shape
 
     def _add_fused(self, theirs: str, prefix: str, shape: tuple[int, ...]) -> None:
@@ -299,14 +373,8 @@ class GptFastSource:
 
     def read(self, name: str, dim: int, start: int, stop: int) -> Tensor:
         theirs, first = self.names[name]
-        # Pages that were read stay resident until the file is unmapped, so it is opened again after MAX_TOUCHED_BYTES. Doing
-        # that for each tensor would be slow: opening a 70B takes 50 ms. A column slice touches every page of its tensor.
-        if self.touched > MAX_TOUCHED_BYTES:
-            self.tensors, self.touched = self._open(), 0
-        whole = self.tensors[theirs]
-        tensor = whole.narrow(dim, first + start, stop - start)
-        self.touched += tensor.nbytes if dim == 0 else whole.nbytes
-        if not name.endswith(("q_proj.weight", "k_proj.weight")):
+        tensor = self.files.read(theirs, dim, first + start, first + stop)
+        if not self.gpt_fast or not name.endswith(("q_proj.weight", "k_proj.weight")):
             return tensor
         # gpt-fast's RoPE pairs neighbours (0, 1), (2, 3), …; the HF layout pairs i with i + D / 2
         pairs = tensor.unflatten(0, (-1, self.config.head_dim // 2, 2))
@@ -317,9 +385,8 @@ class GptFastSource:
 
 
 def load_weights(model: Transformer, source: Source, progress: bool = False) -> None:
-    """Fill `model` with its slices from `source`. Raises UserError on missing, unknown or misshapen tensors."""
+    """Fill `model` with its slices from `source`, which `check_source` has checked. Raises UserError."""
     wanted = all_places(model)
-    check_names(model.config, wanted, source)
     # A CPU rank reads with one thread: ranks share the cores, and many mapped tensors at once would take too much memory.
     readers = READERS if source.concurrent and model.norm.weight.is_cuda else 1
     fill_all(wanted, source, readers, progress)
@@ -388,13 +455,20 @@ def padded(tensors: Quantized, n: int) -> Quantized:
     return joined([tensors, Quantized(codes, scales, zeros)])
 
 
-def check_names(config: ModelConfig, wanted: Iterable[AnyPlace], source: Source) -> None:
-    """Raise UserError unless the checkpoint has exactly the tensors that the config needs, each with the right shape."""
+def check_names(config: ModelConfig, wanted: Iterable[AnyPlace], source: Source) -> list[str]:
+    """Raise UserError unless the checkpoint has exactly the tensors that the config needs, each with the right shape. Returns the
+    names of those that it has besides and that mean nothing."""
     found = source.shapes()
     expected = {name: shapes for place in wanted for name, shapes in place.shapes().items()}
+    if config.tie_embeddings and "lm_head.weight" in found and not _equal(source, *TABLES):
+        raise UserError(
+            "lm_head.weight differs from the embedding, but config.json has tie_word_embeddings true; set it to false to use "
+            "lm_head.weight, as transformers 5 does, or remove this tensor"
+        )
     optional = {"lm_head.weight"} if config.tie_embeddings else set()
     missing = sorted(name for name in expected.keys() - found.keys() if None not in expected[name])
-    unknown = sorted(n for n in found.keys() - expected.keys() - optional if not _unused(config, n, source))
+    unused = {name for name in found.keys() - expected.keys() - optional if _unused(config, name, source)}
+    unknown = sorted(found.keys() - expected.keys() - optional - unused)
     if missing:
         raise UserError(f"the checkpoint lacks {_some(missing)}; is it complete, and does config.json belong to it?")
     if unknown:
@@ -405,6 +479,16 @@ def check_names(config: ModelConfig, wanted: Iterable[AnyPlace], source: Source)
             raise UserError(
                 f"{name} has shape {found[name]}, but config.json asks for {asked}; config.json describes another model"
             )
+    return sorted(unused)
+
+
+def _equal(source: Source, name: str, other: str) -> bool:
+    """Whether two matrices are equal."""
+    shape, size = source.shapes()[name], 4096
+    if source.shapes()[other] != shape:
+        return False
+    rows = ((start, min(start + size, shape[0])) for start in range(0, shape[0], size))
+    return all(torch.equal(source.read(name, 0, *each), source.read(other, 0, *each)) for each in rows)
 
 
 def _unused(config: ModelConfig, name: str, source: Source) -> bool:
@@ -453,24 +537,31 @@ def randomize(place: Place, seed: int) -> None:
         place.tensor.normal_(0.0, 0.02, generator=generator)
 
 
-def single_file(directory: Path) -> Path | None:
-    """The only file of a checkpoint without an index. Raises UserError for several of AutoGPTQ's."""
-    found = [directory / SINGLE] if (directory / SINGLE).exists() else sorted(directory.glob(AUTOGPTQ))
-    if len(found) > 1:
-        raise UserError(f"{directory} has {len(found)} checkpoints, {AUTOGPTQ}; rename the one that you mean to {SINGLE}")
-    return found[0] if found else None
+def open_files(path: Path) -> SafetensorsSource | PickledSource:
+    """The files of a checkpoint: those of a folder, also if `path` is a safetensors file in it, or another file of tensors.
+
+    Raises UserError if there are none, if `path` is not one of the folder's checkpoint, or if a file is damaged."""
+    if path.is_file() and path.suffix != ".safetensors":
+        return PickledSource(path)
+    folder = model_folder(path)
+    found = [folder / name for name in ORDER if (folder / name).exists()]
+    named = sorted(folder.glob(AUTOGPTQ))
+    if not found and len(named) > 1:
+        raise UserError(f"{folder} has {len(named)} checkpoints, {AUTOGPTQ}; rename the one that you mean to {SINGLE}")
+    if not found and not named:
+        raise UserError(f"{folder} has none of {', '.join(ORDER)}; name a checkpoint directory or a preset")
+    first, *others = found or named
+    files = SafetensorsSource(first) if ".safetensors" in first.suffixes else PickledSource(first)
+    if others:
+        files.remarks.append(f"{folder}: {first.name} counts, and {', '.join(file.name for file in others)} is not read")
+    if path != folder and path not in files.paths:
+        raise UserError(f"{path} is not part of the checkpoint in its folder, {first.name}; move it to a folder of its own")
+    return files
 
 
-def open_source(name: str, config: ModelConfig) -> Source:
+def open_source(name: str, config: ModelConfig) -> ModelSource:
     """The tensors of the checkpoint at path `name`. Raises UserError if there are none or a file is damaged."""
-    path = Path(name)
-    if path.is_file():
-        return GptFastSource(path, config)
-    if (path / INDEX).exists() or single_file(path):
-        return SafetensorsSource(path)
-    if (path / PTH).exists():
-        return GptFastSource(path / PTH, config)
-    raise UserError(f"{path} has no {SINGLE}, {INDEX} or {PTH}; name a checkpoint directory or a preset")
+    return ModelSource(open_files(Path(name)), config)
 
 
 def weights_fingerprint(source: Source, config: ModelConfig) -> str:
@@ -512,6 +603,9 @@ def load_model(
     except UserError as e:
         error = e
     agree_on_error(world, error)
+    if world.rank == 0 and source is not None:
+        for remark in [*source.files.remarks, *unread_keys(config_file(name))]:
+            note(remark)
     check_memory(name, config, world, dtype, cache_tokens, kv_dtype, adapter_bytes)
     try:
         model = fill_model(name, source, config, world, dtype, seed)
@@ -529,7 +623,7 @@ def build_model(name: str, config: ModelConfig, world: World, dtype: torch.dtype
     return fill_model(name, check_source(name, config, world, dtype), config, world, dtype, seed)
 
 
-def check_source(name: str, config: ModelConfig, world: World, dtype: torch.dtype) -> Source | None:
+def check_source(name: str, config: ModelConfig, world: World, dtype: torch.dtype) -> ModelSource | None:
     """The tensors of `--model NAME`; None for random weights.
 
     Raises UserError unless the files' headers list the tensors that `config` needs. A model on the meta device, which takes no
@@ -540,7 +634,8 @@ def check_source(name: str, config: ModelConfig, world: World, dtype: torch.dtyp
     source = open_source(name, config)
     check_layers(config, source.shapes())
     hollow = Transformer(config, world.comm, torch.device("meta"), dtype)
-    check_names(config, all_places(hollow), source)
+    if unused := check_names(config, all_places(hollow), source):
+        source.files.remarks.append(f"not read, since the model computes the same without them: {_some(unused)}")
     return source
 
 

@@ -28,18 +28,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from attention import AttentionContext
-from checkpoint import (
-    INDEX,
-    SINGLE,
-    PickledSource,
-    Place,
-    SafetensorsSource,
-    Source,
-    check_names,
-    fill_all,
-    linear_place,
-    whole_place,
-)
+from checkpoint import Place, Source, check_names, fill_all, linear_place, open_files, whole_place
 from comm import Communicator, Local, Residual
 from config import ModelConfig
 from errors import UserError
@@ -308,7 +297,7 @@ def read_head(directory: Path, base: ModelConfig, world: World, dtype: torch.dty
 def check_head(directory: Path, base: ModelConfig, dtype: torch.dtype = torch.float32) -> HeadFiles:
     """Raises UserError unless the files have what config.json says, for a model like `base`. Reads no weights."""
     config = read_eagle_config(directory, base)
-    source = _open(directory)
+    source = open_files(directory)
     found = source.shapes()
     embeds = "embed_tokens.weight" in found
     if not embeds and config.layer.hidden_size != base.hidden_size:
@@ -325,14 +314,6 @@ def check_head(directory: Path, base: ModelConfig, dtype: torch.dtype = torch.fl
         return HeadFiles(source, hollow, layer, _targets(source, config.draft_vocab_size, base.vocab_size))
     except UserError as e:
         raise UserError(f"draft head {directory}: {e}") from None
-
-
-def _open(directory: Path) -> Source:
-    """The first heads were published as `pytorch_model.bin`."""
-    pickled = directory / "pytorch_model.bin"
-    if pickled.exists() and not any((directory / name).exists() for name in (SINGLE, INDEX)):
-        return PickledSource(pickled)
-    return SafetensorsSource(directory)
 
 
 def _targets(source: Source, drafted: int, vocab_size: int) -> Tensor:

@@ -13,6 +13,7 @@ No other library has a model type `rung`. That is intended: a library that ignor
 without an error and generate nonsense.
 """
 
+import re
 from dataclasses import asdict
 from pathlib import Path
 from typing import Any
@@ -47,6 +48,77 @@ MOST = {
     "head_dim": 1 << 14,
 }
 
+# Keys that change what other models compute, or a supported one with other code, and the values that change nothing.
+NEUTRAL: dict[str, tuple[Any, ...]] = {
+    # read by transformers for any model
+    "is_causal": (True,),
+    "attention_chunk_size": (),
+    "is_heterogeneous": (False,),
+    "per_layer_config": ({}, []),
+    "kv_sharing_modes": ({}, []),
+    "text_config": (),
+    "transformers_weights": (),
+    # of other models and of custom code
+    "use_bidirectional_attention": (False,),
+    "use_causal_attention": (True,),
+    "attn_logit_softcapping": (0,),
+    "final_logit_softcapping": (0,),
+    "logit_softcapping": (0,),
+    "query_pre_attn_scalar": (),
+    "attention_multiplier": (),
+    "attention_scale": (),
+    "embedding_multiplier": (1,),
+    "residual_multiplier": (1,),
+    "logits_scaling": (1,),
+    "logit_scale": (1,),
+    "lm_head_multiplier": (1,),
+    "scale_emb": (1,),
+    "scale_depth": (),
+    "dim_model_base": (),
+    "mup_width_scale": (1,),
+    "clip_qkv": (),
+    "qkv_bias": (),
+    "use_bias": (False,),
+    "lm_head_bias": (False,),
+    "norm_bias": (False,),
+    "qk_norm": (False,),
+    "use_qk_norm": (False,),
+    "qk_layernorm": (False,),
+    "layernorm_type": ("rmsnorm",),
+    "norm_type": ("rmsnorm",),
+    "no_rope_layers": ([],),
+    "no_rope_layer_interval": (0,),
+    "rotary_dim": (),
+    "rotary_pct": (1,),
+    "rope_interleaved": (False,),
+    "position_embedding_type": ("rope", "rotary"),
+    "use_mrope": (False,),
+    "alibi": (False,),
+    "parallel_residual": (False,),
+    "use_parallel_residual": (False,),
+    "sliding_window_pattern": (),
+    "attention_sink_size": (0,),
+    "use_logn_attn": (False,),
+    "use_dynamic_ntk": (False,),
+    "num_experts": (0, 1),
+    "num_local_experts": (0, 1),
+    "n_routed_experts": (0,),
+    "kv_lora_rank": (),
+    "q_lora_rank": (),
+    "num_kv_shared_layers": (0,),
+    "cross_attention_layers": ([],),
+    "add_cross_attention": (False,),
+}
+# Keys that change nothing that is computed here: of training, of how transformers returns values, notes of tools.
+HARMLESS = {
+    "_name_or_path", "_attn_implementation", "attn_implementation", "attention_dropout", "chunk_size_feed_forward", "dtype",
+    "gradient_checkpointing", "id2label", "initializer_range", "is_decoder", "is_encoder_decoder", "label2id", "name_or_path",
+    "num_labels", "output_attentions", "output_hidden_states", "pad_token_id", "pretraining_tp", "problem_type", "resid_pdrop",
+    "return_dict", "rope_ratio", "tokenizer_class", "torch_dtype", "transformers_version", "unsloth_fixed", "unsloth_version",
+    "use_cache", "use_return_dict",
+    "layer_types", "max_window_layers", "sliding_window", "use_sliding_window",  # read where a window is used
+}  # fmt: skip
+
 ARCHITECTURES = {
     "llama": "LlamaForCausalLM",
     "mistral": "MistralForCausalLM",
@@ -55,6 +127,22 @@ ARCHITECTURES = {
     "llamaLadder": "LlamaLadderForCausalLM",
     "rung": "RungForCausalLM",
 }
+
+
+class Recorded(dict[str, Any]):
+    """A JSON object that knows which of its keys were read."""
+
+    def __init__(self, raw: dict[str, Any]) -> None:
+        super().__init__(raw)
+        self.read: set[str] = set()
+
+    def get(self, key: str, default: Any = None) -> Any:
+        self.read.add(key)
+        return super().get(key, default)
+
+    def __getitem__(self, key: str) -> Any:
+        self.read.add(key)
+        return super().__getitem__(key)
 
 
 def read_config(path: Path) -> ModelConfig:
@@ -75,6 +163,20 @@ def read_config(path: Path) -> ModelConfig:
         return config_from_hf(raw)
     except UserError as e:
         raise UserError(f"{path}: {e}") from None
+
+
+def unread_keys(path: Path) -> list[str]:
+    """What to tell the user of a valid `config.json`: what it says without effect."""
+    raw = Recorded(read_json(path, CONFIG_BYTES))
+    config = config_from_hf(raw)
+    unread = sorted(
+        key for key, value in raw.items() if value is not None and key not in raw.read | HARMLESS | {"architectures"}
+    )
+    remarks = [f"{path}: keys without effect here: {shown(', '.join(unread))}"] if unread else []
+    kind, names = _model_type(raw), get(raw, "architectures", list, [])
+    if other := [name for name in names if not re.match(rf"({kind}|{config.family})(For|Model|Ladder)", str(name), re.I)]:
+        remarks.append(f"{path}: architectures names {shown(other[0])}, but model_type {kind} counts")
+    return remarks
 
 
 def config_from_hf(raw: dict[str, Any]) -> ModelConfig:
@@ -145,13 +247,10 @@ def _model_type(raw: dict[str, Any]) -> str:
 
 
 def _refuse_unsupported(*holders: dict[str, Any]) -> None:
-    supported: dict[str, tuple[Any, ...]] = {
-        "hidden_act": ("silu", "swish", None),
-        "partial_rotary_factor": (1.0, None),
-    }
+    supported = NEUTRAL | {"hidden_act": ("silu", "swish"), "partial_rotary_factor": (1,)}
     for key, values in supported.items():
         for holder in holders:
-            if holder.get(key) not in values:
+            if holder.get(key) not in (None, *values):
                 raise UserError(
                     f"{key} = {shown(holder[key])} is not supported; convert the checkpoint to a plain bf16 one of its family"
                 )
@@ -169,7 +268,10 @@ def _biases(raw: dict[str, Any], family: str) -> dict[str, Any]:
 
 def _windows(raw: dict[str, Any], family: str, n_layers: int) -> tuple[int | None, ...]:
     """Each layer's sliding window. A missing key has the default of transformers."""
-    if family == "llama" or (family != "mistral" and not get(raw, "use_sliding_window", bool, False)):
+    used = get(raw, "use_sliding_window", bool, family == "llama")
+    if family == "llama" and used and (raw.get("sliding_window") or set(raw.get("layer_types") or ()) - {"full_attention"}):
+        raise UserError("sliding_window is not a feature of the llama family; set it to null, or model_type to mistral")
+    if family == "llama" or (family != "mistral" and not used):
         return ()
     if raw.get("sliding_window", 4096) is None:
         return ()

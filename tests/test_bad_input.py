@@ -152,7 +152,8 @@ def truncate(folder: Path) -> None:
 def index_of_two_files(folder: Path) -> None:
     """The index names a second file, which is not there."""
     names = list(load_file(folder / TENSORS))
-    weight_map = {name: TENSORS if i % 2 else "other.safetensors" for i, name in enumerate(names)}
+    (folder / TENSORS).rename(folder / "one.safetensors")
+    weight_map = {name: "one.safetensors" if i % 2 else "other.safetensors" for i, name in enumerate(names)}
     (folder / f"{TENSORS}.index.json").write_text(json.dumps({"weight_map": weight_map}))
 
 
@@ -327,6 +328,8 @@ def spoiled(to: Path, name: str, spoil: Callable[[Path], None]) -> Path:
     folder = copy_of("tiny-hybrid", to)
     if (folder / name).exists():
         (folder / name).unlink()
+    if name.endswith(".index.json"):  # which is read if there is no single file
+        (folder / TENSORS).unlink()
     spoil(folder / name)
     return folder
 

@@ -166,12 +166,155 @@ def test_weights_are_cast_to_the_dtype_that_is_asked_for(tmp_path: Path, seed: i
     assert_equal(full_tensors(load(tmp_path, dtype=torch.bfloat16)), expected)
 
 
-def test_a_tied_checkpoint_may_repeat_its_table_and_old_ones_their_frequencies(tmp_path: Path, seed: int) -> None:
+def test_a_tied_checkpoint_may_repeat_its_table_and_old_ones_their_frequencies(tmp_path: Path, seed: int, capsys: Any) -> None:
     save_checkpoint(random_model(tiny(tie_word_embeddings=True), seed), tmp_path, torch.float32)
     tensors = load_file(tmp_path / SINGLE)
-    more = {"lm_head.weight": torch.ones(101, 48), "model.layers.0.self_attn.rotary_emb.inv_freq": torch.ones(3)}
-    save_file(tensors | more, tmp_path / SINGLE)
+    table, frequencies = tensors["model.embed_tokens.weight"], "model.layers.0.self_attn.rotary_emb.inv_freq"
+    save_file(tensors | {"lm_head.weight": table.clone(), frequencies: torch.ones(3)}, tmp_path / SINGLE)
     assert_equal(full_tensors(load(tmp_path)), tensors)
+    assert frequencies in (said := capsys.readouterr().err) and "lm_head" not in said
+    other = table.clone()
+    other[seed % 101, 7] += 1
+    save_file(tensors | {"lm_head.weight": other}, tmp_path / SINGLE)
+    fails(lambda: load(tmp_path), "lm_head.weight", "tie_word_embeddings")
+    save_file({"lm_head.weight" if "embed" in name else name: t for name, t in tensors.items()}, tmp_path / SINGLE)
+    assert_equal(full_tensors(load(tmp_path)), tensors)  # transformers ties the tables in both directions
+    assert torch.equal(transformers.AutoModelForCausalLM.from_pretrained(tmp_path).model.embed_tokens.weight, table)
+
+
+# --- which files, and under which names ----------------------------------------------------------------------------------------
+
+
+@pytest.fixture
+def parts(tmp_path: Path, seed: int) -> tuple[Path, dict[str, Tensor]]:
+    """An empty folder but for config.json, and the tensors of a model."""
+    tensors = {n: t.clone() for n, t in full_tensors(random_model(tiny("qwen3"), seed)).items()}
+    folder = tmp_path / "model"
+    folder.mkdir()
+    (folder / "config.json").write_text(json.dumps(config_to_hf(tiny("qwen3"))))
+    return folder, tensors
+
+
+def split(tensors: dict[str, Tensor]) -> list[dict[str, Tensor]]:
+    names = sorted(tensors)
+    return [{n: tensors[n] for n in names[::2]}, {n: tensors[n] for n in names[1::2]}]
+
+
+def save_shards(folder: Path, tensors: dict[str, Tensor], stem: str, suffix: str) -> None:
+    index = {}
+    for i, part in enumerate(split(tensors)):
+        save_as(folder / (name := f"{stem}-{i + 1:05d}-of-00002{suffix}"), part)
+        index |= dict.fromkeys(part, name)
+    (folder / f"{stem}{suffix}.index.json").write_text(json.dumps({"metadata": {}, "weight_map": index}))
+
+
+def save_as(file: Path, tensors: dict[str, Tensor]) -> None:
+    if file.suffix == ".safetensors":
+        save_file(tensors, file, metadata={"format": "pt"})
+    else:
+        torch.save(tensors, file)
+
+
+@pytest.mark.parametrize("name", [SINGLE, "pytorch_model.bin", "model.pth", "other.bin", "consolidated.pt"])
+def test_the_names_of_the_tensors_decide_the_layout(name: str, parts: Any, gpt_fast: Any) -> None:
+    folder, tensors = parts
+    save_as(folder / name, tensors)
+    for path in [folder / name] + [folder] * (name in (SINGLE, "pytorch_model.bin", PTH)):
+        assert_equal(full_tensors(load(path)), tensors)
+    directory, theirs, model = gpt_fast
+    (directory / PTH).unlink()
+    save_as(directory / name, theirs)
+    assert_equal(full_tensors(load(directory / name)), model.state_dict())
+    save_as(directory / name, theirs | {"model.layers.1.mlp.up_proj.weight": theirs["layers.1.feed_forward.w3.weight"].clone()})
+    fails(lambda: load(directory / name), "two layouts", "mlp.up_proj")
+
+
+@pytest.mark.parametrize(("stem", "suffix"), [("model", ".safetensors"), ("pytorch_model", ".bin")])
+def test_shards_are_the_same_in_both_formats(stem: str, suffix: str, parts: Any) -> None:
+    folder, tensors = parts
+    save_shards(folder, tensors, stem, suffix)
+    assert_equal(full_tensors(load(folder)), tensors)
+    index = folder / f"{stem}{suffix}.index.json"
+    content = json.loads(index.read_text())
+    wrong = sorted(tensors)[0]
+    content["weight_map"][wrong] = f"{stem}-00002-of-00002{suffix}"
+    index.write_text(json.dumps(content))
+    fails(lambda: load(folder), wrong, "00002-of-00002", "again")
+
+
+@pytest.mark.parametrize(
+    "wrapped",
+    [
+        lambda n: n.removeprefix("model."),
+        lambda n: f"_orig_mod.{n}",
+        lambda n: f"module.{n}",
+        lambda n: f"module._orig_mod.{n}",
+        lambda n: n.replace("layers.1.", "layers.1._orig_mod.").replace("mlp.", "_checkpoint_wrapped_module.mlp."),
+        lambda n: f"base_model.model.{n}",
+        lambda n: f"language_model.{n}",
+        lambda n: n.replace("model.", "model.language_model.", 1),
+    ],
+)
+def test_wrappers_of_a_model_are_taken_off_its_tensors_names(wrapped: Callable[[str], str], parts: Any) -> None:
+    folder, tensors = parts
+    save_as(folder / SINGLE, {wrapped(name): tensor for name, tensor in tensors.items()})
+    assert_equal(full_tensors(load(folder)), tensors)
+    save_as(folder / SINGLE, {wrapped(n): t for n, t in tensors.items()} | {"model.model.norm.weight": torch.ones(48)})
+    fails(lambda: load(folder), "twice", "model.norm.weight")
+    name = wrapped("model.layers.0.self_attn.q_proj.lora_A.weight")  # of an adapter that is not merged
+    save_as(folder / SINGLE, {wrapped(n): t for n, t in tensors.items()} | {name: torch.ones(2, 48)})
+    fails(lambda: load(folder), "unknown", "lora_A")
+
+
+@pytest.mark.parametrize("key", ["model", "state_dict", "module", "optimizer"])
+def test_tensors_within_another_dict_are_refused_by_its_key(key: str, parts: Any) -> None:
+    folder, tensors = parts
+    for content in ({key: tensors}, {"model.norm.weight": tensors["model.norm.weight"], key: tensors}, {key: [1]}):
+        torch.save(content, folder / "pytorch_model.bin")
+        fails(lambda: load(folder), repr(key), "save")
+
+
+def test_of_several_checkpoints_in_a_folder_transformers_choice_counts(parts: Any, capsys: Any, seed: int) -> None:
+    folder, tensors = parts
+    order = [SINGLE, INDEX, "pytorch_model.bin"]
+    contents = {name: {n: t + i for n, t in tensors.items()} for i, name in enumerate(order)}
+    save_as(folder / SINGLE, contents[SINGLE])
+    save_shards(folder, contents[INDEX], "model", ".safetensors")
+    save_as(folder / "pytorch_model.bin", contents["pytorch_model.bin"])
+    for i, name in enumerate(order):
+        theirs = transformers.AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32)
+        assert_equal(full_tensors(load(folder)), theirs.state_dict())
+        assert_equal(contents[name], theirs.state_dict())
+        said = capsys.readouterr().err
+        assert all(other in said for other in order[i:]) if order[i + 1 :] else "not read" not in said
+        if name == SINGLE:
+            fails(lambda: load(folder / "model-00001-of-00002.safetensors"), "not part", SINGLE)
+        (folder / name).unlink()
+
+
+@pytest.mark.parametrize("name", ["../other/model.safetensors", "/tmp/model.safetensors", "sub/model.safetensors", "..", ""])
+def test_an_index_names_files_of_its_folder_only(name: str, parts: Any) -> None:
+    folder, tensors = parts
+    (folder.parent / "other").mkdir()
+    save_as(folder.parent / "other" / SINGLE, tensors)
+    (folder / INDEX).write_text(json.dumps({"weight_map": dict.fromkeys(tensors, name)}))
+    fails(lambda: load(folder), folder / INDEX, repr(name), "folder")
+
+
+def test_links_are_followed_and_said_but_for_those_of_a_cache(parts: Any, capsys: Any) -> None:
+    folder, tensors = parts
+    snapshot, blobs = folder.parent / "snapshots" / "0123", folder.parent / "blobs"
+    snapshot.mkdir(parents=True)
+    blobs.mkdir()
+    save_file(tensors, blobs / "ab", metadata={"format": "pt"})
+    shutil.copy(folder / "config.json", blobs / "cd")
+    (snapshot / SINGLE).symlink_to("../../blobs/ab")
+    (snapshot / "config.json").symlink_to("../../blobs/cd")
+    assert_equal(full_tensors(load(snapshot)), tensors)
+    assert not capsys.readouterr().err
+    (folder / SINGLE).symlink_to(blobs / "ab")
+    assert_equal(full_tensors(load(folder)), tensors)
+    assert f"{folder / SINGLE} is a link to {blobs / 'ab'}" in capsys.readouterr().err
 
 
 # --- gpt-fast ----------------------------------------------------------------------------------------------------------------

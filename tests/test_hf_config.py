@@ -7,12 +7,13 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 import transformers
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from config import ModelConfig, Reduces, validate, with_variant
-from hf_config import config_from_hf, config_to_hf, read_config
+from hf_config import HARMLESS, NEUTRAL, Recorded, config_from_hf, config_to_hf, read_config, unread_keys
 from presets import PRESETS, preset
 from rope_scaling import DynamicScaling, LinearScaling, Llama3Scaling, LongRopeScaling, RopeScaling, YarnScaling
 from tests.test_checkpoint import fails
@@ -322,6 +323,58 @@ def test_a_bad_value_is_refused_by_its_key(key: str, value: Any) -> None:
     fails(lambda: config_from_hf(HYBRID_LADDER | {key: value}), named)
 
 
+@pytest.mark.parametrize("key", NEUTRAL)
+def test_a_key_of_another_computation_is_refused(key: str) -> None:
+    for value in (True, False, 0, 0.5, 1, 2, [0], {"0": 1}, "other"):
+        if value in NEUTRAL[key]:
+            assert config_from_hf(HYBRID_LADDER | {key: value}) == config_from_hf(HYBRID_LADDER)
+        else:
+            fails(lambda value=value: config_from_hf(HYBRID_LADDER | {key: value}), key, "not supported")
+    assert config_from_hf(HYBRID_LADDER | {key: None}) == config_from_hf(HYBRID_LADDER)
+
+
+# what transformers reads of any config to run a model: how to compute, how to split, what to return, other kinds of models
+INFRASTRUCTURE = {
+    "base_model_ep_plan", "base_model_fsdp_plan", "base_model_pp_plan", "base_model_tp_plan", "decoder", "encoder", "generator",
+    "sub_configs", "vision_aspect_ratio", "vision_feature_layer", "vision_feature_select_strategy",
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("model", ["Llama", "Mistral", "Qwen2", "Qwen3"])
+def test_every_key_that_transformers_reads_is_read_here_or_known_to_change_nothing(model: str, seed: int) -> None:
+    raw = random_shape(seed) | dict(hidden_size=64, num_attention_heads=4, num_key_value_heads=2, head_dim=16)
+    config = getattr(transformers, f"{model}Config")(**raw)
+    cls, seen = type(config), set(written(config))
+
+    class Watched(cls):  # type: ignore[misc, valid-type]
+        def __getattribute__(self, name: str) -> Any:
+            seen.add(name)
+            return super().__getattribute__(name)
+
+    config.__class__ = Watched
+    theirs, prompt = getattr(transformers, f"{model}ForCausalLM")(config).eval(), torch.randint(0, 99, (1, 5))
+    theirs(prompt)
+    theirs.generate(prompt, max_new_tokens=2, do_sample=False)
+    keys = {name for name in seen if not name.startswith("_") and not callable(getattr(cls, name, None))}
+    ours = Recorded(written(config) | {"use_sliding_window": True})
+    config_from_hf(ours)
+    sampling = transformers.GenerationConfig().to_dict().keys()
+    assert keys > {"is_causal", "layer_types", "rms_norm_eps", "vocab_size"}
+    unknown = keys - ours.read - NEUTRAL.keys() - HARMLESS - sampling - INFRASTRUCTURE
+    assert not unknown
+
+
+def test_keys_without_effect_are_named(tmp_path: Path) -> None:
+    (path := tmp_path / "config.json").write_text(json.dumps(HYBRID_LADDER))
+    assert unread_keys(path) == []
+    plain = {key: value for key, value in HYBRID_LADDER.items() if key != "ladder_layers"} | {"model_type": "llama"}
+    path.write_text(json.dumps(plain | {"some_new_factor": 3, "auto_map": {"AutoModel": "x.Y"}, "z_loss": None}))
+    assert unread_keys(path) == [f"{path}: keys without effect here: 'auto_map, some_new_factor'"]
+    path.write_text(json.dumps(HYBRID_LADDER | {"model_type": "llama", "architectures": ["Qwen2ForCausalLM"]}))
+    [remark] = unread_keys(path)
+    assert "Qwen2ForCausalLM" in remark and "model_type llama counts" in remark
+
+
 @pytest.mark.parametrize("kind", ["proportional", "su", "mrope", "ntk", 3, ["yarn"], {"a": 1}])
 @pytest.mark.parametrize("key", ["rope_scaling", "rope_parameters"])
 def test_other_rope_scaling_is_refused(key: str, kind: Any) -> None:
@@ -438,6 +491,8 @@ def test_a_bad_desync_config_is_refused(change: dict[str, Any], named: str) -> N
 @pytest.mark.parametrize(
     ("change", "named"),
     [
+        ({"model_type": "llama"}, "sliding_window"),
+        ({"model_type": "llama", "sliding_window": None, "layer_types": ["sliding_attention"] * 3}, "sliding_window"),
         ({"sliding_window": "4096"}, "sliding_window"),
         ({"sliding_window": 0}, "sliding_window"),
         ({"layer_types": ["sliding_attention"]}, "windows"),

@@ -21,7 +21,7 @@ from pathlib import Path
 import torch
 from tqdm import tqdm
 
-from checkpoint import INDEX, PTH, SINGLE, SafetensorsSource, check_source, open_source
+from checkpoint import ORDER, check_source, open_files
 from cli import Parser, run
 from comm import Local
 from config import ModelConfig, validate
@@ -87,12 +87,9 @@ def convert(model: Path, out: Path, ladder_layers: int | Sequence[int], link: bo
 def weight_files(model: Path, config: ModelConfig) -> list[Path]:
     """The weight files of a checkpoint directory, and their index. Raises UserError if one is missing or damaged, or if their
     tensors are not those of `config`."""
-    source = open_source(str(model), config)
+    files = open_files(model)
     check_source(str(model), config, World(0, 1, torch.device("cpu"), Local()), torch.bfloat16)
-    if not isinstance(source, SafetensorsSource):
-        return [model / PTH]
-    index = [model / INDEX] if (model / INDEX).exists() else []
-    return sorted(set(source.files.values())) + index
+    return sorted(files.paths)
 
 
 def hybrid_json(model: Path, config: ModelConfig) -> dict[str, object]:
@@ -113,7 +110,8 @@ def clear(out: Path, model: Path, force: bool) -> None:
         return
     if not force:
         raise UserError(f"--out {out} is not empty; name another directory, or overwrite its checkpoint with --force")
-    for file in [out / "config.json", out / INDEX, out / SINGLE, out / PTH, *out.glob("model-*-of-*.safetensors")]:
+    shards = [*out.glob("model-*-of-*.safetensors"), *out.glob("pytorch_model-*-of-*.bin")]
+    for file in [out / "config.json", *(out / name for name in ORDER), *shards]:
         file.unlink(missing_ok=True)
     for name in (*TOKENIZER_FILES, MODELING.name):
         (out / name).unlink(missing_ok=True)
