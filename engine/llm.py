@@ -156,8 +156,8 @@ class LLM:
         prompts: str | Sequence[str] | Sequence[Sequence[int]],
         params: SamplingParams | Sequence[SamplingParams] | None = None,
     ) -> list[Completion]:
-        """The answers to prompts of any lengths, texts or token ids. A text alone is one prompt. params: one for all, or one for each;
-        None: the defaults, whose seed is 0, so that equal prompts get equal answers.
+        """The answers to prompts of any lengths, texts or token ids. A text alone is one prompt. params: one for each prompt, or
+        one for all, of which prompt i draws with seed + i. None: the defaults, whose seed is 0, so that each call gives the same.
 
         Raises UserError for a prompt that does not fit, and OverflowedError, a RuntimeError, if the model's numbers overflow."""
         ids = self._encode_all(prompts)
@@ -292,7 +292,8 @@ def _refuse_given(instead: str, **arguments: str | int | None) -> None:
 
 def _one_each(params: SamplingParams | Sequence[SamplingParams] | None, count: int) -> list[SamplingParams]:
     if params is None or isinstance(params, SamplingParams):
-        return [_with_checked_ids(params or SamplingParams())] * count
+        checked = _with_checked_ids(params or SamplingParams())
+        return [checked.of_answer(i) for i in range(count)]
     if not (isinstance(params, Sequence) and all(isinstance(one, SamplingParams) for one in params)):
         raise UserError(f"params must be one SamplingParams, or a list with one for each prompt, not {shown(params)}")
     if len(params) != count:

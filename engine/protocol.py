@@ -40,8 +40,8 @@ class TokenLogprobs(msgspec.Struct, frozen=True, array_like=True):
 class SamplingParams(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
     """How one sequence is generated. Raises UserError for a value of another type or out of range.
 
-    `seed` is not random by default: equal prompts and parameters give equal tokens. On several ranks it must be the same, so that
-    all of them draw the same tokens. The last group concerns text only: `LLM` and the server's frontend apply it, and the engine,
+    `seed` is not random by default: a call with the same prompts and parameters gives the same tokens. On several ranks it must be the
+    same, so that all of them draw the same tokens. The last group concerns text only: `LLM` and the server's frontend apply it, and the engine,
     which has ids only, ignores it.
     """
 
@@ -73,6 +73,11 @@ class SamplingParams(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=Tr
     skip_special: bool = True  # leave special tokens out of the text
     kept_special: list[int] = []  # but not these
     ignore_eos: bool = False  # `LLM` adds the model's EOS tokens to `stop_token_ids` unless this is set
+
+    def of_answer(self, number: int) -> "SamplingParams":
+        """Those of the answer with this number among all that share the parameters: it draws with seed + number, which wraps around."""
+        seed = (self.seed + number + 2**63) % 2**64 - 2**63
+        return msgspec.structs.replace(self, seed=seed) if number else self
 
     def __post_init__(self) -> None:
         check_types(SamplingParams, msgspec.structs.asdict(self))

@@ -18,7 +18,7 @@ from server.engine_client import OutputQueue
 from server.error_types import NO_RETRY
 from server.limits import Limits, check_ids, check_prompts
 from server.problems import ApiError, bad
-from server.schemas import INT64, GenerationBody
+from server.schemas import GenerationBody
 from server.service import Service
 from tokenizer import Tokenizer
 
@@ -37,7 +37,7 @@ class Plan:
     """What the engine computes for one HTTP request: `choices` sequences for each prompt."""
 
     prompts: list[Prompt]
-    params: list[SamplingParams]  # one for each prompt; choice i samples with seed + i
+    params: list[SamplingParams]  # one for each prompt, of equal seeds; the sequence at index i draws with seed + i
     choices: int
     turn: Turn = field(default_factory=Turn)
     adapter: str = ""  # its name; empty: none
@@ -64,10 +64,10 @@ class Plan:
         unique = uuid.uuid4().hex  # clients may use a request id of their own more than once
         submits = list[Submit]()
         for prompt, params in zip(self.prompts, self.params, strict=True):
-            for i in range(self.choices):
-                seed = (params.seed + i + INT64) % (2 * INT64) - INT64  # wraps around as a signed 64-bit number
-                own = params if i == 0 else msgspec.structs.replace(params, seed=seed)
-                submits.append(Submit(f"{unique}-{len(submits)}", prompt.ids, own, turn=self.turn, adapter=self.adapter))
+            for _ in range(self.choices):
+                index = len(submits)
+                own = params.of_answer(index)
+                submits.append(Submit(f"{unique}-{index}", prompt.ids, own, turn=self.turn, adapter=self.adapter))
         return submits
 
 

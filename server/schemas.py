@@ -237,7 +237,12 @@ class SamplingBody(Body):
     )
     top_k: int | None = Field(None, ge=-1, lt=2**31, description="Keep the k likeliest tokens; -1 and 0 keep all. Default 0.")
     min_p: float | None = Field(None, ge=0, le=1, description="Drop tokens below this share of the likeliest. Default 0.")
-    seed: int | None = Field(None, ge=-INT64, lt=INT64, description="The same seed gives the same answer. Default: random.")
+    seed: int | None = Field(
+        None,
+        ge=-INT64,
+        lt=INT64,
+        description="The same request with it gets the same answers: answer i, of all prompts, draws with seed + i. Default: random.",
+    )
     presence_penalty: float | None = Field(None, ge=-2, le=2, description="Default 0.")
     frequency_penalty: float | None = Field(None, ge=-2, le=2, description="Default 0.")
     repetition_penalty: float | None = Field(
@@ -273,9 +278,7 @@ class GenerationBody(SamplingBody):
     )
     stream: bool | None = Field(None, description="Server-sent events instead of one answer. Default false.")
     stream_options: StreamOptions | None = None
-    n: int | None = Field(
-        None, ge=1, le=MAX_CHOICES, description="Answers for each prompt; answer i samples with seed + i. Default 1."
-    )
+    n: int | None = Field(None, ge=1, le=MAX_CHOICES, description="Answers for each prompt; see seed. Default 1.")
     max_tokens: int | None = Field(None, ge=0, le=2**31 - 1)
     truncate_prompt_tokens: int | None = Field(
         None, ge=-1, lt=2**31, description="Keep the last k tokens of the prompt; -1 keeps as many as the context can hold."

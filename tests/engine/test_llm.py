@@ -116,11 +116,12 @@ def test_texts_and_stops(seed: int) -> None:
 def test_a_text_alone_is_one_prompt_and_the_seed_is_not_random(seed: int) -> None:
     llm = LLM(str(TINY), world=ALONE)
     (alone,) = llm.generate("Once upon a time")
-    assert llm.generate(["Once upon a time"] * 2) == [alone] * 2
+    assert llm.generate("Once upon a time") == [alone]
     texts = [delta.text for updates in llm.stream("Once upon a time") for delta in updates]
     assert "".join(texts) == alone.text
     others = llm.generate(["Once upon a time"] * 4, [SamplingParams(seed=i) for i in range(4)])
     assert others[0] == alone and len({one.text for one in others}) > 1
+    assert llm.generate(["Once upon a time"] * 4) == others
 
 
 def test_eos_ends_unless_ignored(seed: int) -> None:

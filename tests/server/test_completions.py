@@ -104,6 +104,22 @@ def test_parameters_reach_the_engine(site: Site) -> None:
     assert site.complete(model="tiny-hybrid", request_id="mine")["id"] == "cmpl-mine"
 
 
+@pytest.mark.parametrize("seed", [None, 0, 2**63 - 3])
+def test_no_answer_shares_its_noise_with_another(site: Site, seed: int | None) -> None:
+    """Of no prompt: equal prompts get other answers. What a seed gives can be repeated."""
+
+    def seeds() -> list[int]:
+        site.complete(prompt=["Hi"] * 3, n=2, **({} if seed is None else {"seed": seed}))
+        return [submit.params.seed for submit in site.engine.submits[-6:]]
+
+    found, again = seeds(), seeds()
+    assert len(set(found)) == 6 and all(-(2**63) <= one < 2**63 for one in found)
+    if seed is None:
+        assert not set(found) & set(again)
+    else:
+        assert found == again and {one % 2**64 for one in found} == {seed + i for i in range(6)}
+
+
 def test_prompt_forms(site: Site) -> None:
     ids = TOKENIZER.encode("Hi there")
     for prompt, wanted in (("Hi there", [ids]), (["Hi there"], [ids]), (ids, [ids]), ([ids, ids[:2]], [ids, ids[:2]])):
