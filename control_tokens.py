@@ -32,13 +32,13 @@ class Spellings:
 
 
 class Guard:
-    """The stand-ins of one conversation. `values` must contain all its strings, since stand-ins must not occur in them.
+    """The stand-ins of one conversation.
 
     `used` tells whether anything was replaced. If not, the rendered text is the same as without stand-ins.
     """
 
-    def __init__(self, spellings: Spellings, *values: Any) -> None:
-        self._spellings, self._values = spellings, values
+    def __init__(self, spellings: Spellings) -> None:
+        self._spellings, self._values = spellings, tuple[Any, ...]()
         self._stand_ins: dict[str, str] = {}  # text: character
         self._free: Iterator[str] = iter(())
 
@@ -46,13 +46,18 @@ class Guard:
     def used(self) -> bool:
         return bool(self._stand_ins)
 
-    def protect(self, value: Any) -> Any:
-        """A copy of a JSON value with stand-ins in all its strings and keys. Raises UserError if no character is free."""
+    def protect(self, *values: Any) -> list[Any]:
+        """Copies of JSON values with stand-ins in all their strings and keys. `values` are all of the conversation, because stand-ins
+        must not occur in it. Raises UserError if no character is free."""
+        self._values = values
+        return [self._protect(value) for value in values]
+
+    def _protect(self, value: Any) -> Any:
         if isinstance(value, str):
             return self._protect_text(value)
         if isinstance(value, dict):
-            return {self.protect(key): self.protect(item) for key, item in value.items()}
-        return [self.protect(item) for item in value] if isinstance(value, (list, tuple)) else value
+            return {self._protect(key): self._protect(item) for key, item in value.items()}
+        return [self._protect(item) for item in value] if isinstance(value, (list, tuple)) else value
 
     def _protect_text(self, text: str) -> str:
         text = self._spellings.pattern.sub(lambda found: self._stand_in(found[0]), text)

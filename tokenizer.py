@@ -20,15 +20,11 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
-from chat_template import Message, render
+from chat_form import Message
+from chat_template import fitted, render
 from control_tokens import Guard, Spellings
 from errors import UserError
 
-RENDER_OPTIONS = (
-    "add_generation_prompt",
-    "continue_final_message",
-    "chat_template",
-)  # arguments of render_chat that are not text of the conversation
 PLAIN_CHAT = (  # the template of ByteTokenizer
     "{% if tools %}{{ tools | tojson }}\n{% endif %}"
     "{% for message in messages %}{{ message.role }}: {{ message.content or '' }}\n{% endfor %}"
@@ -112,29 +108,16 @@ class Tokenizer(ABC):
         """The token as text for display, with U+FFFD for bytes that are not whole characters."""
         return self.token_bytes(id).decode("utf-8", errors="replace")
 
-    def render_chat(
-        self,
-        messages: Sequence[Message],
-        *,
-        tools: Sequence[Mapping[str, Any]] | None = None,
-        add_generation_prompt: bool = True,
-        continue_final_message: bool = False,
-        chat_template: str | None = None,
-        **kwargs: Any,
-    ) -> str:
+    def render_chat(self, messages: Sequence[Message], **options: Any) -> str:
         """The conversation as one text, as transformers' `apply_chat_template(..., tokenize=False)` renders it.
 
-        `chat_template` is a template or the name of one in the checkpoint. `continue_final_message` ends the text
-        directly after the last message's content and excludes `add_generation_prompt`. `kwargs` (such as `documents`)
-        are variables for the template. Raises UserError for a missing or failing template and for invalid messages.
+        What the template does not take, such as a role that it does not know, gets another form before (chat_form.py). `options`
+        are `tools`, `chat_template`, `add_generation_prompt` (default true), `continue_final_message` (default false), and variables
+        for the template, such as `documents`. `chat_template` is a template or the name of one in the checkpoint.
+        `continue_final_message` ends the text directly after the last message's content and excludes `add_generation_prompt`.
+        Raises UserError for a missing or failing template and for invalid messages.
         """
-        if not messages:
-            raise UserError("the conversation is empty; pass at least one message")
-        if continue_final_message and add_generation_prompt:
-            raise UserError("continue_final_message excludes add_generation_prompt; set add_generation_prompt to false")
-        template = self.pick_template(chat_template, tools is not None)
-        variables = {**self.names, "documents": None, **kwargs, "tools": tools}
-        return render(template, messages, variables, add_generation_prompt, continue_final_message)
+        return self._render_chat(messages, options, None)
 
     def encode_chat(
         self,
@@ -143,26 +126,36 @@ class Tokenizer(ABC):
         add_special_tokens: bool = False,
         parse_special: bool = False,
         check: Callable[[str], None] | None = None,
-        **kwargs: Any,
+        **options: Any,
     ) -> list[int]:
-        """The ids of `render_chat(messages, **kwargs)`. The template writes BOS itself, so none is added by default.
+        """The ids of `render_chat(messages, **options)`. The template writes BOS itself, so none is added by default.
 
         Control tokens that are spelled out in the caller's arguments stay text, unless `parse_special` is set, which is
         what transformers does. `check` is called with the rendered text before it is encoded.
         """
-        if parse_special:
-            text = self.render_chat(messages, **kwargs)
-            guard = None
-        else:
-            shown = {name: value for name, value in kwargs.items() if name not in RENDER_OPTIONS}
-            guard = Guard(self._control_tokens, list(messages), shown)
-            text = self.render_chat(guard.protect(list(messages)), **{**kwargs, **guard.protect(shown)})
+        guard = None if parse_special else Guard(self._control_tokens)
+        text = self._render_chat(messages, options, guard)
         if check is not None:
             check(text)
         if guard is None or not guard.used:
             return self.encode(text, add_special_tokens)
         parts = [_whole_characters(part) for part in guard.parts(text)]
         return self._encode_parts(parts, add_special_tokens)
+
+    def _render_chat(self, messages: Sequence[Message], options: Mapping[str, Any], guard: Guard | None) -> str:
+        values = dict(options)
+        tools, wanted = values.get("tools"), values.pop("chat_template", None)
+        continued = values.pop("continue_final_message", False)
+        begins = values.pop("add_generation_prompt", True)
+        if not messages:
+            raise UserError("the conversation is empty; pass at least one message")
+        if continued and begins:
+            raise UserError("continue_final_message excludes add_generation_prompt; set add_generation_prompt to false")
+        template = self.pick_template(wanted, tools is not None)
+        chat = fitted(template, messages, bool(tools), continued)
+        if guard is not None:
+            chat, values = guard.protect(chat, values)
+        return render(template, chat, {**self.names, "documents": None, "tools": None, **values}, begins, continued)
 
     @functools.cached_property
     def special_texts(self) -> dict[str, int]:

@@ -1,13 +1,10 @@
 """Convert texts and conversations to token ids and back. These functions run in worker processes."""
 
-import hashlib
-import json
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from chat_template import CallForm, call_form
 from errors import UserError
 from server.http import to_json
 from server.limits import Limits, check_characters, check_prediction, check_prompt, check_prompts, cut_prompt
@@ -36,55 +33,13 @@ def chat_prompt(chat: Conversation, limits: Limits | None) -> list[int]:
     """
     tokenizer = worker_tokenizer()
     check = None if limits is None else lambda text: check_characters(tokenizer, text, limits, "messages")
-    messages = [_for_template(message) for message in chat.messages]
+    messages = [message.model_dump(exclude_none=True) for message in chat.messages]
     tools = [tool.model_dump(exclude_none=True) for tool in chat.tools]
     try:
-        if any(message.get("tool_calls") for message in messages):
-            form = call_form(tokenizer.pick_template(chat.options["chat_template"], bool(tools)))
-            _fit_calls(messages, form or CallForm())
         ids = tokenizer.encode_chat(messages, check=check, tools=tools or None, **chat.options)
     except UserError as e:
         raise bad("chat_template" if chat.own_template else "messages", str(e)) from e
     return ids if limits is None else _cut(ids, limits, "messages")
-
-
-def _for_template(message: ChatMessage) -> dict[str, Any]:
-    """The message as templates expect it: its text as one string, which only a message with calls may lack."""
-    plain = message.model_dump(exclude_none=True)
-    if isinstance(message.content, list):
-        plain["content"] = "\n".join(part.text for part in message.content)
-    elif not message.tool_calls:
-        plain.setdefault("content", "")
-    return plain
-
-
-def _fit_calls(messages: Sequence[dict[str, Any]], form: CallForm) -> None:
-    """Give calls and their results the ids, and calls the arguments, that the template takes."""
-    for message in messages:
-        for call in message.get("tool_calls", []):
-            function = call["function"]
-            function["arguments"] = _arguments(function.get("arguments"), form.as_text)
-        for owner, key in ((message, "tool_call_id"), *((call, "id") for call in message.get("tool_calls", []))):
-            if owner.get(key):
-                owner[key] = _call_id(owner[key], form.id_length)
-
-
-def _arguments(given: Any, as_text: bool) -> Any:
-    """The arguments of a call, which are an object or its JSON text, as the template takes them."""
-    if not isinstance(given, str):
-        return json.dumps(given or {}, ensure_ascii=False) if as_text else given or {}
-    try:
-        value = json.loads(given or "{}")
-    except (ValueError, RecursionError) as e:
-        raise bad("messages", "has a tool call whose arguments are not JSON") from e
-    return given or "{}" if as_text else value
-
-
-def _call_id(given: str, length: int) -> str:
-    """The id, or if the template checks the length of ids and this is another one, a digest of it."""
-    if not length or (len(given) == length and given.isascii() and given.isalnum()):
-        return given
-    return hashlib.sha256(given.encode(errors="surrogatepass")).hexdigest()[:length]
 
 
 def prediction_ids(text: str, limits: Limits) -> list[int]:

@@ -479,7 +479,7 @@ def test_continue_final_message_is_transformers(template: str, content: Any, loa
 
 def test_none_and_reasoning_are_as_in_transformers(loaded: Any, hf: Any) -> None:
     template = "{% for m in messages %}{{ m | tojson }}{{ m.content is defined }}{% endfor %}"
-    chat = [{"role": "assistant", "content": None, "tool_calls": None, "reasoning": "hm"}]
+    chat = [{"role": "assistant", "content": "x", "name": None, "tool_calls": None, "reasoning": "hm"}]
     expected = hf["json-bytes"].apply_chat_template(chat, tokenize=False, chat_template=template)
     assert loaded["json-bytes"].render_chat(chat, chat_template=template, add_generation_prompt=False) == expected
 
@@ -530,7 +530,7 @@ def test_a_failing_template_is_a_user_error(template: str, says: str, loaded: di
         ([], {}),
         (["hi"], {}),
         (CHAT, {"continue_final_message": True}),
-        ([{"role": "user"}], {"continue_final_message": True, "add_generation_prompt": False}),
+        ([{"role": "user", "content": {}}], {"continue_final_message": True, "add_generation_prompt": False}),
         (CHAT, {"continue_final_message": True, "add_generation_prompt": False, "chat_template": "x"}),
         (CHAT, {"continue_final_message": True, "add_generation_prompt": False, "chat_template": "{# content #}"}),
     ],

@@ -11,7 +11,7 @@ from typing import Any
 
 import numpy as np
 
-from chat_template import Message
+from chat_form import Message
 from errors import UserError
 from tokenizer import Tokenizer
 from training.token_file import TokenFile

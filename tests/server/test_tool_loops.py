@@ -13,7 +13,6 @@ from typing import Any
 
 import pytest
 
-from chat_template import CallForm, call_form, render
 from tests.support import server_thread
 from tests.support.server_thread import CHAT, EOS, TOKENIZER, TOOL, Site
 
@@ -198,56 +197,3 @@ def test_the_next_prompt_has_calls_and_results(loop: tuple[Site, Family], ask: A
                 assert found == [one for one, _ in calls]
             calls = [(one, given) for one, (_, given) in zip(found, calls, strict=True)]
         assert family.turn(said, calls) in prompt, prompt
-
-
-ALTERNATING = """{% for m in messages if m.role != 'tool' and not m.tool_calls %}{% if (m.role == 'user') != (loop.index % 2 == 1) %}
-{{ raise_exception('roles must alternate') }}{% endif %}{% endfor %}"""
-TURNWISE = """{% for m in messages if m.tool_calls %}{% if loop.length > 1 %}
-{{ raise_exception('calls in one turn') }}{% endif %}{% endfor %}"""
-CALL = "{% for m in messages %}{% for c in m.tool_calls or [] %}CALL{% endfor %}{% endfor %}"
-
-
-@pytest.mark.parametrize(
-    ("template", "form"),
-    [
-        (CALL.replace("CALL", "{{ c.function | tojson }}"), CallForm()),
-        (CALL.replace("CALL", "{{ c.function.arguments }}"), CallForm(as_text=True)),  # an object would be printed as Python's
-        (CALL.replace("CALL", "{{ m.content + c.function.arguments }}"), CallForm("empty", as_text=True)),
-        (
-            CALL.replace("CALL", "{{ c.function.arguments | tojson if c.id | length < 10 }}"),
-            CallForm(id_length=9),
-        ),
-        (CALL.replace("CALL", "{{ c.function.arguments | tojson if not m.content }}"), CallForm(apart=True)),
-        (CALL.replace("CALL", "{{ c.function | tojson if m.tool_calls | length == 1 }}"), CallForm(single=True)),
-        (ALTERNATING + CALL.replace("CALL", "{{ c.function.arguments | tojson if not m.content }}"), CallForm()),
-        (TURNWISE + CALL.replace("CALL", "{{ c.function | tojson if loop.first }}"), CallForm()),
-        ("{{ messages[0].content }}", None),
-        ("{{ raise_exception('no') }}", None),
-    ],
-)
-def test_the_form_of_a_template(template: str, form: CallForm | None) -> None:
-    assert call_form(template) == form
-
-
-TURN = "{% for m in messages %}<{{ m.role }}>BODY\n{% endfor %}"
-APART = TURN.replace("BODY", "{{ m.reasoning_content }}|{{ m.content or m.tool_calls | tojson }}")
-
-
-def calling(text: str, **fields: Any) -> list[dict[str, Any]]:
-    call = {"id": "a" * 9, "type": "function", "function": {"name": "f", "arguments": {"x": 1}}}
-    return [{"role": "user", "content": "Hi"}, {"role": "assistant", "content": text, "tool_calls": [call], **fields}]
-
-
-def test_a_template_without_calls_gets_the_messages_as_they_are() -> None:
-    assert (
-        render(TURN.replace("BODY", "{{ m['content'] + '!' }}"), calling(""), {}, False, False) == "<user>Hi!\n<assistant>!\n"
-    )
-
-
-def test_a_message_that_is_parted_has_its_reasoning_once() -> None:
-    text = render(APART, calling("Look", reasoning_content="Think"), {}, False, False)
-    assert text.startswith("<user>|Hi\n<assistant>Think|Look\n<assistant>|[{") and text.count("Think") == 1
-
-
-def test_a_message_with_calls_can_be_continued() -> None:
-    assert render(APART, calling("Look"), {}, False, True) == "<user>|Hi\n<assistant>|Look"
