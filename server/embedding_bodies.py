@@ -22,7 +22,7 @@ class PoolingBody(Body):
     priority: int | None = Field(
         None, ge=-INT64, lt=INT64, description="A lower number starts earlier. Other than 0 only with `--allow-priority`."
     )
-    user: str | None = Field(None, max_length=256, description="Written to the access log.")
+    user: str | None = Field(None, description="The first 256 characters are written to the access log.")
 
     @model_validator(mode="after")
     def _check_length(self) -> "PoolingBody":

@@ -17,7 +17,7 @@ from server.json_schema import Compiled
 from server.parsers import syntax_for
 from server.problems import bad
 from server.resume import record
-from server.schemas import Body, GenerationBody
+from server.schemas import MAX_USER, Body, GenerationBody
 from server.service import Service
 from server.sse import EventStream
 
@@ -40,7 +40,7 @@ def check_names(service: Service, request: Request, body: Body) -> None:
 def begin(service: Service, request: Request, body: GenerationBody | PoolingBody) -> Turn:
     """Log the user, and check what does not depend on the prompts. Returns when the sequences start. Raises ApiError."""
     if body.user:
-        request.state.log_fields["user"] = body.user
+        request.state.log_fields["user"] = body.user[:MAX_USER]
     check_names(service, request, body)
     if body.priority and not service.settings.allow_priority:
         raise bad("priority", "this server treats all requests alike; leave it out, or start the server with --allow-priority")

@@ -6,9 +6,20 @@ values, which change nothing, are accepted.
 
 import re
 from collections.abc import Iterable, Iterator
-from typing import Annotated, Any, ClassVar, Literal, NamedTuple, get_args
+from typing import Annotated, Any, ClassVar, Literal, NamedTuple, Self, get_args
 
-from pydantic import AfterValidator, BaseModel, ConfigDict, Field, PrivateAttr, WithJsonSchema, model_validator
+from pydantic import (
+    AfterValidator,
+    BaseModel,
+    BeforeValidator,
+    ConfigDict,
+    Discriminator,
+    Field,
+    PrivateAttr,
+    Tag,
+    WithJsonSchema,
+    model_validator,
+)
 from pydantic_core import PydanticCustomError
 
 from engine.protocol import LIST_LIMIT
@@ -23,7 +34,8 @@ MAX_STOPS = 16
 MAX_LISTED = 16384  # most allowed_token_ids, which are sent to the engine with each choice
 MAX_CHOSEN = 16384  # most texts of which an answer is one
 MAX_TAGS = 128
-MAX_TOOLS = 128
+MAX_TOOLS = 1024
+MAX_USER = 256  # characters of `user` in the access log
 MAX_NAMED = 8  # most unknown names in the response header and in the log
 MAX_NAME = 64  # characters of each
 STRICT = (
@@ -51,6 +63,16 @@ def _only_false(value: bool) -> bool:
 
 # Literal[False] would accept 0, which equals it
 Off = Annotated[bool, AfterValidator(_only_false), WithJsonSchema({"const": False, "type": "boolean"})]
+
+
+def kind_of(value: Any, default: str | None = None) -> Any:
+    """The `type` of an object of the body, or of one that is already checked; `default` if it is missing or null."""
+    return (value.get("type") if isinstance(value, dict) else getattr(value, "type", None)) or default
+
+
+def of_type(kind: Any) -> Any:
+    """The validator of a `type` that has one value, and that some clients leave null. kind: a Literal of both."""
+    return BeforeValidator(lambda given: get_args(kind)[0] if given is None else given, json_schema_input_type=kind)
 
 
 class Checked(BaseModel):
@@ -316,7 +338,7 @@ class GenerationBody(SamplingBody):
         lt=INT64,
         description="Requests with a lower number start earlier, and are preempted last. Other than 0 only with `--allow-priority`.",
     )
-    user: str | None = Field(None, max_length=256, description="Written to the access log.")
+    user: str | None = Field(None, description="The first 256 characters are written to the access log.")
     metadata: Any = without_effect("nothing reads it")
     store: bool | None = Field(
         None, description="If the server has a journal: finish the request even if the client leaves. Default false."
@@ -465,7 +487,7 @@ class CompletionBody(GenerationBody):
 
 
 class TextPart(Cacheable):
-    type: Literal["text"]
+    type: Annotated[Literal["text"], of_type(Literal["text", None])] = "text"
     text: str
     prompt_cache_breakpoint: Any = without_effect("see `cache_control`")
 
@@ -481,36 +503,53 @@ class RefusalPart(Checked):
         return self.refusal
 
 
+ChatPart = Annotated[
+    Annotated[TextPart, Tag("text")] | Annotated[RefusalPart, Tag("refusal")], Discriminator(lambda part: kind_of(part, "text"))
+]
+
+
 class FunctionCall(Checked):
     passes_on = True
 
     name: str
-    arguments: str | dict[str, Any] | None = None
+    arguments: Any = Field(
+        None, description="An object or its JSON text. What a model has not finished or got wrong is mended."
+    )
 
 
 class ToolCall(Checked):
     passes_on = True
 
     id: str | None = None
-    type: Literal["function"] = "function"
+    type: Annotated[Literal["function"], of_type(Literal["function", None])] = "function"
     function: FunctionCall
 
 
-class ChatMessage(Cacheable):
-    """One message. Other fields are passed on to the chat template. Only an assistant's may lack `content`."""
+class Said(Cacheable):
+    """A message with a role and a content, which a model's answer and a tool's result may lack."""
+
+    @model_validator(mode="after")
+    def _needs_content(self) -> Self:
+        if getattr(self, "content", None) is None and getattr(self, "role", None) not in ("assistant", "tool"):
+            raise PydanticCustomError("no_content", "has no content; give it a text")
+        return self
+
+
+class ChatMessage(Said):
+    """One message. Other fields are passed on to the chat template. Only an assistant's and a tool's may lack `content`."""
 
     model_config = ConfigDict(
         json_schema_extra={
             "anyOf": [
                 {"properties": {"content": {"not": {"type": "null"}}}, "required": ["content"]},
-                {"properties": {"role": {"const": "assistant"}}},
+                {"properties": {"role": {"enum": ["assistant", "tool"]}}},
             ]
         }
     )
     passes_on = True
 
     role: Literal["system", "developer", "user", "assistant", "tool"]
-    content: str | list[Annotated[TextPart | RefusalPart, Field(discriminator="type")]] | None = None
+    content: str | list[ChatPart] | None = None
     tool_calls: list[ToolCall] | None = None
     tool_call_id: str | None = None
     name: str | None = None
@@ -525,12 +564,6 @@ class ChatMessage(Cacheable):
                 raise field_error("messages", f"has a content part of type {kind[:40]!r}; this server reads text alone")
         return data
 
-    @model_validator(mode="after")
-    def _needs_content(self) -> "ChatMessage":
-        if self.content is None and self.role != "assistant":
-            raise PydanticCustomError("no_content", "has no content; give it a text")
-        return self
-
 
 class FunctionDefinition(Cacheable):
     name: str = Field(pattern=r"^[A-Za-z0-9_.-]{1,128}$")
@@ -540,7 +573,7 @@ class FunctionDefinition(Cacheable):
 
 
 class Tool(Cacheable):
-    type: Literal["function"]
+    type: Annotated[Literal["function"], of_type(Literal["function", None])] = "function"
     function: FunctionDefinition
 
 

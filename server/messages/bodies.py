@@ -1,6 +1,7 @@
 """The bodies of the two endpoints. Each knows the chat body that it becomes."""
 
-from typing import Annotated, Any, ClassVar
+from collections.abc import Iterator
+from typing import Any, ClassVar
 
 from pydantic import Field, PrivateAttr, ValidationError, model_validator
 
@@ -14,31 +15,39 @@ from server.messages.convert import (
 )
 from server.messages.errors import field_name
 from server.messages.schemas import (
+    OWN_TOOLS,
     REFUSED_HERE,
+    AnyTool,
     ContextManagement,
     CustomTool,
     JsonFormat,
     Message,
     Metadata,
     OutputConfig,
+    ServerTool,
     TextBlock,
     Thinking,
     ToolChoice,
     ToolUseBlock,
+    UnseenBlock,
     refuse_unsupported,
 )
 from server.problems import field_error
 from server.refusals import GENERATION_REFUSED, REFUSED, Refusals
-from server.schemas import MAX_STOPS, MAX_TOOLS, Body, ChatBody, StopText, without_effect
+from server.schemas import MAX_STOPS, MAX_TOOLS, Body, ChatBody, StopText, shown_names, without_effect
 
 
 class CountBody(Body):
     """The fields that make the prompt."""
 
     refused: ClassVar[Refusals] = REFUSED | GENERATION_REFUSED | REFUSED_HERE
-    messages: list[Message] = Field(min_length=1, fail_fast=True, description="A last one of role assistant is continued.")
+    messages: list[Message] = Field(
+        min_length=1, fail_fast=True, description="A last one of role assistant is continued, unless it calls."
+    )
     system: str | list[TextBlock] | None = None
-    tools: list[CustomTool] | None = Field(None, max_length=MAX_TOOLS)
+    tools: list[AnyTool] | None = Field(
+        None, max_length=MAX_TOOLS, description="Those that another server runs are not offered to the model, and are named."
+    )
     tool_choice: ToolChoice | None = Field(
         None, description="`any` and `tool` force one call by grammar. Default auto with tools, else none."
     )
@@ -46,7 +55,7 @@ class CountBody(Body):
     output_config: OutputConfig | None = None
     output_format: JsonFormat | None = Field(None, description="The older name of `output_config.format`.")
     context_management: ContextManagement | None = None
-    mcp_servers: Annotated[list[Any], Field(max_length=0)] | None = Field(None, description="Only an empty list: see `tools`.")
+    mcp_servers: list[Any] | None = Field(None, description="Named, and not used: see `tools`.")
     cache_control: Any = without_effect("the prefix cache finds common prefixes by itself")
     betas: Any = without_effect("the header `anthropic-beta` has none, either")
     speed: Any = without_effect("there is one speed")
@@ -71,7 +80,7 @@ class CountBody(Body):
                 first = e.errors(include_url=False)[0]
                 path = (first.get("ctx") or {}).get("param") or ".".join(map(str, first["loc"]))
                 raise field_error(field_name(path), first["msg"]) from None
-            self._chat._ignored = self._ignored
+            self._chat._ignored = self._ignored = [*self.ignored, *shown_names(self._left_out)]
         return self
 
     @property
@@ -84,8 +93,30 @@ class CountBody(Body):
     def format(self) -> JsonFormat | None:
         return self.output_config.format if self.output_config and self.output_config.format else self.output_format
 
+    @property
+    def functions(self) -> list[CustomTool]:
+        return [tool for tool in self.tools or [] if isinstance(tool, CustomTool)]
+
+    @property
+    def _left_out(self) -> Iterator[str]:
+        """What the model does not see, with its types."""
+        for i, tool in enumerate(self.tools or []):
+            if isinstance(tool, ServerTool):
+                yield f"tools.{i}.{tool.type}"
+        if self.mcp_servers:
+            yield "mcp_servers"
+        for i, message in enumerate(self.messages):
+            for k, block in enumerate(message.content or []):
+                if isinstance(block, UnseenBlock):
+                    yield f"messages.{i}.content.{k}.{block.type}"
+
     def _check(self) -> None:
-        names = [tool.name for tool in self.tools or []]
+        names = [tool.name for tool in self.functions]
+        if self.mcp_servers and not names:
+            raise field_error("mcp_servers", OWN_TOOLS)
+        if self.tools and not names:
+            kind = self.tools[0].type or ""
+            raise field_error("tools.0", f"has the type {kind[:40]!r}; {OWN_TOOLS}")
         choice = self.tool_choice
         if len(set(names)) < len(names):
             raise field_error("tools", "has two tools of the same name")
@@ -97,19 +128,17 @@ class CountBody(Body):
             raise field_error("output_format", "is the older name of output_config.format; give one of them")
         if self.thinking and self.thinking.type == "enabled" and self.thinking.budget_tokens is None:
             raise field_error("thinking.budget_tokens", "is required with type enabled")
-        last = self.messages[-1]
-        if last.role == "assistant" and any(isinstance(block, ToolUseBlock) for block in last.content):
-            raise field_error("messages", "ends with a tool_use, which cannot be continued; add its tool_result")
 
     def _chat_fields(self) -> dict[str, Any]:
-        effort = self.output_config and self.output_config.effort
+        effort, last = self.output_config and self.output_config.effort, self.messages[-1]
         fields: dict[str, Any] = {
             "model": self.model,
             "messages": chat_messages(self.system, self.messages),
-            "tools": self.tools and chat_tools(self.tools),
+            "tools": self.tools and chat_tools(self.functions),
             "response_format": self.format and chat_format(self.format),
             "chat_template_kwargs": template_variables(self.thinking),
-            "continue_final_message": self.messages[-1].role == "assistant",
+            "continue_final_message": last.role == "assistant"
+            and not any(isinstance(b, ToolUseBlock) for b in last.content or []),
         }
         if effort and not (self.thinking and self.thinking.type == "disabled"):
             fields["reasoning_effort"] = EFFORTS.get(effort, effort)
@@ -146,7 +175,7 @@ class MessagesBody(CountBody):
             "top_p": self.top_p,
             "top_k": self.top_k,
             "stop": self.stop_sequences,
-            "user": user and user[:256],
+            "user": user,
         }
 
     @property

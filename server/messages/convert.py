@@ -26,54 +26,37 @@ Chat = dict[str, Any]
 
 
 def chat_messages(system: str | Sequence[TextBlock] | None, messages: Sequence[Message]) -> list[Chat]:
-    """The messages as templates expect them: first the system prompt, then turns of alternating roles.
-
-    Successive messages of one role are joined. Few templates accept a system message behind the first turn, so such a message
-    becomes a part of the user's turn.
-    """
-    roles = ["user" if message.role == "system" else message.role for message in messages]
-    first = next((i for i, message in enumerate(messages) if message.role != "system"), len(messages))
-    given = [block for block in _as_blocks(system or "") if not block.text.startswith(BILLING)]
-    instructions = [_text(given), *(_text(message.content) for message in messages[:first])]
-    joined = "\n".join(filter(None, instructions))
-    found: list[Chat] = [{"role": "system", "content": joined}] if joined else []
-    names: dict[str, str] = {}  # of the tools, by the ids of their calls
-    for role, group in groupby(range(first, len(messages)), key=roles.__getitem__):
-        blocks = [block for i in group for block in _as_blocks(messages[i].content)]
-        found += [_answer(blocks, names)] if role == "assistant" else _turn(blocks, names)
+    """The messages of a chat: the system prompt, then turns of alternating roles. Successive messages of one role are joined."""
+    prompt = _text([block for block in _as_blocks(system) if not block.text.startswith(BILLING)])
+    found: list[Chat] = [{"role": "system", "content": prompt}] if prompt else []
+    for role, group in groupby(messages, key=lambda message: message.role):
+        blocks = [block for message in group for block in _as_blocks(message.content)]
+        found += [_answer(blocks)] if role == "assistant" else _turn(role, blocks)
     return found
 
 
-def _turn(blocks: Iterable[Any], names: dict[str, str]) -> list[Chat]:
-    """The user's turn: a message for each tool result, and one for the texts between them."""
+def _turn(role: str, blocks: Iterable[Any]) -> list[Chat]:
+    """What user or system says: a message for each tool result, and one for the texts between them."""
     found: list[Chat] = []
     for is_result, group in groupby(blocks, key=lambda block: isinstance(block, ToolResultBlock)):
-        if is_result:
-            found += [_result(block, names) for block in group]
-        else:
-            found.append({"role": "user", "content": _text(list(group))})
-    return found or [{"role": "user", "content": ""}]
+        some = list(group)
+        found += map(_result, some) if is_result else [{"role": role, "content": _text(some)}]
+    return found or [{"role": role, "content": ""}]
 
 
-def _result(block: ToolResultBlock, names: dict[str, str]) -> Chat:
-    text = "Error: " * bool(block.is_error) + _text(block.content or "")
-    message = {"role": "tool", "tool_call_id": _call_id(block.tool_use_id), "content": text}
-    return message | ({"name": names[block.tool_use_id]} if block.tool_use_id in names else {})
+def _result(block: ToolResultBlock) -> Chat:
+    text = "Error: " * bool(block.is_error) + _text(block.content)
+    return {"role": "tool", "tool_call_id": _call_id(block.tool_use_id), "content": text}
 
 
-def _answer(blocks: Sequence[Any], names: dict[str, str]) -> Chat:
-    """One assistant's message of all its blocks. Notes the names of the tools that it calls."""
-    message: Chat = {"role": "assistant"}
+def _answer(blocks: Sequence[Any]) -> Chat:
+    """One assistant's message of all its blocks."""
+    message: Chat = {"role": "assistant", "content": _text([block for block in blocks if isinstance(block, TextBlock)])}
     thoughts = [block.thinking for block in blocks if isinstance(block, ThinkingBlock)]
     calls = [block for block in blocks if isinstance(block, ToolUseBlock)]
     if any(thoughts):
         message["reasoning_content"] = "\n".join(thoughts)
-    if text := _text([block for block in blocks if isinstance(block, TextBlock)]):
-        message["content"] = text
-    elif not calls:
-        message["content"] = ""
     if calls:
-        names |= {block.id: block.name for block in calls}
         message["tool_calls"] = [
             {"id": _call_id(block.id), "type": "function", "function": {"name": block.name, "arguments": block.input}}
             for block in calls
@@ -86,11 +69,11 @@ def _call_id(given: str) -> str:
     return given.removeprefix(ID_PREFIX)
 
 
-def _as_blocks(content: str | Sequence[Any]) -> Sequence[Any]:
-    return [TextBlock(type="text", text=content)] if isinstance(content, str) else content
+def _as_blocks(content: str | Sequence[Any] | None) -> Sequence[Any]:
+    return [TextBlock(type="text", text=content)] if isinstance(content, str) else content or []
 
 
-def _text(content: str | Sequence[Any]) -> str:
+def _text(content: str | Sequence[Any] | None) -> str:
     """The text of a content that has text blocks alone."""
     return "\n".join(block.text for block in _as_blocks(content))
 

@@ -3,13 +3,19 @@
 from collections.abc import Iterator
 from typing import Annotated, Any, Literal
 
-from pydantic import Field
+from pydantic import ConfigDict, Discriminator, Field, Tag
 
 from server.problems import field_error
 from server.refusals import NOT_HERE, refusals
-from server.schemas import STRICT, Cacheable, Checked, without_effect
+from server.schemas import MAX_NAME, STRICT, Cacheable, Checked, Said, kind_of, without_effect
 
 TEXT_ONLY = "this server reads text alone"
+OWN_TOOLS = "this server runs no tools and knows none; describe it with input_schema"
+UNSEEN = (
+    "server_tool_use", "web_search_tool_result", "web_fetch_tool_result", "code_execution_tool_result",
+    "bash_code_execution_tool_result", "text_editor_code_execution_tool_result", "tool_search_tool_result", "mcp_tool_use",
+    "mcp_tool_result", "container_upload",
+)  # fmt: skip
 MIN_BUDGET = 1024  # tokens; of the published API
 
 REFUSED_HERE = refusals(
@@ -49,32 +55,112 @@ class ToolUseBlock(Cacheable):
     type: Literal["tool_use"]
     id: str
     name: str
-    input: dict[str, Any]
+    input: Any = Field(None, description="An object. What a model has not finished or got wrong is mended.")
     caller: Any = without_effect("the model is the only caller")
     toolset_name: Any = without_effect("there are no toolsets")
+
+
+class TextSource(Checked):
+    type: Literal["text"]
+    data: str
+    media_type: Any = without_effect("it is plain text")
+
+    @property
+    def text(self) -> str:
+        return self.data
+
+
+class BlockSource(Checked):
+    type: Literal["content"]
+    content: str | list[TextBlock]
+
+    @property
+    def text(self) -> str:
+        return self.content if isinstance(self.content, str) else "\n".join(block.text for block in self.content)
+
+
+class DocumentBlock(Cacheable):
+    """A document of text. Templates get its title, context and text."""
+
+    type: Literal["document"]
+    source: Annotated[TextSource | BlockSource, Field(discriminator="type")]
+    title: str | None = None
+    context: str | None = None
+    citations: Any = without_effect("templates have no citations")
+
+    @property
+    def text(self) -> str:
+        return "\n".join(filter(None, (self.title, self.context, self.source.text)))
+
+
+class SearchResultBlock(Cacheable):
+    type: Literal["search_result"]
+    title: str
+    source: str
+    content: list[TextBlock]
+    citations: Any = without_effect("templates have no citations")
+
+    @property
+    def text(self) -> str:
+        return "\n".join((self.title, self.source, *(block.text for block in self.content)))
+
+
+class ToolReferenceBlock(Cacheable):
+    """A tool that a search has found. All tools are shown to the model anyhow."""
+
+    type: Literal["tool_reference"]
+    tool_name: str
+
+    @property
+    def text(self) -> str:
+        return self.tool_name
+
+
+class UnseenBlock(Checked):
+    """What another server's tools did in an earlier answer. It is named, and templates get nothing of it."""
+
+    model_config = ConfigDict(json_schema_extra={"properties": {"type": {"enum": [*UNSEEN]}}})
+    passes_on = True
+
+    type: str
+
+
+TextualBlock = TextBlock | DocumentBlock | SearchResultBlock | ToolReferenceBlock
 
 
 class ToolResultBlock(Cacheable):
     type: Literal["tool_result"]
     tool_use_id: str
-    content: str | list[TextBlock] | None = None
+    content: str | list[Annotated[TextualBlock, Field(discriminator="type")]] | None = None
     is_error: bool | None = Field(None, description="The template gets the content after `Error: `.")
     toolset_name: Any = without_effect("there are no toolsets")
 
 
+SeenBlock = TextualBlock | ThinkingBlock | RedactedThinkingBlock | ToolUseBlock | ToolResultBlock
 Block = Annotated[
-    TextBlock | ThinkingBlock | RedactedThinkingBlock | ToolUseBlock | ToolResultBlock, Field(discriminator="type")
+    Annotated[Annotated[SeenBlock, Field(discriminator="type")], Tag("seen")] | Annotated[UnseenBlock, Tag("unseen")],
+    Discriminator(lambda block: "unseen" if kind_of(block) in UNSEEN else "seen"),
 ]
+TEXTUAL = ("text", "document", "search_result", "tool_reference")
 BLOCKS = {
-    "user": ("text", "tool_result"),
+    "user": (*TEXTUAL, "tool_result"),
     "system": ("text",),
-    "assistant": ("text", "thinking", "redacted_thinking", "tool_use"),
+    "assistant": ("text", "thinking", "redacted_thinking", "tool_use", *UNSEEN),
 }
 
 
-class Message(Cacheable):
+class Message(Said):
     role: Literal["user", "assistant", "system"]
-    content: str | list[Block]
+    content: str | list[Block] | None = None
+
+
+class ServerTool(Cacheable):
+    """A tool that another server runs or knows. It is not offered to the model."""
+
+    model_config = ConfigDict(json_schema_extra={"not": {"properties": {"type": {"const": "custom"}}}})
+    passes_on = True
+
+    type: str = Field(max_length=MAX_NAME)
 
 
 class CustomTool(Cacheable):
@@ -87,6 +173,12 @@ class CustomTool(Cacheable):
     allowed_callers: Any = without_effect("the model is the only caller")
     eager_input_streaming: Any = without_effect("inputs are streamed as they are written")
     input_examples: Any = without_effect("templates have no examples")
+
+
+AnyTool = Annotated[
+    Annotated[CustomTool, Tag("custom")] | Annotated[ServerTool, Tag("other")],
+    Discriminator(lambda tool: "custom" if kind_of(tool, "custom") == "custom" else "other"),
+]
 
 
 class ToolChoice(Checked):
@@ -117,7 +209,7 @@ class OutputConfig(Checked):
 
 
 class Metadata(Checked):
-    user_id: str | None = Field(None, max_length=1024, description="The first 256 characters are written to the access log.")
+    user_id: str | None = Field(None, description="The first 256 characters are written to the access log.")
 
 
 class Edit(Checked):
@@ -131,7 +223,7 @@ class ContextManagement(Checked):
 
 
 def refuse_unsupported(body: dict[str, Any]) -> None:
-    """Raises an error that names the first content block or tool that is known, but not served here."""
+    """Raises an error that names the first content block that is known, but not served here."""
     for path, role, block in _blocks(body.get("messages")):
         kind = block.get("type")
         allowed = BLOCKS.get(role) if isinstance(role, str) else None
@@ -140,16 +232,13 @@ def refuse_unsupported(body: dict[str, Any]) -> None:
             why = has if kind in sum(BLOCKS.values(), ()) else TEXT_ONLY
             raise field_error(path, f"has the type {kind[:40]!r}; {why}")
         parts = block.get("content")
-        for i, part in enumerate(parts if isinstance(parts, list) else []):
-            kind = part.get("type") if isinstance(part, dict) else None
-            if isinstance(kind, str) and kind != "text":
-                raise field_error(f"{path}.content.{i}", f"has the type {kind[:40]!r}; {TEXT_ONLY}")
-    tools = body.get("tools")
-    for i, tool in enumerate(tools if isinstance(tools, list) else []):
-        kind = tool.get("type") if isinstance(tool, dict) else None
-        if isinstance(kind, str) and kind != "custom":
-            message = f"has the type {kind[:40]!r}; this server runs no tools and knows none; describe it with input_schema"
-            raise field_error(f"tools.{i}", message)
+        nested = [(f"{path}.content.{i}", part) for i, part in enumerate(parts if isinstance(parts, list) else [])]
+        for place, part in [(path, block), *nested]:
+            kind, source = kind_of(part), kind_of(part.get("source")) if isinstance(part, dict) else None
+            if part is not block and isinstance(kind, str) and kind not in TEXTUAL:
+                raise field_error(place, f"has the type {kind[:40]!r}; {TEXT_ONLY}")
+            if kind == "document" and source not in ("text", "content"):
+                raise field_error(f"{place}.source", f"has the type {str(source)[:40]!r}; {TEXT_ONLY}")
 
 
 def _blocks(messages: Any) -> Iterator[tuple[str, Any, dict[str, Any]]]:

@@ -1,7 +1,7 @@
 """From a Responses body to the chat request that the server runs. A worker can run this for long conversations."""
 
 import json
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from typing import Any, NamedTuple
 
@@ -10,9 +10,12 @@ from pydantic import ValidationError
 
 from server.http import to_json
 from server.problems import ApiError, bad, from_model
-from server.responses.items import input_items, is_json
+from server.responses.items import input_items
 from server.responses.schemas import (
+    CALLS,
+    OUTPUTS,
     AllowedFunctions,
+    CustomTool,
     FlatSchemaFormat,
     FunctionTool,
     NamedFunction,
@@ -49,7 +52,7 @@ def convert(body: ResponsesBody, history: Sequence[bytes], found: Mapping[str, b
     """
     earlier = [item for part in history for item in json.loads(part)]
     items, unreadable = input_items(body, earlier, found)
-    messages = messages_of(body.instructions, earlier, items)
+    messages = messages_of(body.instructions, [*earlier, *items])
     if not messages:
         raise bad("input", "has nothing that the model sees; give it a message")
     chat = to_chat(body, messages)
@@ -71,29 +74,23 @@ def repeated(body: ResponsesBody) -> dict[str, msgspec.Raw]:
     return {name: msgspec.Raw(to_json(value)) for name, value in fields.items()}
 
 
-def _repeated_tool(tool: FunctionTool | Namespace) -> dict[str, Any]:
+def _repeated_tool(tool: FunctionTool | CustomTool | Namespace) -> dict[str, Any]:
     if isinstance(tool, Namespace):
-        inner = [_repeated_tool(one) for one in tool.tools if isinstance(one, FunctionTool)]
+        inner = [_repeated_tool(one) for one in tool.tools if not isinstance(one, OtherTool)]
         return {"type": tool.type, "name": tool.name, "description": tool.description or "", "tools": inner}
+    if isinstance(tool, CustomTool):
+        return tool.model_dump(exclude_none=True)
     return {name: getattr(tool, name) for name in ("type", "name", "description", "parameters", "strict")}
 
 
 # --- messages ------------------------------------------------------------------------------------------------------------------
 
 
-def messages_of(
-    instructions: str | None, earlier: Sequence[dict[str, Any]], items: Sequence[dict[str, Any]]
-) -> list[dict[str, Any]]:
-    """The chat messages of a conversation. `items`: of this turn, for the paths in errors.
-
-    Reasoning, text and calls of one answer become one message of the assistant. What system and developer say at the beginning
-    becomes one system message, because many templates know no other.
-    """
+def messages_of(instructions: str | None, items: Iterable[dict[str, Any]]) -> list[dict[str, Any]]:
+    """The chat messages of a conversation. Reasoning, text and calls of one answer become one message of the assistant."""
     writer = _Messages(instructions)
-    for item in earlier:
-        writer.add(item, None)
-    for position, item in enumerate(items):
-        writer.add(item, f"input.{position}")
+    for item in items:
+        writer.add(item)
     return writer.messages
 
 
@@ -101,55 +98,43 @@ class _Messages:
     def __init__(self, instructions: str | None) -> None:
         self.messages: list[dict[str, Any]] = [{"role": "system", "content": instructions}] if instructions else []
         self._reasoning: list[str] = []
-        self._names: dict[str, str] = {}  # call id: name of the function
-        self._cut_off: set[str] = set()  # ids of calls that the model does not see
-        self._left_out = False  # such a call came last
 
-    def add(self, item: dict[str, Any], path: str | None) -> None:
-        """path: of the item in the body; None for an earlier one."""
-        match item["type"]:
-            case "message":
-                self._add_message(item["role"], item["content"][0]["text"] if item["content"] else "")
-            case "reasoning":
-                self._reasoning += [part["text"] for part in item["content"]]
-            case "function_call":
-                self._add_call(item, path)
-            case "function_call_output":
-                self._add_output(item, path)
+    def add(self, item: dict[str, Any]) -> None:
+        kind = item["type"]
+        if kind == "message":
+            self._add_message(item["role"], item["content"][0]["text"] if item["content"] else "")
+        elif kind == "reasoning":
+            self._reasoning += [part["text"] for part in item["content"]]
+        elif kind == "function_call":
+            self._add_call(item["call_id"], joined_name(item.get("namespace"), item["name"]), item["arguments"])
+        elif kind in ("function_call_output", "custom_tool_call_output"):
+            self._append({"role": "tool", "tool_call_id": item["call_id"], "content": item["output"]})
+        call_id = item.get("call_id") or ""
+        if field := CALLS.get(kind):
+            given = item.get(field)
+            name = item.get("name") or kind.removesuffix("_call")
+            self._add_call(call_id, name, given if field == "arguments" or isinstance(given, dict) else {field: given})
+        if field := OUTPUTS.get(kind):
+            given = item.get(field)
+            self._append(
+                {
+                    "role": "tool",
+                    "tool_call_id": call_id,
+                    "content": given if isinstance(given, str) else to_json(given).decode(),
+                }
+            )
 
     def _add_message(self, role: str, text: str) -> None:
-        last = self.messages[-1] if self.messages else {}
         if role == "assistant":
             self._assistant(answers=True)["content"] = text
-        elif role in ("system", "developer"):
-            if len(self.messages) == 1 and last["role"] == "system":
-                last["content"] += "\n\n" + text
-            else:
-                self._append({"role": "system", "content": text})
-        else:
-            if last.get("role") == "user" and (self._reasoning or self._left_out):  # roles alternate in many templates
-                self._assistant(answers=True)["content"] = ""
-            self._append({"role": role, "content": text})
-
-    def _add_call(self, item: dict[str, Any], path: str | None) -> None:
-        completed = item["status"] == "completed"
-        if not is_json(item["arguments"] or "{}" * completed):
-            if completed:
-                raise bad(f"{path or 'previous_response_id'}.arguments", "is not JSON")
-            self._cut_off.add(item["call_id"])
-            self._left_out = True
             return
-        name = self._names[item["call_id"]] = joined_name(item.get("namespace"), item["name"])
-        call = {"id": item["call_id"], "type": "function", "function": {"name": name, "arguments": item["arguments"]}}
-        self._assistant(answers=False).setdefault("tool_calls", []).append(call)
+        if role == "user" and self._reasoning:  # an answer that ended in its reasoning
+            self._assistant(answers=True)["content"] = ""
+        self._append({"role": role, "content": text})
 
-    def _add_output(self, item: dict[str, Any], path: str | None) -> None:
-        call_id = item["call_id"]
-        if call_id not in self._names:
-            if call_id in self._cut_off:
-                return
-            raise bad(f"{path or 'previous_response_id'}.call_id", f"no function_call before has the call_id {call_id[:64]!r}")
-        self._append({"role": "tool", "tool_call_id": call_id, "name": self._names[call_id], "content": item["output"]})
+    def _add_call(self, call_id: str, name: str, arguments: Any) -> None:
+        call = {"id": call_id, "type": "function", "function": {"name": name, "arguments": arguments}}
+        self._assistant(answers=False).setdefault("tool_calls", []).append(call)
 
     def _assistant(self, answers: bool) -> dict[str, Any]:
         """The assistant's message to which the next item belongs: the last one, unless text (`answers`) would follow text or calls."""
@@ -163,7 +148,7 @@ class _Messages:
         return last
 
     def _append(self, message: dict[str, Any]) -> None:
-        self._reasoning, self._left_out = [], False
+        self._reasoning = []
         self.messages.append(message)
 
 
@@ -209,7 +194,8 @@ def _tools(body: ResponsesBody) -> tuple[list[Offered], Any]:
 
 
 def _chat_tool(one: Offered) -> dict[str, Any]:
-    optional = {name: getattr(one.tool, name) for name in ("description", "parameters", "strict")}
+    optional = {name: getattr(one.tool, name) for name in ("parameters", "strict")}
+    optional["description"] = one.tool.about if isinstance(one.tool, CustomTool) else one.tool.description
     given = {name: value for name, value in optional.items() if value is not None}
     return {"type": "function", "function": {"name": one.name, **given}}
 

@@ -13,18 +13,23 @@ from typing import Any
 from server.http import to_json
 from server.problems import bad
 from server.responses.schemas import (
+    CALLS,
+    OUTPUTS,
+    UNSEEN,
+    AdditionalTools,
     ContentText,
     GivenCall,
     GivenCallOutput,
     GivenMessage,
     GivenReasoning,
     ItemReference,
+    OtherItem,
     ResponsesBody,
 )
 from server.schemas import RefusalPart
 
 SEALED = b"rung:"  # begins the `encrypted_content` that this server writes
-PREFIXES = {"message": "msg", "function_call": "fc", "function_call_output": "fco", "reasoning": "rs"}  # of ids
+PREFIXES = {"message": "msg", "function_call": "fc", "function_call_output": "fco", "reasoning": "rs"}  # of ids; else "item"
 
 
 def new_id(prefix: str) -> str:
@@ -62,13 +67,17 @@ def input_items(
             case GivenMessage():
                 items.append(_message(item))
             case GivenCall():
-                if cut := item.status is None and not is_json(item.arguments or "{}"):
-                    unreadable.append(f"input.{position}.arguments")
-                head = {"id": item.id, "status": "incomplete" if cut else "completed"}
-                items.append(head | item.model_dump(exclude_none=True))
+                arguments = item.arguments if isinstance(item.arguments, str) else to_json(item.arguments or {}).decode()
+                head = {"id": item.id, "status": "completed"} | item.model_dump(exclude_none=True)
+                items.append(head | {"arguments": arguments})
             case GivenCallOutput():
                 output = {"id": item.id, "type": item.type, "status": "completed", "call_id": item.call_id}
                 items.append(output | {"output": _text(item.output)})
+            case OtherItem() | AdditionalTools():
+                if item.type in UNSEEN:
+                    unreadable.append(f"input.{position}.{item.type}")
+                kept = {"id": item.id, **item.model_dump(exclude_none=True)}
+                items.append(kept | ({"call_id": kept.get("call_id") or item.id} if item.type in (*CALLS, *OUTPUTS) else {}))
             case GivenReasoning():
                 text = _reasoning_text(item)
                 if text is None and item.encrypted_content:
@@ -84,7 +93,7 @@ def _give_ids(items: Sequence[dict[str, Any]], taken: set[str]) -> None:
     """Each item without an id gets one, and so does one whose id another item has: `page` finds an item by its id."""
     for item in items:
         if not item["id"] or item["id"] in taken:
-            item["id"] = new_id(PREFIXES[item["type"]])
+            item["id"] = new_id(PREFIXES.get(item["type"], "item"))
         taken.add(item["id"])
 
 
@@ -96,8 +105,8 @@ def _message(item: GivenMessage) -> dict[str, Any]:
     return kept | {"content": [{"type": "input_text", "text": text}]}
 
 
-def _text(content: str | list[ContentText | RefusalPart]) -> str:
-    return content if isinstance(content, str) else "\n".join(part.text for part in content)
+def _text(content: str | list[ContentText | RefusalPart] | None) -> str:
+    return content if isinstance(content, str) else "\n".join(part.text for part in content or [])
 
 
 def _reasoning_text(item: GivenReasoning) -> str | None:

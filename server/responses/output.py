@@ -8,11 +8,13 @@ from typing import Any, Literal
 
 import msgspec
 
+from chat_form import read_arguments
 from server.answers import JsonLists
+from server.http import to_json
 from server.parts import Arguments, Call, Part, Text
 from server.parts import Reasoning as Thought
 from server.responses.items import is_json, new_id, seal
-from server.responses.schemas import Offered
+from server.responses.schemas import CustomTool, Offered
 
 Event = tuple[str, dict[str, Any]]  # its type, and its fields but the type and the number
 Status = Literal["completed", "incomplete"]
@@ -25,7 +27,7 @@ class Output:
         """sealed: whether reasoning comes as `encrypted_content` besides. functions: those that may be called."""
         self.items: list[dict[str, Any]] = []
         self._sealed = sealed
-        self._in_namespaces = {one.name: one for one in functions if one.namespace}
+        self._functions = {one.name: one for one in functions}
         self._open: _Message | _Reasoning | _FunctionCall | None = None
         self._blank = ""  # white space that is text only if text follows
         self._logprobs = JsonLists()  # of tokens whose text has not come yet
@@ -38,7 +40,10 @@ class Output:
             if isinstance(part, Text):
                 yield from self._push_text(part.text)
             elif isinstance(part, Call):
-                yield from self._begin(_FunctionCall, part.id, self._named(part.name))
+                one = self._functions.get(part.name)
+                kind = _CustomCall if one and isinstance(one.tool, CustomTool) else _FunctionCall
+                namespace = {"namespace": one.namespace} if one and one.namespace else {}
+                yield from self._begin(kind, part.id, {"name": one.tool.name if one else part.name, **namespace})
             elif isinstance(part, Thought):
                 if not isinstance(self._open, _Reasoning):
                     yield from self._begin(_Reasoning, self._sealed)
@@ -59,11 +64,6 @@ class Output:
         """The answer ends in the middle, without further events: the open item stays as it is."""
         for _ in self._end_item("incomplete"):
             pass
-
-    def _named(self, name: str) -> dict[str, str]:
-        """The name of a function as the client knows it."""
-        one = self._in_namespaces.get(name)
-        return {"name": one.tool.name, "namespace": one.namespace or ""} if one else {"name": name}
 
     def _push_text(self, text: str) -> Iterator[Event]:
         if not isinstance(self._open, _Message):
@@ -215,3 +215,27 @@ class _FunctionCall(_Open):
     def end(self, status: Status) -> Iterator[Event]:
         yield "response.function_call_arguments.done", {**self.place, "arguments": self.text}
         yield from super().end(status)
+
+
+class _CustomCall(_FunctionCall):
+    """A call of a custom tool, whose arguments have its input."""
+
+    prefix = "ctc"
+
+    @property
+    def input(self) -> str:
+        value = read_arguments(self.text)
+        given = value.get("input", "") if isinstance(value, dict) else value
+        return given if isinstance(given, str) else to_json(given).decode()
+
+    def item(self, status: str) -> dict[str, Any]:
+        return {"id": self.id, "type": "custom_tool_call", "status": status, **self._head, "input": self.input}
+
+    def grow(self, text: str, logprobs: msgspec.Raw | None) -> Iterator[Event]:
+        self._texts.append(text)  # JSON, which is read once it is whole
+        yield from ()
+
+    def end(self, status: Status) -> Iterator[Event]:
+        yield "response.custom_tool_call_input.delta", {**self.place, "delta": self.input}
+        yield "response.custom_tool_call_input.done", {**self.place, "input": self.input}
+        yield from _Open.end(self, status)

@@ -2,6 +2,8 @@
 
 from typing import Any, Literal
 
+from pydantic import ConfigDict
+
 from server.openapi import event_stream, json_text, one_of
 from server.replies import ErrorReply, Reply
 
@@ -70,12 +72,31 @@ class OutputCall(Reply):
     arguments: str
 
 
+class OutputCustomCall(Reply):
+    id: str
+    type: Literal["custom_tool_call"]
+    status: ItemStatus
+    call_id: str
+    name: str
+    namespace: str | None = None
+    input: str
+
+
 class ListedCallOutput(Reply):
     id: str
-    type: Literal["function_call_output"]
+    type: Literal["function_call_output", "custom_tool_call_output"]
     status: ItemStatus
     call_id: str
     output: str
+
+
+class ListedOther(Reply):
+    """An item of another type, as it was sent."""
+
+    model_config = ConfigDict(extra="allow")
+
+    id: str
+    type: str
 
 
 class ResponseError(Reply):
@@ -105,11 +126,18 @@ class ResponseTool(Reply):
     strict: bool | None
 
 
+class ResponseCustomTool(Reply):
+    type: Literal["custom"]
+    name: str
+    description: str | None = None
+    format: dict[str, Any] | None = None
+
+
 class ResponseNamespace(Reply):
     type: Literal["namespace"]
     name: str
     description: str
-    tools: list[ResponseTool]
+    tools: list[ResponseTool | ResponseCustomTool]
 
 
 class InputTokensDetails(Reply):
@@ -142,7 +170,7 @@ class ResponsesReply(Reply):
     max_output_tokens: int | None
     max_tool_calls: int | None
     model: str
-    output: list[OutputMessage | OutputReasoning | OutputCall]
+    output: list[OutputMessage | OutputReasoning | OutputCall | OutputCustomCall]
     parallel_tool_calls: bool
     previous_response_id: str | None
     prompt_cache_key: str | None
@@ -153,7 +181,7 @@ class ResponsesReply(Reply):
     temperature: float
     text: ResponseText
     tool_choice: str | dict[str, Any]
-    tools: list[ResponseTool | ResponseNamespace]
+    tools: list[ResponseTool | ResponseCustomTool | ResponseNamespace]
     top_logprobs: int
     top_p: float
     presence_penalty: float
@@ -166,7 +194,7 @@ class ResponsesReply(Reply):
 
 class ResponseItems(Reply):
     object: Literal["list"]
-    data: list[ListedMessage | OutputMessage | OutputReasoning | OutputCall | ListedCallOutput]
+    data: list[ListedMessage | OutputMessage | OutputReasoning | OutputCall | ListedCallOutput | ListedOther]
     first_id: str | None
     last_id: str | None
     has_more: bool

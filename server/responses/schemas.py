@@ -18,13 +18,38 @@ from server.schemas import (
     JsonSchemaFormat,
     Off,
     RefusalPart,
+    Said,
     SamplingBody,
+    kind_of,
     without_effect,
 )
 
 MAX_PAIRS = 16  # of metadata
 OWN_TOOLS = "this server runs no tools itself; offer a function of your own"
-READS = "this server reads items of type message, function_call, function_call_output, reasoning and item_reference"
+READS = "this server reads messages, reasoning, references, and calls of tools with their text outputs"
+
+# Calls of tools that are no functions, with the field that has what they get; and items with what such calls brought.
+CALLS = {
+    "custom_tool_call": "input",
+    "local_shell_call": "action",
+    "shell_call": "action",
+    "apply_patch_call": "operation",
+    "tool_search_call": "arguments",
+    "mcp_call": "arguments",
+    "code_interpreter_call": "code",
+}
+OUTPUTS = {
+    "local_shell_call_output": "output",
+    "shell_call_output": "output",
+    "apply_patch_call_output": "output",
+    "tool_search_output": "tools",
+    "mcp_call": "output",
+    "code_interpreter_call": "outputs",
+}
+UNSEEN = (
+    "web_search_call", "file_search_call", "image_generation_call", "mcp_list_tools", "mcp_approval_request",
+    "mcp_approval_response", "compaction", "compaction_summary", "compaction_trigger", "configuration_update",
+)  # fmt: skip
 
 Id = Annotated[str, Field(max_length=256)]
 MetadataKey = Annotated[str, Field(max_length=64)]
@@ -45,21 +70,16 @@ REFUSED_HERE = refusals(
 )
 
 
-def _kind(value: Any) -> Any:
-    """The `type` of an object of the body, or of one that is already checked."""
-    return value.get("type") if isinstance(value, dict) else getattr(value, "type", None)
-
-
 def _one_of(message: str) -> Discriminator:
     """Tells objects apart by their type. `message`: for other types."""
-    return Discriminator(_kind, custom_error_type="unsupported", custom_error_message=message)
+    return Discriminator(kind_of, custom_error_type="unsupported", custom_error_message=message)
 
 
 # --- input ---------------------------------------------------------------------------------------------------------------------
 
 
 class ContentText(Checked):
-    type: Literal["input_text", "output_text", "text"]
+    type: Literal["input_text", "output_text", "text"] | None = None
     text: str
     annotations: Any = without_effect("the model reads text alone")
     logprobs: Any = without_effect("the model reads text alone")
@@ -76,12 +96,18 @@ class GivenSummary(Checked):
     text: str
 
 
+def _kind_of_part(value: Any) -> Any:
+    kind = kind_of(value, "text")
+    return "text" if kind in ("input_text", "output_text") else kind
+
+
 Part = Annotated[
-    Annotated[ContentText, Tag("input_text")]
-    | Annotated[ContentText, Tag("output_text")]
-    | Annotated[ContentText, Tag("text")]
-    | Annotated[RefusalPart, Tag("refusal")],
-    _one_of("this server reads text alone: parts of type input_text and output_text"),
+    Annotated[ContentText, Tag("text")] | Annotated[RefusalPart, Tag("refusal")],
+    Discriminator(
+        _kind_of_part,
+        custom_error_type="unsupported",
+        custom_error_message="this server reads text alone: parts of type input_text and output_text",
+    ),
 ]
 
 
@@ -90,29 +116,27 @@ class GivenItem(Checked):
     status: Any = without_effect("all that is sent is complete")
 
 
-class GivenMessage(GivenItem):
+class GivenMessage(GivenItem, Said):
     type: Literal["message"] | None = None
     role: Literal["user", "assistant", "system", "developer"]
-    content: str | list[Part]
+    content: str | list[Part] | None = None
     phase: Any = without_effect("the order says it")
 
 
 class GivenCall(GivenItem):
     type: Literal["function_call"]
-    status: Literal["in_progress", "completed", "incomplete"] | None = Field(
-        None, description="The model does not see a call whose arguments are cut off. It is an error if it is `completed`."
-    )
+    status: Literal["in_progress", "completed", "incomplete"] | None = None
     call_id: Id
     name: Annotated[str, Field(max_length=256)]
-    arguments: str
+    arguments: Any = Field(None, description="JSON text. What a model has not finished or got wrong is mended.")
     namespace: Annotated[str, Field(max_length=256)] | None = None
     caller: Any = without_effect("the model is the caller")
 
 
 class GivenCallOutput(GivenItem):
-    type: Literal["function_call_output"]
+    type: Literal["function_call_output", "custom_tool_call_output"]
     call_id: Id
-    output: str | list[Part]
+    output: str | list[Part] | None = None
     name: Any = without_effect("the call has it")
     namespace: Any = without_effect("the call has it")
     caller: Any = without_effect("the model is the caller")
@@ -125,9 +149,33 @@ class GivenReasoning(GivenItem):
     encrypted_content: str | None = Field(None, description="Read if this server wrote it.")
 
 
+class OtherItem(GivenItem):
+    """A call of another tool or what it brought, as text; or an item that the model does not see, which is named."""
+
+    model_config = ConfigDict(json_schema_extra={"properties": {"type": {"enum": [*CALLS, *OUTPUTS, *UNSEEN]}}})
+    passes_on: ClassVar[bool] = True
+
+    type: str
+    call_id: Id | None = None
+    name: Annotated[str, Field(max_length=256)] | None = None
+
+
+class AdditionalTools(GivenItem):
+    type: Literal["additional_tools"]
+    role: Any = without_effect("the developer is the only one that gives tools")
+    tools: "list[AnyTool]" = Field(max_length=MAX_TOOLS, description="Offered as those of the body are.")
+
+
 class ItemReference(Checked):
     type: Literal["item_reference"]
     id: Id
+
+
+def _kind_of_item(value: Any) -> Any:
+    kind = kind_of(value, "message")
+    if kind == "custom_tool_call_output":
+        return "function_call_output"
+    return "other" if isinstance(kind, str) and kind in {*CALLS, *OUTPUTS, *UNSEEN} else kind
 
 
 AnyItem = Annotated[
@@ -135,8 +183,10 @@ AnyItem = Annotated[
     | Annotated[GivenCall, Tag("function_call")]
     | Annotated[GivenCallOutput, Tag("function_call_output")]
     | Annotated[GivenReasoning, Tag("reasoning")]
+    | Annotated[OtherItem, Tag("other")]
+    | Annotated[AdditionalTools, Tag("additional_tools")]
     | Annotated[ItemReference, Tag("item_reference")],
-    Discriminator(lambda value: _kind(value) or "message", custom_error_type="unsupported", custom_error_message=READS),
+    Discriminator(_kind_of_item, custom_error_type="unsupported", custom_error_message=READS),
 ]
 
 
@@ -156,6 +206,9 @@ class Flat(Checked):
         return data
 
 
+OFFERED = ("function", "custom", "namespace")  # types of tools
+
+
 class FunctionTool(Flat):
     type: Literal["function"]
     name: str = Field(pattern=r"^[A-Za-z0-9_.-]{1,64}$")
@@ -167,18 +220,50 @@ class FunctionTool(Flat):
     output_schema: Any = without_effect("outputs are not checked")
 
 
+class CustomFormat(Checked):
+    type: Literal["text", "grammar"]
+    syntax: str | None = Field(None, max_length=64)
+    definition: str | None = Field(None, description="Shown to the model, and not enforced.")
+
+
+class CustomTool(Checked):
+    """A tool that takes a text. It is offered as a function with one argument, `input`."""
+
+    type: Literal["custom"]
+    name: str = Field(pattern=r"^[A-Za-z0-9_.-]{1,64}$")
+    description: str | None = None
+    format: CustomFormat | None = None
+    defer_loading: Any = without_effect("all tools are offered at once")
+    allowed_callers: Any = without_effect("the model is the caller")
+
+    @property
+    def parameters(self) -> dict[str, Any]:
+        text = {"type": "object", "properties": {"input": {"type": "string"}}, "required": ["input"]}
+        return {**text, "additionalProperties": False}
+
+    @property
+    def strict(self) -> None:
+        return None
+
+    @property
+    def about(self) -> str | None:
+        """The description that the model sees."""
+        rules = self.format.definition if self.format else None
+        return "\n\n".join(filter(None, (self.description, rules and f"The grammar of the input:\n{rules}"))) or None
+
+
 class OtherTool(Checked):
     """A tool that this server does not run. It is not offered to the model."""
 
-    model_config = ConfigDict(json_schema_extra={"not": {"properties": {"type": {"enum": ["function", "namespace"]}}}})
+    model_config = ConfigDict(json_schema_extra={"not": {"properties": {"type": {"enum": [*OFFERED]}}}})
     passes_on: ClassVar[bool] = True
 
     type: str = Field(max_length=64)
 
 
 def _kind_of_tool(value: Any) -> str:
-    kind = _kind(value)
-    return kind if kind in ("function", "namespace") else "other"
+    kind = kind_of(value)
+    return kind if kind in OFFERED else "other"
 
 
 class Namespace(Checked):
@@ -189,14 +274,19 @@ class Namespace(Checked):
     description: str | None = None
     tools: list[
         Annotated[
-            Annotated[FunctionTool, Tag("function")] | Annotated[OtherTool, Tag("other")],
-            Discriminator(lambda value: "function" if _kind(value) == "function" else "other"),
+            Annotated[FunctionTool, Tag("function")]
+            | Annotated[CustomTool, Tag("custom")]
+            | Annotated[OtherTool, Tag("other")],
+            Discriminator(_kind_of_tool),
         ]
     ] = Field(max_length=MAX_TOOLS)
 
 
 AnyTool = Annotated[
-    Annotated[FunctionTool, Tag("function")] | Annotated[Namespace, Tag("namespace")] | Annotated[OtherTool, Tag("other")],
+    Annotated[FunctionTool, Tag("function")]
+    | Annotated[CustomTool, Tag("custom")]
+    | Annotated[Namespace, Tag("namespace")]
+    | Annotated[OtherTool, Tag("other")],
     Discriminator(_kind_of_tool),
 ]
 
@@ -205,7 +295,7 @@ class Offered(NamedTuple):
     """A function that the model sees. `path`: in the body."""
 
     path: str
-    tool: FunctionTool
+    tool: FunctionTool | CustomTool
     namespace: str | None = None
 
     @property
@@ -219,7 +309,7 @@ def joined_name(namespace: str | None, name: str) -> str:
 
 
 class NamedFunction(Flat):
-    type: Literal["function"]
+    type: Literal["function", "custom"]
     name: Annotated[str, Field(max_length=64)]
 
 
@@ -230,7 +320,10 @@ class AllowedFunctions(Checked):
 
 
 NamedTool = Annotated[
-    Annotated[NamedFunction, Tag("function")] | Annotated[AllowedFunctions, Tag("allowed_tools")], _one_of(OWN_TOOLS)
+    Annotated[NamedFunction, Tag("function")]
+    | Annotated[NamedFunction, Tag("custom")]
+    | Annotated[AllowedFunctions, Tag("allowed_tools")],
+    _one_of(OWN_TOOLS),
 ]
 
 
@@ -314,12 +407,10 @@ class ResponsesBody(SamplingBody):
     )
     metadata: dict[MetadataKey, MetadataValue] | None = Field(None, max_length=MAX_PAIRS, description="Returned as given.")
     chat_template_kwargs: dict[str, Any] | None = Field(None, description="More variables for the template.")
-    user: str | None = Field(None, max_length=256, description="Written to the access log.")
+    user: str | None = Field(None, description="The first 256 characters are written to the access log.")
     priority: int | None = Field(None, ge=-INT64, lt=INT64, description="As of /v1/chat/completions.")
-    safety_identifier: str | None = Field(None, max_length=256, description="Returned as given.")
-    prompt_cache_key: str | None = Field(
-        None, max_length=256, description="Returned as given: common prefixes are found anyhow."
-    )
+    safety_identifier: str | None = Field(None, description="Returned as given.")
+    prompt_cache_key: str | None = Field(None, description="Returned as given: common prefixes are found anyhow.")
     service_tier: Any = without_effect("there is one tier")
     prompt_cache_options: Any = without_effect("the prefix cache finds common prefixes by itself")
     prompt_cache_retention: Any = without_effect("see `prompt_cache_options`")
@@ -341,7 +432,10 @@ class ResponsesBody(SamplingBody):
 
     @property
     def functions(self) -> list[Offered]:
-        return [one for one in self._tools() if isinstance(one, Offered)]
+        """Those that the model may call. One in `input` may repeat another."""
+        found = [one for one in self._tools() if isinstance(one, Offered)]
+        names = [one.name for one in found]
+        return [one for i, one in enumerate(found) if one.path.startswith("tools.") or one.name not in names[:i]]
 
     @property
     def left_out(self) -> list[str]:
@@ -349,18 +443,22 @@ class ResponsesBody(SamplingBody):
         return [one for one in self._tools() if isinstance(one, str)]
 
     def _tools(self) -> Iterator[Offered | str]:
-        for i, tool in enumerate(self.tools or []):
-            if isinstance(tool, FunctionTool):
-                yield Offered(f"tools.{i}", tool)
+        given = [(f"tools.{i}", tool) for i, tool in enumerate(self.tools or [])]
+        for k, item in enumerate(self.input if isinstance(self.input, list) else []):
+            if isinstance(item, AdditionalTools):
+                given += [(f"input.{k}.tools.{i}", tool) for i, tool in enumerate(item.tools)]
+        for path, tool in given:
+            if isinstance(tool, (FunctionTool, CustomTool)):
+                yield Offered(path, tool)
             elif isinstance(tool, Namespace):
                 for j, inner in enumerate(tool.tools):
-                    fits = isinstance(inner, FunctionTool) and len(joined_name(tool.name, inner.name)) <= MAX_NAME
-                    path = f"tools.{i}.tools.{j}"
-                    yield (
-                        Offered(path, inner, tool.name) if isinstance(inner, FunctionTool) and fits else f"{path}.{inner.type}"
-                    )
+                    inside = f"{path}.tools.{j}"
+                    if isinstance(inner, OtherTool) or len(joined_name(tool.name, inner.name)) > MAX_NAME:
+                        yield f"{inside}.{inner.type}"
+                    else:
+                        yield Offered(inside, inner, tool.name)
             else:
-                yield f"tools.{i}.{tool.type}"
+                yield f"{path}.{tool.type}"
 
     @property
     def with_logprobs(self) -> bool:

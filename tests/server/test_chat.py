@@ -68,15 +68,16 @@ def test_chat_template_options(make_site: Callable[..., Site]) -> None:
 
 
 @pytest.mark.parametrize("path", ["/v1/chat/completions", "/tokenize"])
-def test_a_message_without_content_is_refused_unless_the_assistant_wrote_it(make_site: Callable[..., Site], path: str) -> None:
+def test_only_answers_and_results_may_lack_content(make_site: Callable[..., Site], path: str) -> None:
     site = make_site(trust_request_chat_template=True)
     template = "{% for message in messages %}{{ '<' + message.content + '>' }}{% endfor %}"
     for empty in ({}, {"content": None}, {"content": None, "refusal": None, "tool_calls": []}):
-        for role in ("system", "developer", "user", "tool"):
+        for role in ("system", "developer", "user"):
             error = site.refused(path, {"messages": [*CHAT["messages"], {"role": role, **empty}]})
             assert error["param"] == "messages.1" and "has no content" in error["message"]
-        for more in ({}, {"reasoning_content": "Hm"}):  # an answer that ended in its reasoning
-            messages = [*CHAT["messages"], {"role": "assistant", **empty, **more}, *CHAT["messages"]]
+        # a result, an answer, and one that ended in its reasoning
+        for more in ({"role": "tool"}, {"role": "assistant"}, {"role": "assistant", "reasoning_content": "Hm"}):
+            messages = [*CHAT["messages"], {**empty, **more}, *CHAT["messages"]]
             counted = site.post("/tokenize", {"messages": messages, "chat_template": template})
             assert TOKENIZER.decode(counted["tokens"]).endswith("<Hi><><Hi>")
             site.post(path, {"messages": messages})

@@ -19,6 +19,7 @@ from server.messages.events import MessageEvents, content_blocks, read_input
 from server.messages.request import MessagesRequest
 from server.parts import Arguments, Call, Part, Reasoning, Text
 from server.problems import ApiError
+from tests.support import server_thread
 from tests.support.server_thread import CONTEXT, EOS, STORY, TOKENIZER, Site, ready
 
 FIXTURES = Path(__file__).parent / "fixtures" / "messages"
@@ -286,8 +287,10 @@ def test_a_body_becomes_a_conversation(make_site: Callable[..., Site], tmp_path:
     messages, tools, thinks, last = text.split("|")
     calls = [("1", {"city": "Ulm"}), ("2", {})]
     assert json.loads(messages) == [
-        {"role": "system", "content": "Be kind.\nBe brief."},
-        {"role": "user", "content": "Hi\nLook\nthere\nAgents: none"},
+        {"role": "system", "content": "Be kind."},
+        {"role": "system", "content": "Be brief."},
+        {"role": "user", "content": "Hi\nLook\nthere"},
+        {"role": "system", "content": "Agents: none"},
         {
             "role": "assistant",
             "reasoning_content": "Hm",
@@ -318,6 +321,51 @@ def test_formats_and_forced_tools_make_a_grammar(site: Site) -> None:
         assert '"city"' in (site.last().params.grammar or "")
 
 
+def test_documents_are_text_and_other_servers_tools_are_named(
+    make_site: Callable[..., Site], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(server_thread, "CONTEXT", 1024)
+    (tmp_path / "template").write_text("{{ messages | tojson }}{{ tools | tojson }}")
+    site = make_site(chat_template=str(tmp_path / "template"))
+    found = {"type": "search_result", "title": "Found", "source": "https://x", "content": [{"type": "text", "text": "it"}]}
+    documents: list[dict[str, Any]] = [
+        {
+            "type": "document",
+            "title": "T",
+            "context": "C",
+            "source": {"type": "text", "media_type": "text/plain", "data": "plain"},
+        },
+        {"type": "document", "source": {"type": "content", "content": [{"type": "text", "text": "blocks"}]}, "citations": None},
+    ]
+    answer = [
+        {"type": "server_tool_use", "id": "srvtoolu_1", "name": "web_search", "input": {}},
+        {"type": "web_search_tool_result", "tool_use_id": "srvtoolu_1", "content": []},
+        {"type": "tool_use", "id": "a", "name": "search", "input": '{"q": "cu'},
+    ]
+    reference = {"type": "tool_reference", "tool_name": "weather"}
+    result = {"type": "tool_result", "tool_use_id": "a", "content": [reference, *documents]}
+    body = {
+        "messages": [
+            {"role": "user", "content": [*documents, found]},
+            {"role": "assistant", "content": answer},
+            {"role": "user", "content": [result]},
+        ],
+        "tools": [{"type": "web_search_20250305", "name": "web_search", "max_uses": 3}, TOOL],
+        "mcp_servers": [{"type": "url", "url": "https://x", "name": "s"}],
+    }
+    response = site.http.post(PATH, json=BODY | body)
+    assert response.status_code == 200, response.text
+    assert response.headers["x-rung-ignored"] == (
+        "tools.0.web_search_20250305, mcp_servers, messages.1.content.0.server_tool_use, messages.1.content.1.web_search_tool_result"
+    )
+    prompt = TOKENIZER.decode(site.last().prompt_ids, skip_special_tokens=False)
+    said, offered = (json.loads(part) for part in (prompt[: prompt.index("][{") + 1], prompt[prompt.index("][{") + 1 :]))
+    assert said[0]["content"] == "T\nC\nplain\nblocks\nFound\nhttps://x\nit"
+    assert said[1]["tool_calls"][0]["function"] == {"name": "search", "arguments": {"q": "cu"}}
+    assert said[2]["content"] == "weather\nT\nC\nplain\nblocks"
+    assert [tool["function"]["name"] for tool in offered] == ["weather"]
+
+
 IMAGE = {"type": "image", "source": {"type": "base64", "media_type": "image/png", "data": "aaaa"}}
 WRONG: list[tuple[dict[str, Any], str]] = [
     ({"max_tokens": None}, "max_tokens: "),
@@ -332,8 +380,8 @@ WRONG: list[tuple[dict[str, Any], str]] = [
     ({"messages": [{"role": "user", "content": [{"type": "thinking", "thinking": "x"}]}]}, "messages.0.content.0: "),
     ({"messages": [{"role": "user", "content": [{"type": "text"}]}]}, "messages.0.content.0.text: "),
     (
-        {"messages": [HI, {"role": "assistant", "content": [{"type": "tool_use", "id": "1", "name": "a", "input": {}}]}]},
-        "tool_result",
+        {"messages": [{"role": "user", "content": [{"type": "document", "source": {"type": "base64", "data": "JVBE"}}]}]},
+        "messages.0.content.0.source: has the type 'base64'",
     ),
     ({"tools": [{"type": "web_search_20250305", "name": "web_search"}]}, "tools.0: has the type 'web_search_20250305'"),
     ({"tools": [TOOL, TOOL]}, "tools: "),
@@ -359,7 +407,7 @@ WRONG: list[tuple[dict[str, Any], str]] = [
 @pytest.mark.parametrize(("body", "wanted"), WRONG, ids=[wanted for _, wanted in WRONG])
 def test_wrong_bodies_are_refused(site: Site, body: dict[str, Any], wanted: str) -> None:
     error = refused(site.http.post(PATH, json=BODY | body), 400, "invalid_request_error")
-    assert wanted in error if wanted == "tool_result" else error.startswith(wanted), error
+    assert error.startswith(wanted), error
 
 
 @pytest.mark.parametrize("path", [PATH, PATH + "/count_tokens"])

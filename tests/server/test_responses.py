@@ -28,6 +28,7 @@ from server.responses.items import seal
 from server.responses.replies import ResponseItems, ResponsesReply
 from server.responses.schemas import ResponsesBody
 from server.responses.store import LINK_BYTES, RECORD_BYTES, Items, Record, Store, StoreBounds
+from tests.support import server_thread
 from tests.support.server_thread import CONTEXT, EOS, STORY, TOKENIZER, Site, wait_for
 
 PATH = "/v1/responses"
@@ -186,7 +187,8 @@ def test_items_become_the_messages_of_one_chat() -> None:
     chat = convert(ResponsesBody.model_validate(body), [], {}).chat
     call = {"type": "function", "function": {"name": "weather"}}
     assert [message.model_dump(exclude_none=True) for message in chat.messages] == [
-        {"role": "system", "content": "Be brief.\n\nAnd kind."},
+        {"role": "system", "content": "Be brief."},
+        {"role": "developer", "content": "And kind."},
         {"role": "user", "content": "a\nb"},
         {
             "role": "assistant",
@@ -197,8 +199,8 @@ def test_items_become_the_messages_of_one_chat() -> None:
                 {**call, "id": "c2", "function": {"name": "weather", "arguments": "{}"}},
             ],
         },
-        {"role": "tool", "tool_call_id": "c1", "name": "weather", "content": "rain"},
-        {"role": "tool", "tool_call_id": "c2", "name": "weather", "content": "sun"},
+        {"role": "tool", "tool_call_id": "c1", "content": "rain"},
+        {"role": "tool", "tool_call_id": "c2", "content": "sun"},
         {"role": "assistant", "content": "Rain."},
     ]
     assert [[tool.function.name for tool in some] for some in (chat.tools or [], chat.forced_tools)] == [
@@ -250,7 +252,7 @@ ALTERNATING = """{% for m in messages %}{% if (m.role == "user") != (loop.index 
 
 @pytest.mark.parametrize("how", ["stop", "EOS", "max_output_tokens"])
 def test_a_conversation_goes_on_behind_a_call_that_is_cut_off(make_site: Callable[..., Site], tmp_path: Path, how: str) -> None:
-    """The model sees neither the call nor its result, in whatever way the client sends them, and roles alternate."""
+    """The model sees what there is of the call, in whatever way the client sends it, and roles alternate."""
     (tmp_path / "template").write_text(ALTERNATING)
     site = make_site(chat_template=str(tmp_path / "template"), tool_parser="hermes")
     call = f"<tool_call>{FORCED}</tool_call>"
@@ -267,7 +269,8 @@ def test_a_conversation_goes_on_behind_a_call_that_is_cut_off(make_site: Callabl
     says(site, "Rain.")
     result = {"type": "function_call_output", "call_id": item["call_id"], "output": "no JSON"}
     hi, on = ({"role": "user", "content": text} for text in ("Hi", "Go on"))
-    for given, prompt in (([on], "<user>Hi<assistant><user>Go on"), ([result], "<user>Hi")):
+    call = '<user>Hi<assistant>{"name": "weather", "arguments": {"city": "B"}}<user>'
+    for given, prompt in (([on], f"{call}Go on"), ([result], f"{call}no JSON")):
         bare = {name: value for name, value in item.items() if name != "status"}  # as some clients send it
         for call_item in (item, bare, {"type": "item_reference", "id": item["id"]}):
             respond(site, input=[hi, call_item, *given])
@@ -295,18 +298,15 @@ def test_items_that_share_an_id_are_listed_once_each(site: Site) -> None:
 
 
 def test_what_is_left_of_answers_that_are_cut_off() -> None:
-    """Reasoning alone is an answer without text, and a call with whole arguments is one, whatever its status is."""
+    """Reasoning alone is an answer without text. A call is one, whatever its status and its arguments are."""
     hi, call = {"role": "user", "content": "Hi"}, {"type": "function_call", "status": "incomplete", "name": "weather"}
     calls = [call | {"call_id": name, "arguments": text} for name, text in (("a", "{}"), ("b", ""), ("c", '{"x": [}'))]
-    calls.append({"type": "function_call", "name": "weather", "call_id": "d", "arguments": "{"})
     outputs = [{"type": "function_call_output", "call_id": name, "output": name} for name in "abcd"]
     given = [hi, {"type": "reasoning", "content": [{"type": "reasoning_text", "text": "hm"}]}, hi, *calls, *outputs]
-    chat = convert(ResponsesBody.model_validate({"input": given}), [], {}).chat
-    messages = chat.messages
-    assert chat.ignored == ["input.6.arguments"]
-    assert [message.role for message in messages] == ["user", "assistant", "user", "assistant", "tool"]
+    messages = convert(ResponsesBody.model_validate({"input": given}), [], {}).chat.messages
+    assert [message.role for message in messages] == ["user", "assistant", "user", "assistant", *["tool"] * 4]
     assert messages[1].model_dump(exclude_none=True) == {"role": "assistant", "reasoning_content": "hm", "content": ""}
-    assert [one.id for one in messages[3].tool_calls or []] == ["a"] and messages[4].content == "a"
+    assert [one.function.arguments for one in messages[3].tool_calls or []] == ["{}", "", '{"x": [}']
 
 
 def _chat_call(call: Any) -> dict[str, Any]:
@@ -426,15 +426,9 @@ def test_a_cancelled_response_has_its_text(site: Site) -> None:
         ({}, "input", "required"),
         ({"input": []}, "input", "at least 1"),
         ({"input": [{"role": "user", "content": [{"type": "input_image"}]}]}, "input.0.content.0", "text alone"),
-        ({"input": [{"type": "computer_call"}]}, "input.0", "this server reads items"),
+        ({"input": [{"type": "computer_call"}]}, "input.0", "this server reads messages"),
         ({"input": [{"type": "reasoning", "content": [{"type": "reasoning_text", "text": "Hm"}]}]}, "input", "a message"),
         ({"input": [{"type": "item_reference", "id": "msg_1"}]}, "input.0.id", "no stored item"),
-        ({"input": [{"type": "function_call_output", "call_id": "c", "output": ""}]}, "input.0.call_id", "no function_call"),
-        (
-            {"input": [{"type": "function_call", "status": "completed", "call_id": "c", "name": "f", "arguments": "{"}]},
-            "input.0.arguments",
-            "not JSON",
-        ),
         ({"input": "a", "conversation": "conv_1"}, "conversation", "previous_response_id"),
         ({"input": "a", "max_tokens": 3}, "max_tokens", "max_output_tokens"),
         ({"input": "a", "max_output_tokens": 999}, "max_output_tokens", "maximum context length"),
@@ -480,11 +474,11 @@ def test_errors_name_the_field_of_this_api(site: Site, body: dict[str, Any], par
 
 
 def test_tools_that_are_not_run_are_left_out_and_named(site: Site) -> None:
-    inner = [TOOL, {"type": "custom", "name": "c"}, {**TOOL, "name": "x" * 60}]
+    inner = [TOOL, {"type": "mcp", "name": "c"}, {**TOOL, "name": "x" * 60}]
     space = {"type": "namespace", "name": "home", "description": "Mine.", "tools": inner}
     body = {"input": "a", "tools": [{"type": "web_search\r\nx: y"}, TOOL, space]}
     reply = site.http.post(PATH, json=body)
-    assert reply.headers["x-rung-ignored"] == "tools.0.web_search??x??y, tools.2.tools.1.custom, tools.2.tools.2.function"
+    assert reply.headers["x-rung-ignored"] == "tools.0.web_search??x??y, tools.2.tools.1.mcp, tools.2.tools.2.function"
     assert [tool["name"] for tool in reply.json()["tools"]] == ["weather", "home"]
 
 
@@ -500,10 +494,106 @@ def test_functions_of_a_namespace(site: Site) -> None:
         {"type": "function_call_output", "call_id": call["call_id"], "output": "1"},
     ]
     messages = convert(ResponsesBody.model_validate({"input": given}), [], {}).chat.messages
-    assert messages[1].tool_calls and messages[1].tool_calls[0].function.name == messages[2].name == "home__weather"
+    assert messages[1].tool_calls and messages[1].tool_calls[0].function.name == "home__weather"
     wrong = {**space, "tools": [{**TOOL, "parameters": {"properties": {"a": {"type": "no"}}}}]}
     error = site.refused(PATH, {"input": "a", "tools": [{"type": "mcp"}, wrong], "tool_choice": "required"})
     assert error["param"] == "tools.1.tools.0.parameters"
+
+
+PATCH = {"type": "custom", "name": "apply_patch", "format": {"type": "grammar", "syntax": "lark", "definition": "start: x"}}
+
+
+def test_a_custom_tool_takes_a_text(site: Site) -> None:
+    """It is offered as a function with one argument. The call, streamed or whole, has the text, and is taken back."""
+    text = "*** Begin\n+ü"
+    says(site, json.dumps({"name": "apply_patch", "arguments": {"input": text}}))
+    for choice in ("required", {"type": "custom", "name": "apply_patch"}):
+        call = respond(site, tools=[PATCH], tool_choice=choice)["output"][0]
+        assert (call["type"], call["name"], call["input"], call["status"]) == (
+            "custom_tool_call",
+            "apply_patch",
+            text,
+            "completed",
+        )
+        events = stream(site, tools=[PATCH], tool_choice=choice)
+        kinds = [one["type"] for one in events if "custom" in one["type"]]
+        assert kinds == ["response.custom_tool_call_input.delta", "response.custom_tool_call_input.done"]
+        assert events[-1]["response"]["output"][0]["input"] == text
+    output = {"type": "custom_tool_call_output", "call_id": call["call_id"], "output": [{"type": "input_text", "text": "ok"}]}
+    body = ResponsesBody.model_validate({"input": [{"role": "user", "content": "Hi"}, call, output], "tools": [PATCH, TOOL]})
+    chat = convert(body, [], {}).chat
+    (told,) = chat.messages[1].tool_calls or []
+    assert (told.function.name, told.function.arguments, chat.messages[2].content) == ("apply_patch", {"input": text}, "ok")
+    assert [tool.function.name for tool in chat.tools or []] == ["apply_patch", "weather"]
+    assert "start: x" in ((chat.tools or [])[0].function.description or "")
+
+
+def test_other_items_are_text_or_named(site: Site) -> None:
+    """Calls of other tools and what they brought, tools in the input, and what the model does not see."""
+    given: list[dict[str, Any]] = [
+        {"role": "user", "content": "Hi"},
+        {"type": "additional_tools", "role": "developer", "tools": [TOOL, {**TOOL, "name": "more"}, {"type": "web_search"}]},
+        {"type": "compaction", "encrypted_content": "abc"},
+        {"type": "web_search_call", "id": "ws_1", "status": "completed", "action": {"type": "search", "query": "q"}},
+        {
+            "type": "local_shell_call",
+            "id": "l",
+            "call_id": "c1",
+            "action": {"type": "exec", "command": ["ls"]},
+            "status": "completed",
+        },
+        {"type": "local_shell_call_output", "id": "c1", "output": "file"},
+        {"type": "shell_call", "call_id": "c2", "action": {"commands": ["pwd"]}},
+        {
+            "type": "shell_call_output",
+            "call_id": "c2",
+            "output": [{"stdout": "/", "stderr": "", "outcome": {"type": "exit", "exit_code": 0}}],
+        },
+        {"type": "mcp_call", "id": "m", "name": "find", "server_label": "s", "arguments": '{"q": 1}', "output": "found"},
+        {
+            "type": "code_interpreter_call",
+            "id": "ci",
+            "code": "1 + 1",
+            "container_id": "x",
+            "outputs": [{"type": "logs", "logs": "2"}],
+        },
+    ]
+    chat = convert(ResponsesBody.model_validate({"input": given, "tools": [TOOL]}), [], {}).chat
+    said = [(one.role, one.tool_calls[0].function if one.tool_calls else one.content) for one in chat.messages]
+    calls = [(f.name, f.arguments) for role, f in said if role == "assistant"]  # type: ignore[union-attr]
+    assert calls == [
+        ("local_shell", {"type": "exec", "command": ["ls"]}),
+        ("shell", {"commands": ["pwd"]}),
+        ("find", '{"q": 1}'),
+        ("code_interpreter", {"code": "1 + 1"}),
+    ]
+    results = [content for role, content in said if role == "tool"]
+    assert results[0] == "file" and '"/"' in str(results[1]) and results[2] == "found" and '"2"' in str(results[3])
+    assert [one.tool_call_id for one in chat.messages if one.role == "tool"][:2] == ["c1", "c2"]
+    assert [tool.function.name for tool in chat.tools or []] == ["weather", "more"]
+    assert chat.ignored == ["input.1.tools.2.web_search", "input.2.compaction", "input.3.web_search_call"]
+    first = respond(site, input=given, truncation="auto")  # and they are kept
+    kept = site.openai.responses.input_items.list(first["id"], order="asc", limit=100).data
+    assert [one.type for one in kept] == ["message", *(one["type"] for one in given[1:])]
+    respond(site, input="And?", previous_response_id=first["id"], truncation="auto")
+
+
+def test_many_tools_and_a_long_user(make_site: Callable[..., Site], monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(server_thread, "CONTEXT", 2**15)
+    site = make_site()
+    tools = [{**TOOL, "name": f"tool_{i}"} for i in range(300)]
+    respond(site, tools=tools, user="u" * 1000)
+    chat_tools = [{"type": "function", "function": {"name": tool["name"]}} for tool in tools]
+    site.chat(tools=chat_tools, user="u" * 1000)
+    site.post(
+        "/v1/messages",
+        {
+            "max_tokens": 5,
+            "messages": [{"role": "user", "content": "Hi"}],
+            "tools": [{"name": tool["name"], "input_schema": {"type": "object"}} for tool in tools],
+            "metadata": {"user_id": "u" * 2000},
+        },
+    )
 
 
 def test_a_long_conversation_takes_no_place_of_quick_jobs(site: Site, monkeypatch: pytest.MonkeyPatch) -> None:
