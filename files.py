@@ -8,7 +8,7 @@ import tempfile
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
-from typing import Any
+from typing import Any, BinaryIO
 
 from safetensors import SafetensorError
 
@@ -38,37 +38,64 @@ def check_regular(path: Path) -> int:
 
     Raises FileNotFoundError, and UserError if it cannot be read or is not a regular file (a pipe, for example).
     """
+    with _reading(path):
+        return _size(os.stat(path), path)
+
+
+def open_regular(path: Path, within: Path | None = None) -> BinaryIO:
+    """The file at `path`, open. within: the folder in which it must lie. What was opened is checked, since a path may name another
+    file a moment later. Raises FileNotFoundError, and UserError for anything but a regular file there."""
+    check_regular(path)  # opening a device may have effects
+    with _reading(path):
+        file = os.fdopen(os.open(path, os.O_RDONLY | os.O_NONBLOCK), "rb")
+        try:
+            _size(os.fstat(file.fileno()), path)
+            if within is not None and not Path(os.readlink(descriptor_path(file))).is_relative_to(within.resolve()):
+                raise UserError(f"{path} is not in {within}, with all symbolic links followed; put it there")
+        except BaseException:
+            file.close()
+            raise
+    return file
+
+
+def descriptor_path(file: BinaryIO) -> str:
+    """A path of the open file, whatever its name is now."""
+    return f"/proc/self/fd/{file.fileno()}"
+
+
+@contextmanager
+def _reading(path: Path) -> Iterator[None]:
     try:
-        status = os.stat(path)
+        yield
     except FileNotFoundError:
         raise
     except (OSError, ValueError) as e:
         raise UserError(f"cannot read {path}: {getattr(e, 'strerror', e)}; check the path and its permissions") from None
+
+
+def _size(status: os.stat_result, path: Path) -> int:
     if not stat.S_ISREG(status.st_mode):
         raise UserError(f"{path} is {KINDS.get(stat.S_IFMT(status.st_mode), 'no file')}, not a file; put a regular file there")
     return status.st_size
 
 
-def read_file(path: Path, most: int) -> bytes:
-    """The contents of a file of at most `most` bytes.
+def read_file(path: Path, most: int, within: Path | None = None) -> bytes:
+    """The contents of a file of at most `most` bytes. within: see `open_regular`.
 
     Raises FileNotFoundError, and UserError if the file is larger, not a regular file, or unreadable.
     """
-    size = check_regular(path)
-    try:
-        with path.open("rb") as file:
-            content = file.read(most + 1) if size <= most else b""
-    except OSError as e:
-        raise UserError(f"cannot read {path}: {e.strerror}; check the path and its permissions") from None
+    with open_regular(path, within) as file, _reading(path):
+        size = os.fstat(file.fileno()).st_size
+        content = file.read(most + 1) if size <= most else b""
     if size > most or len(content) > most:
         bound = f"{most >> 20} MiB" if most >> 20 else f"{most >> 10} KiB"
         raise UserError(f"{path} has more than {bound}, far more than such a file needs; shorten or replace it")
     return content
 
 
-def read_json(path: Path, most: int) -> dict[str, Any]:
+def read_json(path: Path, most: int, within: Path | None = None) -> dict[str, Any]:
     """The JSON object in a file. Raises as `read_file` does, and UserError if the file does not hold a JSON object."""
-    content = read_file(path, most)
+    content = read_file(path, most, within)
     try:
         value = json.loads(content.decode("utf-8"))
     except (ValueError, RecursionError) as e:  # not UTF-8, not JSON, a number with too many digits; nested too deeply

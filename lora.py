@@ -18,7 +18,7 @@ from torch import Tensor
 from checkpoint import full_shape
 from config import ModelConfig
 from errors import UserError, first_line
-from files import CONFIG_BYTES, check_regular, read_json
+from files import CONFIG_BYTES, descriptor_path, open_regular, read_json
 from kernels.lora import LowRank, padded_rank
 from model import Transformer
 from sharded_linear import ShardedLinear
@@ -70,6 +70,7 @@ class AdapterFiles:
     """An adapter's folder, whose config and tensors' names and shapes are right for a model."""
 
     folder: Path
+    tensors: Any  # the opened safetensors file
     factors: dict[str, float]  # by the layers' names in the checkpoint
     rank: int  # the largest
 
@@ -78,18 +79,17 @@ class AdapterFiles:
         (_, _, rank, _), dtype = like.a.shape, like.a.dtype
         a, b = torch.zeros(like.a.shape[1:], dtype=dtype), torch.zeros(like.b.shape[1:], dtype=dtype)
         try:
-            with safe_open(self.folder / WEIGHTS, framework="pt") as file:
-                for i, (part, rows) in enumerate(zip(module.parts, b.split(like.sizes), strict=True)):
-                    name = checkpoint_name(module.layer, part)
-                    if name in self.factors:
-                        low, high = (file.get_slice(tensor_name(name, kind)) for kind in "AB")
-                        own, used = module.own_range(part), low.get_shape()[0]
-                        columns = low[:, own.start : own.stop] if SPLITS[part].dim == 1 else low[:]
-                        features = high[:] if SPLITS[part].dim == 1 else high[own.start : own.stop]
-                        a[i, :used] = columns
-                        rows[:, :used] = features.float() * self.factors[name]
-                        if used > rank or not (a[i].isfinite().all() and rows.isfinite().all()):
-                            raise UserError(f"{self.folder}: the adapter of {name} has values that are not finite in {dtype}")
+            for i, (part, rows) in enumerate(zip(module.parts, b.split(like.sizes), strict=True)):
+                name = checkpoint_name(module.layer, part)
+                if name in self.factors:
+                    low, high = (self.tensors.get_slice(tensor_name(name, kind)) for kind in "AB")
+                    own, used = module.own_range(part), low.get_shape()[0]
+                    columns = low[:, own.start : own.stop] if SPLITS[part].dim == 1 else low[:]
+                    features = high[:] if SPLITS[part].dim == 1 else high[own.start : own.stop]
+                    a[i, :used] = columns
+                    rows[:, :used] = features.float() * self.factors[name]
+                    if used > rank or not (a[i].isfinite().all() and rows.isfinite().all()):
+                        raise UserError(f"{self.folder}: the adapter of {name} has values that are not finite in {dtype}")
         except (SafetensorError, OSError, RuntimeError, ValueError) as e:  # the file has changed
             raise UserError(f"{self.folder / WEIGHTS} cannot be read ({first_line(e)}); copy it again") from None
         return a, b
@@ -108,21 +108,22 @@ def tensor_name(layer: str, kind: str) -> str:
 def open_adapter(folder: Path, config: ModelConfig, most: int | None = None, root: Path | None = None) -> AdapterFiles:
     """Check an adapter's files against the model. most: its largest rank. root: the folder that the files must lie in, with all
     symbolic links followed. Raises UserError with what is wrong, in one line."""
-    if root is not None and not all(_lies_in(path, root) for path in (folder, folder / CONFIG, folder / WEIGHTS)):
+    if root is not None and not _lies_in(folder, root):  # no word about files elsewhere
         raise UserError(f"{str(folder)!r} is not a folder in --lora-root {root}; only adapters there may be loaded")
     try:
-        settings = read_json(folder / CONFIG, CONFIG_BYTES)
-        check_regular(folder / WEIGHTS)
+        settings = read_json(folder / CONFIG, CONFIG_BYTES, root)
+        weights = open_regular(folder / WEIGHTS, root)
     except FileNotFoundError as e:
         raise UserError(
             f"{e.filename} is missing; an adapter's folder has {CONFIG} and {WEIGHTS}, as PEFT saves them"
         ) from None
     try:
-        _check_settings(settings)
-        with safe_open(folder / WEIGHTS, framework="pt") as file:
-            slices = {name: file.get_slice(name) for name in file.keys()}  # noqa: SIM118 (not a dict)
-            shapes = {name: tuple(found.get_shape()) for name, found in slices.items()}
-            kinds = {found.get_dtype() for found in slices.values()}
+        with weights:
+            _check_settings(settings)
+            tensors = safe_open(descriptor_path(weights), framework="pt")  # maps the file
+        slices = {name: tensors.get_slice(name) for name in tensors.keys()}  # noqa: SIM118 (not a dict)
+        shapes = {name: tuple(found.get_shape()) for name, found in slices.items()}
+        kinds = {found.get_dtype() for found in slices.values()}
         if kinds - FLOATS:
             raise UserError(f"its tensors have data type {sorted(kinds - FLOATS)[0]}; save it in 16 or 32 bits")
         ranks = _ranks(shapes, config)
@@ -134,7 +135,7 @@ def open_adapter(folder: Path, config: ModelConfig, most: int | None = None, roo
         raise UserError(f"{folder / WEIGHTS} is truncated or no safetensors file ({first_line(e)}); copy it again") from None
     except UserError as e:
         raise UserError(f"the adapter {folder} cannot be used: {e}") from None
-    return AdapterFiles(folder, factors, max(ranks.values()))
+    return AdapterFiles(folder, tensors, factors, max(ranks.values()))
 
 
 def _lies_in(path: Path, root: Path) -> bool:

@@ -20,6 +20,7 @@ from errors import UserError
 
 Pooling = Literal["mean", "last"]  # of the hidden states of a prompt: of all tokens, or only the last one's
 LIST_LIMIT = 20  # most top logprobs that a request may ask for
+ADAPTER_NAME = r"[A-Za-z0-9][A-Za-z0-9._~:@+-]{0,199}"  # what a segment of a URL and a line of a log can hold
 
 
 class Logprob(msgspec.Struct, frozen=True, array_like=True):

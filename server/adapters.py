@@ -8,14 +8,16 @@ from engine.protocol import AdapterDone, LoadAdapter, Ready, UnloadAdapter
 from server.logs import log
 from server.problems import ApiError
 
+MOST_LOST = 256
 ANSWER_SECONDS = 150.0  # until the ranks must have answered: longer than they read at most
 
 
 class ServedAdapters:
-    """paths: the adapters' folders, by name."""
+    """paths: the adapters' folders, by name. lost: folder and error of those that could not be loaded again after a recovery."""
 
     def __init__(self, send: Callable[[LoadAdapter | UnloadAdapter], None]) -> None:
         self.paths: dict[str, str] = {}
+        self.lost: dict[str, tuple[str, str]] = {}
         self._send, self._known = send, False
         self._waiting: dict[str, asyncio.Future[str]] = {}
 
@@ -24,8 +26,9 @@ class ServedAdapters:
         await self._answer(LoadAdapter(uuid.uuid4().hex, name, path))
 
     async def unload(self, name: str) -> None:
-        """Raises ApiError."""
-        await self._answer(UnloadAdapter(uuid.uuid4().hex, name))
+        """Raises ApiError. One that was lost is forgotten."""
+        if self.lost.pop(name, None) is None:
+            await self._answer(UnloadAdapter(uuid.uuid4().hex, name))
 
     async def _answer(self, message: LoadAdapter | UnloadAdapter) -> None:
         future = self._waiting[message.request_id] = asyncio.get_running_loop().create_future()
@@ -43,10 +46,13 @@ class ServedAdapters:
         again = not done.request_id  # what `on_ready` asked for
         if done.path is not None and not done.error:
             self.paths[done.name] = done.path
+            self.lost.pop(done.name, None)
         elif again == bool(done.error):
             self.paths.pop(done.name, None)
         if again and done.error:
-            log.error("after the ranks have started again: %s", done.error)
+            log.error("after the ranks have started again, the adapter %s is not served any more: %s", done.name, done.error)
+            if done.path is not None:
+                self.lost = dict([*self.lost.items(), (done.name, (done.path, done.error))][-MOST_LOST:])
         if (future := self._waiting.pop(done.request_id, None)) is not None and not future.done():
             future.set_result(done.error)
 

@@ -228,6 +228,7 @@ class ModelCard(Reply):
     max_model_len: int | None
     variant: str | None  # null while the model loads
     examples: Examples | None  # the checkpoint's examples.json, for the page
+    error: str | None  # of an adapter that could not be loaded again after a recovery: why
 
 
 class ModelList(Reply):

@@ -22,7 +22,7 @@ from pydantic import (
 )
 from pydantic_core import PydanticCustomError
 
-from engine.protocol import LIST_LIMIT
+from engine.protocol import ADAPTER_NAME, LIST_LIMIT
 from server.problems import field_error
 from server.refusals import NOT_HERE, REFUSED, Refusals, refusals
 
@@ -736,7 +736,7 @@ class DetokenizeBody(Body):
 class UnloadAdapterBody(Checked):
     """The body of /v1/unload_lora_adapter."""
 
-    lora_name: str = Field(min_length=1, max_length=256, description="The adapter's name in /v1/models.")
+    lora_name: str = Field(pattern=f"^{ADAPTER_NAME}$", description="The adapter's name in /v1/models.")
 
 
 class LoadAdapterBody(UnloadAdapterBody):

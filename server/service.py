@@ -137,6 +137,9 @@ class Service:
         return await (unless_gone(receive, work) if receive else work)
 
     def check_model(self, name: str | None) -> None:
+        if name in self.client.adapters.lost:
+            error = self.client.adapters.lost[name][1]
+            raise ApiError(404, f"the adapter {name!r} was lost in a recovery: {error}", "model", "model_not_found")
         if name is not None and name not in (*self.settings.model_names, *self.client.adapters.paths):
             served = ", ".join((*self.settings.model_names, *self.client.adapters.paths))
             raise ApiError(404, f"the model {name!r} does not exist; this server has: {served}", "model", "model_not_found")

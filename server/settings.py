@@ -10,8 +10,10 @@ from pathlib import Path
 
 import determinism
 from cli import Parser
+from engine.protocol import ADAPTER_NAME
 from errors import UserError
 from files import model_folder
+from json_fields import shown
 from options import (
     TUNE_SECONDS,
     ModelOptions,
@@ -166,6 +168,10 @@ class LoraOptions:
         pairs = [text.partition("=") for text in self.lora]
         if wrong := next((name + sign for name, sign, path in pairs if not (name and sign and path)), None):
             raise UserError(f"--lora {wrong} is not NAME=DIR; give a name and the adapter's folder")
+        if wrong := next((name for name, _, _ in pairs if not re.fullmatch(ADAPTER_NAME, name)), None):
+            raise UserError(
+                f"--lora {shown(wrong)}: a name has up to 200 of A-Z a-z 0-9 . _ ~ : @ + - and begins with a letter or digit"
+            )
         return [(name, path) for name, _, path in pairs]
 
     @property

@@ -13,6 +13,7 @@ import torch
 from safetensors.torch import load_file, save_file
 from torch import Tensor
 
+import files
 from attention import Causal
 from checkpoint import load_model
 from engine import LLM, SamplingParams
@@ -186,8 +187,39 @@ def test_only_folders_in_the_root(tmp_path: Path, seed: int) -> None:
     for good in (inside, root / "alias"):
         open_adapter(good, config, root=root)
     for bad in (outside, root / "link", root / "half", root / ".." / "out", Path("/etc"), root / "x\0"):
-        with pytest.raises(UserError, match="not a folder in --lora-root"):
+        with pytest.raises(UserError, match=r"not a folder in --lora-root|is not in"):
             open_adapter(bad, config, root=root)
+
+
+def test_what_was_opened_is_checked_and_read(tmp_path: Path, seed: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A link that changes after a check leads to an error, and one that changes after the opening to what was opened."""
+    base = save_random(base_config(n_layers=1), tmp_path / "base")
+    config, root = model_config(str(base), None, 1), tmp_path / "root"
+    inside, outside = write_adapter(root / "in", base, PARTS, r=4), write_adapter(tmp_path / "out", base, PARTS, r=4)
+    link, check = root / "link", files.check_regular
+    left = 0  # checks of a path until the link changes, just before what the path names is opened
+
+    def swap(path: Path) -> int:
+        nonlocal left
+        size, left = check(path), left - 1
+        if left == 0:
+            link.unlink()
+            link.symlink_to(outside)
+        return size
+
+    monkeypatch.setattr(files, "check_regular", swap)
+    for count in (1, 2):  # config and weights
+        left = count
+        link.symlink_to(inside)
+        with pytest.raises(UserError, match="is not in"):
+            open_adapter(link, config, root=root)
+        link.unlink()
+    link.symlink_to(inside)
+    found = open_adapter(link, config, root=root)
+    link.unlink()
+    link.symlink_to(outside)
+    name = Q + "A.weight"
+    assert torch.equal(found.tensors.get_tensor(name), load_file(inside / "adapter_model.safetensors")[name])
 
 
 def test_one_adapter_for_all_calls(tmp_path: Path, seed: int) -> None:

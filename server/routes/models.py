@@ -17,7 +17,8 @@ from server.service import Service
 def add(app: FastAPI, service: Service) -> None:
     def card(name: str) -> dict[str, Any]:
         ready = service.client.ready
-        adapter = service.client.adapters.paths.get(name)
+        path, error = service.client.adapters.lost.get(name, (None, None))
+        adapter = path or service.client.adapters.paths.get(name)
         root = adapter or service.settings.model
         if service.settings.random_weights and not adapter:
             rate = service.settings.accept_rate
@@ -33,13 +34,14 @@ def add(app: FastAPI, service: Service) -> None:
             "max_model_len": ready.max_model_len if ready else None,
             "variant": ready.variant if ready else None,
             "examples": service.examples,
+            "error": error,
         }
 
     get = partial(app.get, tags=["models"])
 
     @get("/v1/models", response_model=replies.ModelList, responses=errors_of(401), summary="Served models")
     async def models() -> Response:
-        names = (*service.settings.model_names, *service.client.adapters.paths)
+        names = (*service.settings.model_names, *service.client.adapters.paths, *service.client.adapters.lost)
         return JsonResponse({"object": "list", "data": [card(name) for name in names]})
 
     @get(
@@ -49,7 +51,8 @@ def add(app: FastAPI, service: Service) -> None:
         summary="One served model",
     )
     async def model(model_id: str) -> Response:
-        service.check_model(model_id)
+        if model_id not in service.client.adapters.lost:
+            service.check_model(model_id)
         return JsonResponse(card(model_id))
 
     if service.settings.allow_lora_updates:
@@ -70,7 +73,7 @@ def _add_adapters(app: FastAPI, service: Service) -> None:
     @post("/v1/unload_lora_adapter", summary="Unload a LoRA adapter that no request uses")
     async def unload(body: UnloadAdapterBody, request: Request) -> Response:
         service.check_ready()
-        if body.lora_name not in service.client.adapters.paths:
+        if body.lora_name not in service.client.adapters.paths.keys() | service.client.adapters.lost.keys():
             raise ApiError(404, f"the adapter {body.lora_name!r} is not loaded", "lora_name", "model_not_found")
         await unless_gone(request.receive, service.client.adapters.unload(body.lora_name))
         return PlainTextResponse(f"Success: LoRA adapter '{body.lora_name}' removed successfully.")

@@ -2,6 +2,7 @@
 
 import os
 import random
+import shutil
 import signal
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
@@ -87,6 +88,19 @@ def test_a_server_with_adapters(tmp_path: Path, seed: int) -> None:
         os.kill(killed, signal.SIGKILL)
         wait_until(lambda: server.stats()["status"] == "recovering", 60, "a recovery")
         check("tiny-standard", "a", b="c")  # requests wait for the ranks, and for their adapter
+
+        shutil.rmtree(folders["c"])
+        (killed, _) = server.rank_pids()
+        os.kill(killed, signal.SIGKILL)
+        wait_until(lambda: "b" in server.log and "is not served any more" in server.log, 60, "a line in the log")
+        cards = {card["id"]: card["error"] for card in server.http.get("/v1/models").json()["data"]}
+        assert cards.pop("b").endswith("as PEFT saves them") and set(cards.values()) == {None}
+        reply = server.http.post("/v1/completions", json={"model": "b", "prompt": prompt})
+        assert reply.status_code == 404 and "lost in a recovery" in reply.json()["error"]["message"]
+        change(server, "unload", lora_name="b")
+        assert server.http.get("/v1/models/b").status_code == 404
+        for name in ("", "..", ".b", "b\n", "b c", "a/b", "b\u202e", "b\x1b[1m", "é", "b?", "b#", "b%", "b" * 201):
+            assert "lora_name" in change(server, "load", 400, lora_name=name, lora_path=str(folders["b"]))
         assert "Traceback" not in server.log
 
 
@@ -94,6 +108,8 @@ def test_a_server_with_adapters(tmp_path: Path, seed: int) -> None:
     ("flags", "message"),
     [
         (["--lora", "x"], "is not NAME=DIR"),
+        (["--lora", "a\nb=/a"], r"'a\\nb'.*begins with"),
+        (["--lora", "../b=/a"], "begins with"),
         (["--lora", "m=/a", "--lora", "m=/b"], "two models are called m"),
         (["--lora", "a=/a", "--lora", "b=/b", "--max-loras", "1"], "--max-loras is 1"),
         (["--allow-lora-updates"], "needs --lora-root"),
