@@ -501,14 +501,15 @@ def test_desync_patterns_of_the_paper() -> None:
     assert written_out(desync_pattern(3, 4)) == [no, no, no, yes, no, yes]
 
 
-@pytest.mark.parametrize("place", range(2))
+@pytest.mark.parametrize(
+    ("family", "attention", "mlp"),
+    [("llama", True, False), ("llama", False, True), ("qwen3", True, False), ("llama", True, True)],
+)
 @pytest.mark.parametrize("variant", ["standard", "parallel", "ladder", "desync-4x:4", "desync-2x:8"])
 def test_every_variant_has_each_bias_once(
-    variant: str, place: int, in_turn: Callable[..., Any], tmp_path: Path, seed: int
+    variant: str, family: str, attention: bool, mlp: bool, tmp_path: Path, seed: int
 ) -> None:
     """Biases of attention and of the MLP. Each desync stream adds its share of a bias that belongs after the all-reduce."""
-    each = [("llama", True, False), ("llama", False, True), ("qwen3", True, False), ("llama", True, True)]
-    family, attention, mlp = in_turn(each[2 * place : 2 * place + 2], len(variant))
     features = dict(family=family, qkv_bias=attention, o_bias=attention, mlp_bias=mlp, qk_norm=family == "qwen3")
     model, reference, tokens = prepare(with_variant(random_config(**features), variant), tmp_path)
     if variant == "parallel":

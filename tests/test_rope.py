@@ -1,6 +1,7 @@
 """RoPE scaling of every type against transformers: whole and chunked prompts, decoding past the original context, one and two
 ranks, the CPU's and the GPU's runner."""
 
+import json
 from collections.abc import Callable
 from contextlib import nullcontext
 from dataclasses import replace
@@ -47,6 +48,12 @@ SCALINGS: dict[str, dict[str, Any]] = {
     "yarn-given": {"rope_type": "yarn", "factor": 4.0, "original_max_position_embeddings": ORIGINAL, "attention_factor": 1.4},
     "longrope": {
         "rope_type": "longrope", "short_factor": SHORT, "long_factor": LONG, "original_max_position_embeddings": ORIGINAL,
+    },
+    "yarn-slow": {  # the slowest frequency turns more than beta_slow times, so all are blended up to the bound of the ramp
+        "type": "yarn", "factor": 4.0, "original_max_position_embeddings": 64 * ORIGINAL, "beta_fast": 40.0, "beta_slow": 0.01,
+    },
+    "longrope-factor": {
+        "type": "longrope", "short_factor": SHORT, "long_factor": LONG, "original_max_position_embeddings": ORIGINAL, "factor": 9.0,
     },
     "longrope-given": {
         "type": "longrope", "short_factor": SHORT, "long_factor": LONG, "original_max_position_embeddings": ORIGINAL, "factor": 9.0,
@@ -186,6 +193,19 @@ def test_a_saved_config_means_the_same_to_transformers(name: str, tmp_path: Path
     save_checkpoint(checkpoint.load_model(str(directory), config, ALONE, torch.float32), tmp_path / "ours", torch.float32)
     tokens = random_tokens(50)
     assert (theirs(directory, tokens) - theirs(tmp_path / "ours", tokens)).abs().max() < TOLERANCE
+
+
+@pytest.mark.parametrize("name", ["yarn", "longrope"])
+def test_an_original_context_beside_the_scaling_counts(name: str, tmp_path: Path, seed: int) -> None:
+    """As Phi-3's files have it: transformers prefers the top-level key to that of the scaling."""
+    save_hf(hf_config(name, "llama"), tmp_path)
+    raw = json.loads((tmp_path / "config.json").read_text())
+    raw["original_max_position_embeddings"] = 2 * ORIGINAL
+    (tmp_path / "config.json").write_text(json.dumps(raw))
+    tokens = random_tokens(ORIGINAL + 9)
+    expected = theirs(tmp_path, tokens)
+    for logits in ours(ALONE, tmp_path, [(tokens, ORIGINAL + 9)])[0]:
+        assert (logits - expected).abs().max() < TOLERANCE
 
 
 @pytest.mark.parametrize("name", ["dynamic", "longrope"])

@@ -18,6 +18,7 @@ from attention import Causal
 from checkpoint import load_model
 from comm import Local
 from config import ModelConfig, with_variant
+from errors import UserError
 from memory import weight_bytes
 from model import Transformer
 from presets import model_config
@@ -224,6 +225,10 @@ def test_scales_of_a_cache_in_8_bits_and_empty_biases_are_passed_over(tmp_path: 
     tensors["model.layers.1.self_attn.q_proj.bias"] = torch.zeros(256)
     save_file(tensors, tmp_path / "model.safetensors")
     assert torch.equal(before, logits_of(ALONE, tmp_path, tokens))
+    tensors["model.layers.1.self_attn.q_proj.bias"][random.randrange(256)] = 1.0
+    save_file(tensors, tmp_path / "model.safetensors")
+    with pytest.raises(UserError, match=r"unknown tensors model\.layers\.1\.self_attn\.q_proj\.bias"):
+        logits_of(ALONE, tmp_path, tokens)
 
 
 @pytest.mark.parametrize(
