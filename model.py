@@ -216,6 +216,7 @@ class Transformer(nn.Module):
         factory: Factory = {"device": device, "dtype": dtype}
         self.config = config
         self.shards = stream_shards(config, comm.rank, comm.world_size)
+        comm.check_width(config.hidden_size)
         self.comm = NoCommunication(comm.rank, comm.world_size) if config.kind.speed_limit else comm
         rank = Shard(comm.rank, comm.world_size)
         self.vocab = rank.range(config, "vocab")

@@ -254,6 +254,10 @@ class Communicator(ABC):
         """Choose the fastest algorithms for the shapes of the step that ends. Every rank must have the whole residual stream.
         Collective."""
 
+    def check_width(self, width: int) -> None:
+        """Raises UserError if it cannot add up rows of so many values, a model's hidden size."""
+        return
+
     def check(self) -> None:
         """Raise RuntimeError if an all-reduce failed, because a kernel timed out waiting for another rank. Waits for the
         device."""

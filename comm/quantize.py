@@ -58,7 +58,7 @@ def wire_bytes(elements: int, width: Format, group: int) -> int:
 def quantize(x: Tensor, width: Format) -> Tensor:
     """(G, group) floating point to (G, record_bytes) uint8 records. On CUDA the Triton kernel gives the same bytes.
 
-    `group` must be divisible by 4. Two 4-bit codes share a byte: value j of the first half in its low bits, value j of the
+    `group` must be divisible by 4, see `check_width`. Two 4-bit codes share a byte: value j of the first half in its low bits, value j of the
     second half in its high bits.
     """
     assert x.shape[-1] % 4 == 0, f"groups of {x.shape[-1]} values, not a multiple of 4"

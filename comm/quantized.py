@@ -13,8 +13,9 @@ from torch import Tensor
 
 from comm.interface import Done, PendingAllReduce, on_side_stream
 from comm.process_group import HostAllReduce, ProcessGroupCommunicator
-from comm.quantize import Scheme
+from comm.quantize import PER_TOKEN, Scheme
 from comm.two_step import ProcessGroupTransport, codec_of, two_step_all_reduce
+from errors import UserError
 
 CHUNK = 1 << 20  # values of a chunk, at most
 NCCL_CHUNK = 1 << 24  # larger, because each NCCL collective costs tens of µs
@@ -35,6 +36,11 @@ class QuantizedCommunicator(ProcessGroupCommunicator):
         super().__init__()
         self.scheme, self.name = scheme, scheme.name
         self.own_group = dist.new_group()
+
+    def check_width(self, width: int) -> None:
+        if self.scheme.group is None and width % 4:
+            why = f"the {width} values of a token are no multiple of 4, so they cannot be one group"
+            raise UserError(f"--comm {self.name}: {why}; use {self.name.replace(PER_TOKEN, '64')}")
 
 
 class QuantizedGlooCommunicator(QuantizedCommunicator):

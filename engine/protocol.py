@@ -10,7 +10,9 @@ Both sides may end and start again. The engine drops what it gets before its Rea
 again after a Ready (server/recovery.py).
 """
 
+import math
 from collections.abc import Sequence
+from numbers import Real
 from typing import Literal
 
 import msgspec
@@ -21,6 +23,7 @@ from errors import UserError
 Pooling = Literal["mean", "last"]  # of the hidden states of a prompt: of all tokens, or only the last one's
 LIST_LIMIT = 20  # most top logprobs that a request may ask for
 ADAPTER_NAME = r"[A-Za-z0-9][A-Za-z0-9._~:@+-]{0,199}"  # what a segment of a URL and a line of a log can hold
+SMALLEST_REPETITION = 0.01  # as a penalty: divided by a far smaller one, a logit overflows
 
 
 class Logprob(msgspec.Struct, frozen=True, array_like=True):
@@ -36,6 +39,10 @@ class TokenLogprobs(msgspec.Struct, frozen=True, array_like=True):
 
     chosen: Logprob
     top: list[Logprob]
+
+
+def _is_bias(value: object) -> bool:
+    return isinstance(value, Real) and math.isfinite(value)
 
 
 class SamplingParams(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
@@ -84,6 +91,14 @@ class SamplingParams(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=Tr
         check_types(SamplingParams, msgspec.structs.asdict(self))
         for name, valid, rule in (
             ("max_tokens", self.max_tokens >= 1, "at least 1"),
+            ("min_tokens", self.min_tokens >= 0, "at least 0"),
+            ("presence_penalty", -2 <= self.presence_penalty <= 2, "from -2 to 2"),
+            ("frequency_penalty", -2 <= self.frequency_penalty <= 2, "from -2 to 2"),
+            ("repetition_penalty", SMALLEST_REPETITION <= self.repetition_penalty <= 100, f"from {SMALLEST_REPETITION} to 100"),
+            ("logit_bias", all(map(_is_bias, self.logit_bias.values())), "a finite number for each token id"),
+            ("allowed_token_ids", self.allowed_token_ids is None or self.allowed_token_ids, "at least one token id, or None"),
+            ("logprobs", (self.logprobs or 0) >= 0, "at least 0, or None"),
+            ("prompt_logprobs", (self.prompt_logprobs or 0) >= 0, "at least 0, or None"),
             ("temperature", 0 <= self.temperature <= 100, "from 0 (greedy) to 100"),
             ("top_k", 0 <= self.top_k < 2**63, "from 0 (all tokens) to 2^63 - 1"),
             ("top_p", 0 < self.top_p <= 1, "above 0 and at most 1"),
@@ -93,6 +108,10 @@ class SamplingParams(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=Tr
         ):
             if not valid:
                 raise UserError(f"{name} must be {rule}, not {getattr(self, name)}")
+        if self.min_tokens and self.allowed_token_ids and set(self.stop_token_ids).issuperset(self.allowed_token_ids):
+            raise UserError(
+                "min_tokens excludes all allowed_token_ids, because each ends the answer; allow another, or set it to 0"
+            )
 
 
 class Turn(msgspec.Struct, frozen=True, array_like=True):

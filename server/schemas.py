@@ -22,7 +22,7 @@ from pydantic import (
 )
 from pydantic_core import PydanticCustomError
 
-from engine.protocol import ADAPTER_NAME, LIST_LIMIT
+from engine.protocol import ADAPTER_NAME, LIST_LIMIT, SMALLEST_REPETITION
 from server.problems import field_error
 from server.refusals import NOT_HERE, REFUSED, Refusals, refusals
 
@@ -268,7 +268,7 @@ class SamplingBody(Body):
     presence_penalty: float | None = Field(None, ge=-2, le=2, description="Default 0.")
     frequency_penalty: float | None = Field(None, ge=-2, le=2, description="Default 0.")
     repetition_penalty: float | None = Field(
-        None, gt=0, le=100, description="Above 1 discourages what occurred before. Default 1."
+        None, ge=SMALLEST_REPETITION, le=100, description="Above 1 discourages what occurred before. Default 1."
     )
     logit_bias: dict[str, Annotated[float, Field(ge=-100, le=100)]] | None = Field(
         None, max_length=1024, description="Token id to a number that is added to its logit."

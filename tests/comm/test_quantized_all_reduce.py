@@ -3,6 +3,7 @@
 import random
 import threading
 from collections.abc import Callable
+from dataclasses import replace
 from functools import reduce
 
 import pytest
@@ -17,6 +18,7 @@ from comm.quantize import hadamard_transform
 from comm.quantized import CHUNK, Worker, quantized_all_reduce
 from communicators import choose
 from config import with_variant
+from errors import UserError
 from model import Transformer
 from presets import PRESETS
 from tests.kernels.test_quantize import defined
@@ -224,3 +226,22 @@ def test_generate_on_two_ranks() -> None:
     assert done.code == 0, done.err
     assert done.record["text"]
     assert "(int8:64)" in done.err
+
+
+def refused(world: World, name: str) -> str:
+    """What a rank says of a model of another width."""
+    try:
+        Transformer(
+            replace(PRESETS["ladder-1b"], hidden_size=54), choose("cpu", name).build(), torch.device("meta"), torch.float32
+        )
+    except UserError as e:
+        return str(e)
+    return ""
+
+
+@pytest.mark.parametrize("name", ["int8:token", "int4:token:hadamard"])
+def test_a_width_that_is_no_group_is_refused_in_one_line(name: str, ranks: Ranks) -> None:
+    for said in ranks.run(2, refused, name):
+        assert (
+            f"--comm {name}: the 54 values" in said and said.endswith(f"use {name.replace('token', '64')}") and "\n" not in said
+        )

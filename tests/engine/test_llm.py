@@ -13,6 +13,7 @@ import msgspec
 import numpy as np
 import pytest
 import torch
+from pydantic import ValidationError
 
 import comm.fused
 import engine.draft_costs
@@ -25,6 +26,7 @@ from engine.protocol import Abort, Submit
 from engine.sequence import Chunk
 from engine.step import InFlightStep
 from errors import UserError
+from server.schemas import CompletionBody
 from tests import MODELS
 from tests.engine.test_engine import (
     ALONE,
@@ -318,7 +320,6 @@ def test_what_cannot_run_is_refused(seed: int) -> None:
         ([[1]], [None], "params must be one SamplingParams"),
         ([[1]], SamplingParams(stop_token_ids=[1.5]), "stop_token_ids must have token ids"),
         ([[1]], SamplingParams(logit_bias={"5": 1.0}), "logit_bias must have token ids"),
-        ([[1]], SamplingParams(logit_bias={5: "high"}), "logit_bias must have a number for each"),
         ([[1], [2]], [SamplingParams()], "1 sampling parameters for 2 prompts"),
     ):
         with pytest.raises(UserError, match=message):
@@ -357,6 +358,7 @@ def test_what_cannot_run_is_refused(seed: int) -> None:
         (SamplingParams, {"seed": None}),
         (SamplingParams, {"logprobs": "2"}),
         (SamplingParams, {"logit_bias": [5]}),
+        (SamplingParams, {"logit_bias": {5: "high"}}),
         (SamplingParams, {"stop": 3}),
         (SamplingParams, {"stop": "."}),
         (SamplingParams, {"stop": [3]}),
@@ -380,6 +382,44 @@ def test_an_argument_of_another_type_is_named(kind: Callable[..., Any], wrong: d
     name = list(wrong)[-1]
     with pytest.raises(UserError, match=rf"^{name} must be [^\n]*, not [^\n]*$"):
         kind(**wrong)
+
+
+NAN, INFINITY = float("nan"), float("inf")
+OUTSIDE: dict[str, list[Any]] = {
+    "min_tokens": [-1],
+    "temperature": [-0.1, NAN, INFINITY],
+    "top_k": [-2],
+    "top_p": [-0.1, 1.1, NAN],
+    "min_p": [-0.1, 1.1, NAN],
+    "seed": [2**63, -(2**63) - 1],
+    "presence_penalty": [-2.1, 2.1, NAN, INFINITY],
+    "frequency_penalty": [-2.1, 2.1, NAN, -INFINITY],
+    "repetition_penalty": [0.0, -1.0, 5e-324, 101.0, NAN, INFINITY],
+    "logit_bias": [{"5": NAN}, {"5": -INFINITY}],
+    "allowed_token_ids": [[]],
+    "stop": [[""], [3]],
+    "logprobs": [-1],
+    "prompt_logprobs": [-1],
+}
+
+
+@pytest.mark.parametrize("name", OUTSIDE)
+def test_what_http_refuses_python_refuses(name: str) -> None:
+    for value in OUTSIDE[name]:
+        with pytest.raises(ValidationError):
+            CompletionBody.model_validate({"prompt": "Hi", name: value})
+        own = {int(key): bias for key, bias in value.items()} if isinstance(value, dict) else value
+        with pytest.raises(UserError, match=rf"^{name} must be [^\n]*, not [^\n]*$"):
+            SamplingParams(**{name: own})
+
+
+def test_a_least_length_needs_a_token_that_does_not_end_the_answer(seed: int) -> None:
+    llm = LLM(random_model(config_of("standard")), world=ALONE)
+    for ids in ([5], [5, 7]):
+        with pytest.raises(UserError, match="each ends the answer"):
+            llm.generate([[1, 2]], SamplingParams(min_tokens=2, allowed_token_ids=ids, stop_token_ids=[7, 5]))
+    (answer,) = llm.generate([[1, 2]], SamplingParams(min_tokens=2, allowed_token_ids=[5, 6], stop_token_ids=[5]))
+    assert answer.token_ids[:2] == [6, 6]
 
 
 def test_numbers_of_numpy_and_other_sequences_are_taken() -> None:
