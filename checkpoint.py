@@ -424,7 +424,9 @@ def fill(place: AnyPlace, source: Source) -> None:
     stop = min(place.rows.stop, place.shape[place.dim])
     start = min(place.rows.start, stop)
     target = place.tensor.narrow(place.dim, 0, stop - start)
-    if target.numel():
+    if place.name == TABLES[1] and place.name not in source.shapes():  # see `check_source`
+        target.fill_(torch.nan)
+    elif target.numel():
         part = source.read(place.name, place.dim, start, stop)
         check_plain(place.name, part)
         # Copies from pageable memory to a GPU run one at a time. The clone reads the file first, which threads do in parallel.
@@ -599,7 +601,7 @@ def load_model(
     """
     error = source = model = None
     try:
-        source = check_source(name, config, world, dtype)
+        source = check_source(name, config, world, dtype, embeds=True)
     except UserError as e:
         error = e
     agree_on_error(world, error)
@@ -623,8 +625,9 @@ def build_model(name: str, config: ModelConfig, world: World, dtype: torch.dtype
     return fill_model(name, check_source(name, config, world, dtype), config, world, dtype, seed)
 
 
-def check_source(name: str, config: ModelConfig, world: World, dtype: torch.dtype) -> ModelSource | None:
-    """The tensors of `--model NAME`; None for random weights.
+def check_source(name: str, config: ModelConfig, world: World, dtype: torch.dtype, embeds: bool = False) -> ModelSource | None:
+    """The tensors of `--model NAME`; None for random weights. embeds: lm_head may be missing, as in published embedding models. It is
+    then filled with NaN, so that no request for text gets a wrong one.
 
     Raises UserError unless the files' headers list the tensors that `config` needs. A model on the meta device, which takes no
     memory, gives the list of needed tensors.
@@ -634,7 +637,11 @@ def check_source(name: str, config: ModelConfig, world: World, dtype: torch.dtyp
     source = open_source(name, config)
     check_layers(config, source.shapes())
     hollow = Transformer(config, world.comm, torch.device("meta"), dtype)
-    if unused := check_names(config, all_places(hollow), source):
+    wanted = all_places(hollow)
+    if embeds and not config.tie_embeddings and TABLES[1] not in source.shapes():
+        wanted = [place for place in wanted if place.name != TABLES[1]]
+        source.files.remarks.append(f"{name} has no {TABLES[1]}: only embeddings can be computed, and requests for text fail")
+    if unused := check_names(config, wanted, source):
         source.files.remarks.append(f"not read, since the model computes the same without them: {_some(unused)}")
     return source
 

@@ -252,7 +252,7 @@ def _refuse_unsupported(*holders: dict[str, Any]) -> None:
         for holder in holders:
             if holder.get(key) not in (None, *values):
                 raise UserError(
-                    f"{key} = {shown(holder[key])} is not supported; convert the checkpoint to a plain bf16 one of its family"
+                    f"{key} = {shown(holder[key])} is not supported, and changes what a model computes; use a checkpoint without it"
                 )
 
 

@@ -52,7 +52,7 @@ from tokenizer import Tokenizer
 from tp import World
 
 OVERFLOW = (
-    "there is no answer, because the model's numbers overflowed, or the request's parameters exclude all tokens; "
+    "there is no answer, because the model's numbers overflowed, it has no lm_head, or the request's parameters exclude all tokens; "
     "against overflow, give --dtype bfloat16 or float32"
 )
 

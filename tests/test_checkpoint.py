@@ -18,7 +18,7 @@ from torch import Tensor
 
 import checkpoint
 from attention import Causal
-from checkpoint import INDEX, PTH, SINGLE, build_model, load_model, open_source, places, weights_fingerprint
+from checkpoint import INDEX, PTH, SINGLE, build_model, check_source, load_model, open_source, places, weights_fingerprint
 from comm import Communicator, Local, NoCommunication
 from config import ModelConfig, with_variant
 from errors import UserError
@@ -264,6 +264,22 @@ def test_wrappers_of_a_model_are_taken_off_its_tensors_names(wrapped: Callable[[
     name = wrapped("model.layers.0.self_attn.q_proj.lora_A.weight")  # of an adapter that is not merged
     save_as(folder / SINGLE, {wrapped(n): t for n, t in tensors.items()} | {name: torch.ones(2, 48)})
     fails(lambda: load(folder), "unknown", "lora_A")
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+def test_a_model_without_a_head_computes_hidden_states_and_no_tokens(
+    family: str, tmp_path: Path, seed: int, capsys: Any
+) -> None:
+    """As published embedding models are saved, from transformers' class without a head."""
+    theirs = hf_model(family)
+    theirs.model.save_pretrained(tmp_path)
+    ours, tokens = load(tmp_path), torch.randint(0, 101, (2, 9))
+    assert "lm_head.weight" in capsys.readouterr().err
+    with torch.no_grad():
+        hidden = ours.norm(ours.hidden(tokens, Causal(9, CPU)))
+        torch.testing.assert_close(hidden, theirs.model(tokens).last_hidden_state, atol=2e-4, rtol=1e-4)
+    assert logits(ours, tokens).isnan().all()
+    fails(lambda: check_source(str(tmp_path), ours.config, World(0, 1, CPU, Local()), torch.float32), "lacks lm_head.weight")
 
 
 @pytest.mark.parametrize("key", ["model", "state_dict", "module", "optimizer"])
@@ -647,7 +663,7 @@ def test_a_tensor_of_another_shape(name: str, shape: tuple[int, ...], saved: Pat
 
 def test_missing_and_unknown_tensors(saved: Path) -> None:
     tensors = load_file(saved / SINGLE)
-    for name in ("model.layers.2.self_attn.q_proj.weight", "model.norm.weight", "lm_head.weight"):
+    for name in ("model.layers.2.self_attn.q_proj.weight", "model.norm.weight", "model.embed_tokens.weight"):
         save_file({n: t for n, t in tensors.items() if n != name}, saved / SINGLE)
         fails(lambda: load(saved), name, "lacks")
     for name in ("model.layers.3.mlp.up_proj.weight", "model.layers.0.self_attn.q_proj.bias", "score.weight"):
