@@ -14,7 +14,7 @@ from torch import Tensor
 from transformers import MinNewTokensLengthLogitsProcessor, RepetitionPenaltyLogitsProcessor
 
 from engine.grammars import Grammars
-from engine.logits import advance, allowed, check_ids, new_state, process
+from engine.logits import advance, allowed, check_ids, new_state, process, sibling
 from engine.logprobs import token_logprobs
 from engine.protocol import SamplingParams
 from engine.sequence import Draw, Sequence
@@ -393,3 +393,19 @@ def test_token_logprobs_equal_float64(seed: int) -> None:
             assert [t.token_id for t in entry.top] == best.indices.tolist()
             assert [t.logprob for t in entry.top] == pytest.approx(best.values.tolist(), rel=1e-5, abs=1e-5)
             assert [t.rank for t in entry.top] == list(range(1, k + 1))
+
+
+def test_answers_of_a_request_share_no_counts(seed: int) -> None:
+    first = sequence_of([1, 2], [3, 3], presence_penalty=1.0, frequency_penalty=0.5, logit_bias={5: 2.0})
+    second = sequence_of([1, 2], [4], presence_penalty=1.0, frequency_penalty=0.5, logit_bias={5: 2.0})
+    shared = new_state(first.params, VOCAB, CPU)
+    for _ in range(2):  # the second time with the counts of the first
+        first.state, second.state = sibling(shared), sibling(shared)
+        logits = random_logits(2)
+        together = process(logits, [Draw(one, len(one.tokens), ()) for one in (first, second)])
+        shared = first.state
+    for i, (row, counts) in enumerate(zip(logits, ({3: 2}, {4: 1}), strict=True)):
+        for token, count in counts.items():
+            row[token] -= 1.0 + 0.5 * count
+        row[5] += 2.0
+        torch.testing.assert_close(together[i], row)

@@ -476,3 +476,15 @@ def test_the_check_notices(harm: str) -> None:
         manager.keys[table[0]] = None
     with pytest.raises(AssertionError):
         manager.check(tables)
+
+
+def test_blocks_that_were_given_back_are_allocated_next_and_released_ones_last(seed: int) -> None:
+    """Those of a draft hold nothing of value; what others may still find is evicted as late as possible."""
+    manager = BlockManager(9, 2)
+    held = [manager.allocate() for _ in range(5)]
+    ended = [manager.allocate() for _ in range(2)]
+    manager.release(ended)
+    dropped = held[2:]
+    manager.give_back(held, 2)
+    rest = [7, 8]
+    assert [manager.allocate() for _ in range(7)] == [*dropped, *rest, *ended[::-1]]

@@ -260,3 +260,14 @@ def test_without_a_tokenizer_ids_are_counted_and_stop() -> None:
     assert (output.text, output.token_ids, output.finish_reason) == ("", [4, 5, 6], "length")
     stopped = Output([1, 2], 3, frozenset([7]), (), None)
     assert (stopped.push(7), stopped.finish_reason) == ("", "stop")
+
+
+@pytest.mark.parametrize("least", [0, 2, 3])
+def test_no_stop_text_within_the_least_length_even_at_the_end(least: int) -> None:
+    """The end of an incomplete character becomes text only there."""
+    tokenizer = load_tokenizer(MODELS / "tiny-hybrid")
+    ids = tokenizer.encode("\N{CJK UNIFIED IDEOGRAPH-4E2D}", add_special_tokens=False)[:2]
+    params = SamplingParams(max_tokens=2, min_tokens=least, stop=["\N{REPLACEMENT CHARACTER}"])
+    delta = AnswerStream(0, tokenizer, [0], params).push(TokenOutput("a", ids, "length"))
+    assert delta is not None and len(ids) == 2
+    assert (delta.text, delta.finish_reason) == (("\N{REPLACEMENT CHARACTER}", "length") if least else ("", "stop"))
