@@ -184,7 +184,7 @@ class Files:
         self._shapes: dict[str, tuple[int, ...]] = {}
         index = self._index(path) if path.suffix == ".json" else {}
         paths = set(index.values()) if path.suffix == ".json" else {path}
-        self.paths = paths | {path}
+        self.paths, doubled = paths | {path}, list[str]()
         for file in sorted(paths):
             try:
                 check_regular(file)
@@ -193,11 +193,14 @@ class Files:
             self._remark_link(file)
             for name, shape in self._open(file).items():
                 if index.get(name, file) != file:
-                    self.remarks.append(f"{name} of {file} is passed over: the index names {index[name].name} for it")
+                    doubled.append(name)
                     continue
                 self.files[name], self._shapes[name] = file, shape
-        for name in sorted(index.keys() - self.files.keys()):
-            raise UserError(f"{path} names {index[name].name} for {name}, but it has none; download the checkpoint again")
+        if doubled:
+            self.remarks.append(f"{path} decides of which file tensors count that several have: {_some(doubled)}")
+        if lacking := sorted(index.keys() - self.files.keys()):
+            where = index[lacking[0]].name
+            raise UserError(f"{path} names {where} for {_some(lacking)}, which it lacks; download the checkpoint again")
 
     @staticmethod
     def _index(path: Path) -> dict[str, Path]:

@@ -77,7 +77,7 @@ NEUTRAL: dict[str, tuple[Any, ...]] = {
     "dim_model_base": (),
     "mup_width_scale": (1,),
     "clip_qkv": (),
-    "qkv_bias": (),
+    "qkv_bias": (False,),
     "use_bias": (False,),
     "lm_head_bias": (False,),
     "norm_bias": (False,),

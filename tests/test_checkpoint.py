@@ -590,7 +590,7 @@ def test_a_shard_that_the_index_names_is_missing(sharded: Path) -> None:
     fails(lambda: load(sharded), "lacks", "model.layers.")
 
 
-def test_of_a_tensor_in_two_files_that_of_the_index_counts(sharded: Path) -> None:
+def test_of_a_tensor_in_two_files_that_of_the_index_counts(sharded: Path, capsys: Any) -> None:
     index, expected = json.loads((sharded / INDEX).read_text())["weight_map"], load(sharded).state_dict()
     files = sorted(sharded.glob("model-*"))
     tensors = {file: load_file(file) for file in files}
@@ -598,8 +598,10 @@ def test_of_a_tensor_in_two_files_that_of_the_index_counts(sharded: Path) -> Non
     for file in files:
         save_file(copies | tensors[file], file, metadata={"format": "pt"})
     assert set(index.values()) == {file.name for file in files}
+    capsys.readouterr()
     for name, tensor in load(sharded).state_dict().items():
         assert torch.equal(tensor, expected[name]), name
+    assert len((said := capsys.readouterr().err).splitlines()) == 1 and "several have" in said
 
 
 @pytest.mark.parametrize("name", ["x\n\x1b[31m", "x" * 100_000])
