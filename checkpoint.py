@@ -43,6 +43,7 @@ CACHE_SCALES = (  # of a cache in 8 bits and of attention in 8 bits
     ".k_scale", ".v_scale", ".kv_scale", ".q_scale", ".prob_scale", ".prob_output_scale",
     "q_proj.output_scale", "k_proj.output_scale", "v_proj.output_scale",
 )  # fmt: skip
+COMPARED_ROWS = 4096  # at once, of two tables
 READERS = 8  # threads that read weights for a GPU
 MAX_TOUCHED_BYTES = 256 * 2**20  # of a mapped `.pth` that may be resident in addition to the model
 DTYPES = {name: getattr(torch, name) for name in DTYPE_NAMES}
@@ -489,7 +490,7 @@ def check_names(config: ModelConfig, wanted: Iterable[AnyPlace], source: Source)
 
 def _equal(source: Source, name: str, other: str) -> bool:
     """Whether two matrices are equal."""
-    shape, size = source.shapes()[name], 4096
+    shape, size = source.shapes()[name], COMPARED_ROWS
     if source.shapes()[other] != shape:
         return False
     rows = ((start, min(start + size, shape[0])) for start in range(0, shape[0], size))
