@@ -91,9 +91,9 @@ def tokenize_reply(given: str | Conversation, add_special_tokens: bool, max_mode
     return to_json(reply)
 
 
-def count_reply(chat: Conversation) -> bytes:
-    """The encoded response of POST /v1/messages/count_tokens."""
-    return to_json({"input_tokens": len(chat_prompt(chat, None))})
+def count_reply(chat: Conversation, kind: str | None = None) -> bytes:
+    """The encoded response of POST /v1/messages/count_tokens and, with the `object` kind, of POST /v1/responses/input_tokens."""
+    return to_json(({"object": kind} if kind else {}) | {"input_tokens": len(chat_prompt(chat, None))})
 
 
 def detokenize_reply(ids: Sequence[int], skip_special: bool) -> bytes:

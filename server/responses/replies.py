@@ -200,6 +200,11 @@ class ResponseItems(Reply):
     has_more: bool
 
 
+class InputTokens(Reply):
+    object: Literal["response.input_tokens"]
+    input_tokens: int
+
+
 class ResponseDeleted(Reply):
     id: str
     object: Literal["response"]

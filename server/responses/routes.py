@@ -5,18 +5,20 @@ from typing import Annotated, Any, Literal
 from fastapi import FastAPI, Query, Request
 from starlette.responses import Response
 
+from server.chat import conversation
 from server.clients import owner
 from server.endpoint import accept, check_names, respond
 from server.generation import Prompt
-from server.http import JsonResponse, to_json
+from server.http import JsonResponse, to_json, unless_gone
 from server.logs import log
 from server.openapi import errors_of
 from server.problems import ApiError, bad
+from server.prompts import SLOW_TEXT, count_reply
 from server.responses.answer import ResponsesRequest, read_prompt
 from server.responses.background import Background
 from server.responses.convert import Converted, convert, renamed
 from server.responses.items import page, references
-from server.responses.replies import ResponseDeleted, ResponseItems, ResponsesReply, events
+from server.responses.replies import InputTokens, ResponseDeleted, ResponseItems, ResponsesReply, events
 from server.responses.schemas import OWN_TOOLS, ResponsesBody
 from server.responses.store import Items, Record, Store, StoreBounds
 from server.schemas import ChatBody
@@ -39,6 +41,20 @@ def add(app: FastAPI, service: Service) -> None:
     )
     async def create(body: ResponsesBody, request: Request) -> Response:
         return await responses.create(body, request)
+
+    @app.post(
+        "/v1/responses/input_tokens",
+        response_model=InputTokens,
+        responses=errors_of(),
+        tags=["tokens"],
+        summary="The number of tokens of a response's prompt",
+    )
+    async def input_tokens(body: ResponsesBody, request: Request) -> Response:
+        return JsonResponse(await responses.count(body, request))
+
+    @app.post("/v1/responses/compact", include_in_schema=False)
+    async def compact() -> Response:
+        raise bad(None, "this server does not compact conversations; send fewer items or a summary, or set truncation: 'auto'")
 
     _add_reading(app, responses)
     _add_ending(app, responses)
@@ -150,6 +166,16 @@ class Responses:
             if not body.background:
                 return await respond(self.service, request, chat, read, make)
             return await self._start(request, kept, await accept(self.service, request, chat, read, make))
+
+    async def count(self, body: ResponsesBody, request: Request) -> bytes:
+        """The encoded number of tokens of the prompt."""
+        check_names(self.service, request, body)
+        chat, items, _ = await self._converted(request, body, self._earlier(request, body))
+        with renamed(body):
+            check_names(self.service, request, chat)
+            given = conversation(self.service, chat)
+            work = self.service.workers.run(count_reply, given, "response.input_tokens", slow=len(items) > SLOW_TEXT)
+            return await unless_gone(request.receive, work)
 
     async def _start(self, request: Request, kept: Record, made: ResponsesRequest) -> Response:
         """Run a response in the background. Counts and keeps it at once, so that requests that come together stay in the bound."""

@@ -503,6 +503,17 @@ def test_functions_of_a_namespace(site: Site) -> None:
 PATCH = {"type": "custom", "name": "apply_patch", "format": {"type": "grammar", "syntax": "lark", "definition": "start: x"}}
 
 
+def test_the_tokens_of_the_input_are_counted(site: Site) -> None:
+    body: Any = {"model": "tiny-hybrid", "instructions": "Be brief.", "input": "Hi", "tools": [TOOL]}
+    first = respond(site, **body)
+    assert site.openai.responses.input_tokens.count(**body).input_tokens == first["usage"]["input_tokens"]
+    body |= {"input": "And?", "previous_response_id": first["id"]}
+    counted = site.http.post(f"{PATH}/input_tokens", json={**body, "tools": [{"type": "web_search"}, TOOL]})
+    assert counted.json() == {"object": "response.input_tokens", "input_tokens": respond(site, **body)["usage"]["input_tokens"]}
+    assert counted.headers["x-rung-ignored"] == "tools.0.web_search"
+    assert "truncation" in site.refused(f"{PATH}/compact", body)["message"]
+
+
 def test_a_custom_tool_takes_a_text(site: Site) -> None:
     """It is offered as a function with one argument. The call, streamed or whole, has the text, and is taken back."""
     text = "*** Begin\n+ü"
