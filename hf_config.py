@@ -111,7 +111,7 @@ NEUTRAL: dict[str, tuple[Any, ...]] = {
 }
 # Keys that change nothing that is computed here: of training, of how transformers returns values, notes of tools.
 HARMLESS = {
-    "_name_or_path", "_attn_implementation", "attn_implementation", "attention_dropout", "chunk_size_feed_forward", "dtype",
+    "_name_or_path", "_attn_implementation", "attn_implementation", "attention_dropout", "auto_map", "chunk_size_feed_forward", "dtype",
     "gradient_checkpointing", "id2label", "initializer_range", "is_decoder", "is_encoder_decoder", "label2id", "name_or_path",
     "num_labels", "output_attentions", "output_hidden_states", "pad_token_id", "pretraining_tp", "problem_type", "resid_pdrop",
     "return_dict", "rope_ratio", "tokenizer_class", "torch_dtype", "transformers_version", "unsloth_fixed", "unsloth_version",

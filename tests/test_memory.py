@@ -170,6 +170,6 @@ def test_a_checkpoint_that_lost_its_weights_is_no_shape(here: Here, shape: Path)
     assert has_random_weights(str(shape)) and has_random_weights("tiny") and not has_random_weights(str(MODELS / "tiny-hybrid"))
     (shape / "generation_config.json").write_text("{}")
     assert not has_random_weights(str(shape))
-    with pytest.raises(UserError, match=r"has no model\.safetensors"):
+    with pytest.raises(UserError, match=r"has none of model\.safetensors"):
         load_model(str(shape), model_config(str(shape), None, 1), World(0, 1, CPU, Local()), torch.float32)
     assert here("--model", shape / "absent.json", "--prompt-length", 4).code == 2
