@@ -19,11 +19,11 @@ from server.messages.schemas import (
     REFUSED_HERE,
     AnyTool,
     ContextManagement,
-    CustomTool,
     JsonFormat,
     Message,
     Metadata,
     OutputConfig,
+    OwnTool,
     ServerTool,
     TextBlock,
     Thinking,
@@ -94,8 +94,8 @@ class CountBody(Body):
         return self.output_config.format if self.output_config and self.output_config.format else self.output_format
 
     @property
-    def functions(self) -> list[CustomTool]:
-        return [tool for tool in self.tools or [] if isinstance(tool, CustomTool)]
+    def functions(self) -> list[OwnTool]:
+        return [tool for tool in self.tools or [] if isinstance(tool, OwnTool)]
 
     @property
     def _left_out(self) -> Iterator[str]:

@@ -5,9 +5,9 @@ from itertools import groupby
 from typing import Any
 
 from server.messages.schemas import (
-    CustomTool,
     JsonFormat,
     Message,
+    OwnTool,
     TextBlock,
     Thinking,
     ThinkingBlock,
@@ -78,7 +78,7 @@ def _text(content: str | Sequence[Any] | None) -> str:
     return "\n".join(block.text for block in _as_blocks(content))
 
 
-def chat_tools(tools: Sequence[CustomTool]) -> list[Chat]:
+def chat_tools(tools: Sequence[OwnTool]) -> list[Chat]:
     functions = [(tool.name, tool.description, tool.input_schema, tool.strict) for tool in tools]
     return [
         {"type": "function", "function": {"name": name, "description": text, "parameters": schema, "strict": strict}}

@@ -163,7 +163,7 @@ class ServerTool(Cacheable):
     type: str = Field(max_length=MAX_NAME)
 
 
-class CustomTool(Cacheable):
+class OwnTool(Cacheable):
     type: Literal["custom"] | None = None
     name: str = Field(pattern=r"^[A-Za-z0-9_.-]{1,128}$")
     description: str | None = None
@@ -176,7 +176,7 @@ class CustomTool(Cacheable):
 
 
 AnyTool = Annotated[
-    Annotated[CustomTool, Tag("custom")] | Annotated[ServerTool, Tag("other")],
+    Annotated[OwnTool, Tag("custom")] | Annotated[ServerTool, Tag("other")],
     Discriminator(lambda tool: "custom" if kind_of(tool, "custom") == "custom" else "other"),
 ]
 
