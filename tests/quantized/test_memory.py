@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 import memory
-from checkpoint import READERS, SafetensorsSource, all_places, fill_all, random_weights
+from checkpoint import READERS, all_places, fill_all, open_files, random_weights
 from comm import Local
 from errors import UserError
 from memory import cache_bytes, check_memory, loading_bytes, weight_bytes
@@ -57,7 +57,7 @@ def test_readers_round_one_weight_at_a_time(name: str, tmp_path: Path, monkeypat
 
     monkeypatch.setattr(formats, "quantize", watched)
     model = Transformer(config, Local(), CPU, torch.float32).requires_grad_(False)
-    fill_all(all_places(model), SafetensorsSource(source), READERS)
+    fill_all(all_places(model), open_files(source), READERS)
     assert 0 < live.most - live.now <= loading_bytes(config, 1)
 
 

@@ -19,7 +19,7 @@ from torch import Tensor
 
 import scripts.quantize
 from attention import Causal
-from checkpoint import SafetensorsSource, load_model
+from checkpoint import load_model, open_files
 from comm import Local
 from config import ModelConfig, with_variant
 from engine.draft_models import EMBEDDED
@@ -113,7 +113,7 @@ def test_weights_that_are_not_finite_are_refused(value: float, seed: int) -> Non
 
 def job_for(source: Path, out: Path, weights: str) -> Job:
     config = model_config(str(source), None, 1)
-    return Job(config, SafetensorsSource(source), scheme_of(weights, config), out, CPU, torch.float32)
+    return Job(config, open_files(source), scheme_of(weights, config), out, CPU, torch.float32)
 
 
 @torch.no_grad()

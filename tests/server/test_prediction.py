@@ -90,9 +90,9 @@ def test_answers_say_which_tokens_were_drafted(site: Site, stream: bool) -> None
             else:
                 events = [response.json()]
             choices = [choice for event in events for choice in event["choices"]]
-            found = [value for choice in choices for value in choice.get("drafted", [])]
+            found = [value for choice in choices for value in choice.get("drafted") or []]
             assert found == ([True, True, False, True, True, False, True] if more else [])
-            ids = [value for choice in choices for value in choice.get("token_ids", [])]
+            ids = [value for choice in choices for value in choice.get("token_ids") or []]
             assert len(ids) == (7 if "return_token_ids" in more else 0)
 
 

@@ -16,7 +16,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from checkpoint import SafetensorsSource, fill_all, load_model, places
+from checkpoint import SafetensorsSource, fill_all, load_model, open_files, places
 from comm import Local
 from comm.table import Table
 from engine import LLM, SamplingParams
@@ -294,7 +294,7 @@ def test_readers_share_the_work(tmp_path: Path, seed: int) -> None:
     copies = []
     for readers in (1, 5):
         model = Transformer(config, Local(), CPU, torch.float32).requires_grad_(False)
-        fill_all(list(places(model)), SafetensorsSource(tmp_path), readers)
+        fill_all(list(places(model)), open_files(tmp_path), readers)
         copies.append(model)
     for name, expected in original.state_dict().items():
         assert all(torch.equal(copy.state_dict()[name], expected) for copy in copies), (seed, name)
@@ -312,4 +312,4 @@ def test_a_reader_that_fails_is_heard(tmp_path: Path, seed: int) -> None:
 
     model = Transformer(config, Local(), CPU, torch.bfloat16).requires_grad_(False)
     with pytest.raises(UserError, match="is torn"):
-        fill_all(list(places(model)), Torn(tmp_path), 3)
+        fill_all(list(places(model)), Torn(tmp_path / "model.safetensors"), 3)

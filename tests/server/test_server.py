@@ -361,7 +361,9 @@ def test_every_form_of_prompt(complete: Complete, reference: Reference) -> None:
     ids = [reference.encode(text) for text in texts]
     asked = [{"prompt": prompt} for prompt in (*texts, texts, ids, ids[1])]
     drawn = {"temperature": 1, "seed": 5}
-    *replies, both, second = at_once(complete, *asked, {"prompt": texts[:2], "n": 2, **drawn}, {"prompt": texts[1], **drawn})
+    *replies, both, second = at_once(
+        complete, *asked, {"prompt": texts[:2], "n": 2, **drawn}, {"prompt": texts[1], **drawn, "seed": 7}
+    )
     single = [reply.choices[0].text for reply in replies[:3]]
     assert len(set(single)) == 3
     for reply in replies[3:5]:
@@ -475,13 +477,15 @@ def test_a_stream_equals_the_answer(complete: Complete, params: dict[str, Any]) 
     for chunk in chunks:
         assert chunk.object == "text_completion" and len(chunk.choices) == 1
         (choice,) = chunk.choices
+        assert choice.index not in reasons, "a chunk after the finish reason"
+        if choice.finish_reason:  # this chunk has nothing else
+            reasons[choice.index] = choice.finish_reason
+            assert choice.text == "" and choice.logprobs is None
+            continue
         texts[choice.index] = texts.get(choice.index, "") + choice.text
         ids.setdefault(choice.index, []).extend(choice.token_ids)
         tokens.setdefault(choice.index, []).extend(choice.logprobs.tokens)
         values.setdefault(choice.index, []).extend(choice.logprobs.token_logprobs)
-        assert choice.index not in reasons, "a chunk after the finish reason"
-        if choice.finish_reason:
-            reasons[choice.index] = choice.finish_reason
     for choice in answer.choices:
         assert texts[choice.index] == choice.text
         assert ids[choice.index] == choice.token_ids
