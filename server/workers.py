@@ -70,7 +70,7 @@ class Workers:
     """`count` worker processes with the tokenizer of `model`. To be used from one event loop.
 
     `seconds`: time limit of each job. `max_queue`: most callers that wait for quick jobs, and most that wait for slow ones, also where
-    many wait for one. `patience`: longest time of a job in the queue, in seconds. `largest`: bytes of a job that a client may always
+    many wait for one. `patience`: longest time of a job in the queue, in seconds, without that in which its workers start. `largest`: bytes of a job that a client may always
     have, see `HeldBytes`. `modules`: names of the modules that jobs need, which a worker imports when it starts. If there are two
     or more workers, the first one takes only quick jobs. The first worker starts in `start`, each other one with the first slow job
     that it can take.
@@ -99,6 +99,10 @@ class Workers:
         self._turns: dict[str, int] = {}  # when the last job of a client that has more began
         self._begun = 0  # jobs
         self._idle: dict[int, asyncio.Future[None]] = {}  # worker: the future with which it waits for a job
+        self._served = {
+            id(self._quick): asyncio.Event(),
+            id(self._slow): asyncio.Event(),
+        }  # whether a worker of a queue has started
         self._tasks: list[asyncio.Task[None]] = []
         self.pids: dict[int, int] = {}  # worker: process id
 
@@ -126,7 +130,8 @@ class Workers:
     ) -> T:
         """Run `function(*arguments)` in a worker and return its result. If the caller is cancelled, the job ends soon.
         share: take part in an equal job that has no result yet, if there is one; it ends when all its callers are cancelled. Its
-        arguments must be short, because they are pickled here. wait_seconds: the longest time in the queue; None: `patience`.
+        arguments must be short, because they are pickled here. wait_seconds: the longest time in the queue, also while workers start; None:
+        `patience`.
 
         Raises an ApiError or a UserError that the function raises, and a RuntimeError for its other exceptions; a 400 if the
         job exceeds the limit of time or memory; a 429 if too many jobs wait, or they are too large; a 503 if this one waits too
@@ -157,6 +162,8 @@ class Workers:
             job.callers[caller] = self._callers[id(queue)][caller] = None
             self._wake(queue)
             try:
+                if wait_seconds is None:
+                    await _first(caller.job.result, caller.dropped, event=self._served[id(queue)], seconds=START_SECONDS)
                 result: T = await _result(caller, self._patience if wait_seconds is None else wait_seconds)
                 return result
             finally:
@@ -238,7 +245,7 @@ class Workers:
                 job = None if eager and process is None else await self._next(index)
                 if process is not None and not process.alive:
                     process.kill()
-                    self.pids.pop(index)
+                    self._note(index, None)
                     process = None
                 if process is None:
                     try:
@@ -249,15 +256,25 @@ class Workers:
                         _fail(job, _busy("the server cannot prepare requests now"))
                         await asyncio.sleep(1)
                         continue
-                    self.pids[index] = process.pid
+                    self._note(index, process.pid)
                 if job is not None and not await self._do(process, job):
                     process.kill()
-                    self.pids.pop(index)
+                    self._note(index, None)
                     process, eager = None, True
         finally:
             _fail(job, _ending())  # a job that was taken while its worker started
             if process is not None:
                 process.kill()
+
+    def _note(self, index: int, pid: int | None) -> None:
+        """Note that a worker's process has started, or that it has ended."""
+        if pid is None:
+            self.pids.pop(index)
+        else:
+            self.pids[index] = pid
+        for queue in (self._quick, self._slow):
+            served = any(one is queue for other in self.pids for one in self._queues(other, started=True))
+            (self._served[id(queue)].set if served else self._served[id(queue)].clear)()
 
     async def _do(self, process: "_Process", job: _Job) -> bool:
         """Run a job and set its result or exception. Returns whether the worker can take another job."""
@@ -287,6 +304,15 @@ class Workers:
         elif not job.result.done():
             job.result.set_result(value)
         return bool(usable)
+
+
+async def _first(*ends: asyncio.Future[Any], event: asyncio.Event, seconds: float) -> None:
+    """Wait for the first of these, which go on, or so many seconds."""
+    happens = asyncio.ensure_future(event.wait())
+    try:
+        await asyncio.wait((*ends, happens), timeout=seconds, return_when=asyncio.FIRST_COMPLETED)
+    finally:
+        happens.cancel()
 
 
 async def _result(caller: _Caller, patience: float) -> Any:
@@ -357,6 +383,7 @@ class _Process:
         except BaseException:
             self.kill()
             raise
+        self._reap(1.0)
         return self
 
     @property
@@ -377,10 +404,11 @@ class _Process:
     def kill(self) -> None:
         self._process.kill()
         self._writer.transport.abort()
-        self._reap()
+        self._reap(0.05)
 
-    def _reap(self) -> None:
-        """Poll until the process has ended, because the kernel may need a while to free its memory."""
+    def _reap(self, seconds: float) -> None:
+        """Ask every `seconds` whether the process has ended: one that somebody else killed must not stay a zombie, and after `kill` the
+        kernel may need a while to free its memory."""
         if self._process.poll() is None:
             with contextlib.suppress(RuntimeError):  # the event loop is closing
-                asyncio.get_running_loop().call_later(0.05, self._reap)
+                asyncio.get_running_loop().call_later(seconds, self._reap, seconds)

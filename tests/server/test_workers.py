@@ -303,6 +303,18 @@ def test_as_many_callers_wait_for_one_job_as_for_many(tmp_path: Path) -> None:
     assert ended.count("c") == 1 and len([one for one in ended if one in ("a", "b")]) == 8
 
 
+def test_patience_begins_when_a_worker_has_started() -> None:
+    """Also a worker that replaces another one: the start takes longer than the patience."""
+
+    async def body(pool: Workers) -> None:
+        for _ in range(2):
+            assert await pool.run(encode, "Once")
+            os.kill(pool.pids[0], signal.SIGKILL)
+            await until(lambda: not Path(f"/proc/{pool.pids[0]}").exists())  # nor a zombie
+
+    with_workers(body, count=1, patience=0.05)
+
+
 def test_a_job_after_the_end_is_refused() -> None:
     async def body(pool: Workers) -> None:
         await pool.close()
