@@ -1,8 +1,10 @@
 """Answers with drafts against those without, by text, draft models and heads."""
 
+import gc
 import json
 import random
 import shutil
+import weakref
 from collections.abc import Callable, Collection, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import replace
@@ -364,6 +366,25 @@ def test_a_prediction_saves_steps(seed: int) -> None:
     engine = engine_of(model, draft_tokens=7)
     assert serve(engine, [biased])["a"].tokens == [7] * 60
     assert engine.speculation.total["ngram"].accepted >= 40 and engine.meter.steps <= 20
+
+
+def test_an_ended_request_frees_its_drafts_without_the_garbage_collector(seed: int) -> None:
+    engine = engine_of(random_model(config_of("standard")), draft_tokens=4)
+    ends, drafters = {"length": 4, "abort": 1000}, list[weakref.ref[Any]]()
+    for name, most in ends.items():
+        assert engine.submit(Submit(name, [1, 2, 3], SamplingParams(max_tokens=min(most, 60), ignore_eos=True))) is None
+    for _ in range(2):
+        engine.step()
+    sequences = [engine.scheduler.by_id[name] for name in ends]
+    drafters += [weakref.ref(sequence.drafter) for sequence in sequences]
+    gc.disable()
+    try:
+        engine.abort(Abort("abort"))
+        while engine.has_work():
+            engine.step()
+        assert [drafter() for drafter in drafters] == [None, None]
+    finally:
+        gc.enable()
 
 
 def test_what_was_drafted_and_accepted_is_reported(seed: int) -> None:

@@ -13,6 +13,7 @@ from typing import Any
 
 import llguidance
 import msgspec
+import numpy as np
 import pytest
 import torch
 from torch import Tensor
@@ -28,7 +29,7 @@ from engine.grammars import Grammars
 from engine.head_model import HeadModel
 from engine.limits import EngineLimits
 from engine.logits import allowed
-from engine.paged_cache import PagedCache
+from engine.paged_cache import PagedCache, Rows, _Reader
 from engine.protocol import Abort, Refused, SamplingParams, Submit, TokenLogprobs, TokenOutput
 from engine.sampler import SamplingBatch, sample
 from model import Transformer
@@ -458,6 +459,24 @@ def test_ids_without_text_are_never_drawn(seed: int) -> None:
     drawn = {t for a in serve(engine, submits).values() for t in a.tokens}
     assert len(drawn) > 30
     assert max(drawn) < 40
+
+
+def test_blocks_are_read_where_they_are(seed: int) -> None:
+    """Whether they are consecutive, alike in each row, scattered, or scattered between the first and the last one of a view."""
+    size, heads, features = 2, 3, 4
+    for _ in range(200):
+        batch, width = random.choice([(1, 1), (1, 2), (1, 3), (1, 4), (2, 1), (2, 2), (3, 1), (4, 1), (2, 3), (3, 4)])
+        distance = random.choice([0, 1, width, width + 1])
+        tables = np.arange(batch)[:, None] * distance + np.arange(width) + random.randrange(3)
+        if random.random() < 0.7:
+            places = random.sample(range(batch * width), random.randint(0, min(2, batch * width)))
+            tables.flat[places] = [random.randrange(30) for _ in places]
+        length = width * size - random.randrange(size)
+        held = torch.randn(30 * size, heads, features)
+        first = random.randrange(length)
+        found = _Reader(tables, length, size)(Rows(held, None), torch.float32, first)
+        rows = torch.from_numpy(tables[:, :, None] * size + np.arange(size)).flatten(1)[:, first:length]
+        assert torch.equal(found, held[rows].transpose(1, 2)), tables
 
 
 # --- log-probabilities -------------------------------------------------------------------------------------------------------

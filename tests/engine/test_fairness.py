@@ -13,6 +13,7 @@ from engine.block_manager import BlockManager
 from engine.protocol import SamplingParams, Turn
 from engine.scheduler import Scheduler, fair_shares
 from engine.sequence import Sequence
+from engine.waiting import WaitingQueue
 
 
 class Server:
@@ -163,6 +164,50 @@ def test_priorities() -> None:
         server.step()
         ends += [s for s in (low, high, middle) if s.finish_reason and s not in ends]
     assert ends == [high, middle, low]
+
+
+@pytest.mark.parametrize(
+    ("clients", "victim"),
+    [  # by client: the weights, and whose sequences run
+        ({"a": 4, "b": 1}, ("ababa", "b")),  # 2 others for a weight of 4, and 1 for a weight of 1
+        ({"a": 1, "b": 4}, ("babab", "a")),
+        ({"a": 1, "b": 3}, ("abb", "b")),  # none, and 1 for a weight of 3
+        ({"a": 1, "b": 1}, ("aab", "a")),
+        ({"a": 1, "b": 1}, ("abab", "b")),  # of equals, the one that began last
+    ],
+)
+def test_the_client_that_has_most_for_its_weight_is_preempted(clients: dict[str, int], victim: tuple[str, str]) -> None:
+    order, client = victim
+    server = Server(2 * len(order), len(order), 100)
+    sequences = [
+        server.send(name, 3 + (i == 0), 40, clients[name]) for i, name in enumerate(order)
+    ]  # the first one needs a block
+    server.step()
+    running = server.scheduler.running
+    assert set(running) == set(sequences)
+    while not server.scheduler.waiting:
+        server.step()
+    [preempted] = server.scheduler.waiting
+    assert preempted.client == client and preempted is [s for s in sequences if s.client == client][-1]
+
+
+def test_a_preempted_sequence_counts_as_one_that_never_started() -> None:
+    queue, weights = WaitingQueue(), {"a": 1, "b": 3}
+    own = {client: [queued(queue, client, weight) for _ in range(4)] for client, weight in weights.items()}
+    for client in "aabb":  # however often it comes back
+        queue.start(own[client][0])
+        queue.add_again(own[client][0])
+    order = []
+    while sequence := queue.first([]):
+        queue.start(sequence)
+        order.append(sequence.client)
+    assert "".join(order) == "abbbabaa" and len(queue) == 0
+
+
+def queued(queue: WaitingQueue, client: str, weight: int) -> Sequence:
+    sequence = Sequence("", [0], 1, SamplingParams(), Turn(client, weight))
+    queue.add(sequence)
+    return sequence
 
 
 def test_an_exchange_of_places_is_not_undone() -> None:

@@ -15,9 +15,9 @@ from transformers import MinNewTokensLengthLogitsProcessor, RepetitionPenaltyLog
 
 from engine.grammars import Grammars
 from engine.logits import advance, allowed, check_ids, new_state, process, sibling
-from engine.logprobs import token_logprobs
+from engine.logprobs import score_prompts, token_logprobs
 from engine.protocol import SamplingParams
-from engine.sequence import Draw, Sequence
+from engine.sequence import Chunk, Draw, Sequence
 from errors import UserError
 from tests import MODELS
 from tokenizer_files import load_tokenizer
@@ -393,6 +393,32 @@ def test_token_logprobs_equal_float64(seed: int) -> None:
             assert [t.token_id for t in entry.top] == best.indices.tolist()
             assert [t.logprob for t in entry.top] == pytest.approx(best.values.tolist(), rel=1e-5, abs=1e-5)
             assert [t.rank for t in entry.top] == list(range(1, k + 1))
+
+
+def test_a_prompt_is_scored_from_the_rows_before_its_tokens(seed: int) -> None:
+    """In chunks beside other ones, and from its first token on again after a preemption, with other chunks."""
+    for _ in range(30):
+        prompt = [random.randrange(VOCAB) for _ in range(random.randint(2, 30))]
+        logits, sequence = random_logits(len(prompt) + 1), sequence_of(prompt, [], prompt_logprobs=0)
+        start, preemptions, ends = 0, 2, len(prompt) + random.randint(0, 1)  # the last token may be a drawn one
+        sequence.tokens = [*prompt, 0][:ends]
+        while start < ends:
+            count, others = random.randint(1, ends - start), [random.randint(1, 4) for _ in range(2)]
+            chunks = [Chunk(sequence_of([1] * n, []), 0, n, True, True) for n in others]
+            chunks.insert(1, Chunk(sequence, start, count, start + count == ends, True))
+            hidden = torch.cat([random_logits(others[0]), logits[start : start + count], random_logits(others[1])])
+            score_prompts(lambda rows: rows, chunks, hidden)
+            start += count
+            if preemptions and random.random() < 0.5:
+                start, preemptions = 0, preemptions - 1
+        exact = logits.double().log_softmax(-1)
+        first, *found = sequence.state.prompt_logprobs
+        assert first is None and len(found) == len(prompt) - 1
+        for i, (entry, token) in enumerate(zip(found, prompt[1:], strict=True)):
+            assert (entry.chosen.token_id, entry.chosen.logprob) == (
+                token,
+                pytest.approx(exact[i, token].item(), rel=1e-5, abs=1e-5),
+            )
 
 
 def test_answers_of_a_request_share_no_counts(seed: int) -> None:
