@@ -161,6 +161,19 @@ def test_each_refused_request_is_told_the_time_of_another_place(seed: int) -> No
         assert refusal(admission, "d", 1, 10) == 4 + several
         now += 2.5
         assert refusal(admission, "d", 1, 10) > 2 + several
+        now += several + 10  # all these times are over
+        first, second = (refusal(admission, "d", 1, 10) for _ in range(2))
+        assert (first, second) == (admission.retry_after(1), admission.retry_after(2))
+        now += first  # and the first one of these
+        assert refusal(admission, "d", 1, 10) == admission.retry_after(2)
+        assert len(admission._told) == 2
         assert all(refusal(admission, "d", 1, 10) <= LONGEST_RETRY for _ in range(50))
+        assert len(admission._told) == 10, "one for each place"
     with admission.hold("new", 10, 0):
         pass
+    admission = Admission(100, 10, lambda: now)
+    for _ in range(2):  # the same for the places of a client; the second time nobody has been told anything
+        with admission.hold("a", 10, 0):
+            now += 1
+            assert [refusal(admission, "a", 1, 0) for _ in range(2)] == [1, 2]
+        now += 0.01

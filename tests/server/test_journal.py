@@ -16,6 +16,7 @@ import sys
 import tempfile
 import threading
 import time
+from collections import Counter
 from collections.abc import Iterator, Sequence
 from pathlib import Path
 from types import SimpleNamespace
@@ -506,6 +507,33 @@ def test_resumed_requests_take_turns_between_owners(monkeypatch: pytest.MonkeyPa
     asyncio.run(run())
     assert sorted(order) == list(range(102)) and [one for one in order if one < 100] == list(range(100))
     assert max(order.index(100), order.index(101)) <= room + 2
+
+
+def test_a_resumed_request_starts_for_the_owner_of_whom_fewest_run(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Four places: two go to an owner whose requests last, and the other two to one whose requests end at once."""
+    settings, counter = SimpleNamespace(max_num_seqs=4), SimpleNamespace(inc=lambda: None)
+    resumer = Resumer(cast(Any, SimpleNamespace(settings=settings, metrics=SimpleNamespace(resumed=counter))))
+    begun, end = Counter[str](), asyncio.Event()
+
+    async def finish(number: int) -> None:
+        begun["lasting" if number < 50 else "short"] += 1
+        if number < 50:
+            await end.wait()
+
+    async def run() -> None:
+        for number in range(50):
+            resumer._add(50 + number, "short")
+            resumer._add(number, "lasting")
+        while begun["short"] < 50:
+            await asyncio.sleep(0)
+            assert begun["lasting"] <= 2
+        end.set()
+        while sum(begun.values()) < 100 or resumer._tasks:
+            await asyncio.sleep(0)
+        assert not resumer._running and not resumer._waiting
+
+    monkeypatch.setattr(resumer, "_finish", finish)
+    asyncio.run(run())
 
 
 def test_a_new_frontend_does_not_end_the_server(tmp_path: Path) -> None:

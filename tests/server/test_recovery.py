@@ -3,6 +3,7 @@
 import asyncio
 import errno
 import json
+import math
 import os
 import random
 import subprocess
@@ -542,6 +543,16 @@ def test_a_new_frontend_counts_the_seconds_of_its_own_reports() -> None:
     text = metrics.render().decode()
     for name, value in {"engine_step_seconds": 1.1, "gpu_idle_seconds": 0.25, "engine_steps": 100_001.0}.items():
         assert f'rung:{name}_total{{model_name="m"}} {value}' in text
+
+
+def test_the_shares_of_a_step_stay_those_of_the_last_steps() -> None:
+    """A report without steps knows none, and the one after it that has some is new, unless it is of a GPU, which measures no waits."""
+    metrics, shares = Metrics("m"), []
+    for steps, waited, idle in ((3, 0.5, 0.25), (3, None, None), (4, 0.0, 0.75), (5, None, 0.5)):
+        metrics.on_stats(Stats(steps=steps, all_reduce_share=waited, idle_share=idle))
+        shares.append((metrics.all_reduce_share._value.get(), metrics.idle_share._value.get()))
+    assert shares[:3] == [(0.5, 0.25), (0.5, 0.25), (0.0, 0.75)]
+    assert math.isnan(shares[3][0]) and shares[3][1] == 0.5
 
 
 def test_a_request_that_ends_the_ranks_is_refused(make_site: Callable[..., Site], caplog: pytest.LogCaptureFixture) -> None:
