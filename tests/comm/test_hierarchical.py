@@ -50,6 +50,13 @@ def test_sums_are_those_of_fp64_with_equal_bits_on_all_ranks(ranks: Ranks, seed:
             torch.testing.assert_close(total.double(), parts.double().sum(0), rtol=tolerance, atol=tolerance * 4)
 
 
+def test_bf16_is_summed_in_fp32_and_rounded_once(ranks: Ranks, seed: int) -> None:
+    """Sums of integers of 8 bits are exact in fp32, and take up to 10 bits."""
+    parts = torch.randint(-255, 256, (4, 5000)).bfloat16()
+    for [total], _ in ranks.run(4, summed, list("aabb"), [parts]):
+        assert torch.equal(total, parts.float().sum(0).bfloat16())
+
+
 def named(world: World) -> list[tuple[str, str]]:
     """The hosts of ranks that share GPUs, for which NCCL_HOSTID always differs: each pair of ranks names one."""
     os.environ |= {VARIABLE: "1", "NCCL_HOSTID": f"rank-{world.rank}"}

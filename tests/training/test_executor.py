@@ -5,6 +5,9 @@ import math
 import random
 from collections.abc import Callable
 from dataclasses import dataclass, field, replace
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any, cast
 
 import pytest
 import torch
@@ -12,8 +15,11 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from attention import Causal
+from checkpoint import load_model
+from comm import Local
 from config import ModelConfig, with_variant
 from errors import UserError
+from hf_config import read_config
 from presets import preset
 from tests.support.ranks import Ranks
 from tp import World
@@ -21,6 +27,7 @@ from training.executor import Execution, Executor, Overlap
 from training.initialize import empty_model, materializer
 from training.optimizer import AdamSettings, Optimizer, Schedule
 from training.sharding import Mesh, Sharding
+from training.step import Trainer
 from training.weights import Weight, balance
 
 VARIANTS = ("standard", "parallel", "ladder", "hybrid:2", "desync-2x:4", "desync-4x:2")
@@ -224,6 +231,29 @@ def test_bfloat16_follows_fp32_and_copies_stay_equal(ranks: Ranks, seed: int) ->
     for losses, weights, _ in results:
         torch.testing.assert_close(torch.tensor(losses), torch.tensor(expected), rtol=0.01, atol=0)
         assert all(torch.equal(value, results[0][1][name]) for name, value in weights.items())
+
+
+def exported(world: World, run: Run, directory: Path) -> tuple[dict[str, Tensor], list[int]]:
+    """The whole weights of a model that was exported, and the bytes of whole matrices that this rank then holds."""
+    model = empty_model(tiny(run), torch.device("cpu"), run.dtype)
+    executor = Executor(model, materializer(model, None, run.seed), world.rank, run.sharding, run.cluster, run.execution)
+    Trainer.export(cast(Any, SimpleNamespace(executor=executor, rank=world.rank)), directory, None)
+    held = [w.full.untyped_storage().size() for w in executor.weights if w.parts > 1]
+    for weight in executor.weights:
+        weight.gather()
+        weight.wait()
+    executor.close()
+    return {name: p.detach().clone() for name, p in model.named_parameters()}, held
+
+
+def test_an_export_holds_one_weight_at_a_time(ranks: Ranks, tmp_path: Path, seed: int) -> None:
+    run = Run("standard", Mesh(2, 1), Sharding.parse("2,2,2"), seed=seed % 1000)
+    for weights, held in ranks.run(2, exported, run, tmp_path):
+        assert len(held) > 5 and not any(held)
+        read = load_model(
+            str(tmp_path), read_config(tmp_path / "config.json"), World(0, 1, torch.device("cpu"), Local()), run.dtype
+        )
+        assert all(torch.equal(parameter, weights[name]) for name, parameter in read.named_parameters())
 
 
 def log_order(world: World, sharding: Sharding, execution: Execution) -> list[str]:
