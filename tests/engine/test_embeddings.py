@@ -132,9 +132,9 @@ def test_chunks_do_not_change_a_bit_of_a_sum(seed: int) -> None:
     assert torch.equal(*sums)
 
 
-def test_a_prompt_may_fill_the_context_and_an_abort_ends_it(seed: int) -> None:
+def test_a_prompt_may_fill_context_and_cache_and_an_abort_ends_it(seed: int) -> None:
     model = random_model(config_of("standard"))
-    engine = engine_of(model, max_batch_tokens=16)
+    engine = engine_of(model, 20, max_batch_tokens=16)  # which hold it alone
     full = Submit("full", [1] * 80, SamplingParams(pooling="mean"))
     check(embeddings(engine, [full])[0], model, [full])
     assert isinstance(engine.submit(Submit("b", [1] * 81, SamplingParams(pooling="last"))), Refused)

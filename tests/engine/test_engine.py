@@ -715,6 +715,39 @@ def test_a_grammar_holds_through_preemption(seed: int) -> None:
     assert sum(a == b for a, b in zip(*texts, strict=True)) >= 4  # all five, unless rounding decides a tie
 
 
+def ids_of(characters: str) -> list[int]:
+    return [i for c in characters for i in tiny_tokenizer().encode(c, add_special_tokens=False)]
+
+
+def late(grammar: str, bias: dict[int, float], **more: Any) -> tuple[list[int], str | None]:
+    """The greedy answer of a model that follows the bias alone, with a late grammar."""
+    model = cheap()
+    model.head.weight.mul_(1e-4)
+    params = SamplingParams(grammar=grammar, late_grammar=True, temperature=0.0, logit_bias=bias, **more)
+    answer = serve(engine_of(model, tokenizer=tiny_tokenizer()), [Submit("a", [5, 6], params)])["a"]
+    return answer.tokens, answer.finish_reason
+
+
+def test_a_token_that_a_late_grammar_forbids_is_not_penalized(seed: int) -> None:
+    """The best token is forbidden at first, and allowed behind it."""
+    e, b, c = ids_of("ebc")
+    expected, left = [b], {e: 10.0, c: 9.0, b: 6.5}
+    for _ in range(6):
+        expected.append(max(left, key=left.__getitem__))
+        left[expected[-1]] -= 1.5
+    tokens, _ = late('start: "b" /[a-z]*/', {e: 10.0, c: 9.0, b: 8.0}, max_tokens=7, frequency_penalty=1.5)
+    assert tokens == expected
+
+
+@pytest.mark.parametrize("accepts", [True, False])
+def test_every_stop_token_ends_what_a_late_grammar_accepts(accepts: bool, seed: int) -> None:
+    """Also where a token is drawn again, with the mask. The grammar itself knows the end of text alone."""
+    b, c, stop = ids_of("bcz")
+    grammar = 'start: "b" "c"?' if accepts else 'start: "b" "c"'
+    found = late(grammar, {b: 10.0, stop: 9.0, c: 8.0}, max_tokens=5, stop_token_ids=[stop])
+    assert found == ([b, stop if accepts else c], "stop")
+
+
 # --- ranks -------------------------------------------------------------------------------------------------------------------
 
 
