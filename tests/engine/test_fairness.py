@@ -210,6 +210,17 @@ def queued(queue: WaitingQueue, client: str, weight: int) -> Sequence:
     return sequence
 
 
+def test_no_client_yields_what_has_a_higher_priority() -> None:
+    """Another client's share of the blocks is more than is free without a sequence of higher priority."""
+    server = Server(10, 8, 100)
+    sequences = [server.send("a", prompt, 3, priority=priority) for prompt, priority in ((12, -9), (12, -9), (2, 9))]
+    server.step()
+    assert all(s in server.scheduler.running for s in sequences) and len(server.scheduler.blocks.free) == 1
+    waiting = server.send("b", 20, 3, priority=9)
+    server.step()
+    assert server.scheduler.preemptions == 0 and server.scheduler.waiting.first([]) is waiting
+
+
 def test_an_exchange_of_places_is_not_undone() -> None:
     """With all clients at their shares nobody is preempted."""
     server = Server(1000, 6, 100)
