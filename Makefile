@@ -128,14 +128,8 @@ same-bits: setup-dev #+ Measure: how many of 1,000 prompts have other log-probab
 quantization: setup #+ Measure: error of real partial sums, bytes and perplexity by width, group and scheme, into out/quantization.json (tracked: ARGS=--write; 12 min, 2 GB)
 	@$(PY) -m scripts.quality.quantization $(ARGS)
 
-baseline: setup #+ Measure: ms a token of 8B and 70B:16 presets by variant on RANKS ranks, into out (tracked: ARGS=--write; GPUs with 32 GB for weights, a CPU needs 63 GB and hours)
-	@$(PY) -m scripts.bench.serving.variants --ranks $(RANKS) $(ARGS)
-
 bench-cpu: setup-dev #+ Measure: decode speed compared with transformers.generate, same weights and threads, into out/bench-cpu.json (tracked: ARGS=--write; 1.5 min)
 	@$(PY) -m scripts.bench.serving.transformers_cpu $(ARGS)
-
-plan-serving-check: setup-dev #+ Measure: the planner for serving compared with measured servers, engines and steps, into out/plan-serving.md (tracked: ARGS=--write)
-	@$(PY) -m scripts.report.plan_serving $(ARGS)
 
 speculation: setup-dev #+ Measure: accepted tokens of drafts and tokens/s with and without speculation by task on the embedded models, into out/speculation.md (tracked: ARGS=--write; over an hour; 8 min on 24 cores: ARGS="--jobs 12 --pair-seconds 160 --repeats 3 --long-requests 8", resumable)
 	@$(PY) -m scripts.bench.serving.speculation $(ARGS)
@@ -182,7 +176,7 @@ bench-linear-quantized: setup #+ Measure: linear layers of few rows in 8 and 4 b
 sanitize: setup-dev #+ Test: compute-sanitizer's memcheck, of CUDA's toolkit, over the GPU tests of the kernels and all all-reduce algorithms on one rank, resumable, into out/sanitizer/sanitizer.txt
 	@$(PY) -m scripts.sanitize $(ARGS)
 
-performance: setup-dev #+ Measure: tables and plots of GPU measurements, from the raw files in docs/results/gpu-4: make performance ARGS="--raw DIR --write"
+performance: setup-dev #+ Measure: tables and plots of GPU measurements, from the raw files in docs/results/h200-4: make performance ARGS="--raw DIR --write"
 	@$(PY) -m scripts.report.performance $(ARGS)
 
 sweep: setup ## Measure: variants x ranks x batch x interconnect x lengths x models into out/sweep.jsonl, where it stopped: make sweep ARGS="--grid table-2"
@@ -215,14 +209,8 @@ trace: setup #+ Measure: a trace for ui.perfetto.dev with hidden and exposed com
 paper-tables: setup #+ Measure: the paper's tables 1, 2 and 6 next to this machine's sweep
 	@$(PY) -m scripts.report.paper_tables $(ARGS)
 
-plot-hidden: setup-dev #+ Measure: profile ladder and standard on 2 CPU ranks, and plot which all-reduces are hidden, into out (tracked: ARGS=--write)
-	@$(PY) -m scripts.report.plot_hidden $(ARGS)
-
 dashboard: setup #+ Set up: write the Grafana dashboard deploy/grafana/rung.json from the server's metrics
 	@$(PY) -m scripts.report.dashboard --write
-
-redraw: setup-dev #+ Measure: draw the tracked figures again from their raw files, into out (tracked: ARGS=--write)
-	@$(PY) -m scripts.report.redraw $(ARGS)
 
 plan: setup ## Train: how to shard P, G and OS of MODEL: make plan MODEL=llama-30b ARGS="--gpus 1024 --cluster a800 --recompute"
 	@$(PY) -m training.plan --model $(MODEL) $(ARGS)
@@ -235,15 +223,6 @@ profile-collectives: setup #+ Train: time all-gather, reduce-scatter, all-reduce
 
 test-plans: setup-dev #+ Test: every sharding of 4 and 8 ranks against plain training (15 min, 2 GB)
 	@$(PY) -m pytest -m exhaustive tests/training $(ARGS)
-
-adapt-demo: setup-dev #+ Train: convert the embedded standard model to hybrid ladders: accuracy lost and restored by retraining, resumable (a CPU: 10 min, 2 GB; else on a GPU)
-	@$(PY) -m scripts.quality.adapt_demo $(if $(filter file,$(origin RANKS)),,--ranks $(RANKS)) $(ARGS)
-
-adapt-curve: setup-dev #+ Train: accuracy recovered by retraining against its tokens, by converted layers and distillation, with three seeds, resumable (GPUs, ARGS="--workers 6 --minutes 9", as often as needed)
-	@$(PY) -m scripts.quality.adapt_curve $(ARGS)
-
-pretrain-variants: setup-dev #+ Train: loss curves and held-out losses of all variants of a preset on RANKS GPUs, standard with two seeds, resumable: make pretrain-variants RANKS=4 ARGS="--micro-batch 4 --timeout 540 -- --compile"
-	@$(PY) -m scripts.quality.pretrain_variants --ranks $(RANKS) $(ARGS)
 
 bench-training: setup-dev #+ Train: TGS, MFU and memory of our shardings and of FSDP2: make bench-training RANKS=8 ARGS="--models llama-7b --write"
 	@$(PY) -m scripts.bench.training --ranks $(RANKS) $(ARGS)

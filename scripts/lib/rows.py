@@ -83,13 +83,6 @@ def only_command(folder: Path) -> Iterator[None]:
         yield
 
 
-@contextmanager
-def claimed(path: Path) -> Iterator[bool]:
-    """Whether the row of this file is missing, and no other worker measures it now."""
-    with locked(path.with_suffix(".lock")) as mine:
-        yield mine and not path.exists()
-
-
 def weights_checksum(model: Path) -> str:
     """A checksum of a checkpoint's weights and config, eight hexadecimal digits."""
     value = 0

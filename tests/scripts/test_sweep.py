@@ -630,16 +630,11 @@ def test_an_interrupted_sweep_says_how_to_go_on(
 WRITERS = [
     "bench/serving/soak",
     "bench/serving/transformers_cpu",
-    "bench/serving/variants",
     "quality/accuracy",
-    "quality/adapt_curve",
-    "quality/adapt_demo",
     "quality/lm_eval",
-    "quality/pretrain_variants",
     "quality/quantization",
     "quality/weights",
     "report/performance",
-    "report/plot_hidden",
 ]
 
 

@@ -92,7 +92,7 @@ def test_a_stopped_command_goes_on(monkeypatch: pytest.MonkeyPatch, tmp_path: Pa
 
 def test_rows_know_all_code_that_decides_about_quality() -> None:
     """All modules of this repository that the commands import, but those that only keep and show what is found."""
-    names = ("accuracy", "adapt_curve", "adapt_demo", "seeds", "weights")
+    names = ("accuracy", "seeds", "weights")
     imports = "; ".join(f"import scripts.quality.{name}" for name in names)
     files = "print(*(m.__file__ for m in list(sys.modules.values()) if getattr(m, '__file__', None)), sep='\\n')"
     done = subprocess.run(

@@ -19,7 +19,6 @@ from engine.protocol import SamplingParams
 from engine.scheduler import Scheduler
 from engine.sequence import Chunk
 from engine.sequence import Sequence as Request
-from scripts.report.plan_serving import servers
 from scripts.sweep.rows import Setting
 from server.plan import __main__ as program
 from server.plan.choice import RESERVE, largest_batch, measured
@@ -177,10 +176,6 @@ def test_looser_goals_and_faster_steps_allow_more_load(tables: Tables, seed: int
     rates = [largest_rate(steps, 512, 32, Goals(first * f, gap * f, share), seed) for f, share in ((1, 1), (1, 0.8), (2, 0.8))]
     assert rates == sorted(rates)
     assert largest_rate(steps, 512, 32, Goals(first, 1e-6, 0.5), seed) == 0
-
-
-def test_docs_have_what_the_planner_predicts_now(tables: Tables) -> None:
-    assert servers(tables) == json.loads((RESULTS / "plan-serving.json").read_text())["servers"]
 
 
 @pytest.fixture
