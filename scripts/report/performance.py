@@ -1,11 +1,11 @@
 """Make tables and plots of GPU measurements from the raw files of the measuring commands.
 
-    make sweep ARGS="--models llama-3-70b --tp 4 --out docs/results/gpu-4/sweep-70b.jsonl"       # and others; then
-    python -m scripts.report.performance --raw docs/results/gpu-4
+    make sweep ARGS="--models llama-3-70b --tp 4 --out docs/results/h200-4/sweep-70b.jsonl"       # and others; then
+    python -m scripts.report.performance --raw docs/results/h200-4
 
 Reads those of the following files that exist in --raw. Writes a table of each as NAME-{decode,comm,linear,…}.md, and the plots
-NAME-comm.png, NAME-comm-no-p2p.png, NAME-grid.png (from sweep-grid*.jsonl) and NAME-overlap.png. NAME is the name of the --raw
-folder. The outputs go into out, or with --write into docs/results.
+NAME-comm.png, NAME-comm-no-p2p.png and NAME-overlap.png. NAME is the name of the --raw folder. The outputs go into out, or with
+--write into docs/results.
 
     sweep*.jsonl                        make sweep
     profile*.jsonl                      make sweep with --profile; sweep*.jsonl may have it, too
@@ -29,7 +29,7 @@ from typing import Any
 from cli import Parser, note, run
 from comm.quantize import WIDTHS
 from errors import UserError
-from figures import GREY, byte_axis, communicator_colour, new_figure, plain_log_axis, size_text
+from figures import byte_axis, communicator_colour, new_figure, plain_log_axis, size_text
 from scripts.bench.comm.fused.plot import plot as plot_overlap
 from scripts.bench.comm.fused.tables import markdown as overlap_table
 from scripts.bench.comm.fused.tables import rows_of as overlap_rows
@@ -40,7 +40,7 @@ from scripts.lib.machine import describe
 from scripts.lib.markdown import captioned
 from scripts.lib.results import RESULTS, add_write_option, made, results_folder, write_text
 from scripts.lib.rows import read_row
-from scripts.report import linear_quantized, paper_tables, step_profile
+from scripts.report import linear_quantized, step_profile
 from scripts.report.compare import compare, lengths_of
 from scripts.sweep.rows import VLLM, Row, Setting, place
 
@@ -131,17 +131,6 @@ def _gain(row: Row | None, standard: Row | None) -> str:
         ms, base = row.median(figure), standard and standard.median(figure)
         texts.append(_ms(row, figure) + (f" ({base / ms:.2f}x)" if ms and base and row is not standard else ""))
     return " / ".join(texts)
-
-
-def paper(folder: Path) -> str | None:
-    """The ladder paper's tables with our closest rows: the most ranks and the longest runs measured, often below the paper's."""
-    rows = step_profile.swept(folder, "sweep*.jsonl")
-    on_several = [row.setting for row in rows if row.setting.tp > 1]
-    single = [setting for setting in on_several if setting.model == "llama-3-70b" and setting.batch == 1]
-    if not single:
-        return None
-    closest = max(single, key=lambda s: (s.tp, s.new_tokens))
-    return paper_tables.markdown(rows, tp=closest.tp, new_tokens=closest.new_tokens)
 
 
 def comm(found: dict[str, Any]) -> str:
@@ -400,7 +389,6 @@ TABLES: dict[str, Table] = {
     "decode": (decode, "sweep*.jsonl"),
     "profile": (step_profile.table, step_profile.FILES),
     "widths": (widths, "widths*.jsonl"),
-    "paper": (paper, "sweep*.jsonl"),
     "comm": of(comm, "comm.json", "quantized.json"),
     "linear": (linear, " ".join(LINEAR)),
     "linear-quantized": (linear_quantized.table, linear_quantized.FILES),
@@ -416,59 +404,6 @@ TABLES: dict[str, Table] = {
     "overlap": of(overlap, "gemm-overlap.json"),
     "training": (training, TRAINING),
 }
-
-
-def plot_grid(folder: Path, out: Path) -> None:
-    """Plot variants by communicator, relative to the standard model with NCCL.
-
-    For each interconnect and batch size there is one panel for prefill and one for decode.
-    """
-    rows = step_profile.swept(folder, "sweep-grid*.jsonl")
-    based = [row.setting for row in rows if (row.setting.variant, row.communicator) == ("standard", "nccl")]
-    cases = list(dict.fromkeys((s.interconnect, s.batch) for s in based))
-    if not cases:
-        return
-    metrics = (("prompts", "prefill_ms"), ("decode step", "decode_ms_per_token"))
-    panels = [(case, *metric) for case in cases for metric in metrics]
-    figure = new_figure(5, 2.5 * len(panels) + 0.6)
-    axes = figure.subplots(len(panels), 1, squeeze=False)[:, 0]
-    for axis, ((interconnect, batch), what, metric) in zip(axes, panels, strict=True):
-        those = [row for row in rows if (row.setting.interconnect, row.setting.batch) == (interconnect, batch)]
-        points(axis, those, metric)
-        where = "" if interconnect == "default" else f", {interconnect}"
-        axis.set_title(f"{what}, batch {batch}{where}", fontsize=10, loc="left")
-    entries = {label: handle for axis in axes for handle, label in zip(*axis.get_legend_handles_labels(), strict=True)}
-    figure.legend(entries.values(), entries.keys(), loc="outside lower center", ncols=len(entries), fontsize=9, frameon=False)
-    s = rows[0].setting
-    about = f"{s.model}, {s.tp} ranks, prompts of {s.prompt_length} tokens\n{describe(rows[0].machine, 'cuda')}"
-    figure.suptitle(about, fontsize=9)
-    figure.savefig(out, dpi=120)
-
-
-def points(panel: Any, rows: list[Row], metric: str) -> None:
-    """Draw one group of points per variant, with one point per communicator.
-
-    A point is the median with the lowest and highest run, relative to the median of the standard model with NCCL. Points
-    instead of bars, because the axis does not begin at 0.
-    """
-    variants = list(dict.fromkeys(row.setting.variant for row in rows))
-    communicators = sorted({row.communicator for row in rows})
-    base = next(row.median(metric) for row in rows if (row.setting.variant, row.communicator) == ("standard", "nccl"))
-    assert base is not None
-    for i, communicator in enumerate(communicators):
-        for v, variant in enumerate(variants):
-            for row in (row for row in rows if (row.setting.variant, row.communicator) == (variant, communicator)):
-                middle, values = row.median(metric), row.values(metric)
-                if middle is None:
-                    continue
-                error = [[(middle - min(values)) / base], [(max(values) - middle) / base]]
-                look = {"color": communicator_colour(communicator), "markersize": 5, "capsize": 2, "elinewidth": 1}
-                place = v + (i - (len(communicators) - 1) / 2) * 0.6 / len(communicators)
-                panel.errorbar(place, middle / base, yerr=error, fmt="o", label="" if v else communicator, **look)
-    panel.axhline(1, color=GREY, linewidth=0.8)
-    panel.set_xticks(range(len(variants)), variants, fontsize=9)
-    panel.set_ylabel(f"time over {base:.3g} ms", fontsize=9)
-    panel.grid(axis="y", alpha=0.3)
 
 
 PLOTS = (  # files, suffix of the title, name of the plot
@@ -488,8 +423,6 @@ def show(raw: Path, folder: Path) -> None:
         some = [found for name in files.split() if (found := read_row(raw / name))]
         plot_comm(some, where, path := folder / f"{raw.name}-{plotted}.png")
         _made(path, raw, files)
-    plot_grid(raw, path := folder / f"{raw.name}-grid.png")
-    _made(path, raw, "sweep-grid*.jsonl")
     found = read_row(raw / "gemm-overlap.json")
     if found is not None:
         plot_overlap(*overlap_rows(found), path := folder / f"{raw.name}-overlap.png")
@@ -512,9 +445,9 @@ def main() -> None:
     parser.add_argument(
         "--raw",
         type=Path,
-        default=RESULTS / "gpu-4",
+        default=RESULTS / "h200-4",
         metavar="DIR",
-        help="folder of the raw files (default: docs/results/gpu-4)",
+        help="folder of the raw files (default: docs/results/h200-4)",
     )
     add_write_option(parser)
     args = parser.parse_args()

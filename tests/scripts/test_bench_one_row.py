@@ -13,7 +13,6 @@ from kernels.linear_config import VERSION, Config, Gemv, Mma, Stream, format_con
 from kernels.linear_tuning import Shape
 from scripts.bench.kernels import linear, one_row
 from scripts.bench.kernels.one_row import LAYERS, NAMES, Chain, Kernels, agreed, cases, choices, parse_args, run_chain
-from tests import ROOT
 
 READ, TILES, STREAM = Gemv(2, 2048, 4), Mma(64, 128, 3, 3), Stream(128, 128, 6)
 SHAPES = {
@@ -131,14 +130,3 @@ def test_the_file_can_be_merged(tmp_path: Path, monkeypatch: pytest.MonkeyPatch,
     assert read_table(tmp_path / "A-GPU.json") == (older, table | {"1,6,4": format_config(STREAM)})
     with pytest.raises(UserError, match="no such model"):
         one_row.bench(["b"], tmp_path / "none.json")
-
-
-def test_no_model_of_the_measured_table_became_slower() -> None:
-    content = json.loads((ROOT / "docs/results/h200-1/one-row-table.json").read_text())
-    times = {(line["model"], tuple(line["streamed"])): line["us"] for line in content["times"]}
-    gains = {}
-    for name, shapes in cases([]):
-        keys = {n: f"1,{shapes[n].n},{shapes[n].k}" + ",swiglu" * shapes[n].swiglu for n in NAMES}
-        if streamed := tuple(n for n in NAMES if keys[n] in content["configs"]):
-            gains[name] = 1 - times[name, streamed] / times[name, ()]
-    assert len(gains) == 13 and min(gains.values()) > 0.005

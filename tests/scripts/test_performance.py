@@ -9,12 +9,12 @@ from statistics import median
 
 import pytest
 
-from figures import COMMUNICATORS, new_figure, plain_log_axis
+from figures import new_figure, plain_log_axis
 from scripts import trace
 from scripts.bench.kernels import linear
 from scripts.bench.training.rank import SYSTEMS
 from scripts.report import performance
-from scripts.sweep.rows import Row, Setting, finished, read_rows, row_line
+from scripts.sweep.rows import Row, Setting, row_line
 from tests import ROOT
 
 RESULTS = ROOT / "docs" / "results"
@@ -130,8 +130,8 @@ def test_profiled_runs_are_shown_by_phase_and_kind(tmp_path: Path, seed: int) ->
 
 
 def test_training_is_shown_with_the_last_try_of_each_configuration(tmp_path: Path, seed: int) -> None:
-    lines = (RESULTS / "gpu-4" / "training-micro-batch-1.jsonl").read_text().splitlines()
-    rows = [json.loads(line) for line in lines]
+    rows = json.loads((RESULTS / "training-4.json").read_text())["rows"]
+    lines = [json.dumps(row) for row in rows]
     failed = random.choice(rows)
     (tmp_path / "training").mkdir()
     again = json.dumps({"settings": failed["settings"], "machine": failed["machine"], "error": "out of memory"})
@@ -150,43 +150,17 @@ def test_training_is_shown_with_the_last_try_of_each_configuration(tmp_path: Pat
     assert (tmp_path / f"{tmp_path.name}-training.png").read_bytes().startswith(b"\x89PNG")
 
 
-def test_the_grid_has_a_point_for_every_measurement(tmp_path: Path) -> None:
-    """Points are relative to the standard model with NCCL, with whiskers from the lowest to the highest run, in the
-    communicator's colour."""
-    plt = pytest.importorskip("matplotlib.pyplot", reason="matplotlib is not installed; make setup-dev")
-    rows = [r for r in finished(read_rows(RESULTS / "gpu-2" / "sweep-grid.jsonl")) if r.setting.interconnect == "default"]
-    figure, panel = plt.subplots()
-    performance.points(panel, rows, "prefill_ms")
-    plt.close(figure)
-    (base,) = [r.median("prefill_ms") for r in rows if (r.setting.variant, r.communicator) == ("standard", "nccl")]
-    found = {
-        (container[0].get_ydata()[0], *(round(y, 6) for y in container[2][0].get_segments()[0][:, 1])): container[0].get_color()
-        for container in panel.containers
-    }
-    expected = {
-        (r.median("prefill_ms") / base, *(round(f(r.values("prefill_ms")) / base, 6) for f in (min, max))): r.communicator
-        for r in rows
-    }
-    assert found.keys() == expected.keys() and len(found) > 4
-    assert all(colour == COMMUNICATORS[expected[at]] for at, colour in found.items())
-    (tmp_path / "sweep-grid.jsonl").write_text(row_line(next(r for r in rows if r.communicator != "nccl")))
-    performance.plot_grid(tmp_path, tmp_path / "grid.png")
-    assert not (tmp_path / "grid.png").exists()  # a grid that was stopped has nothing to compare with
-    performance.plot_grid(RESULTS / "gpu-2", tmp_path / "grid.png")
-    assert (tmp_path / "grid.png").read_bytes().startswith(b"\x89PNG")
-
-
 def test_a_panel_has_six_lines_at_most(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Checks every line plot of the tracked results. Message sizes are labelled in KiB and MiB."""
     figure = pytest.importorskip("matplotlib.figure", reason="matplotlib is not installed; make setup-dev")
     drawn = []
     monkeypatch.setattr(figure.Figure, "savefig", lambda self, *_, **__: drawn.append(self))
-    for path in RESULTS.glob("gpu-*/*.json"):
+    for path in sorted(RESULTS.glob("h200-4/*.json")):
         raw = performance.read_row(path)
         if raw and "µs nccl" in raw.get("found", {}):
             performance.plot_comm([raw], "", tmp_path / "comm.png")
     comms = len(drawn)
-    overlap = performance.read_row(RESULTS / "gpu-2" / "gemm-overlap.json")
+    overlap = performance.read_row(RESULTS / "h200-4" / "gemm-overlap.json")
     assert overlap is not None
     performance.plot_overlap(*performance.overlap_rows(overlap), tmp_path / "overlap.png")
     assert comms >= 3 and len(drawn) == comms + 1
