@@ -39,7 +39,7 @@ from files import model_folder
 from processes import LAUNCHER
 
 MEET_SECONDS = 120.0  # time for the ranks of all hosts to import what they need, once their launchers have met
-CONNECT_SECONDS = 10.0
+CONNECT_SECONDS = 30.0
 IDLE, INTERVAL, PROBES = 2, 1, 3  # s, s: without an answer to so many probes, a connection breaks
 LOSS_SECONDS = IDLE + INTERVAL * PROBES
 GRACE_SECONDS = 1.0  # between another rank's end and this one's, which may be ending by itself for the same reason

@@ -8,7 +8,7 @@ import random
 import sys
 from collections import Counter
 from collections.abc import AsyncIterator, Callable, Iterable, Sequence
-from contextlib import ExitStack, nullcontext
+from contextlib import ExitStack, nullcontext, suppress
 from types import ModuleType
 from typing import Any
 from unittest.mock import ANY
@@ -139,12 +139,37 @@ def test_a_replica_that_ends_without_a_word_is_replaced_by_another_one() -> None
     assert refused.headers["x-should-retry"] == "false"
 
 
-def test_the_time_limit_is_for_whole_answers_and_for_the_first_event_of_streams() -> None:
-    late = client(Replicas(answer(JSON, b"{", b"}", seconds=30)), timeout=0.5).post("/v1/completions", json={})
-    assert (late.status_code, late.json()["error"]["code"]) == (503, "timeout")
-    assert late.headers["x-should-retry"] == "false" and "retry-after" not in late.headers
+@pytest.fixture
+def limits(monkeypatch: pytest.MonkeyPatch) -> list[asyncio.Timeout]:
+    """The time limits that have begun. None ends before the test says so, so that they do not depend on the machine."""
+    begun, limit = list[asyncio.Timeout](), asyncio.timeout
+    monkeypatch.setattr(asyncio, "timeout", lambda seconds: begun.append(limit(None if seconds > 0 else 0)) or begun[-1])
+    return begun
+
+
+def end(limits: list[asyncio.Timeout]) -> None:
+    """Let the time of these limits be over, if what they are for has not ended."""
+    for limit in limits:
+        with suppress(RuntimeError):
+            limit.reschedule(0)
+
+
+def test_the_time_limit_is_for_whole_answers_and_for_the_first_event_of_streams(limits: list[asyncio.Timeout]) -> None:
+    def late(headers: dict[str, str], *pieces: bytes) -> Replica:
+        async def forward() -> AsyncIterator[Any]:
+            yield 200, headers, "name"
+            for piece in pieces:
+                yield piece
+                end(limits)
+                await rest()
+
+        return forward
+
+    whole = client(Replicas(late(JSON, b"{", b"}"))).post("/v1/completions", json={})
+    assert (whole.status_code, whole.json()["error"]["code"]) == (503, "timeout")
+    assert whole.headers["x-should-retry"] == "false" and "retry-after" not in whole.headers
     events = [f"data: {json.dumps(i)}\n\n".encode() for i in range(3)]
-    stream = client(Replicas(answer(EVENTS, *events, seconds=1.0)), timeout=2.5).post("/v1/completions", json={})
+    stream = client(Replicas(late(EVENTS, *events))).post("/v1/completions", json={})
     assert (stream.status_code, stream.content) == (200, b"".join(events))
 
 
@@ -217,16 +242,17 @@ def test_a_body_that_stops_or_arrives_too_slowly_is_refused(trickle: bool) -> No
     assert gateway.bodies.held == 0
 
 
-def test_unfinished_bodies_take_no_more_than_their_bound() -> None:
+def test_unfinished_bodies_take_no_more_than_their_bound(limits: list[asyncio.Timeout]) -> None:
     """Two clients leave 60 bodies of nearly the largest size unfinished. A third one's short request is answered meanwhile."""
     share, parts = 2 << 20, [bytes((1 << 18) - 1)] * 4
     gateway = Gateway(Replicas(answer(JSON, b"{}")), 60.0, 1, idle_timeout=2.0, max_bodies_mb=8)
 
     async def run() -> tuple[list[tuple[int, Any]], tuple[int, Any]]:
         tasks.extend(asyncio.create_task(Upload(gateway, f"127.0.0.{2 + i % 2}", parts).answer()) for i in range(60))
-        await asyncio.sleep(0.5)
+        await rest()
         assert 0 < gateway.bodies.held <= 2 * share
         short = await Upload(gateway, "127.0.0.4", [b"{}"], end=True).answer()
+        end(limits)
         return await asyncio.gather(*tasks), short
 
     tasks = list[asyncio.Task[tuple[int, Any]]]()

@@ -101,9 +101,9 @@ COSTLY_TEMPLATES = [
 def test_a_trusted_template_has_limits(make_site: Callable[..., Site], in_turn: Callable[..., tuple[str, str]]) -> None:
     """A template that takes too much is ended and does not block the server."""
     path, template = in_turn(COSTLY_TEMPLATES, 0)
-    site = make_site(trust_request_chat_template=True, worker_seconds=2)
+    site = make_site(trust_request_chat_template=True)
     site.chat()
-    with ThreadPoolExecutor(1) as pool:
+    with ThreadPoolExecutor(1) as pool, site.job_seconds(2):
         job = pool.submit(site.refused, path, {**CHAT, "chat_template": template})
         while not job.done():
             assert site.health() == "ready"  # times out if the server is blocked

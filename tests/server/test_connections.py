@@ -12,6 +12,7 @@ import sys
 import weakref
 from collections import Counter
 from collections.abc import Callable
+from dataclasses import replace
 from typing import Any
 from unittest.mock import Mock
 
@@ -258,12 +259,13 @@ def test_a_client_that_pipelined_and_left_is_noticed(site: Site) -> None:
 )
 def test_a_client_that_leaves_its_previous_answer_unread_is_left(make_site: Callable[..., Site], again: bytes) -> None:
     """The answer to its next request cannot even begin."""
-    site = make_site(idle_timeout=2.0)
+    site = make_site(idle_timeout=300.0)
     site.server.service.snapshot = lambda: {}["no such field"]  # type: ignore[method-assign]
     with site.slow_reader() as raw:
         raw.sendall(b"GET /openapi.json HTTP/1.1\r\nHost: x\r\n\r\n")
         assert raw.recv(12) == b"HTTP/1.1 200"
         wait_for(lambda: site.server.service.open_requests == 0)
+        site.server.service.settings = replace(site.server.service.settings, idle_timeout=0.5)  # of the next request only
         raw.sendall(again)
         wait_for(lambda: site.server.service.open_requests == 1)
         site.http.close()

@@ -2,7 +2,6 @@
 
 import json
 import random
-import time
 import tracemalloc
 from collections.abc import Callable, Iterator
 from itertools import permutations
@@ -324,12 +323,12 @@ def test_large_and_deep_schemas_are_refused(make_site: Callable[..., Site]) -> N
 
 def test_a_schema_that_takes_for_ever_is_ended(make_site: Callable[..., Site]) -> None:
     """300 patterns that must all match: their product has 2^300 states, and the first step in it takes many minutes."""
-    site = make_site(worker_seconds=2.0)
+    site = make_site()
     schema = {"type": "string", "allOf": [{"pattern": f"^.*{i}.*$"} for i in range(300)]}
     form = {"type": "json_schema", "json_schema": {"name": "a", "schema": schema}}
-    start = time.monotonic()
-    answer = site.http.post("/v1/chat/completions", json={**CHAT, "response_format": form}, timeout=SECONDS)
-    assert answer.status_code == 400 and time.monotonic() - start < SECONDS
+    with site.job_seconds(2):
+        answer = site.http.post("/v1/chat/completions", json={**CHAT, "response_format": form}, timeout=SECONDS)
+    assert answer.status_code == 400
     assert site.health() == "ready"
     assert site.chat(response_format={"type": "json_object"})
 

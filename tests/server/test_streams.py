@@ -293,7 +293,7 @@ def test_a_reader_that_stalls_is_left(make_site: Callable[..., Site]) -> None:
 
 def test_a_client_that_never_reads_is_dropped(make_site: Callable[..., Site], capfd: pytest.CaptureFixture[str]) -> None:
     """Also one that asked for a whole answer, with its connection. Meanwhile its vectors count."""
-    site = make_site(idle_timeout=3.0)
+    site = make_site(idle_timeout=6.0)
     requests: dict[str, Any] = {"/tokenize": {"prompt": "word " * 100_000}, "/v1/embeddings": {"input": ["a"] * 2048}}
     service, state = site.server.service, site.server.server_state
     held = []

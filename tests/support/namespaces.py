@@ -1,8 +1,8 @@
 """Two network namespaces as two hosts, for tests: skipped where there are none."""
 
 import subprocess
-import threading
 from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
 import pytest
@@ -33,16 +33,8 @@ class TwoHosts(namespaces.TwoHosts):
 
     def on(self, host: int, function: Callable[[], Any]) -> Any:
         """`function()` in a thread of this process that is in a host's namespace."""
-        found: list[Any] = []
-
-        def call() -> None:
-            namespaces.enter(self.names[host])
-            found.append(function())
-
-        thread = threading.Thread(target=call)
-        thread.start()
-        thread.join()
-        return found[0]
+        with ThreadPoolExecutor(1, initializer=lambda: namespaces.enter(self.names[host])) as thread:
+            return thread.submit(function).result()
 
     def start(self, host: int, *program: object, **environ: object) -> quick_start.Popen:
         """Start a Python program on a host."""

@@ -10,12 +10,14 @@ import time
 from array import array
 from collections.abc import Callable, Iterator
 from concurrent.futures import Future
+from contextlib import contextmanager
 from itertools import islice
 from pathlib import Path
 from typing import Any
 
 import httpx
 import openai
+import pytest
 import zmq
 
 from engine.protocol import (
@@ -179,7 +181,7 @@ class Site:
     def __init__(self, folder: Path, **settings: Any) -> None:
         self.engine = FakeEngine(folder)
         self.port = free_port()
-        usual = {"model": str(MODEL), "port": self.port, "idle_timeout": 5.0, "worker_seconds": 300.0}  # on a busy machine
+        usual = {"model": str(MODEL), "port": self.port, "idle_timeout": 60.0, "worker_seconds": 300.0}  # on a busy machine
         self.settings = Settings(**(usual | settings))
         self.server: FrontendServer = make_server(self.settings, TOKENIZER, self.engine.to_engine, self.engine.from_engine)
         self.thread = threading.Thread(target=self.server.run, daemon=True)
@@ -221,6 +223,13 @@ class Site:
         job = asyncio.run_coroutine_threadsafe(workers.run(until_there, str(gate), slow=True), self.server._loop)
         wait_for(lambda: 1 in workers.pids and not workers._slow)
         return job
+
+    @contextmanager
+    def job_seconds(self, seconds: float) -> Iterator[None]:
+        """During the `with` block, a worker's job that takes longer is ended. All others have their usual time."""
+        with pytest.MonkeyPatch.context() as patch:
+            patch.setattr(self.server.service.workers, "_seconds", seconds)
+            yield
 
     def health(self) -> str:
         return str(self.http.get("/health").json()["status"])

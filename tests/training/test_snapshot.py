@@ -11,8 +11,10 @@ import tempfile
 import threading
 import time
 from collections.abc import Callable, Iterator
+from contextlib import nullcontext
 from itertools import pairwise
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -299,11 +301,11 @@ def test_files_of_a_killed_run_never_get_into_a_snapshot(tmp_path: Path, seed: i
     """In the killed run, ranks 0 and 1 of three had finished their parts of the same step."""
     rng = random.Random(seed)
     old, new = (random_state(SHAPES, torch.Generator().manual_seed(seed + i)) for i in range(2))
-    killed = run_of(tmp_path, 3, timeout=1.0)
-    for snapshots, ranges in zip(killed[:2], cut(SHAPES, 3, rng), strict=False):
-        snapshots.save(8, pieces_of(old, ranges), SHAPES, {})
-    with pytest.raises(UserError):
-        wait(killed[:2])
+    killed, owned = run_of(tmp_path, 3, timeout=0.1), cut(SHAPES, 3, rng)
+    for rank in (1, 0):  # rank 0 waits for the others
+        killed[rank].save(8, pieces_of(old, owned[rank]), SHAPES, {})
+        with pytest.raises(UserError) if rank == 0 else nullcontext():
+            killed[rank].wait()
     (left,) = tmp_path.glob("*.partial")
     assert "rank-1.json" in names(left)
     run = run_of(tmp_path, 2, run_id="b")
@@ -479,24 +481,33 @@ def test_an_unexpected_error_in_the_background_is_not_lost(tmp_path: Path, seed:
 def test_a_rank_that_never_finishes_is_named(tmp_path: Path, seed: int) -> None:
     saved(tmp_path, 1, seed)
     state, owned = random_state(SHAPES, torch.Generator().manual_seed(seed)), cut(SHAPES, 4, random.Random(seed))
-    run = run_of(tmp_path, 4, run_id="b", timeout=1.5)
-    for rank in (0, 2):
-        run[rank].save(2, pieces_of(state, owned[rank]), SHAPES, {})
-    with pytest.raises(UserError, match=r"ranks 1, 3 wrote nothing more to .* for 1.5 s.*step-00000001 is still complete"):
-        run[0].wait()
+    run = run_of(tmp_path, 4, run_id="b", timeout=0.1)
+    run[2].save(2, pieces_of(state, owned[2]), SHAPES, {})
     run[2].wait()
+    run[0].save(2, pieces_of(state, owned[0]), SHAPES, {})
+    with pytest.raises(UserError, match=r"ranks 1, 3 wrote nothing more to .* for 0.1 s.*step-00000001 is still complete"):
+        run[0].wait()
     assert run[0].latest() == tmp_path / "step-00000001"
 
 
 def test_a_slow_rank_has_time_while_its_file_grows(tmp_path: Path, seed: int, monkeypatch: pytest.MonkeyPatch) -> None:
-    write = training.snapshot.write
+    write, now, looked = training.snapshot.write, [0.0], threading.Semaphore(0)
 
     def slow(path: Path, *args: Any) -> Any:
         for size in range(1, 11):
             path.write_bytes(b"x" * size)
-            time.sleep(0.4)
+            while looked.acquire(blocking=False):
+                pass
+            for _ in range(2):  # rank 0 has begun to look and looked
+                assert looked.acquire(timeout=60)
+            now[0] += 2.0
         return write(path, *args)
 
+    def sleep(seconds: float) -> None:
+        looked.release()
+        time.sleep(seconds)
+
+    monkeypatch.setattr(training.snapshot, "time", SimpleNamespace(monotonic=lambda: now[0], sleep=sleep))
     monkeypatch.setattr(training.snapshot, "write", lambda p, *a: (slow if p.name.startswith("rank-1.") else write)(p, *a))
     run = run_of(tmp_path, 2, timeout=3.0)
     save(run, 1, random_state(SHAPES, torch.Generator().manual_seed(seed)), [[], whole()])
