@@ -32,7 +32,9 @@ class Choice:
     @property
     def backend(self) -> str:
         """The backend of torch.distributed."""
-        return "nccl" if self.device == "cuda" else "gloo"
+        from comm.private_gloo import PRIVATE_GLOO
+
+        return "nccl" if self.device == "cuda" else PRIVATE_GLOO
 
     @property
     def is_exact(self) -> bool:

@@ -26,6 +26,7 @@ from prompt_toolkit.output import create_output
 from prompt_toolkit.output.vt100 import Vt100_Output
 
 from cli import note
+from comm.private_gloo import PRIVATE_GLOO
 from tp import World
 
 PATIENCE = timedelta(days=30)  # how long ranks wait for a line
@@ -38,7 +39,7 @@ class Console:
 
     def __init__(self, world: World, remember: bool = True) -> None:
         self.world, self.keyboard = world, None
-        self.group = dist.new_group(backend="gloo", timeout=PATIENCE) if world.world_size > 1 else None
+        self.group = dist.new_group(backend=PRIVATE_GLOO, timeout=PATIENCE) if world.world_size > 1 else None
         if world.rank == 0 and sys.stdin.isatty():
             self.keyboard = Keyboard(open_history() if remember else InMemoryHistory())
         self.at_terminal = bool(self._from_first(self.keyboard is not None))

@@ -7,8 +7,8 @@
 `python -m server --tp N` and `generate.py --tp N` also use it to start their ranks.
 
 torch's elastic agent starts and monitors the ranks. torchrun gives it a rendezvous for several hosts: two stores that
-listen on all interfaces without a password, one of which unpickles the data that it receives. Ranks of one host need
-only one store, and here it listens on loopback only. Ranks of several hosts meet at the host that --meet names: it has rank 0,
+listen on all interfaces without a password, one of which unpickles the data that it receives. Ranks of one host meet over a
+file in a folder that only this user can enter. Ranks of several hosts meet at the host that --meet names: it has rank 0,
 and its store, which nothing unpickles, listens on that address only. Signals are forwarded to the ranks, which then end by themselves.
 The exit code is that of the rank that failed first.
 """
@@ -27,7 +27,7 @@ from collections.abc import Callable, Iterable, Sequence
 from datetime import timedelta
 from typing import Any, Protocol
 
-from torch.distributed import TCPStore  # type: ignore[attr-defined]
+from torch.distributed import HashStore, TCPStore  # type: ignore[attr-defined]
 from torch.distributed.elastic.agent.server.api import RunResult, WorkerGroup, WorkerSpec
 from torch.distributed.elastic.agent.server.local_elastic_agent import LocalElasticAgent
 from torch.distributed.elastic.multiprocessing import DefaultLogsSpecs
@@ -37,7 +37,7 @@ from torch.distributed.elastic.rendezvous.api import RendezvousHandler, Rendezvo
 from cli import LOST_RANK, Parser, leave, note, run
 from errors import UserError
 from options import whole_number
-from processes import LAUNCHER, listen_on_loopback, run_folder, signal_child
+from processes import LAUNCHER, MEETING, listen_on_loopback, run_folder, signal_child
 
 LOOPBACK = "127.0.0.1"
 SIGNALS = (signal.SIGTERM, signal.SIGINT, signal.SIGHUP)
@@ -54,16 +54,13 @@ MOST_RANKS = 1024  # more on one host are taken for a typing error
 
 
 class OneHost(RendezvousHandler):
-    """The agent's rendezvous for one host: each start of the ranks gets a new store on a loopback port."""
+    """The agent's rendezvous for one host. The ranks meet elsewhere (`tp.init_world`), so the agent's store is its own, and the
+    address that it hands to the ranks leads nowhere."""
 
-    use_agent_store = True  # the ranks connect to the agent's store and open none themselves
+    use_agent_store = False
 
     def next_rendezvous(self) -> RendezvousInfo:
-        with socket.create_server((LOOPBACK, 0), backlog=MOST_RANKS) as listener:
-            port: int = listener.getsockname()[1]
-            # the store uses this socket, because its own would listen on all interfaces
-            store = TCPStore(LOOPBACK, port, is_master=True, wait_for_workers=False, master_listen_fd=listener.detach())
-        return RendezvousInfo(store, 0, 1, RendezvousStoreInfo(LOOPBACK, port))
+        return RendezvousInfo(HashStore(), 0, 1, RendezvousStoreInfo(LOOPBACK, 0))
 
     def get_backend(self) -> str:
         return "one-host"
@@ -86,6 +83,8 @@ class OneHost(RendezvousHandler):
 
 class SeveralHosts(OneHost):
     """The agent's rendezvous for several hosts, each of which runs this launcher: the host with the address `meet` has the store."""
+
+    use_agent_store = True  # the ranks connect to the agent's store and open none themselves
 
     def __init__(self, hosts: int, meet: str) -> None:
         """meet: HOST:PORT. Raises UserError."""
@@ -265,6 +264,7 @@ def start_ranks(
         local_addr=None if hosts else LOOPBACK,
     )
     with run_folder() as folder:
+        os.environ[MEETING] = str(folder)
         ranks = Ranks(spec, DefaultLogsSpecs(log_dir=str(folder)), keeper)
         forwarder = Forwarder(keeper.pass_on if keeper else ranks.signal, patience)
         if keeper:

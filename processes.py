@@ -4,9 +4,11 @@ A process that is killed cannot clean up. So each of our processes watches its p
 owners have ended. Imports only the standard library and `errors`, so that it loads fast.
 """
 
+import atexit
 import contextlib
 import ctypes
 import fcntl
+import hashlib
 import multiprocessing
 import os
 import re
@@ -19,12 +21,14 @@ import tempfile
 import threading
 import time
 from collections.abc import Callable, Iterator
+from functools import cache
 from pathlib import Path
 
 from errors import UserError
 
 PR_SET_PDEATHSIG = 1  # linux/prctl.h
 LAUNCHER = "RUNG_LAUNCHER_PID"  # environment variable of ranks that launch.py starts: its process id
+MEETING = "RUNG_MEETING"  # environment variable of ranks that launch.py starts on one host: their launcher's private folder
 RANK_NAME = "rung-rank-"  # and its number: the name of a rank's process
 ORPHANED = 1  # exit code of a process whose parent has ended
 PREFIX = "rung-run-"
@@ -217,6 +221,60 @@ def remove_abandoned() -> None:
             lock = os.open(path, os.O_RDONLY | os.O_DIRECTORY | os.O_NOFOLLOW)
             try:
                 fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)  # BlockingIOError: its owner is running
-                shutil.rmtree(path, ignore_errors=True)
+                if os.path.samestat(os.fstat(lock), path.lstat()):  # else another process has removed it and made a new one
+                    shutil.rmtree(path, ignore_errors=True)
             finally:
                 os.close(lock)
+
+
+@cache
+def shared_folder(identity: str) -> Path:
+    """The private temporary folder of all of this user's processes that call this with the same text, which it leaves to them alone.
+    The last one removes it. Raises UserError if it is not private."""
+    remove_abandoned()
+    path = Path(tempfile.gettempdir(), folder_name(identity))
+    lock = make_and_hold(path)
+
+    def leave() -> None:
+        os.close(lock)
+        remove_abandoned()
+
+    atexit.register(leave)
+    return path
+
+
+def folder_name(identity: str) -> str:
+    """The name of a run folder, another one in another container or after a restart of the host."""
+    namespace = ""
+    with contextlib.suppress(OSError):  # not Linux
+        namespace = os.readlink("/proc/self/ns/pid")
+    return PREFIX + hashlib.sha256(f"{boot_id()} {namespace} {identity}".encode()).hexdigest()[:8]
+
+
+def boot_id() -> str:
+    """Distinguishes hosts, and the starts of each. Empty if it is not available."""
+    try:
+        return Path("/proc/sys/kernel/random/boot_id").read_text().strip()
+    except OSError:
+        return ""
+
+
+def make_and_hold(folder: Path) -> int:
+    """Make the folder, unless it exists, and `hold` it. Raises UserError if another user can write there."""
+    while True:
+        folder.mkdir(mode=0o700, exist_ok=True)
+        with contextlib.suppress(FileNotFoundError):  # another process removed it as abandoned before it was locked
+            found = folder.lstat()
+            if not stat.S_ISDIR(found.st_mode) or found.st_uid != os.getuid() or found.st_mode & 0o077:
+                raise UserError(f"{folder} is not a private folder of this user; remove it, or set TMPDIR to another folder")
+            lock = hold(folder)
+            if folder.exists():
+                return lock
+            os.close(lock)
+
+
+def hold(folder: Path) -> int:
+    """Keep other processes from removing the folder as long as this one runs. See `remove_abandoned`."""
+    lock = os.open(folder, os.O_RDONLY | os.O_DIRECTORY | os.O_NOFOLLOW)
+    fcntl.flock(lock, fcntl.LOCK_SH)
+    return lock

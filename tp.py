@@ -5,27 +5,28 @@ that shard from disk.
 """
 
 import os
-import socket
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from datetime import timedelta
-from functools import cache
+from pathlib import Path
 from typing import Any
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
-from torch.distributed import PrefixStore, Store, TCPStore  # type: ignore[attr-defined]
-from torch.distributed.rendezvous import rendezvous
+from torch.distributed import FileStore, PrefixStore, Store  # type: ignore[attr-defined]
 
 import determinism
 import hosts
 import shared_gpus
 from comm import Communicator, Local
+from comm.private_gloo import PRIVATE_GLOO
 from communicators import choose
 from config import ModelConfig
 from errors import UserError
-from processes import listen_on_loopback
+from processes import MEETING, listen_on_loopback, shared_folder
+
+PATIENCE = timedelta(minutes=10)  # of ranks for each other
 
 
 @dataclass(frozen=True)
@@ -185,16 +186,16 @@ def init_world(
         raise
     if world_size == 1:
         return World(0, 1, torch_device, Local())
-    store = hosts.join(facts or {}, error) if hosts.several() else _store_of_host(rank, world_size)
+    store = hosts.join(facts or {}, error) if hosts.several() else _store_of_host()
     dist.init_process_group(
         choice.backend,
-        timeout=timedelta(minutes=10),
+        timeout=PATIENCE,
         device_id=torch_device if kind == "cuda" else None,
         store=store,
-        rank=rank if store else -1,
-        world_size=world_size if store else -1,
+        rank=rank,
+        world_size=world_size,
     )
-    control = dist.group.WORLD if choice.backend == "gloo" else dist.new_group(backend="gloo")
+    control = dist.group.WORLD if kind == "cpu" else dist.new_group(backend=PRIVATE_GLOO)
     try:
         communicator = choice.build()
     except UserError:
@@ -203,15 +204,18 @@ def init_world(
     return World(rank, world_size, torch_device, communicator, control, overlap)
 
 
-def _store_of_host(rank: int, world_size: int) -> Store | None:
-    """A store for ranks that are all on this host, which listen on loopback only; None if no launcher says that they are."""
-    if os.environ.get("LOCAL_WORLD_SIZE") != str(world_size):
-        return None
+def _store_of_host() -> Store:
+    """A store for ranks that are all on this host: a file that only this user can open. No port listens, since anybody of the host
+    could connect. Raises UserError if it is unknown which ranks are on this host."""
+    if "LOCAL_WORLD_SIZE" not in os.environ:
+        raise UserError(
+            "WORLD_SIZE is set, but not LOCAL_WORLD_SIZE, the number of ranks on this host; start the ranks with launch.py or torchrun"
+        )
     listen_on_loopback()
-    if os.environ.get("TORCHELASTIC_USE_AGENT_STORE") != "True":
-        return PrefixStore(hosts.store_prefix(), _loopback_store(rank))
-    agents, _, _ = next(iter(rendezvous("env://", timeout=timedelta(minutes=10))))
-    return PrefixStore(hosts.store_prefix(), agents)
+    folder = os.environ.get(MEETING) or shared_folder(f"{os.environ.get('MASTER_ADDR')} {os.environ.get('MASTER_PORT')}")
+    store = FileStore(str(Path(folder, f"ranks-{os.environ.get('TORCHELASTIC_RESTART_COUNT', 0)}")), -1)
+    store.set_timeout(PATIENCE)
+    return PrefixStore(hosts.store_prefix(), store)
 
 
 def _own_device(kind: str, rank: int) -> torch.device:
@@ -242,16 +246,6 @@ def _check_orders(gpus: int) -> None:
             raise UserError(
                 f"--deterministic runs on CPUs and on Hopper GPUs, not on {name}; leave it out, or use --device cpu"
             )
-
-
-@cache  # a rank that is ahead would find the store of the group before, which rank 0 is about to leave
-def _loopback_store(rank: int) -> TCPStore:
-    """A store on loopback for the ranks of one host whose launcher has none. PyTorch's own would listen on all interfaces."""
-    address = ("127.0.0.1", int(os.environ["MASTER_PORT"]))
-    if rank:
-        return TCPStore(*address, is_master=False)
-    with socket.create_server(address) as listener:
-        return TCPStore(*address, is_master=True, wait_for_workers=False, master_listen_fd=listener.detach())
 
 
 def agree_on_error(world: World, error: UserError | None) -> None:

@@ -9,7 +9,6 @@ import math
 import os
 import socket
 import time
-from pathlib import Path
 from statistics import median
 
 import torch
@@ -22,6 +21,7 @@ from comm.interface import Communicator, Done, PendingAllReduce, Schedule, on_si
 from comm.process_group import HostAllReduce, ProcessGroupCommunicator, all_gather, gather_objects
 from comm.quantized import Worker
 from errors import UserError
+from processes import boot_id
 
 HOST_ID = "RUNG_HOST_ID"  # environment variable: names this rank's host, whatever NCCL is told
 SIZES = tuple(1 << i for i in range(12, 27, 2))  # bytes of the messages with which `fastest_between_hosts` measures
@@ -36,15 +36,7 @@ def host_of_each_rank() -> list[tuple[str, str]]:
     """The host of each rank, by rank. As in NCCL, different NCCL_HOSTIDs count as different hosts, but not between ranks
     that share GPUs, where all differ. HOST_ID comes before both. Collective."""
     name = socket.gethostname() if shared_gpus.allowed() else os.environ.get("NCCL_HOSTID", socket.gethostname())
-    return gather_objects((os.environ.get(HOST_ID) or name, _boot_id()))
-
-
-def _boot_id() -> str:
-    """Distinguishes hosts whose containers have the same hostname. Empty if it is not available."""
-    try:
-        return Path("/proc/sys/kernel/random/boot_id").read_text().strip()
-    except OSError:
-        return ""
+    return gather_objects((os.environ.get(HOST_ID) or name, boot_id()))
 
 
 class HierarchicalCommunicator(ProcessGroupCommunicator):

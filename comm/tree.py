@@ -23,7 +23,7 @@ class TreeCommunicator(ProcessGroupCommunicator):
 
     def __init__(self) -> None:
         super().__init__()
-        self.waited = 0.0 if dist.get_backend() == "gloo" else None
+        self.waited = 0.0 if dist.get_backend() != "nccl" else None
 
     def begin_all_reduce(self, partial: Tensor, overlap: bool = False) -> PendingAllReduce:
         flat = partial.contiguous().flatten()

@@ -2,8 +2,6 @@
 after the agent, so each new rank 0 finds it there."""
 
 import contextlib
-import fcntl
-import hashlib
 import os
 import select
 import shutil
@@ -18,8 +16,17 @@ from functools import partial
 from pathlib import Path
 
 from cli import USER_ERROR, leave, note
-from errors import UserError
-from processes import LAUNCHER, PREFIX, kill_ranks, name_process, ranks_of, remove_abandoned, start_ticks
+from processes import (
+    LAUNCHER,
+    folder_name,
+    hold,
+    kill_ranks,
+    make_and_hold,
+    name_process,
+    ranks_of,
+    remove_abandoned,
+    start_ticks,
+)
 from server.process import JOIN_SECONDS, Restarts, Started, addresses, read_started, report_end
 from server.settings import load_settings
 
@@ -50,9 +57,7 @@ def all_ranks_run(agent: int) -> bool:
 def folder_of(agent: int) -> Path:
     """The folder of the agent's server. Its name differs from that of any other agent, in another container or an earlier one with
     the same process id, too."""
-    boot, namespace = Path("/proc/sys/kernel/random/boot_id").read_text(), os.readlink("/proc/self/ns/pid")
-    identity = f"{boot} {namespace} {agent} {start_ticks(agent)}"
-    return Path(tempfile.gettempdir(), PREFIX + hashlib.sha256(identity.encode()).hexdigest()[:8])
+    return Path(tempfile.gettempdir(), folder_name(f"{agent} {start_ticks(agent)}"))
 
 
 def leave_after_wrong_input(agent: int) -> None:
@@ -142,26 +147,6 @@ class TorchrunFrontend:
     def _send(self, number: signal.Signals) -> None:
         with contextlib.suppress(OSError):  # it has ended
             signal.pidfd_send_signal(self._descriptor, number)
-
-
-def make_and_hold(folder: Path) -> int:
-    """Make the folder, unless it exists, and `hold` it. Raises UserError if it is another user's."""
-    while True:
-        folder.mkdir(mode=0o700, exist_ok=True)
-        with contextlib.suppress(FileNotFoundError):  # another process removed it as abandoned before it was locked
-            if folder.is_symlink() or folder.lstat().st_uid != os.getuid():
-                raise UserError(f"{folder} is another user's; remove it, or set TMPDIR to another folder")
-            lock = hold(folder)
-            if folder.exists():
-                return lock
-            os.close(lock)
-
-
-def hold(folder: Path) -> int:
-    """Keep other processes from removing the folder as long as this one runs. See `processes.remove_abandoned`."""
-    lock = os.open(folder, os.O_RDONLY | os.O_DIRECTORY | os.O_NOFOLLOW)
-    fcntl.flock(lock, fcntl.LOCK_SH)
-    return lock
 
 
 def main() -> None:

@@ -3,6 +3,7 @@
 import pytest
 import torch
 
+from comm.private_gloo import PRIVATE_GLOO
 from comm.quantize import WIDTHS
 from communicators import COMMUNICATORS, KNOWN, choose
 from errors import UserError
@@ -20,10 +21,10 @@ def test_an_unknown_name_lists_all(name: str) -> None:
 
 
 def test_what_runs_on_which_device() -> None:
-    assert choose("cpu").backend == choose("cpu", "int4").backend == "gloo"
+    assert choose("cpu").backend == choose("cpu", "int4").backend == PRIVATE_GLOO
     assert choose("cuda").backend == choose("cuda", "int6:64").backend == "nccl"
     assert choose("cuda").name == "auto"
-    assert choose("cpu", "auto").backend == "gloo"
+    assert choose("cpu", "auto").backend == PRIVATE_GLOO
     wrong = [("cpu", name, "gloo") for name in ("nccl", "one-shot", "two-shot")]
     for device, name, other in (*wrong, ("cuda", "gloo", "auto")):
         with pytest.raises(UserError, match=f"--comm {name} does not run on --device {device}; use {other}"):

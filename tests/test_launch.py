@@ -1,14 +1,22 @@
 """The launcher: listening sockets, the end of all processes after one has ended, signals, exit codes and standard input."""
 
 import contextlib
+import itertools
+import multiprocessing
 import os
+import pickle
 import pty
+import select
 import signal
 import socket
+import struct
 import subprocess
 import sys
+import tempfile
+from collections import deque
 from collections.abc import Callable, Iterator
 from pathlib import Path
+from typing import Any
 
 import pytest
 from torch.distributed.elastic.multiprocessing.errors import ProcessFailure
@@ -16,12 +24,13 @@ from torch.distributed.elastic.multiprocessing.errors import ProcessFailure
 import launch as launcher
 from errors import UserError
 from ports import check_port
-from processes import on_ranks
+from processes import folder_name, on_ranks, shared_folder
 from tests import ROOT
 from tests.support import quick_start
 from tests.support.command_line import HYBRID, command, environment, launch
 from tests.support.gpus import torchrun
 from tests.support.server_process import START_SECONDS, ServerProcess, children, command_line, runs, wait_until
+from tp import init_world
 
 GONE_SECONDS = 300.0  # timeout for the end of all processes after one was killed; a few seconds on an idle machine
 LISTENING = "0A"
@@ -211,6 +220,98 @@ def test_generate_listens_on_loopback_and_ends_in_silence(generating: Callable[.
     assert "Traceback" not in said and "error" not in said, said
 
 
+# --- strangers -----------------------------------------------------------------------------------------------------------
+
+
+NOBODY = 65534
+STORE = b"\x00" + struct.pack("<I", 0x3C85F7CE)  # TCPStore: validate
+JOIN = [struct.pack("<q", number) + struct.pack("<6Q", 48, 2, 0, 0, 0, 0) for number in range(4)]  # gloo: a rank's first words
+
+
+class Attack:
+    """A process of another user. It connects again and again to each port that it is told, and sends what TCPStore, gloo and unpickling
+    servers take."""
+
+    def __init__(self, proof: Path) -> None:
+        """proof: a file that exists if code of the other user has run as this one."""
+
+        class Evil:
+            def __reduce__(self) -> tuple[Any, ...]:
+                return os.open, (str(proof), os.O_CREAT)
+
+        evil = pickle.dumps(Evil())
+        as_value = struct.pack("<Q", len(evil)) + evil
+        words = [
+            STORE,
+            STORE + b"\x01" + struct.pack("<Q", 1) + b"0" + as_value,
+            evil,
+            struct.pack(">I", len(evil)) + evil,
+            *JOIN,
+        ]
+        context = multiprocessing.get_context("fork")
+        self._ports, theirs = context.Pipe()
+        self._process = context.Process(target=self._run, args=(theirs, words), daemon=True)
+        self._process.start()
+
+    def _run(self, ports: Any, words: list[bytes]) -> None:
+        os.setgroups([])
+        os.setgid(NOBODY)
+        os.setuid(NOBODY)
+        told, held = set[int](), deque[socket.socket](maxlen=200)
+        with contextlib.suppress(EOFError):
+            while True:
+                while ports.poll(0.001):
+                    told |= ports.recv()
+                for port, word in itertools.product(told, words):
+                    held.append(socket.socket())
+                    held[-1].setblocking(False)
+                    with contextlib.suppress(OSError):
+                        held[-1].connect_ex(("127.0.0.1", port))
+                        select.select([], [held[-1]], [], 0.001)
+                        held[-1].send(word)
+
+    def tell(self, ports: set[int]) -> None:
+        self._ports.send(ports)
+
+    def close(self) -> None:
+        self._process.kill()
+        self._process.join()
+
+
+@pytest.mark.skipif(os.getuid() != 0, reason="only root can start a process of another user")
+def test_another_user_of_the_host_gets_nowhere(tmp_path: Path) -> None:
+    """Ranks start, compute what one process computes, and end, while a process of another user attacks each of their ports. Once they
+    are connected, nobody can connect."""
+    args = ["--model", HYBRID, "--prompt", "Once upon a time", "--temperature", 0, "--max-new-tokens", 60]
+    alone = quick_start.run(command(args), cwd=ROOT, env=environment(), capture_output=True, text=True, check=True)
+    attack, ports = Attack(tmp_path / "proof"), set[int]()
+    try:
+        with quick_start.Popen(
+            command(args, ranks=2),
+            cwd=ROOT,
+            env=environment(),
+            stdout=subprocess.PIPE,
+            stderr=subprocess.PIPE,
+            text=True,
+        ) as process:
+            while process.poll() is None:
+                if more := {port for _, port in listening(tree(process.pid))} - ports:
+                    attack.tell(more)
+                    ports |= more
+            out, err = process.communicate()
+    finally:
+        attack.close()
+    assert ports, "gloo's"
+    assert (process.returncode, out) == (0, alone.stdout), err
+    assert not (tmp_path / "proof").exists()
+
+
+def test_nobody_can_connect_to_ranks_that_run(generating: Callable[..., Generating]) -> None:
+    for address in listening(list(generating().pids)):
+        with pytest.raises(TimeoutError):
+            socket.create_connection(address, 0.5)
+
+
 # --- any program ---------------------------------------------------------------------------------------------------------
 
 
@@ -391,6 +492,22 @@ def test_tp_beside_another_number_of_ranks() -> None:
     done = quick_start.run(command, cwd=ROOT, env=env, capture_output=True, text=True, timeout=START_SECONDS)
     assert done.returncode == 2, done.stderr
     assert "error: --tp 2, but torchrun started 1 ranks; leave --tp out, or start without torchrun" in done.stderr
+
+
+def test_ranks_whose_hosts_are_unknown_are_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+    """They could meet only where anybody can."""
+    monkeypatch.delenv("LOCAL_WORLD_SIZE", raising=False)
+    monkeypatch.setenv("RANK", "0")
+    monkeypatch.setenv("WORLD_SIZE", "2")
+    with pytest.raises(UserError, match="LOCAL_WORLD_SIZE"):
+        init_world("cpu")
+
+
+def test_a_folder_that_others_can_enter_is_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(tempfile, "tempdir", str(tmp_path))
+    (tmp_path / folder_name("here")).mkdir(mode=0o755)
+    with pytest.raises(UserError, match="not a private folder"):
+        shared_folder("here")
 
 
 def test_a_busy_port_is_noticed_before_anything_is_loaded() -> None:

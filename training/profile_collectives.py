@@ -172,7 +172,12 @@ def main() -> None:
     profile = measure(world, cluster, sizes, args.repeats)
     if rank() == 0:
         device = torch.cuda.get_device_name(world.device) if world.device.type == "cuda" else "CPU"
-        about = {"device": device, "backend": dist.get_backend(), "torch": torch.__version__, "ranks": cluster.size}
+        about = {
+            "device": device,
+            "backend": dist.get_backend().removeprefix("private_"),
+            "torch": torch.__version__,
+            "ranks": cluster.size,
+        }
         write_profile(args.out, profile, about)
         note(f"wrote {len(profile.points)} times of {cluster.nodes} x {cluster.gpus} ranks to {args.out}")
 

@@ -12,6 +12,7 @@ from typing import Any
 
 import pytest
 
+import processes as processes_module
 from cli import USER_ERROR
 from processes import PREFIX, remove_abandoned
 from server import process, torchrun
@@ -141,7 +142,7 @@ def test_each_agent_has_a_folder_of_its_own(started: Any, tmp_path: Path, monkey
 def test_a_folder_that_another_start_removes_is_made_again(waits: bool, started: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     """It looks abandoned until it is locked. waits: the other process has begun to remove it and has the lock."""
     started(RUNS)
-    hold, removed = torchrun.hold, list[Path]()
+    hold, removed = processes_module.hold, list[Path]()
 
     def late(folder: Path) -> int:
         if removed:
@@ -152,7 +153,7 @@ def test_a_folder_that_another_start_removes_is_made_again(waits: bool, started:
         remove()
         return lock if waits else hold(folder)
 
-    monkeypatch.setattr(torchrun, "hold", late)
+    monkeypatch.setattr(processes_module, "hold", late)
     frontend = TorchrunFrontend(os.getpid(), 5)
     assert removed == [frontend.folder] and (frontend.folder / PID).exists() and frontend.is_alive()
 
