@@ -187,6 +187,7 @@ def init_world(
     if world_size == 1:
         return World(0, 1, torch_device, Local())
     store = hosts.join(facts or {}, error) if hosts.several() else _store_of_host()
+    os.environ.setdefault("NCCL_RAS_ENABLE", "0")  # NCCL's port for questions about its state answers any user
     dist.init_process_group(
         choice.backend,
         timeout=PATIENCE,
