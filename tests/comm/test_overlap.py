@@ -17,7 +17,7 @@ from torch import Tensor, nn
 import profiling
 from attention import Causal
 from checkpoint import random_weights
-from comm import Communicator, GlooCommunicator, Local, PendingAllReduce
+from comm import Communicator, GlooCommunicator, Local, NoCommunication, PendingAllReduce
 from comm.interface import Schedule
 from config import ModelConfig, Reduces, with_variant
 from model import MLP, Attention, ParallelBlock, Transformer
@@ -210,6 +210,17 @@ def test_desync_sums_where_its_pattern_says(streams: int, seed: int) -> None:
 def test_upper_bound_starts_nothing(seed: int) -> None:
     for events in recorded(tiny("upper-bound")):
         assert [kind for kind, _ in events] == ["begin", "end"] * MODULES
+
+
+@pytest.mark.parametrize("rank", [0, 1, 2])
+def test_without_communication_a_rank_has_its_own_logits_alone(rank: int) -> None:
+    """At their place, so that only its own tokens are drawn."""
+    comm = NoCommunication(rank, 3)
+    shard = torch.randn(2, 4)
+    whole = comm.all_gather(shard).unflatten(-1, (3, 4))
+    assert torch.equal(whole[:, rank], shard) and whole[:, [r for r in range(3) if r != rank]].isneginf().all()
+    keys = comm.all_gather(torch.arange(2)[:, None])
+    assert keys.argmax(1).tolist() == [rank] * 2 and comm.all_reduce(shard) is shard
 
 
 class Keeper(Recorder):

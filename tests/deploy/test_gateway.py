@@ -281,7 +281,13 @@ def test_bodies_of_all_clients_have_a_bound_and_a_client_has_its_share(seed: int
                     held[client] += size
                 assert bodies.held == held.total()
         held.clear()
-        assert bodies.held == 0
+        assert bodies.held == 0 and not bodies._held
+    free = rng.randrange(10)
+    short = HeldBytes(1000, 0, free)
+    with short.hold("a") as take:
+        for taken in range(1, 20):
+            take(1)
+            assert short.held == max(0, taken - free), "the first bytes of a request are free, not those of each piece"
 
 
 @pytest.mark.parametrize(

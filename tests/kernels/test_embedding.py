@@ -13,8 +13,11 @@ def mismatches(seed: int, device: str) -> list[str]:
     generator = torch.Generator().manual_seed(seed)
     found = []
     for shape, rows, size, first in (((1,), 7, 33, 0), ((2, 5), 40, 2048, 40), ((3, 1), 101, 4097, 202), ((0,), 5, 16, 0)):
-        weight = torch.randn(rows, size, generator=generator).to(device, torch.bfloat16)
-        tokens = torch.randint(max(0, first - rows), first + 2 * rows, shape, generator=generator).to(device)
+        weight = torch.randn(rows + 2, size, generator=generator).to(device, torch.bfloat16)[1:-1]
+        tokens = torch.randint(max(0, first - rows), first + 2 * rows, shape, generator=generator)
+        edges = torch.tensor([first + rows, first + rows - 1, first, max(0, first - 1)])[: tokens.numel()]
+        tokens.view(-1)[: len(edges)] = edges
+        tokens = tokens.to(device)
         with kernels_always(embedding):
             got = embedding_shard(tokens, weight, first)
         if not torch.equal(got, embedding_shard_reference(tokens, weight, first)):

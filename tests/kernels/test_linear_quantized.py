@@ -201,6 +201,11 @@ def test_parts_of_a_fused_layer_become_one_weight(name: str) -> None:
     other = QuantizedWeight(replace(scheme, activations="group"), 8, k, None)
     other.fill(quantize(weights[1], scheme, "layer"))
     assert merged([parts[0], other]) is None
+    static = [QuantizedWeight(replace(scheme, activations="static"), n, k, None) for n in sizes]
+    for i, (part, weight) in enumerate(zip(static, weights, strict=True)):
+        part.fill(quantize(weight, part.scheme, "layer")._replace(input_scale=torch.tensor([2.0, 5.0, 3.0][i])))
+    whole = merged(static)
+    assert whole is not None and whole.tensors.input_scale == 5.0, "no part's inputs are clipped"
 
 
 # --- the simulator ------------------------------------------------------------------------------------------------------------

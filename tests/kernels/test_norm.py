@@ -201,6 +201,10 @@ def faults(seed: int, device: str, dtypes: list[torch.dtype]) -> list[str]:
             found += rope_faults(rope_cache.rope_store, device, dtype)
             with codes_as_on_a_gpu():
                 found += code_faults(rope_cache.rope_store, device, dtype)
+        x = torch.ones(2, 40, device=device)
+        x[1, 3] = 1e25  # its square is too large for fp32
+        for normed in (norm.rms_norm(x, x[0], EPS), norm.add_rms_norm(x, x, x[0], EPS)[1]):
+            found += same("overflow", normed.isnan().all(1), torch.tensor([False, True], device=device))
     return found
 
 

@@ -113,6 +113,13 @@ def test_a_key_by_hand() -> None:
     assert pack(torch.tensor([1.5]), torch.tensor([7])).item() == (bits << 32) | (2**32 - 8)
 
 
+@pytest.mark.parametrize("hashed", [0, -1])
+def test_noise_of_the_least_and_largest_hash_is_finite(hashed: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(sampling, "hash64", lambda x: torch.full_like(x, hashed))
+    noise = exponential_noise(*(torch.zeros(1, 1, dtype=torch.int64) for _ in range(2)), torch.zeros(3, dtype=torch.int64))
+    assert (noise > 0).all() and (noise < 20).all() and noise.log().isfinite().all()
+
+
 def test_nothing_but_padding_draws_nothing_below_the_limit(seed: int) -> None:
     """A rank whose part is only padding must lose against every finite score."""
     zeros = torch.zeros(1, dtype=torch.int64)

@@ -314,6 +314,14 @@ def test_what_is_not_supported_is_refused_by_name(raw: dict[str, Any], named: st
     assert named in str(error.value) and len(str(error.value)) < 500 and str(error.value).isprintable()
 
 
+def test_gptq_keeps_the_head_unless_the_file_says_otherwise() -> None:
+    raw = {"quant_method": "gptq", "bits": 4, "group_size": 128}
+    for head, bits in ((None, None), (False, None), (True, 4)):
+        found = read_quantization(raw | {"lm_head": head})
+        scheme = found.scheme("lm_head")
+        assert (scheme and scheme.bits) == bits and found.scheme("model.layers.0.mlp.up_proj") is not None
+
+
 @pytest.mark.parametrize("keys", [("format",), ("checkpoint_format",), ("format", "checkpoint_format")])
 def test_each_key_for_the_format_of_gptq(keys: tuple[str, ...]) -> None:
     found = read_quantization(GPTQ | dict.fromkeys(keys, "gptq_v2") | {"dynamic": {".*down_proj": {"format": None}}})

@@ -94,7 +94,18 @@ def test_gptq_chooses_the_scales_that_round_best(seed: int) -> None:
 def test_inputs_that_are_always_zero_do_no_harm(seed: int) -> None:
     inputs = torch.randn(100, 64) * (torch.arange(64) % 3 > 0)
     found = gptq(torch.randn(8, 64), inputs.T @ inputs, replace(SCHEMES["int4"], group=32), "layer")
-    assert dequantize(found).isfinite().all()
+    weight = dequantize(found)
+    assert weight.isfinite().all() and not weight[:, ::3].any(), "of columns that no input reaches nothing is known"
+
+
+def test_a_hessian_that_rounding_made_indefinite_is_damped_more(seed: int) -> None:
+    vectors, _ = torch.linalg.qr(torch.randn(64, 64))
+    weight, scheme = torch.randn(8, 64), replace(SCHEMES["int4"], group=32)
+    for least in (0.0, -0.05, -0.5):  # its smallest eigenvalue
+        values = torch.ones(64).index_fill(0, torch.tensor(5), least)
+        assert dequantize(gptq(weight, vectors * values @ vectors.T, scheme, "layer")).isfinite().all()
+    with pytest.raises(UserError, match="too different in size for GPTQ"):
+        gptq(weight, vectors * values.index_fill(0, torch.tensor(5), -3.0) @ vectors.T, scheme, "layer")
 
 
 @pytest.mark.parametrize("value", [float("nan"), float("inf")])

@@ -203,6 +203,11 @@ def test_best_of_keeps_the_likeliest(site: Site) -> None:
     assert [c["index"] for c in answer["choices"]] == [0, 1]
     assert answer["choices"][0]["text"] == TOKENIZER.decode([7 * 40 + 4] * 4)
     assert answer["choices"][0]["logprobs"] is None and answer["usage"]["completion_tokens"] == 12
+    site.engine.reply = lambda submit: [7 * 40 + 1] * 4 if submit.params.seed else [7 * 40 + 3]
+    answer = site.complete(best_of=2, n=1, seed=0)
+    assert answer["choices"][0]["text"] == TOKENIZER.decode([7 * 40 + 1] * 4), (
+        "for each of its tokens: a short one is no likelier"
+    )
 
 
 def test_usage_in_streams(site: Site) -> None:
@@ -212,3 +217,5 @@ def test_usage_in_streams(site: Site) -> None:
     assert [e["usage"]["completion_tokens"] for e in events[:-1]] == [1, 2, 3, 4, 5, 5]
     events = site.events("/v1/completions", {**body, "stream_options": {"include_usage": True}})
     assert all(e["usage"] is None for e in events[:-1]) and events[-1]["usage"]["total_tokens"] > 5
+    usage = site.complete(prompt=["Hi", "Ho"], n=3, max_tokens=1)["usage"]
+    assert usage["prompt_tokens_details"]["cached_tokens"] == 2 * 4, "a prompt counts once, as in prompt_tokens"

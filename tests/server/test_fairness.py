@@ -1,21 +1,26 @@
 """Who counts as a client, how many places it may have, when a refused one may come again, and the order that the engine is asked
 for."""
 
+import asyncio
 import logging
 import random
 import threading
 from collections.abc import Callable
 from contextlib import ExitStack
+from types import SimpleNamespace
+from typing import Any
 
 import httpx
 import openai
 import pytest
 
-from engine.protocol import Turn
+from engine.protocol import SamplingParams, TokenOutput, Turn
+from server import admission as admission_module
 from server.admission import LONGEST_RETRY, WINDOW, Admission, Progress
 from server.clients import digest, read_keys, sender
+from server.generation import Plan, Prompt, Run, Usage
 from server.problems import ApiError
-from tests.support.server_thread import CHAT, Site, wait_for
+from tests.support.server_thread import CHAT, TOKENIZER, Site, wait_for
 
 
 def test_the_turn_of_a_request(make_site: Callable[..., Site], caplog: pytest.LogCaptureFixture) -> None:
@@ -91,6 +96,18 @@ def test_one_client_leaves_places_for_others(make_site: Callable[..., Site]) -> 
     assert not site.server.service.admission._held
 
 
+def test_a_place_is_free_once_its_sequence_has_ended() -> None:
+    """Not only when the whole request has."""
+    plan, left = Plan([Prompt([1])], [SamplingParams(max_tokens=4)], 2), list[int]()
+
+    async def arrive() -> list[tuple[int, TokenOutput]]:
+        return [(0, TokenOutput("a", [5])), (1, TokenOutput("b", [5], finish_reason="length"))]
+
+    outputs: Any = SimpleNamespace(next=arrive, stop=lambda index, used: None)
+    running = Run(plan, TOKENIZER, outputs, Usage(plan), {}, lambda: left.append(running.unfinished))
+    assert [delta.index for delta in asyncio.run(running.next())] == [0, 1] and left == [1]
+
+
 def refusal(admission: Admission, client: str, sequences: int, active: int) -> int:
     """Seconds that a refused client should wait."""
     with pytest.raises(ApiError) as caught, admission.hold(client, sequences, active):
@@ -140,6 +157,22 @@ def test_retry_after_before_any_end(seed: int) -> None:
     with admission.hold("c", 1, 0):
         now += 7
         assert admission.retry_after(1) == 7, "no token tells the speed"
+        with admission.hold("d", 1, 0):
+            now += 1
+            assert admission.retry_after(1) == 8, "another client does not begin the time anew"
+
+
+def test_retry_after_of_more_ends_than_are_remembered(monkeypatch: pytest.MonkeyPatch) -> None:
+    """What came before them is not known, and counts as nothing."""
+    monkeypatch.setattr(admission_module, "MOST_ENDS", 16)
+    now = 0.0
+    admission = Admission(10, 10, lambda: now)
+    with admission.hold("a", 1, 0):
+        for _ in range(25):
+            now += 1
+            with admission.hold("b", 1, 1):
+                pass
+        assert admission.retry_after(1) == 1 and admission.retry_after(15) == 15
 
 
 def test_each_refused_request_is_told_the_time_of_another_place(seed: int) -> None:
@@ -177,3 +210,4 @@ def test_each_refused_request_is_told_the_time_of_another_place(seed: int) -> No
             now += 1
             assert [refusal(admission, "a", 1, 0) for _ in range(2)] == [1, 2]
         now += 0.01
+    assert not admission._told_of, "a client without places takes no memory"

@@ -18,6 +18,8 @@ import threading
 import time
 from collections import Counter
 from collections.abc import Iterator, Sequence
+from concurrent.futures import Future
+from itertools import pairwise
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any, cast
@@ -116,6 +118,25 @@ def test_a_file_that_is_cut_off(
     assert "the damaged file is" in capsys.readouterr().err
     # how much of a part is used depends on where SQLite put the table's first page
     assert None not in found and found[-1] == len(rows) and max(found[: len(found) * 9 // 10]) > 3, found
+
+
+def test_what_is_behind_a_damaged_part_is_used(tmp_path: Path) -> None:
+    """Also if the part had more requests than are looked for one by one."""
+    path = tmp_path / "journal"
+    file, _ = open_journal(path, JournalBounds())
+    with file.transaction():
+        for number in range(1, 4001):
+            file._write(Row(number, time.time(), "owner", f"cmpl-{number}", "", 200, b""))
+    file.close()
+    data = bytearray(path.read_bytes())
+    tenth = len(data) // 10 // 4096 * 4096
+    data[4 * tenth : 6 * tenth] = bytes(2 * tenth)
+    path.write_bytes(data)
+    file, message = open_journal(path, JournalBounds())
+    found = sorted(read_all(file))
+    file.close()
+    assert f"{len(found)} requests" in message and found[0] == 1 and found[-1] == 4000
+    assert max(b - a for a, b in pairwise(found)) > journal_file.MOST_MISSING
 
 
 def test_a_schema_that_is_no_text(journal: tuple[Path, dict[int, Row]]) -> None:
@@ -303,6 +324,7 @@ def test_what_is_there_stays(tmp_path: Path) -> None:
     file.close()
     assert str(aside := tmp_path / "journal.damaged-1") in message and not aside.stat().st_size
     assert (tmp_path / "journal.damaged-1-wal").read_bytes() == log[:100]
+    assert (tmp_path / "journal.damaged-1-wal").stat().st_mode & 0o777 == 0o600
 
 
 @pytest.fixture
@@ -323,6 +345,20 @@ def killed(tmp_path: Path) -> tuple[bytes, bytes, dict[int, Row]]:
     copies = path.read_bytes(), path.with_name("killed-wal").read_bytes()
     file.close()
     return *copies, rows
+
+
+def test_a_transaction_outlives_the_machine(killed: tuple[bytes, bytes, dict[int, Row]], tmp_path: Path) -> None:
+    """Each is on the disk when it is committed, and only its owner may read a log that an earlier server left."""
+    data, log, _ = killed
+    paths = [tmp_path / "journal", tmp_path / "journal-wal"]
+    for path, content in zip(paths, (data, log), strict=True):
+        path.write_bytes(content)
+        path.chmod(0o644)
+    file, _ = open_journal(paths[0], JournalBounds())
+    assert [path.stat().st_mode & 0o777 for path in paths] == [0o600, 0o600]
+    settings = ("journal_mode", "synchronous", "locking_mode")
+    assert [file._db.execute(f"PRAGMA {name}").fetchone()[0] for name in settings] == ["wal", 2, "exclusive"]
+    file.close()
 
 
 def opened_with_log(folder: Path, data: bytes, log: bytes) -> tuple[dict[int, Row], str]:
@@ -419,6 +455,91 @@ def test_owners_do_not_displace_each_other(tmp_path: Path) -> None:
     file.close()
 
 
+def bounded(**bounds: Any) -> JournalFile:
+    """A file in memory."""
+    file = MemoryFile()
+    file._bounds = JournalBounds(**bounds)
+    return file
+
+
+def request(number: int, owner: str = "a", size: int = 10, age: float = 0.0) -> Row:
+    return Row(number, time.time() - age, owner, f"cmpl-{number}", "", 0, bytes(size))
+
+
+MIB = 1 << 20
+
+
+@pytest.mark.parametrize(
+    ("held", "new", "taken"),
+    [
+        ([("a", 10)] * 4, ("a", 10), True),
+        ([("a", 10)] * 5, ("a", 10), False),  # half of the 10 requests
+        ([("a", 10)] * 5, ("b", 10), True),
+        ([("a", MIB // 4)], ("a", MIB // 4), True),
+        ([("a", MIB // 4)], ("a", MIB // 4 + 1), False),  # more than a quarter of the bytes
+        ([("a", MIB // 4)] * 2, ("a", 1), False),  # half of them
+        ([("a", MIB // 4)] * 2 + [("b", MIB // 5)] * 2, ("c", MIB // 8), False),  # all unfinished ones leave no room
+        ([], ("a", MIB // 4 + 1), False),
+    ],
+)
+def test_which_requests_have_room(held: list[tuple[str, int]], new: tuple[str, int], taken: bool) -> None:
+    """For one that has none, nothing is removed."""
+    file = bounded(bytes=MIB, results=10)
+    with file.transaction():
+        assert file.add(request(1, "r")) and file.finish(1, 200, b"result")
+        for number, (owner, size) in enumerate(held, 2):
+            assert file.add(request(number, owner, size))
+        before = read_all(file)
+        assert file.add(request(100, *new)) == taken
+        assert {**before, 100: None}.keys() == {*read_all(file), 100}
+
+
+def test_the_first_result_counts_and_one_without_room_ends_its_request() -> None:
+    file = bounded(bytes=MIB, results=10)
+    with file.transaction():
+        assert file.add(request(1)) and file.add(request(2))
+        assert file.finish(1, 200, b"first") and not file.finish(1, 500, b"second")
+        assert not file.finish(2, 200, bytes(MIB // 4 + 1)) and not file.finish(3, 200, b"")
+    assert {number: (row.status, row.data) for number, row in read_all(file).items()} == {1: (200, b"first")}
+
+
+def test_what_is_too_old_goes() -> None:
+    """Results at any time, requests when a server starts: nobody waits for their answers any more."""
+    file = bounded(seconds=100.0)
+    with file.transaction():
+        for number, age in ((1, 200.0), (2, 200.0), (3, 0.0), (4, 0.0)):
+            assert file.add(request(number, age=age))
+            assert number % 2 or file.finish(number, 200, b"")
+        file.prune()
+    assert sorted(read_all(file)) == [1, 3, 4]
+    assert file.begin() == ([(3, "a")], 5) and sorted(read_all(file)) == [3, 4]
+
+
+def test_the_results_of_who_has_most_rows_go() -> None:
+    """As many as there are too many, also after a transaction that failed."""
+    file = bounded(results=10)
+    with file.transaction():
+        for number in range(1, 11):
+            assert file.add(request(number, "few" if number <= 3 else "many"))
+            assert file.finish(number, 200, bytes(1000 if number <= 3 else 10))
+    with contextlib.suppress(RuntimeError), file.transaction():
+        file.forget(1)
+        file.forget(2)
+        raise RuntimeError
+    with file.transaction():
+        assert file.add(request(11, "new")) and file.add(request(12, "new"))
+    assert sorted(read_all(file)) == [1, 2, 3, *range(6, 13)]
+
+
+def test_an_id_is_that_of_the_newest_request() -> None:
+    file = bounded()
+    with file.transaction():
+        for number, owner, answer, name in ((1, "a", "x", "n"), (2, "a", "y", "n"), (3, "b", "z", "n")):
+            assert file.add(Row(number, time.time(), owner, answer, name, 0, b""))
+    found = [file.find(*what) for what in (("a", "n"), ("a", "x"), ("b", "n"), ("b", "x"), ("a", ""))]
+    assert [row and row.number for row in found] == [2, 1, 3, None, None]
+
+
 class Life:
     """A journal without a thread."""
 
@@ -444,6 +565,7 @@ class Life:
         (ApiError(503, "", None, "overloaded"), 0),
         (ApiError(429, "", None, "queue_full"), 0),
         (ApiError(503, "", None, "draining"), 0),
+        (ApiError(503, "", None, "engine_failed"), 0),
         (ApiError(503, "", None, "timeout"), 503),
         (ApiError(400, ""), 400),
         (ValueError(), 500),
@@ -553,13 +675,107 @@ def test_results_that_wait_for_the_disk(monkeypatch: pytest.MonkeyPatch) -> None
     """They are written even if new requests are not, and beyond a bound become errors."""
     monkeypatch.setattr(journals, "MOST_PENDING", 10_000)
     monkeypatch.setattr(journals, "MOST_ENDS", 40_000)
-    for size, status in ((20_000, 200), (50_000, 503)):
+    for size, status in ((20_000, 200), (35_000, 503), (50_000, 503)):  # beside 11,000
         life = Life()
         promise = life.promise()
         life.journal.write(lambda file: None, 11_000)
         refused = life.journal.ask(lambda file: True, 1)
         promise.finish(200, bytes(size))
-        assert refused.result() is False and life.status() == status
+        assert refused.result(0) is False and life.status() == status
+    life = Life()
+    for _ in range(10):  # of a few bytes each
+        life.journal.write(lambda file: None)
+    assert life.journal.ask(lambda file: True, 1).result(0) is False
+    assert life.journal._put(journals._Job(lambda file: None, reads=True, future=cast(Any, Future()))), "reads always wait"
+
+
+def test_the_newest_results_are_tried_again() -> None:
+    jobs = [journals._Job(lambda file: None, size) for size in (50 << 20, 60 << 20, 1 << 20, 2 << 20)]
+    assert journals._newest(jobs) == jobs[1:] and journals._newest(jobs[:2]) == jobs[1:2] and journals._newest([]) == []
+
+
+def test_what_cannot_be_written_is_told_and_tried_again(caplog: pytest.LogCaptureFixture) -> None:
+    """Each time that the disk becomes full. A request whose client has left meanwhile delays no other."""
+    life = Life()
+    file = cast(MemoryFile, life.journal._file)
+    for number in (1, 2):
+        kept = life.promise()
+        file.full = True
+        left, told = (life.journal.ask(lambda file: True, 0) for _ in range(2))
+        left.cancel()
+        kept.finish(200, b"result")
+        life.journal.step()
+        assert told.result(0) is False
+        file.full = False
+        life.journal.step()
+        row = file.read(number)
+        assert row and row.data == b"result", "the next attempt"
+        assert [caplog.text.count(words) for words in ("cannot be written (disk full)", "can be written again")] == [number] * 2
+
+
+def test_a_disk_that_hangs_delays_a_request_for_a_while(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(journals, "COMMIT_SECONDS", 0.0)
+    life = Life()
+    kept = life.journal.promise("owner", "answer", "request", b"request", True)
+
+    async def wait() -> None:
+        kept._future = asyncio.get_running_loop().create_future()
+        await kept.written()
+
+    asyncio.run(wait())
+    assert life.journal.metrics.unjournaled._value.get() == 1
+
+
+def test_the_thread_tries_again_and_writes_all_at_its_end(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(journals, "RETRY_SECONDS", 0.0)
+    monkeypatch.setattr(journals, "IDLE_SECONDS", 3600.0)
+    begun, go, tries = threading.Event(), threading.Event(), list[int]()
+
+    def fail_once(file: JournalFile) -> None:
+        tries.append(1)
+        if len(tries) == 1:
+            raise sqlite3.OperationalError("disk full")
+
+    async def run() -> None:
+        journal = Journal.open(tmp_path / "journal", JournalBounds(), Metrics("thread"))
+        journal.start()
+        journal.write(fail_once)
+        await asyncio.to_thread(wait_for, lambda: len(tries) == 2)
+        journal.write(lambda file: begun.set() or go.wait(60))
+        await asyncio.to_thread(begun.wait, 60)
+        journal.write(lambda file: file.add(request(1)))
+        closing = asyncio.create_task(journal.close())
+        await asyncio.sleep(0)
+        go.set()
+        await closing
+
+    asyncio.run(run())
+    file, _ = open_journal(tmp_path / "journal", JournalBounds())
+    assert sorted(read_all(file)) == [1]
+    file.close()
+
+
+def test_what_is_left_to_finish(tmp_path: Path) -> None:
+    """A request that has a result meanwhile is not computed again, and one that cannot be read is given up."""
+
+    async def run() -> list[Any]:
+        journal = Journal.open(tmp_path / "journal", JournalBounds(), Metrics("left"))
+        journal.start()
+        for number in (1, 2, 3):
+            promise = journal.promise("owner", f"cmpl-{number}", "", b"request", True)
+            with promise.given():
+                await promise.written()
+        journal.finish(1, 200, b"result")
+        await journal.ask(lambda file: bool(file._db.execute("UPDATE requests SET data = x'00' WHERE number = 2")), 0)
+        found = [await journal.load(number) for number in (1, 2, 3)]
+        await journal.close()
+        return [one and one[0] for one in found]
+
+    assert asyncio.run(run()) == [None, None, b"request"]
+    file, _ = open_journal(tmp_path / "journal", JournalBounds())
+    assert {number: row.attempts for number, row in read_all(file).items()} == {1: 0, 3: 1}
+    assert file.begin()[0] == [(3, "owner")]
+    file.close()
 
 
 def test_what_is_written_no_longer_waits(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -619,6 +835,9 @@ def test_what_a_client_leaves_behind(lasting: bool, ending: bool) -> None:
     journal.step()
     assert (journal._file.read(1) is not None) == (lasting or ending)
     assert orphans == ([1] if lasting and not ending else [])
+    with pytest.raises(asyncio.CancelledError), Kept(journal, 1).given():
+        raise asyncio.CancelledError
+    assert len(orphans) <= 1, "one that goes on without a client has none that leaves"
 
 
 # --- requests ----------------------------------------------------------------------------------------------------------------
@@ -703,7 +922,8 @@ def test_a_request_outlives_its_server(sites: Sites) -> None:
     assert result(site, ids[0]).json()["status"] == "unfinished"
     wait_for(lambda: len(site.engine.submits) == before + 7)
     computed = {json.dumps(s.prompt_ids): s for s in site.engine.submits[before:]}
-    site = sites.start(api_key=keys)
+    (link := sites.folder / "tiny-hybrid").symlink_to(MODELS / "tiny-hybrid")
+    site = sites.start(api_key=keys, model=str(link))
     wait_for(lambda: len(answers) == len(ids))
     assert {a.status_code for a in answers} == {503} and "its next start finishes the request" in answers[0].text
     for name, one in zip(ids, wanted, strict=True):

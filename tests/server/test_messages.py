@@ -221,7 +221,17 @@ def test_an_answer_may_fill_the_context(site: Site) -> None:
     site.engine.reply = lambda submit: [7] * CONTEXT
     answer = ask(site, max_tokens=32_000)
     assert answer["stop_reason"] == "model_context_window_exceeded"
-    assert answer["usage"]["output_tokens"] == CONTEXT - len(site.last().prompt_ids)
+    assert answer["usage"]["output_tokens"] == (most := CONTEXT - len(site.last().prompt_ids))
+    assert [ask(site, max_tokens=n)["stop_reason"] for n in (most, most + 1)] == ["max_tokens", answer["stop_reason"]]
+    response = site.http.post(PATH, json=BODY | {"messages": [{**HI, "content": "word " * CONTEXT}]})
+    error = refused(response, 400, "invalid_request_error")
+    assert error.endswith(f" tokens > {CONTEXT - 1} maximum"), "one token is left for the answer"
+
+
+def test_effort_is_none_of_an_answer_without_thinking() -> None:
+    for thinking, effort in ((None, "high"), ({"type": "adaptive"}, "high"), ({"type": "disabled"}, None)):
+        body = MessagesBody.model_validate(BODY | {"output_config": {"effort": "max"}, "thinking": thinking})
+        assert body.chat.reasoning_effort == effort
 
 
 TEMPLATE = "{{ messages[:-1] | tojson }}|{{ tools | tojson }}|{{ enable_thinking }}|{{ messages[-1].content }}|"
@@ -249,6 +259,7 @@ def test_a_body_becomes_a_conversation(make_site: Callable[..., Site], tmp_path:
                 "role": "assistant",
                 "content": [
                     {"type": "thinking", "thinking": "Hm", "signature": "s"},
+                    {"type": "thinking", "thinking": "So", "signature": "s"},
                     {"type": "redacted_thinking", "data": "zz"},
                     {"type": "text", "text": "Well", "citations": None},
                     {"type": "tool_use", "id": "toolu_1", "name": "weather", "input": {"city": "Ulm"}},
@@ -293,8 +304,8 @@ def test_a_body_becomes_a_conversation(make_site: Callable[..., Site], tmp_path:
         {"role": "system", "content": "Agents: none"},
         {
             "role": "assistant",
-            "reasoning_content": "Hm",
-            "thinking": "Hm",
+            "reasoning_content": "Hm\nSo",
+            "thinking": "Hm\nSo",
             "content": "Well",
             "tool_calls": [
                 {"id": i, "type": "function", "function": {"name": "weather", "arguments": given}} for i, given in calls

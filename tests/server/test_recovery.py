@@ -150,6 +150,22 @@ def test_two_requests_that_end_the_ranks_are_found_in_a_few_ends(deadly: int, en
     assert world.ends == ends
 
 
+def test_who_has_tokens_is_refused_after_two_ends_alone() -> None:
+    """One alone may be an accident, and ends beside others prove nothing."""
+    world = World()
+    requests = [Request(i, 30) for i in range(3)]
+    for request in requests:
+        world.accept(request)
+    for ends in range(1, 5):
+        world.step(False)
+        assert world.there == (requests if ends <= SUSPECT else requests[2:])
+        world.step(False)
+        assert [r.tokens_since_sent for r in world.there] == [1] * len(world.there)
+        world.end()
+        assert (requests[2].stuck, requests[2].error is None) == (ends, ends < 4)
+    assert requests[0].error is None and requests[1].error is None
+
+
 def test_of_many_that_wait_few_are_tried_alone() -> None:
     """Two accidents while 300 requests wait for 4 places. The next ranks get at most 4 of them at a time, and have no fewer to
     compute for it."""
@@ -204,6 +220,20 @@ def test_ranks_are_served_although_clients_have_all_descriptors(monkeypatch: pyt
         assert request.stuck == ends
         world.machine.on_ready(os.getpid(), 2048)
         assert world.machine.state == "serving" and request.sent
+
+
+def test_ranks_whose_start_was_not_heard_are_watched() -> None:
+    """Without their process, their end would be known only when new ranks start."""
+
+    async def run() -> None:
+        machine = World().machine
+        for pid in (0, os.getpid(), os.getpid()):
+            machine.on_ready(pid, 2048)
+            assert machine.pid == pid
+        assert machine._descriptor >= 0
+        machine.give_up()
+
+    asyncio.run(run())
 
 
 class Client(EngineClient):
@@ -340,6 +370,59 @@ def test_silence_is_counted_from_the_last_report_or_start(monkeypatch: pytest.Mo
     with pytest.raises(asyncio.CancelledError):
         machine.watch().send(None)
     assert kills == [25, 33]
+
+
+def test_streams_hear_every_few_seconds_that_there_are_no_ranks(monkeypatch: pytest.MonkeyPatch) -> None:
+    wakes, ticks = list[int](), 0
+    machine = Recovery(lambda request: setattr(request, "attempts", 1), print, Metrics("m"), Watchdog())
+    request: Any = Request(0, 100)
+    request.wake = lambda: wakes.append(ticks)
+    machine.on_ready(0, 2048)
+    machine.add(request)
+
+    async def tick(seconds: float) -> None:
+        nonlocal ticks
+        ticks += 1
+        if ticks == 7:
+            machine.on_end()
+        if ticks == 20:
+            machine.on_ready(0, 2048)
+        if ticks == 40:
+            raise asyncio.CancelledError
+
+    monkeypatch.setattr(recovery.asyncio, "sleep", tick)
+    with pytest.raises(asyncio.CancelledError):
+        machine.watch().send(None)
+    assert wakes == [7, 12, 17]
+
+
+def test_ranks_hang_by_the_steps_of_those_before_them() -> None:
+    """Until they have computed one of their own."""
+    machine = Recovery(print, print, Metrics("m"), Watchdog(seconds=None))
+    machine.on_ready(0, 2048)
+    assert machine.limit() == recovery.UNKNOWN_HANG
+    machine._metrics.on_stats(Stats(token_seconds=0.01))
+    assert machine.limit() == pytest.approx(204.8)
+    machine.on_end()
+    machine.on_ready(0, 2048)
+    assert machine._metrics.stats.token_seconds is None and machine.limit() == pytest.approx(204.8)
+
+
+def test_the_first_error_of_a_request_counts() -> None:
+    client = Client()
+    with client.generate(sequences("a")) as queue:
+        queue.on_error(ApiError(503, "first"))
+        client.fail_all(ApiError(500, "second"))
+        queue.on_error(ApiError(500, "third"))
+        with pytest.raises(ApiError, match="first"):
+            queue.next().send(None)
+
+
+def test_the_progress_of_sequences_is_what_their_answers_may_still_get() -> None:
+    client = Client()
+    with client.generate(sequences("a", 3)), client.generate(sequences("b")):
+        client._dispatch(Outputs([TokenOutput("a-0", [5, 6, 7]), TokenOutput("a-1", [5], finish_reason="stop")]))
+        assert [(one.tokens, one.left) for one in client.progress()] == [(3, 1), (0, 4), (0, 4)]
 
 
 def test_restarts_leave_no_descriptor_open() -> None:

@@ -3,7 +3,6 @@
 import itertools
 import json
 import random
-from collections import Counter
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
@@ -295,6 +294,9 @@ def test_items_that_share_an_id_are_listed_once_each(site: Site) -> None:
         assert [one.content[0].text for one in items] == [*"0123456", *["Rain."] * 3]
         assert len({one.id for one in items}) == len(items)
         assert [items[0].id, items[1].id, items[7].id] == ["a", "b", reference["id"]]
+    for limit in (9, 10, 11):
+        listed = site.http.get(f"{PATH}/{last['id']}/input_items", params={"limit": limit}).json()
+        assert (len(listed["data"]), listed["has_more"]) == (min(limit, 10), limit < 10)
 
 
 def test_what_is_left_of_answers_that_are_cut_off() -> None:
@@ -379,6 +381,24 @@ def test_a_failure_after_the_start_is_an_event(make_site: Callable[..., Site]) -
     assert last["type"] == "response.failed" and last["response"]["error"]["code"] == "server_error"
 
 
+@pytest.mark.parametrize(
+    ("parts", "texts"),
+    [
+        ([Text("\n"), Text(" x")], ["\n x"]),
+        ([Reasoning("r"), Text("\n"), Text("x")], ["r", "\nx"]),
+        ([Text("\n"), Call("a", "f"), Arguments("{}"), Text("x")], ["{}", "x"]),
+        ([Call("a", "f"), Arguments("{}"), Text("\n")], ["{}"]),
+        ([Text("\n")], ["\n"]),
+    ],
+)
+def test_white_space_is_text_only_before_text(parts: list[Part], texts: list[str]) -> None:
+    made = output.Output(False, [])
+    for part in parts:
+        list(made.push([part], None))
+    list(made.end("completed"))
+    assert [one["arguments"] if "arguments" in one else one["content"][0]["text"] for one in made.items] == texts
+
+
 @pytest.mark.parametrize("how", ["fails", "is cancelled"])
 def test_an_answer_that_ends_in_the_middle_keeps_its_items(site: Site, how: str) -> None:
     """The engine brings a few deltas and no end."""
@@ -398,8 +418,10 @@ def test_an_answer_that_ends_in_the_middle_keeps_its_items(site: Site, how: str)
         for i in range(len(parts)):
             list(request.push(Delta(0, i == 0, "", [5], None, [i], None, None, None)))
         if how == "fails":
-            kind, fields = request.fail(ApiError(500, "broken"))
-            assert (kind, fields["response"]["status"]) == ("response.failed", "failed")
+            for status, code in ((429, "rate_limit_exceeded"), (500, "server_error")):
+                kind, fields = request.fail(ApiError(status, "broken"))
+                assert (kind, fields["response"]["status"]) == ("response.failed", "failed")
+                assert fields["response"]["error"] == {"code": code, "message": "broken"}
         else:
             request.cancel()
         reply = json.loads(to_json(request.response()))
@@ -663,6 +685,11 @@ def test_the_store_is_bounded(seed: int) -> None:
     now = 101.0
     assert store.find("modest", "m") is None and not store._owners and not store._ages
     assert store._numbers.total == store._bytes.total == 0
+    slow = record("s", [Items(b"[]")])
+    slow.running = Background.__new__(Background)
+    assert store.put("modest", slow)
+    now = 300.0
+    assert store.find("modest", "s") is slow, "it is still computed"
 
 
 def test_what_fits_is_kept(seed: int) -> None:
@@ -704,25 +731,43 @@ def test_a_background_response_without_room_is_refused(make_site: Callable[..., 
 
 
 def test_the_store_drops_as_its_definition_says(seed: int) -> None:
-    """Whatever comes, it keeps what a plain list of (owner, id, size) keeps by the rule."""
-    store, kept = Store(StoreBounds(seconds=100, answers=12, bytes=20_000), lambda: 0.0), list[tuple[str, str, int]]()
+    """Whatever comes, it keeps what a plain list of owners and their records keeps by the rule. Turns share what was before."""
+    store, kept = Store(StoreBounds(seconds=100, answers=12, bytes=20_000), lambda: 0.0), list[tuple[str, Record]]()
+
+    def bytes_of(owner: str) -> int:
+        own = [record for name, record in kept if name == owner]
+        once = {items for record in own for items in record.items}
+        return sum(record.size for record in own) + sum(len(items.data) for items in once)
+
+    def count_of(owner: str) -> int:
+        return sum(name == owner for name, _ in kept)
+
     for i in range(300):
-        owner, size = random.choice("aaabc"), random.randrange(3000)
-        store.put(owner, Record(str(i), b"x" * size, []))
-        kept.append((owner, str(i), RECORD_BYTES + size))
-        for unit, most in ((None, 12), (2, 20_000)):  # records, bytes
-            while True:
-                has = Counter[str]()
-                for one in kept:
-                    has[one[0]] += 1 if unit is None else one[unit]
-                if has.total() <= most:
+        owner = random.choice("aaabc")
+        earlier = random.choice([[], *(record.items[-5:] for name, record in kept if name == owner)])
+        output = random.choice([None, Items.of_output([{"id": f"msg_{i}", "text": "y" * random.randrange(500)}])])
+        record = Record(str(i), b"x" * random.randrange(1500), [*earlier, Items(b" " * random.randrange(900))], output)
+        record.running = Background.__new__(Background) if random.random() < 0.2 else None
+        if store.put(owner, record):
+            kept.append((owner, record))
+        for amount, most in ((count_of, 12), (bytes_of, 20_000)):
+            while sum(map(amount, "abc")) > most:
+                ranking = sorted("abc", key=lambda name: (amount(name), name), reverse=True)
+                finished = [one for name in ranking for one in kept if one[0] == name and not one[1].running]
+                if not finished:
                     break
-                worst = max(has, key=lambda name: (has[name], name))
-                del kept[[name for name, *_ in kept].index(worst)]
-        if random.random() < 0.2:
-            gone = kept.pop(random.randrange(len(kept)))
-            store.remove(*gone[:2])
-        assert {(name, id) for name, held in store._owners.items() for id in held.records} == {one[:2] for one in kept}
+                kept.remove(finished[0])
+        for owner, record in random.sample(kept, min(len(kept), random.choice([0, 0, 0, 2]))):
+            if record.running:
+                record.running = None
+            else:
+                kept.remove((owner, record))
+                store.remove(owner, record.id)
+        found = {(name, id) for name, held in store._owners.items() for id in held.records}
+        assert found == {(name, record.id) for name, record in kept}
+        assert (store._numbers.total, store._bytes.total) == (len(kept), sum(map(bytes_of, "abc")))
+        there = {id for _, record in kept for items in record.items for id in items.places}
+        assert {id for held in store._owners.values() for id in held.outputs} == there
 
 
 def test_a_response_that_is_too_long_for_the_store_says_so(make_site: Callable[..., Site]) -> None:

@@ -177,6 +177,49 @@ def test_metrics_and_stats(site: Site) -> None:
         assert name in text, name
 
 
+def values(found: metrics.Metrics) -> dict[str, float]:
+    """The metrics without other labels, by their names without `rung:`."""
+    lines = re.findall(r'^rung:(\w+){model_name="m"} (\S+)$', found.render().decode(), re.MULTILINE)
+    return {name: float(value) for name, value in lines}
+
+
+def test_counters_have_what_all_reports_brought() -> None:
+    """A report has totals since the ranks started; new ranks begin at 0."""
+    found = metrics.Metrics("m")
+    for report in (
+        Stats(prefix_queries=10, prefix_hits=5, preemptions=1, steps=3, step_seconds=0.5, batch_tokens=[1, 2, 3]),
+        Stats(prefix_queries=30, prefix_hits=7, preemptions=1, steps=4, step_seconds=2.0, batch_tokens=[4]),
+        None,
+        Stats(prefix_queries=2, prefix_hits=1, preemptions=3, steps=1, step_seconds=1.0, batch_tokens=[5]),
+    ):
+        if report:
+            found.on_stats(report)
+        else:
+            found.on_recovery(9.0)
+    wanted = {
+        "prefix_cache_queries_total": 32, "prefix_cache_hits_total": 8, "num_preemptions_total": 4, "engine_steps_total": 5,
+        "engine_step_seconds_total": 4.5, "iteration_tokens_total_sum": 15, "recoveries_total": 1, "recovery_seconds_total": 9,
+    }  # fmt: skip
+    assert {name: values(found)[name] for name in wanted} == wanted
+
+
+def test_tokens_that_come_together_share_the_time_since_those_before(monkeypatch: pytest.MonkeyPatch) -> None:
+    clock, found = SimpleNamespace(now=100.0), metrics.Metrics("m")
+    monkeypatch.setattr(metrics, "time", SimpleNamespace(monotonic=lambda: clock.now))
+    times = metrics.SequenceTimes(found, 7)
+    for at, count in ((101.0, 2), (103.0, 4), (104.0, 1)):
+        times.on_tokens(at, count, 0.25, 0.5)
+    clock.now = 106.0
+    times.on_end("stop")
+    wanted = {
+        "time_to_first_token_seconds_sum": 1, "inter_token_latency_seconds_sum": 3, "inter_token_latency_seconds_count": 5,
+        "request_generation_tokens_sum": 7, "request_prompt_tokens_sum": 7, "request_queue_time_seconds_sum": 0.25,
+        "request_prefill_time_seconds_sum": 0.5, "request_decode_time_seconds_sum": 5, "e2e_request_latency_seconds_sum": 6,
+    }  # fmt: skip
+    assert {name: values(found)[name] for name in wanted} == wanted
+    assert found.inter_token.quantiles() == {"p50": pytest.approx(0.5, rel=0.02), "p95": pytest.approx(1.0, rel=0.02)}
+
+
 def test_the_histogram_of_tokens_is_prometheus_own(seed: int) -> None:
     rng = random.Random(seed)
     bounds, registries = sorted({rng.uniform(0, 2) for _ in range(6)} | {1.0}), (CollectorRegistry(), CollectorRegistry())
@@ -225,3 +268,6 @@ def test_the_rate_is_that_of_the_last_seconds(seed: int, monkeypatch: pytest.Mon
             rate.add(*given[-1])
         clock.now += rng.expovariate(1)
         assert rate.rate() == sum(value for at, value in given if at >= clock.now - metrics.RATE_WINDOW) / metrics.RATE_WINDOW
+    rate, clock.now = Rate(), 5.0
+    rate.add(0.0, 3)
+    assert rate.rate() == 3 / metrics.RATE_WINDOW

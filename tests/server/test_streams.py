@@ -15,11 +15,11 @@ import httpx
 import pytest
 from starlette.types import Send
 
-from engine.protocol import Outputs, SamplingParams, Submit, TokenOutput
+from engine.protocol import Logprob, Outputs, SamplingParams, Submit, TokenLogprobs, TokenOutput
 from engine.text import TextStream
 from server.answers import Chunks
 from server.backlog import Backlog
-from server.engine_client import SLICE, EngineClient
+from server.engine_client import COUNTED_BYTES, LOGPROB_BYTES, OUTPUT_BYTES, SLICE, EngineClient
 from server.generation import Usage
 from server.http import ClientGone, to_json
 from server.metrics import Metrics
@@ -158,6 +158,34 @@ def test_a_backlog_comes_in_slices_in_order(seed: int) -> None:
     asyncio.run(run())
 
 
+def test_outputs_that_wait_for_a_reader_are_counted(seed: int) -> None:
+    """Up to small changes, which are not reported."""
+    rng = random.Random(seed)
+    client, left, reported = lone_client(), list[TokenOutput](), list[int]()
+
+    def output() -> TokenOutput:
+        values = [TokenLogprobs(Logprob(1, 0.0, 1), [Logprob(2, 0.0, 1)] * rng.randrange(3)) for _ in range(rng.randrange(300))]
+        return TokenOutput("r", [1], logprobs=rng.choice([values, None]), prompt_logprobs=rng.choice([[None, *values], None]))
+
+    def size(output: TokenOutput) -> int:
+        lists = [*(output.logprobs or []), *(output.prompt_logprobs or [])[1:]]
+        return OUTPUT_BYTES + sum(LOGPROB_BYTES * len([one.chosen, *one.top]) for one in lists if one)
+
+    async def run() -> None:
+        with client.generate([Submit("r", [1], SamplingParams(max_tokens=10**6))]) as generation:
+            generation.count_unread = reported.append
+            for _ in range(50):
+                new = [output() for _ in range(rng.randrange(10))]
+                client._dispatch(Outputs(new))
+                left.extend(new)
+                if left and rng.random() < 0.7:
+                    del left[: len(await generation.next())]
+                assert abs(sum(reported) - sum(map(size, left))) < COUNTED_BYTES, seed
+
+    asyncio.run(run())
+    assert any(change < 0 for change in reported) and any(change > 0 for change in reported)
+
+
 def test_what_is_there_at_once_is_written_at_once(seed: int) -> None:
     rng = random.Random(seed)
     groups = [[{"n": rng.random()} for _ in range(rng.randint(1, 4))] for _ in range(20)]
@@ -217,7 +245,7 @@ def test_large_events_leave_in_pieces_with_a_time_limit_each(seed: int, stalls: 
 
     async def send(message: Any) -> None:
         if message["type"] == "http.response.body":
-            await asyncio.sleep(3600 if stalls and len(written) == 3 else 0.2)
+            await asyncio.sleep(3600 if stalls and len(written) == 3 else rng.choice([0.2, 1.4]))
             written.append(message["body"])
 
     async def run() -> None:

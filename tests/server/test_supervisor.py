@@ -13,8 +13,9 @@ from typing import Any, cast
 
 import pytest
 
+from cli import USER_ERROR
 from server import process, supervisor
-from server.process import FAILED
+from server.process import FAILED, FRONTEND
 from server.supervisor import Supervisor
 from tests.support.server_thread import wait_for
 
@@ -82,6 +83,47 @@ def test_ranks_are_killed_although_the_frontend_has_not_started(keeper: Supervis
         keeper.pass_on(signal.SIGKILL)
     assert signal.SIGKILL in sent
     keeper.end(0)
+
+
+def test_which_ranks_are_started_again(keeper: Supervisor, capfd: pytest.CaptureFixture[str]) -> None:
+    """Those that served once and were not given wrong input, as long as the frontend runs."""
+
+    def again(*codes: int) -> bool:
+        return keeper.may_restart([cast(Any, SimpleNamespace(exitcode=code, local_rank=i)) for i, code in enumerate(codes)])
+
+    assert not again(-signal.SIGKILL), "they were never ready"
+    keeper._started.touch()
+    assert again(-signal.SIGKILL) and again(1, -signal.SIGTERM) and not again(1, USER_ERROR)
+    said = capfd.readouterr().err
+    assert "rank 0 was killed by SIGKILL" in said and "rank 0 failed" in said
+    keeper._code = 0
+    assert not again(-signal.SIGKILL)
+
+
+@pytest.mark.parametrize(("frontend_first", "ranks", "code"), [(True, 1, 0), (True, 0, 0), (False, 3, 3), (False, 0, 0)])
+def test_the_code_is_that_of_what_ended_first(
+    frontend_first: bool, ranks: int, code: int, keeper: Supervisor, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    told = list[Any]()
+    monkeypatch.setattr(supervisor, "GRACE_SECONDS", 0.01)
+    monkeypatch.setattr(supervisor, "tell", lambda address, message: told.append(message) or frontend.ended.set())
+    frontend = cast(Any, keeper)._frontend
+    frontend.killed = True
+    keeper.begin(cast(Any, SimpleNamespace(signal=lambda number: None)))
+    if frontend_first or not ranks:
+        frontend.ended.set()
+    if frontend_first:
+        wait_for(lambda: keeper._code is not None)
+    assert keeper.end(ranks) == code and len(told) == (ranks > 0)
+
+
+def test_processes_have_the_time_of_a_drain_to_end(monkeypatch: pytest.MonkeyPatch) -> None:
+    found = list[Any]()
+    monkeypatch.setenv(FRONTEND, "")  # and back
+    monkeypatch.setattr(supervisor, "Supervisor", lambda settings, folder: SimpleNamespace(end=lambda code: code))
+    monkeypatch.setattr(supervisor, "start_ranks", lambda *given: found.append(given) or 7)
+    assert supervisor.run_server(cast(Any, SimpleNamespace(tp=2, drain_timeout=1000.0)), ["--flag"]) == 7
+    assert found[0][:3] == (2, ["-m", "server", "--flag"], 1000.0 + supervisor.STOP_SECONDS)
 
 
 @pytest.mark.parametrize(("number", "code"), [(signal.SIGTERM, 0), (signal.SIGKILL, FAILED), (signal.SIGSEGV, FAILED)])

@@ -6,7 +6,7 @@ import signal
 import subprocess
 import sys
 import time
-from collections.abc import Awaitable, Callable
+from collections.abc import Awaitable, Callable, Sequence
 from functools import partial
 from pathlib import Path
 from types import SimpleNamespace
@@ -18,7 +18,7 @@ from errors import UserError
 from server import workers
 from server.clients import current_client
 from server.problems import ApiError
-from server.workers import Workers
+from server.workers import LAST_RESORT_SECONDS, Workers, _Caller, _Job
 from tests import ROOT
 from tests.support.server_process import runs, wait_until
 from tests.support.worker_jobs import count_runs, encode, endless_in_c, hold_memory, limited, refuse, until_there
@@ -145,6 +145,40 @@ def test_the_queues_are_bounded() -> None:
         await pool.run(limited, slow=True)
 
     with_workers(body, seconds=300, max_queue=2)
+
+
+def test_who_makes_room_in_a_full_queue() -> None:
+    """The newest caller of who has most, unless the new one's client would then have as many. A job that is not shared takes no place
+    of an equal one that is."""
+
+    async def run() -> None:
+        def wait(client: str) -> _Caller:
+            caller = _Caller(client, _Job(b"same", "f"))
+            caller.job.callers[caller] = pool._callers[id(queue)][caller] = None
+            return caller
+
+        for waiting, new, leaves in (
+            ("aabb", "c", 1),
+            ("aaac", "c", 2),
+            ("aabb", "a", None),
+            ("aabc", "c", None),
+            ("aab", "b", 3),
+        ):
+            pool = Workers("", max_queue=4)
+            queue = pool._quick
+            callers = [wait(client) for client in waiting]
+            if leaves is None:
+                with pytest.raises(ApiError, match="too many requests wait"):
+                    pool._place(queue, new)
+            else:
+                assert pool._place(queue, new) is dict(enumerate(callers)).get(leaves)
+        pool._shared[b"same"] = callers[0].job
+        for caller in (callers[1], callers[0]):
+            assert pool._shared == {b"same": callers[0].job}
+            pool._leave(caller, queue)
+        assert not pool._shared
+
+    asyncio.run(run())
 
 
 def test_clients_take_turns(tmp_path: Path) -> None:
@@ -343,7 +377,8 @@ def test_a_worker_that_cannot_be_talked_to_leaves_nothing(monkeypatch: pytest.Mo
     """Its process and its socket do not remain."""
     started: list[subprocess.Popen[bytes]] = []
 
-    def start(*args: Any, **options: Any) -> "subprocess.Popen[bytes]":
+    def start(command: Sequence[str], **options: Any) -> "subprocess.Popen[bytes]":
+        assert int(command[5]) == 1 + LAST_RESORT_SECONDS, "it ends itself only after the frontend should have ended it"
         started.append(subprocess.Popen(["sleep", "600"]))
         return started[-1]
 
@@ -366,7 +401,7 @@ def test_a_worker_that_cannot_be_talked_to_leaves_nothing(monkeypatch: pytest.Mo
 def test_workers_die_with_the_frontend() -> None:
     program = f"""
 import asyncio, time
-from server.workers import Workers
+from server.workers import LAST_RESORT_SECONDS, Workers, _Caller, _Job
 async def main():
     pool = Workers({MODEL!r})
     await pool.run(len, "")
