@@ -2,6 +2,7 @@
 
 import json
 from collections.abc import Callable
+from itertools import count
 from typing import Any
 
 import pytest
@@ -37,23 +38,25 @@ def test_without_speculation_it_is_not_used(make_site: Callable[..., Site]) -> N
     assert answer["usage"]["completion_tokens_details"] == none
 
 
-@pytest.mark.parametrize("value", [5, "Once", [], {}, {"type": "content"}, {"content": "x"}])
 @pytest.mark.parametrize("settings", [{}, {"speculate": "ngram"}])
-def test_a_prediction_of_another_form_is_refused(make_site: Callable[..., Site], value: Any, settings: dict[str, Any]) -> None:
+def test_a_prediction_of_another_form_is_refused(make_site: Callable[..., Site], settings: dict[str, Any]) -> None:
     site = make_site(**settings)
-    wrong: list[Any] = [value, {"type": "guess", "content": "x"}, {"type": "content", "content": value}]
-    for prediction in wrong[: 2 if value in ("Once", []) else 3]:
+    values: list[Any] = [5, "Once", [], {}, {"type": "content"}, {"content": "x"}]
+    wrong = [*values, {"type": "guess", "content": "x"}]
+    for prediction in (*wrong, *({"type": "content", "content": value} for value in values if value not in ("Once", []))):
         error = site.refused("/v1/chat/completions", {**CHAT, "prediction": prediction})
         assert error["param"].startswith("prediction"), error
     image = {"type": "content", "content": [{"type": "image_url", "image_url": {"url": "x"}}]}
     assert site.refused("/v1/chat/completions", {**CHAT, "prediction": image})["param"].startswith("prediction")
 
 
-@pytest.mark.parametrize("words", [2 * CONTEXT, 100_000])
-def test_a_prediction_that_no_answer_can_hold_is_refused(site: Site, words: int) -> None:
-    prediction = {"type": "content", "content": "x " * words}
-    error = site.refused("/v1/chat/completions", {**CHAT, "prediction": prediction})
-    assert (error["param"], error["code"]) == ("prediction", "too_many_tokens") and str(CONTEXT) in error["message"]
+def test_a_prediction_that_no_answer_can_hold_is_refused(site: Site) -> None:
+    least = next(n for n in count(1) if len(TOKENIZER.encode("x " * n, add_special_tokens=False)) > CONTEXT)
+    for words in (least, 100_000):
+        prediction = {"type": "content", "content": "x " * words}
+        error = site.refused("/v1/chat/completions", {**CHAT, "prediction": prediction})
+        assert (error["param"], error["code"]) == ("prediction", "too_many_tokens") and str(CONTEXT) in error["message"]
+    site.chat(prediction={"type": "content", "content": "x " * (least - 1)})
 
 
 def test_usage_counts_what_was_drafted(site: Site) -> None:

@@ -27,14 +27,14 @@ GONE_SECONDS = 60.0  # clients learn within this time that a rank was lost
 # --- a KV cache that holds less than the context ----------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize(("ranks", "memory", "drafts"), [(1, "4M", ()), (2, "2M", ("--speculate", "ngram"))])
+@pytest.mark.parametrize(("ranks", "memory", "drafts"), [(1, "1M", ()), (2, "512K", ("--speculate", "ngram"))])
 def test_the_cache_limits_the_length(ranks: int, memory: str, drafts: tuple[str, ...]) -> None:
     """All say the length that requests can have, and the longest request runs to its end."""
-    length, free = 512, {"temperature": 0, "ignore_eos": True}
+    length, free = 128, {"temperature": 0, "ignore_eos": True}
     with ServerProcess("--model", HYBRID, "--kv-memory", memory, *drafts, ranks=ranks) as server:
         server.ready()
-        assert "warning the KV cache holds 512 tokens" in server.log and "--kv-memory" in server.log
-        assert "context 512 tokens, KV cache 512 tokens" in server.log
+        assert f"warning the KV cache holds {length} tokens" in server.log and "--kv-memory" in server.log
+        assert f"context {length} tokens, KV cache {length} tokens" in server.log
         assert server.http.get("/v1/models").json()["data"][0]["max_model_len"] == length
         assert server.http.post("/tokenize", json={"prompt": PROMPT}).json()["max_model_len"] == length
         assert server.http.get("/tokenizer_info").json()["model_max_length"] == length
@@ -44,7 +44,7 @@ def test_the_cache_limits_the_length(ranks: int, memory: str, drafts: tuple[str,
         whole = server.http.post("/v1/completions", json={"prompt": ids, "max_tokens": most, **free}).json()
         assert (whole["usage"]["completion_tokens"], whole["choices"][0]["finish_reason"]) == (most, "length")
         error = server.http.post("/v1/completions", json={"prompt": ids, "max_tokens": most + 1}).json()["error"]
-        assert error["code"] == "context_length_exceeded" and "maximum context length is 512 tokens" in error["message"]
+        assert error["code"] == "context_length_exceeded" and f"maximum context length is {length} tokens" in error["message"]
 
         chat = server.http.post("/v1/chat/completions", json={"messages": STORY, **free}).json()
         assert (chat["usage"]["total_tokens"], chat["choices"][0]["finish_reason"]) == (length, "length")
