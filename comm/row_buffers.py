@@ -2,9 +2,17 @@
 
 The launches of a rank come in pairs, a scatter and a gather. They use one symmetric buffer per rank, over NVLink or PCIe
 (`kernels/fused_rows.py` has its layout). Copies between ranks run on the copy engines, so they use no SMs, which the concurrent
-GEMM needs. `comm/fused_strategies.py` lists the strategies. docs/communication.md shows why no double buffering is needed.
-This requires one gather after each scatter, before the next scatter, with the same strategy on all ranks. A CUDA graph must
-capture whole pairs.
+GEMM needs. `comm/fused_strategies.py` lists the strategies. Both launches of a pair have one epoch number, and there must be one gather
+after each scatter, before the next scatter, with the same strategy on all ranks. A CUDA graph must capture whole pairs.
+
+No double buffering is needed:
+
+- *Partial sums.* A rank sends those of epoch e + 1 after it has received all rows of e, or their ready flags. The owner of rows sends
+  these after it has read all partial sums of e.
+- *Rows.* A rank writes and sends those of epoch e + 1 after it has received all partial sums of e + 1. Their sender computed them after its
+  last read of rows of e: the current stream waits for the copies of a gather before its last GEMM, or before `gather` returns.
+- *Flags* only increase, and are written after their data. The exchange of ready flags is a kernel on the current stream, because on the
+  copy stream it might find no free SM. A pull copies its flag from the owner's buffer, after the rows, for the same reason.
 """
 
 from collections.abc import Iterator

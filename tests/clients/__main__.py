@@ -2,7 +2,7 @@
 
     python -m tests.clients                      # all, those that are not done yet; out/clients.md has the table
     python -m tests.clients --only openai_py     # one, again
-    python -m tests.clients --write              # into docs/results, which docs/api.md quotes
+    python -m tests.clients --write              # into docs/results, which docs/api.md names
 
 Each client gets an environment of its own in ~/.cache/rung/clients (RUNG_CACHE: another folder), 9 GB in all, from PyPI and npm.
 The server runs on one CPU rank with an embedded model. The prompts of coding agents have tens of thousands of tokens, so their
