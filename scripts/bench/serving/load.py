@@ -29,7 +29,7 @@ import subprocess
 import tempfile
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager, suppress
-from dataclasses import asdict, fields
+from dataclasses import fields
 from pathlib import Path
 from typing import Any
 
@@ -41,7 +41,7 @@ from options import ModelOptions, SpeculationOptions, StandInOptions, add_option
 from ports import free_port
 from presets import has_random_weights, model_config
 from processes import on_ranks
-from scripts.lib.load_generator import Answer, Range, keep_busy, offer, plan, summary
+from scripts.lib.load_generator import Range, keep_busy, offer, plan, summary
 from scripts.lib.machine import machine
 from scripts.lib.markdown import table_lines
 from scripts.lib.results import ROOT, check_output, write_text
@@ -160,13 +160,6 @@ def offline(args: argparse.Namespace) -> dict[str, Any]:
     return found
 
 
-def recorded(answer: Answer) -> dict[str, Any]:
-    """An answer as it is written to the file: times in seconds, rounded to 1 µs, and gaps in whole µs."""
-    fields = asdict(answer)
-    fields["gaps_us"] = [round(gap * 1e6) for gap in fields.pop("gaps")]
-    return {name: round(value, 6) if isinstance(value, float) else value for name, value in fields.items()}
-
-
 def step_seconds(url: str) -> tuple[float, float] | None:
     """Seconds of the server's steps so far, and those of them in which its GPU waited for the host. None if it does not say."""
     with suppress(httpx.HTTPError):
@@ -208,7 +201,7 @@ async def offer_all(args: argparse.Namespace, url: str, vocab_size: int) -> list
             await asyncio.sleep(STATS_SECONDS)
             share = idle_share(before, step_seconds(url))
             found = summary(answers, args.ttft_limit, args.itl_limit)
-            rates.append({"rate": rate, "summary": found, "gpu_idle_share": share, "answers": [recorded(a) for a in answers]})
+            rates.append({"rate": rate, "summary": found, "gpu_idle_share": share})
     return rates
 
 
@@ -226,8 +219,7 @@ async def offer_by_clients(args: argparse.Namespace, url: str, vocab_size: int) 
             await asyncio.sleep(STATS_SECONDS)
             drafts, accepted = (now - then for now, then in zip(drafted(url), before, strict=True))
             one = {"clients": clients, "drafts": drafts, "accepted": accepted}
-            one["summary"] = summary(answers, args.ttft_limit, args.itl_limit)
-            found.append(one | {"answers": [recorded(a) for a in answers]})
+            found.append(one | {"summary": summary(answers, args.ttft_limit, args.itl_limit)})
     return found
 
 
