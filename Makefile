@@ -215,7 +215,7 @@ dashboard: setup #+ Set up: write the Grafana dashboard deploy/grafana/rung.json
 plan: setup ## Train: how to shard P, G and OS of MODEL: make plan MODEL=llama-30b ARGS="--gpus 1024 --cluster a800 --recompute"
 	@$(PY) -m training.plan --model $(MODEL) $(ARGS)
 
-plan-paper: setup-dev #+ Train: the planner compared with AMSP's own choices, into out/plan-paper.json, .md and .png (tracked: ARGS=--write; 3 min)
+plan-paper: setup-dev #+ Train: the planner compared with AMSP's own choices, into out/plan-paper.json and .md (tracked: ARGS=--write; 3 min)
 	@$(PY) -m scripts.report.plan_paper $(ARGS)
 
 profile-collectives: setup #+ Train: time all-gather, reduce-scatter, all-reduce and broadcast on RANKS ranks, into PROFILE

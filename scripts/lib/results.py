@@ -3,7 +3,7 @@
 import argparse
 import hashlib
 import json
-from collections.abc import Callable, Iterable
+from collections.abc import Iterable
 from pathlib import Path
 from typing import Any
 
@@ -23,15 +23,11 @@ def write_json(name: str, content: Any, folder: Path) -> Path:
     return path
 
 
-def write_table(name: str, content: Any, table: str, folder: Path, draw: Callable[[Path], object] | None = None) -> Path:
-    """Write NAME.json, and NAME.md, which was made from it, into `folder`, and say so. draw: draws NAME.png, which was made from it,
-    too, into a path. Returns the path of the JSON. Raises UserError."""
+def write_table(name: str, content: Any, table: str, folder: Path) -> Path:
+    """Write NAME.json, and NAME.md, which was made from it, into `folder`, and say so. Returns the path of the JSON. Raises UserError."""
     raw = write_json(name, content, folder)
     write_text(raw.with_suffix(".md"), table, raw)
-    if draw:
-        draw(figure := raw.with_suffix(".png"))
-        made(figure, raw)
-    note(f"wrote {raw}, .md{' and .png' if draw else ''}")
+    note(f"wrote {raw} and .md")
     return raw
 
 

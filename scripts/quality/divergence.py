@@ -9,7 +9,7 @@ with and without --deterministic?
 
 Drafts are those of `--speculate ngram` and, if the model has a head of its own, of this head; single requests on 1 rank get them.
 Each prompt is the beginning of a held-out story. An answer has --tokens tokens, whatever they are. Two answers part at the first token
-that differs. Writes divergence.json, .md and .png, or divergence-gpu, into out (with --write into docs/results); with only some
+that differs. Writes divergence.json and .md, or divergence-gpu, into out (with --write into docs/results); with only some
 comparisons divergence-drafts.json and so on. The exit code is 1 if an answer with --deterministic differs.
 """
 
@@ -27,7 +27,6 @@ from engine import LLM, SamplingParams
 from engine.draft_models import AUTO, EMBEDDED, TEXT
 from engine.llm import Completion
 from errors import UserError
-from figures import BLUE, GREEN, ORANGE, VERMILION, new_figure
 from options import DTYPE_NAMES, whole_number
 from processes import on_ranks
 from scripts.corpus.documents import documents, render
@@ -41,8 +40,6 @@ from tp import init_world
 PROMPT_TOKENS = 24
 MODES = {"fast": False, "deterministic": True}
 COMPARED = ("ranks", "batch", "drafts")
-COLOURS = {"fast": (VERMILION, ORANGE), "deterministic": (BLUE, GREEN)}  # of the comparisons of a panel
-STYLES = ("-", "--")
 WITHOUT = "no drafts and "  # begins the names of comparisons with drafts
 
 
@@ -139,29 +136,6 @@ def table(rows: list[dict[str, Any]], args: argparse.Namespace, where: dict[str,
     return captioned(head, lines, caption)
 
 
-def plot(rows: list[dict[str, Any]], tokens: int, path: Path) -> None:
-    """The share of answers that are still the same, by tokens. Comparisons with drafts have a panel of their own."""
-    panels = [[row for row in rows if row["compared"].startswith(WITHOUT) == own] for own in (False, True)]
-    panels = [panel for panel in panels if panel]
-    figure = new_figure(6, 3.2 * len(panels))
-    for axes, panel in zip(figure.subplots(len(panels), squeeze=False).flat, panels, strict=True):
-        draw(axes, panel, tokens)
-    figure.savefig(path, dpi=150)
-
-
-def draw(axes: Any, rows: list[dict[str, Any]], tokens: int) -> None:
-    """One panel."""
-    names = list(dict.fromkeys(row["compared"] for row in rows))
-    for row in rows:
-        places, count = [place for place in row["parted"] if place is not None], len(row["parted"])
-        same = [100 * (1 - sum(place < n for place in places) / count) for n in range(tokens + 1)]
-        i = names.index(row["compared"])
-        look = {"color": COLOURS[row["mode"]][i], "linestyle": STYLES[i], "linewidth": 2}
-        axes.plot(range(tokens + 1), same, label=f"{row['compared']}, {row['mode']}", **look)
-    axes.set(xlabel="tokens of the answer", ylabel="answers still the same, %", xlim=(0, tokens), ylim=(0, 103))
-    axes.legend(frameon=False, loc="lower left")
-
-
 def file_name(args: argparse.Namespace) -> str:
     """Of the results. Those of some comparisons do not replace those of all."""
     some = [what for what in COMPARED if what in args.compare]
@@ -202,7 +176,7 @@ def main() -> None:
     print(text)
     if folder:
         content = {"machine": where, "device": args.device, "tokens": args.tokens, "rows": rows}
-        write_table(name, content, text, folder, lambda path: plot(rows, args.tokens, path))
+        write_table(name, content, text, folder)
     differ = sum(place is not None for row in rows if MODES[row["mode"]] for place in row["parted"])
     if differ:
         print(f"{differ} answers differ with --deterministic", file=sys.stderr)

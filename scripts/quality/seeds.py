@@ -8,7 +8,7 @@ All models have the corpus (its seed is 1), the tokens and the recipe of `script
 of each is kept in --out, with the log-likelihood of each held-out story and whether each prompt was answered exactly. So a command
 that was stopped goes on with the models that lack their file, each from its last snapshot. With other --stories or --items, or
 after a change of the code, kept models are evaluated again, and not trained. Processes are spread over the GPUs.
-Writes accuracy-seeds.json, .md and .png into out (with --write into docs/results). --install then makes the models of the median
+Writes accuracy-seeds.json and .md into out (with --write into docs/results). --install then makes the models of the median
 seeds the embedded ones.
 """
 
@@ -26,7 +26,6 @@ import torch
 
 from cli import Parser, note, run
 from errors import UserError
-from figures import new_figure, variant_colour
 from files import check_folder
 from options import whole_number
 from presets import model_config
@@ -309,23 +308,6 @@ def _probability(p: float) -> str:
     return "" if math.isnan(p) else f", p = {p:.2f}"
 
 
-def draw(rows: list[dict[str, Any]], entries: list[dict[str, Any]], path: Path) -> None:
-    """Each seed as a dot, and the mean with its standard error, for perplexity and mean exact match."""
-    figure = new_figure(8, 3.2)
-    measures = {"perplexity": lambda row: math.exp(nats(row)), "mean": lambda row: 100 * share(row, "mean")}
-    for axes, (name, measure) in zip(figure.subplots(1, 2), measures.items(), strict=True):
-        for place, entry in enumerate(entries):
-            colour, scale = variant_colour(entry["variant"]), 100 if name == "mean" else 1
-            values = [measure(row) for row in rows if row["variant"] == entry["variant"]]
-            axes.plot([place] * len(values), values, "o", color=colour, alpha=0.5, markersize=4)
-            mean, error = (scale * value for value in entry[name][:2])
-            axes.errorbar(place + 0.25, mean, None if math.isnan(error) else error, fmt="s", color=colour, capsize=4)
-        axes.set_xticks(range(len(entries)), [entry["variant"] for entry in entries], rotation=30)
-        axes.set_ylabel("held-out perplexity" if name == "perplexity" else "exact match, %, mean of tasks")
-        axes.grid(alpha=0.3)
-    figure.savefig(path, dpi=150)
-
-
 # --- the command ------------------------------------------------------------------------------------------------------------
 
 
@@ -399,7 +381,7 @@ def command(args: argparse.Namespace, runs: list[Run], started: float) -> None:
         text = table(entries, rows)
         print(text)
         content = {"summary": entries, "rows": rows}
-        results.write_table("accuracy-seeds", content, text, folder, lambda path: draw(rows, entries, path))
+        results.write_table("accuracy-seeds", content, text, folder)
     missing = [one.name for one in runs if row_of(args, one) is None]
     if missing:
         raise UserError(

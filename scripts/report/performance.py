@@ -4,7 +4,7 @@
     python -m scripts.report.performance --raw docs/results/h200-4
 
 Reads those of the following files that exist in --raw. Writes a table of each as NAME-{decode,comm,linear,…}.md, and the plots
-NAME-comm.png, NAME-comm-no-p2p.png and NAME-overlap.png. NAME is the name of the --raw folder. The outputs go into out, or with
+NAME-comm.png and NAME-comm-no-p2p.png. NAME is the name of the --raw folder. The outputs go into out, or with
 --write into docs/results.
 
     sweep*.jsonl                        make sweep
@@ -30,7 +30,6 @@ from cli import Parser, note, run
 from comm.quantize import WIDTHS
 from errors import UserError
 from figures import byte_axis, communicator_colour, new_figure, plain_log_axis, size_text
-from scripts.bench.comm.fused.plot import plot as plot_overlap
 from scripts.bench.comm.fused.tables import markdown as overlap_table
 from scripts.bench.comm.fused.tables import rows_of as overlap_rows
 from scripts.bench.serving.load import table as load_table
@@ -423,13 +422,6 @@ def show(raw: Path, folder: Path) -> None:
         some = [found for name in files.split() if (found := read_row(raw / name))]
         plot_comm(some, where, path := folder / f"{raw.name}-{plotted}.png")
         _made(path, raw, files)
-    found = read_row(raw / "gemm-overlap.json")
-    if found is not None:
-        plot_overlap(*overlap_rows(found), path := folder / f"{raw.name}-overlap.png")
-        _made(path, raw, "gemm-overlap.json")
-    if (rows := trained(raw)) is not None:
-        training_tables.plot(*rows, path := folder / f"{raw.name}-training.png")
-        _made(path, raw, TRAINING)
 
 
 def _made(path: Path, raw: Path, files: str) -> None:

@@ -1,6 +1,6 @@
 """Compare the planner with AMSP's own choices (Chen et al., arXiv:2311.00257, table IV), and find what makes those optimal.
 
-    python -m scripts.report.plan_paper            # plan-paper.json, .md, .png and plan-MODEL.png in out
+    python -m scripts.report.plan_paper            # plan-paper.json and .md in out
     python -m scripts.report.plan_paper --write    # the same in docs/results, whose files are tracked
     python -m scripts.report.plan_paper --fit      # only fit the four unknown figures of clusters/a800.json to table V
 
@@ -12,24 +12,22 @@ optimal. Section VI.A.4 uses one configuration from 8 to 1,024 GPUs (for the 30B
 
 import itertools
 from dataclasses import asdict, replace
-from pathlib import Path
 from typing import Any
 
-import matplotlib.pyplot as plt
 from tqdm import tqdm
 
 from cli import Parser, run
 from cluster import Cluster, load_cluster
 from presets import preset
 from scripts.lib.markdown import table_lines
-from scripts.lib.results import add_write_option, made, results_folder, write_table
+from scripts.lib.results import add_write_option, results_folder, write_table
 from scripts.report.plan_fit import FITTED, TABLE_IV, flops_of_table_v, report_fit
 from training.plan import parse_args
 from training.planner.collectives import Point, Profile, synthesize
 from training.planner.cost import Communication, Prediction, predict
 from training.planner.memory import activations
 from training.planner.report import as_json
-from training.planner.scaling import draw, scaling
+from training.planner.scaling import scaling
 from training.planner.search import choose, filtered_meshes, rank, shardings, tiling_meshes
 from training.planner.workload import OVERLAPS, Workload
 from training.sharding import Mesh, Sharding
@@ -293,27 +291,6 @@ def _flops(by_model: dict[str, Any]) -> list[str]:
     return table_lines(["model", *columns], lines)
 
 
-def draw_choices(cluster: Cluster, path: Path) -> None:
-    """Plot the chosen plan by the memory for activations and reserve. Table IV's row is orange, the computed memory dashed."""
-    figure, axes = plt.subplots(3, 2, figsize=(13, 6), sharex=True, layout="constrained")
-    for line, name in zip(axes, TABLE_IV, strict=True):
-        workload, row = paper_workload(name, cluster), Sharding.parse(TABLE_IV[name])
-        for axis, rule in zip(line, ("1,024 GPUs", "all sizes"), strict=True):
-            for i, ((a, b), sharding) in enumerate(judge(name, workload, rule)):
-                color = "#dd8452" if sharding == row else ("#4c72b0", "#8da9cf")[i % 2]
-                axis.broken_barh([(a / GB, (b - a) / GB)], (0, 1), color=color)
-                if b - a > 5.5 * GB:
-                    text = str(sharding).replace(", ", "\n")
-                    axis.text((a + b) / 2 / GB, 0.5, text, ha="center", va="center", fontsize=7, color="white")
-            axis.axvline((activations(workload) + workload.reserve_bytes) / GB, color="black", linestyle="--", linewidth=1)
-            axis.set_yticks([])
-            axis.set_title(f"{name}, judged by {rule}", loc="left", fontsize=9)
-    for axis in axes[-1]:
-        axis.set_xlabel("GB besides model states and buffers (dashed: computed; orange: table IV's row)")
-    figure.savefig(path, dpi=110)
-    plt.close(figure)
-
-
 def count_plans(cluster: Cluster) -> dict[str, int]:
     """Number of nested plans for 1,024 GPUs after the first filter, and after both filters. The latter are tried."""
     mesh = paper_workload("llama-7b", cluster).mesh
@@ -353,12 +330,8 @@ def main() -> None:
         "varied": varied,
         "mfu": {name: predicted_mfu(name, cluster) for name in TABLE_IV},
     }
-    raw = write_table("plan-paper", result, text := markdown(result), folder, lambda path: draw_choices(cluster, path))
-    for name, shares in result["mfu"].items():
-        path = folder / f"plan-{name}.png"
-        draw(shares, f"{name}, {cluster.name}, 4M tokens a step or one micro-batch a GPU", path)
-        made(path, raw)
-    print(f"{text}\nand wrote plan-MODEL.png in {folder}")
+    write_table("plan-paper", result, text := markdown(result), folder)
+    print(text)
 
 
 if __name__ == "__main__":

@@ -1,4 +1,4 @@
-"""scripts/bench/comm/fused: the paper's efficiency, the tables and plots, and the whole command on CPU ranks."""
+"""scripts/bench/comm/fused: the paper's efficiency, the tables, and the whole command on CPU ranks."""
 
 import json
 import random
@@ -12,7 +12,6 @@ from tp import World
 
 pytest.importorskip("triton", reason="Triton is not installed; pip install triton")
 
-from scripts.bench.comm.fused.plot import line_styles
 from scripts.bench.comm.fused.tables import Row, by_shape, markdown
 
 
@@ -64,12 +63,3 @@ def test_a_table_for_each_end(seed: int) -> None:
         assert line[:5] == ["w", "8", "16", "64", "50.0"]
         for way, cell in zip(head[5:], line[5:], strict=True):
             assert cell.startswith(f"{times[scatter, way]}.0"), f"seed {seed}: {way} {cell}"
-
-
-def test_every_way_has_a_line_of_its_own() -> None:
-    ways = ["unfused", "torch", "spans", "spans-pull"]
-    ways += ["tiles0", "tiles0-pull", "tiles0/2", "tiles0/4", "tiles0-pull/4", "tiles1"]
-    styles = line_styles(ways)
-    assert list(styles) == ways
-    assert len({tuple(style.values()) for style in styles.values()}) == len(ways)
-    assert styles["tiles0"]["color"] == styles["tiles0-pull/4"]["color"] != styles["tiles1"]["color"]

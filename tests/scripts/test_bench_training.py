@@ -211,13 +211,9 @@ def test_the_table_shows_medians_ratios_and_errors(tmp_path: Path, monkeypatch: 
     assert cells == expected
     assert "CUDA out of memory" in lines[3]
     assert {line.count("|") for line in lines[:4]} == {len(expected) + 1}
-    middle, down, up = tables.figure_of(rows[0])
-    assert (middle, down, up) == pytest.approx(
-        (100 * 2e-3 / 0.030, 100 * (2e-3 / 0.03 - 2e-3 / 0.04), 100 * (0.1 - 2e-3 / 0.03))
-    )
 
 
-def test_the_ablation_is_written_with_its_plot(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_ablation_is_written(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     argv = arguments(tmp_path, "--ablation", "--micro-batches", 1, 2)
     rows = sweep(argv, monkeypatch, lambda settings: measured([10.0 + len(settings["no_overlap"])] * 3))
     switched_off = [tuple(row["settings"]["no_overlap"]) for row in rows[:4]]
@@ -229,7 +225,6 @@ def test_the_ablation_is_written_with_its_plot(tmp_path: Path, monkeypatch: pyte
     bench_training.write(rows, args, rows[0]["machine"], tables.table(rows, args))
     assert json.loads((tmp_path / "training-2-ablation.json").read_text())["rows"] == rows
     assert "nothing overlapped" in (tmp_path / "training-2-ablation.md").read_text()
-    assert (tmp_path / "training-2-ablation.png").stat().st_size > 5000
 
 
 def test_a_launch_end_to_end(tmp_path: Path) -> None:

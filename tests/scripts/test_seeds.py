@@ -208,7 +208,6 @@ def test_a_few_models_from_training_to_the_table(monkeypatch: pytest.MonkeyPatch
         assert 5 < seeds.nats(one) < 8  # of 2,048 tokens, hardly trained
     assert len({seeds.nats(one) for one in found["rows"]}) == 4
     assert len((tmp_path / "results" / "accuracy-seeds.md").read_text().split("| median seed |")) == 2
-    assert (tmp_path / "results" / "accuracy-seeds.png").read_bytes().startswith(b"\x89PNG")
     before = {path: path.stat().st_mtime_ns for path in folder.glob("*.json")}
     seeds.main()
     assert before == {path: path.stat().st_mtime_ns for path in folder.glob("*.json")}

@@ -41,7 +41,7 @@ from errors import UserError
 from presets import preset
 from scripts.bench.training.launches import Row, measure_all
 from scripts.bench.training.rank import SYSTEMS, add_trace_and_tuning_options
-from scripts.bench.training.tables import plot, table
+from scripts.bench.training.tables import table
 from scripts.lib.machine import machine
 from scripts.lib.results import RESULTS, ROOT, write_table
 
@@ -103,7 +103,7 @@ def _add_launch_options(parser: argparse.ArgumentParser) -> None:
         help="time limit of each launch, or of all with --one-launch (default: 1200)",
     )
     parser.add_argument("--retry", action="store_true", help="measure again configurations that failed")
-    parser.add_argument("--write", action="store_true", help="write docs/results/training-*.md, .png and .json")
+    parser.add_argument("--write", action="store_true", help="write docs/results/training-*.md and .json")
     parser.add_argument(
         "more", nargs="*", help="after --: execution options of python -m training.train, such as --recompute --compile"
     )
@@ -154,7 +154,7 @@ def write(rows: list[Row], args: argparse.Namespace, where: Row, text: str) -> N
     name = f"training-{args.ranks}{'-two-nodes' * args.two_nodes}{'-ablation' * args.ablation}"
     settings = {key: str(value) if isinstance(value, Path) else value for key, value in vars(args).items()}
     content = {"machine": where, "settings": settings, "rows": rows}
-    write_table(name, content, text, RESULTS, lambda path: plot(rows, args, path))
+    write_table(name, content, text, RESULTS)
 
 
 def main() -> None:

@@ -9,7 +9,7 @@ all communication is hidden; below 0 % the fused algorithm is slower than withou
 
 A layer is all-gather + GEMM (m rows; the n output features are split over the ranks) or GEMM + reduce-scatter (the k input
 features are split). An all-gather whose name ends in `-pull` fetches rows from their owners; others push them. `/4` means that
-rows are sent in four chunks (figures 9 and 10). Writes gemm-overlap.json, .md and .svg.
+rows are sent in four chunks (figures 9 and 10). Writes gemm-overlap.json and .md.
 """
 
 import json
@@ -26,7 +26,6 @@ from errors import UserError
 from scripts.bench.comm.fused.algorithms import SHAPES, Layer
 from scripts.bench.comm.fused.bench import Bench
 from scripts.bench.comm.fused.integer_pair import replays
-from scripts.bench.comm.fused.plot import plot
 from scripts.bench.comm.fused.tables import Row, markdown, rows_of
 from scripts.bench.comm.parts import join_ranks
 from scripts.lib.machine import describe, machine
@@ -57,16 +56,12 @@ def measure(world: World, layers: list[Layer], sizes: list[int], seconds: float,
 
 
 def write(report: dict[str, Any], folder: Path) -> None:
-    """Write the JSON file, the table, and, if matplotlib is installed, the plot."""
+    """Write the JSON file and the table."""
     folder.mkdir(parents=True, exist_ok=True)
     (folder / f"{NAME}.json").write_text(json.dumps(report, indent=1) + "\n")
     rows, title = rows_of(report)
     (folder / f"{NAME}.md").write_text(markdown(rows, title))
     note(markdown(rows, title))
-    try:
-        plot(rows, title, folder / f"{NAME}.svg")
-    except UserError:
-        note(f"no plot without matplotlib; --report {folder / NAME}.json draws it elsewhere")
 
 
 def main() -> None:
@@ -77,7 +72,7 @@ def main() -> None:
     parser.add_argument("--seconds", type=float, default=60.0, help="after which no further layer is measured (default 60)")
     parser.add_argument("--replays", type=int, default=1000, help="of a CUDA graph that checks itself (default 1000)")
     parser.add_argument("--device", choices=("cpu", "cuda"), help="default: cuda if there is any")
-    parser.add_argument("--report", type=Path, help="measure nothing; write the table and the plot of this JSON file")
+    parser.add_argument("--report", type=Path, help="measure nothing; write the table of this JSON file")
     arguments = parser.parse_args()
     if arguments.report:
         return write(json.loads(arguments.report.read_text()), arguments.out)
