@@ -368,21 +368,21 @@ def test_a_prediction_saves_steps(seed: int) -> None:
     assert engine.speculation.total["ngram"].accepted >= 40 and engine.meter.steps <= 20
 
 
-def test_an_ended_request_frees_its_drafts_without_the_garbage_collector(seed: int) -> None:
-    engine = engine_of(random_model(config_of("standard")), draft_tokens=4)
-    ends, drafters = {"length": 4, "abort": 1000}, list[weakref.ref[Any]]()
-    for name, most in ends.items():
-        assert engine.submit(Submit(name, [1, 2, 3], SamplingParams(max_tokens=min(most, 60), ignore_eos=True))) is None
+@pytest.mark.parametrize("draft_tokens", [0, 4])
+def test_an_ended_request_is_freed_without_the_garbage_collector(draft_tokens: int, seed: int) -> None:
+    """Its drafts, and without drafts the sequence itself, which budgets keep until the next request."""
+    engine = engine_of(random_model(config_of("standard")), draft_tokens=draft_tokens)
+    for name, most in {"length": 4, "abort": 60}.items():
+        assert engine.submit(Submit(name, [1, 2, 3], SamplingParams(max_tokens=most, ignore_eos=True))) is None
     for _ in range(2):
         engine.step()
-    sequences = [engine.scheduler.by_id[name] for name in ends]
-    drafters += [weakref.ref(sequence.drafter) for sequence in sequences]
+    kept = [weakref.ref(s.drafter if draft_tokens else s) for s in engine.scheduler.by_id.values()]
     gc.disable()
     try:
         engine.abort(Abort("abort"))
         while engine.has_work():
             engine.step()
-        assert [drafter() for drafter in drafters] == [None, None]
+        assert [one() for one in kept] == [None, None]
     finally:
         gc.enable()
 

@@ -13,7 +13,10 @@ from torch import Tensor
 
 from attention import Causal
 from engine.core import Engine
+from engine.logits import SamplingState
+from engine.pooling import pool
 from engine.protocol import Abort, Pooling, Refused, SamplingParams, Submit
+from engine.sequence import Chunk, Sequence
 from model import Transformer
 from tests.engine.test_engine import (
     ALONE,
@@ -130,6 +133,29 @@ def test_chunks_do_not_change_a_bit_of_a_sum(seed: int) -> None:
         )
         sums.append(embeddings(engine, [Submit("a", [1] * 60, SamplingParams(pooling="mean"))])[0]["a"])
     assert torch.equal(*sums)
+
+
+def test_rows_of_vectors_are_found_behind_all_others(seed: int) -> None:
+    """Behind parts of prompts, which draw nothing, and drafts, which draw several rows. A mean begins anew with its prompt."""
+    for _ in range(30):
+        chunks, last, hidden, wanted = list[Chunk](), list[Tensor](), list[Tensor](), list[Tensor]()
+        for _ in range(random.randint(1, 6)):
+            pooling = random.choice([None, "last", "mean"])
+            length, draft = random.randint(1, 5), [] if pooling else [3] * random.randint(0, 3)
+            samples = random.random() < 0.7 or bool(draft)
+            sequence = Sequence("", [1] * length, length, SamplingParams(pooling=pooling), state=SamplingState())
+            sequence.state.pooled = torch.ones(9, dtype=torch.int64)  # of an earlier computation
+            rows = torch.randn(length + len(draft), 8)
+            chunks.append(Chunk(sequence, 0, len(rows), samples, True, draft))
+            hidden.append(rows)
+            last += [rows[length - 1 :]] if samples else []
+            if samples and pooling:
+                wanted.append(rows[-1] if pooling == "last" else rows.mean(0))
+        found = pool(lambda x: x, chunks, torch.cat([*last, torch.zeros(1, 8)]), torch.cat(hidden))
+        assert (found is None) == (not wanted)
+        if found is not None:
+            torch.testing.assert_close(found.vectors, torch.stack(wanted))
+            assert found.sequences == [c.sequence for c in chunks if c.samples and c.sequence.params.pooling]
 
 
 def test_a_prompt_may_fill_context_and_cache_and_an_abort_ends_it(seed: int) -> None:

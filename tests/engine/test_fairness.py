@@ -204,6 +204,20 @@ def test_a_preempted_sequence_counts_as_one_that_never_started() -> None:
     assert "".join(order) == "abbbabaa" and len(queue) == 0
 
 
+def test_a_new_client_begins_where_the_others_are() -> None:
+    """Also behind a start of one that had waited long."""
+    queue = WaitingQueue()
+    first, second = ([queued(queue, client, 1) for _ in range(5)] for client in "ab")
+    for one in (*first[:3], second[0]):
+        queue.start(one)
+    new = queued(queue, "c", 1)
+    order = []
+    for _ in range(3):
+        order.append(queue.first([]))
+        queue.start(order[-1])
+    assert order == [second[1], second[2], new]
+
+
 def queued(queue: WaitingQueue, client: str, weight: int) -> Sequence:
     sequence = Sequence("", [0], 1, SamplingParams(), Turn(client, weight))
     queue.add(sequence)
@@ -219,6 +233,21 @@ def test_no_client_yields_what_has_a_higher_priority() -> None:
     waiting = server.send("b", 20, 3, priority=9)
     server.step()
     assert server.scheduler.preemptions == 0 and server.scheduler.waiting.first([]) is waiting
+
+
+def test_nobody_yields_while_a_higher_priority_takes_all_tokens() -> None:
+    server = Server(1000, 3, 10)
+    for _ in range(2):
+        server.send("a", 3, 100, priority=9)
+    server.step()
+    server.send("a", 60, 100, priority=-9)
+    server.step()
+    server.send("b", 3, 100, priority=9)
+    server.step()
+    assert server.scheduler.preemptions == 0
+    for _ in range(10):
+        server.step()
+    assert server.scheduler.preemptions == 1, "then its client has less than its share"
 
 
 def test_an_exchange_of_places_is_not_undone() -> None:

@@ -421,6 +421,17 @@ def test_a_prompt_is_scored_from_the_rows_before_its_tokens(seed: int) -> None:
             )
 
 
+def test_a_number_that_is_not_finite_anywhere_in_a_prompt_is_noted(seed: int) -> None:
+    """Also if later parts of it are finite."""
+    for bad in (None, *range(4)):
+        sequence, logits = sequence_of([1] * 9, [], prompt_logprobs=0), random_logits(8)
+        if bad is not None:
+            logits[2 * bad, random.randrange(VOCAB)] = random.choice([torch.nan, torch.inf])
+        for start in range(0, 8, 2):
+            score_prompts(lambda rows: rows, [Chunk(sequence, start, 2, False, True)], logits[start : start + 2])
+        assert sequence.state.overflowed == (bad is not None)
+
+
 def test_answers_of_a_request_share_no_counts(seed: int) -> None:
     first = sequence_of([1, 2], [3, 3], presence_penalty=1.0, frequency_penalty=0.5, logit_bias={5: 2.0})
     second = sequence_of([1, 2], [4], presence_penalty=1.0, frequency_penalty=0.5, logit_bias={5: 2.0})

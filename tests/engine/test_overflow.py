@@ -153,6 +153,16 @@ def test_a_wrong_draft_that_overflows_costs_no_answer(seed: int) -> None:
     assert {name: answer.tokens for name, answer in again.items()} == {name: answer.tokens for name, answer in answers.items()}
 
 
+def test_a_number_that_overflows_behind_a_mask_fails_with_log_probabilities(seed: int) -> None:
+    """The token could be drawn, since the one that overflows is not allowed yet. Its log-probability would be no number."""
+    model = random_model(config_of("standard"))
+    model.head.weight[POISON] = torch.nan
+    params = dict(max_tokens=3, min_tokens=3, stop_token_ids=[POISON])
+    submits = [Submit(str(scored), [1, 2], SamplingParams(logprobs=scored, **params)) for scored in (None, 0, 2)]
+    answers, _, failed = run(engine_of(model), submits, 3)
+    assert failed == {"0", "2"} and len(answers["None"].tokens) == 3
+
+
 def test_a_row_without_an_allowed_token_fails(seed: int) -> None:
     """Not with token 0."""
     made = engine_without_poison(random_model(config_of("standard")))

@@ -375,6 +375,14 @@ def test_prompt_logprobs_compute_the_whole_prompt() -> None:
 # --- the block manager alone ------------------------------------------------------------------------------------------------
 
 
+def test_what_would_be_free_without_a_sequence() -> None:
+    """Neither what another one has, nor what is wanted from the cache."""
+    manager = BlockManager(4, 2)
+    blocks = [manager.allocate() for _ in range(3)]
+    manager.acquire(blocks[:1])
+    assert [manager.owned_alone(blocks, cached) for cached in ([], blocks[1:2], blocks)] == [2, 1, 0]
+
+
 def test_forgotten_blocks_are_not_found() -> None:
     """Nor their successors, but equal blocks that are computed later."""
     manager = BlockManager(8, 2)

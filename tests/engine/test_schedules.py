@@ -28,7 +28,7 @@ from engine.paged_cache import PagedCache, PagedContext
 from engine.protocol import SamplingParams
 from engine.schedules import LIMIT, MOST_REPLAYS, TURNS, Schedules, table_key
 from engine.sequence import Chunk, Sequence
-from engine.step_inputs import INVENTED, Capacity, DecodeInputs, SpanInputs
+from engine.step_inputs import INVENTED, Capacity, DecodeInputs, SpanInputs, Tables
 from model import Transformer
 from tests.engine.test_engine import assert_same, config_of, load, random_model, random_submits, serve
 from tests.engine.test_runner import Answer, as_on_a_gpu
@@ -327,6 +327,16 @@ def test_what_was_invented_does_not_reach_the_next_step(seed: int) -> None:
     for _ in range(30):
         with as_on_a_gpu():
             compare_with_fresh_inputs()
+
+
+def test_behind_its_last_block_a_row_has_that_one(seed: int) -> None:
+    """A CPU multiplies what it reads there by 0: a NaN of another sequence must not be there."""
+    tables = Tables(5, 6, torch.device("cpu"))
+    for _ in range(10):
+        blocks = [random.sample(range(1, 50), random.randint(1, 6)) for _ in range(random.randint(1, 5))]
+        tables.update(blocks)
+        for row, own in zip(tables.mirror.device.tolist(), blocks, strict=False):
+            assert row == own + own[-1:] * (6 - len(own))
 
 
 def compare_with_fresh_inputs() -> None:
