@@ -87,18 +87,21 @@ def test_a_quantized_base(kind: str, tmp_path: Path, seed: int) -> None:
     assert expected.abs().max() > 0.1 and (layer(x) - plain - expected).abs().max() < TOLERANCE
 
 
-def test_patterns(tmp_path: Path, seed: int) -> None:
+@pytest.mark.parametrize("use_rslora", [False, True])
+def test_patterns(use_rslora: bool, tmp_path: Path, seed: int) -> None:
     """Each layer has the factor that its alpha and rank give."""
     base = save_random(base_config(), tmp_path / "base")
-    settings = dict(r=4, lora_alpha=6, rank_pattern={"q_proj": 8}, alpha_pattern={"layers.1.mlp.up_proj": 9})
+    settings: dict[str, Any] = dict(r=4, lora_alpha=6, rank_pattern={"q_proj": 8}, alpha_pattern={"layers.1.mlp.up_proj": 9})
     found = open_adapter(
-        write_adapter(tmp_path / "a", base, ("q_proj", "up_proj"), **settings), model_config(str(base), None, 1)
+        write_adapter(tmp_path / "a", base, ("q_proj", "up_proj"), use_rslora=use_rslora, **settings),
+        model_config(str(base), None, 1),
     )
     layers = "model.layers."
-    expected = {f"{layers}{i}.self_attn.q_proj": 6 / 8 for i in range(4)} | {
-        f"{layers}{i}.mlp.up_proj": 6 / 4 for i in range(4)
+    eight, four = (8**0.5, 2.0) if use_rslora else (8, 4)
+    expected = {f"{layers}{i}.self_attn.q_proj": 6 / eight for i in range(4)} | {
+        f"{layers}{i}.mlp.up_proj": 6 / four for i in range(4)
     }
-    assert found.factors == expected | {f"{layers}1.mlp.up_proj": 9 / 4} and found.rank == 8
+    assert found.factors == expected | {f"{layers}1.mlp.up_proj": 9 / four} and found.rank == 8
 
 
 PEFT = Path(__file__).parent / "peft_adapter"
@@ -141,6 +144,7 @@ BAD: dict[str, Callable[[Path], object]] = {
     "is missing, though target_modules": lambda f: damaged(f, lambda t: [t.pop(Q + "A.weight"), t.pop(Q + "B.weight")]),
     "layers.2.5.*is missing, though": lambda f: damaged(f, layers_to_transform=2.5),
     "which target_modules does not name": lambda f: damaged(f, target_modules=["v_proj"]),
+    "q_proj, which target_modules does not name": lambda f: damaged(f, target_modules=["proj", "down_proj"]),
     "its rank 4 is above --max-lora-rank 3": lambda f: None,
     "says 5": lambda f: damaged(f, r=5),
     "values that are not finite": lambda f: damaged(f, lambda t: t[Q + "B.weight"][5].fill_(torch.nan)),

@@ -225,10 +225,10 @@ def test_scales_of_a_cache_in_8_bits_and_empty_biases_are_passed_over(tmp_path: 
     tensors["model.layers.1.self_attn.q_proj.bias"] = torch.zeros(256)
     save_file(tensors, tmp_path / "model.safetensors")
     assert torch.equal(before, logits_of(ALONE, tmp_path, tokens))
-    tensors["model.layers.1.self_attn.q_proj.bias"][random.randrange(256)] = 1.0
-    save_file(tensors, tmp_path / "model.safetensors")
-    with pytest.raises(UserError, match=r"unknown tensors model\.layers\.1\.self_attn\.q_proj\.bias"):
-        logits_of(ALONE, tmp_path, tokens)
+    for other in (torch.eye(256)[random.randrange(256)], torch.zeros(256, 1), torch.zeros(())):
+        save_file(tensors | {"model.layers.1.self_attn.q_proj.bias": other}, tmp_path / "model.safetensors")
+        with pytest.raises(UserError, match=r"unknown tensors model\.layers\.1\.self_attn\.q_proj\.bias"):
+            logits_of(ALONE, tmp_path, tokens)
 
 
 @pytest.mark.parametrize(
