@@ -19,6 +19,6 @@ class OverflowedError(RuntimeError):
     """
 
 
-def first_line(e: Exception) -> str:
+def first_line(e: BaseException) -> str:
     """The first line of a library's error message, for a message of one line."""
     return (str(e).splitlines() or [repr(e)])[0]

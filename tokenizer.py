@@ -10,7 +10,8 @@ streamed text and whole text cannot differ. There are two rules of decoding:
 
 A `tokenizer.json` whose decoder has `ByteFallback` follows the second rule. The `tokenizers` library differs there: for
 one invalid byte it turns the whole run into U+FFFD, which cannot be streamed. `clean_up_tokenization_spaces` is ignored,
-because it changes text.
+because it changes text. A `tokenizer.json` with a decoder that has no such table of pieces is decoded by the library itself,
+which is given the last ids with each new one.
 """
 
 import codecs
@@ -31,6 +32,8 @@ PLAIN_CHAT = (  # the template of ByteTokenizer
     "{% if add_generation_prompt %}assistant: {% endif %}"
 )
 
+WINDOW = 32  # ids before a new one with which the library decodes it, at least
+
 codecs.register_error("replace-each-byte", lambda e: ("\ufffd" * (e.end - e.start), e.end))  # type: ignore[attr-defined]
 
 
@@ -38,12 +41,26 @@ codecs.register_error("replace-each-byte", lambda e: ("\ufffd" * (e.end - e.star
 
 
 @dataclass
+class Added:
+    """A token that the files add to a vocabulary."""
+
+    content: str
+    special: bool
+    id: int | None = None  # None: the next free one
+    flags: dict[str, bool] = field(
+        default_factory=dict
+    )  # lstrip, rstrip, single_word, normalized, as the tokenizers library has them
+
+
+@dataclass
 class TokenizerSettings:
     """Settings from the JSON files in a tokenizer's folder. Tokens are given by their texts. `None`: not in the files."""
 
     names: dict[str, str] = field(default_factory=dict)  # texts of bos_token, eos_token, pad_token, ...
-    added: dict[int, tuple[str, bool]] = field(default_factory=dict)  # id: (text, special)
+    added: list[Added] = field(default_factory=list)  # in the order in which they get ids
+    vocab_size: int | None = None  # of the model: added tokens beyond it have no embedding
     add_bos: bool | None = None
+    add_eos: bool | None = None
     legacy: bool = True  # sentencepiece: a dummy prefix also after every special token, not only at the start of the text
     bos_id: int | None = None  # from config.json, in case the files do not name the token
     eos_ids: tuple[int, ...] = ()
@@ -58,6 +75,7 @@ class Pieces:
     byte_ids: frozenset[int] = frozenset()  # sentencepiece's byte tokens, and its unknown token
     stream: bool = True  # byte-level: one stream of bytes; else pieces of whole characters
     lead: str = "keep"  # rule for a text's start: keep; piece, pieces (sentencepiece); strip, metaspace (tokenizer.json)
+    decode: Callable[[Sequence[int]], str] | None = None  # decodes instead of the table; `data` then is for display only
 
 
 class Tokenizer(ABC):
@@ -74,6 +92,9 @@ class Tokenizer(ABC):
         self.covers: int | None = max(map(len, pieces.data), default=1)  # most characters of a text that become one id;
         # None if there is no bound, because the tokenizer drops characters or makes one id of several unknown ones
         self.add_bos = bos is not None and s.add_bos is not False
+        # special tokens around a text
+        self._before, self._after = [bos] if bos is not None and self.add_bos else [], list(eos[:1]) if s.add_eos else []
+        self.remarks: list[str] = []  # about the files, for the log
         self.names = dict(s.names)  # the templates' variables bos_token, eos_token, ...
         for name, ids in (("bos_token", [] if bos is None else [bos]), ("eos_token", eos)):
             if ids and name not in self.names:
@@ -90,13 +111,29 @@ class Tokenizer(ABC):
         """
         return self._encode(_whole_characters(text), add_special_tokens, parse_special)
 
+    @property
+    def has_exact_bytes(self) -> bool:
+        """Whether a text's bytes are those of its tokens, one after another, apart from its start."""
+        return self.pieces.decode is None
+
+    @property
+    def no_grammars(self) -> str:
+        """Why answers cannot follow a grammar; empty if they can."""
+        if not self.eos_ids:
+            return "this model has no end-of-text token"
+        return "" if self.has_exact_bytes else "the bytes of this model's tokens depend on the tokens before them"
+
     def decode(self, ids: Sequence[int], skip_special_tokens: bool = True) -> str:
         """The text of `ids`, decoded as the start of a text. Raises UserError for an id outside the vocabulary."""
+        if self.pieces.decode is not None:
+            return self.pieces.decode(
+                [i for i in ids if self.token_bytes(i) and not (skip_special_tokens and i in self.special_ids)]
+            )
         detokenizer = IncrementalDetokenizer(self, skip_special_tokens)
         return "".join([*map(detokenizer.push, ids), detokenizer.flush()])
 
     def token_bytes(self, id: int) -> bytes:
-        """The exact bytes of an id in the middle of a text. A special token's bytes are its text in UTF-8.
+        """The bytes of an id in the middle of a text, exact if `has_exact_bytes`. A special token's bytes are its text in UTF-8.
 
         Raises UserError for an id outside the vocabulary.
         """
@@ -168,11 +205,11 @@ class Tokenizer(ABC):
 
     def _encode_parts(self, parts: Sequence[str], add_special_tokens: bool) -> list[int]:
         """The ids of `parts`: plain text at even indices, special tokens at odd ones."""
-        ids = self._encode("", add_special_tokens, False) if add_special_tokens else []
-        for i, part in enumerate(parts):
-            if part:
-                ids += self._encode(part, False, bool(i % 2))
-        return ids
+        ids = self._ids_of_parts(parts)
+        return [*self._before, *ids, *self._after] if add_special_tokens else ids
+
+    def _ids_of_parts(self, parts: Sequence[str]) -> list[int]:
+        return [id for i, part in enumerate(parts) if part for id in self._encode(part, False, bool(i % 2))]
 
     def pick_template(self, wanted: str | None, with_tools: bool) -> str:
         """The text of a template: `wanted` is one or names one; None: the checkpoint's. Raises UserError if it has none."""
@@ -207,6 +244,11 @@ class IncrementalDetokenizer:
         self._at_start = self._pieces.lead != "keep"
         errors = "replace" if self._pieces.stream else "replace-each-byte"
         self._utf8 = codecs.getincrementaldecoder("utf-8")(errors)
+        self._window, self._shown = list[int](), 0  # with `decode`: the last ids, and how many characters of their text are out
+        if self._pieces.decode is not None:
+            self._window = [i for i in prompt_ids[-WINDOW:] if i not in self._skipped]
+            self._shown = len(self._pieces.decode(self._window).rstrip("\ufffd"))
+            return
         # Only two parts of the prompt have an effect: the ids up to its first text, and its last three bytes, which may
         # be the start of a character. The middle of a long prompt is not decoded.
         head = 0
@@ -225,6 +267,8 @@ class IncrementalDetokenizer:
         """The text that `id` completes; it may be empty. Raises UserError for an id outside the vocabulary."""
         data = self._tokenizer.token_bytes(id)
         skipped = id in self._skipped
+        if self._pieces.decode is not None:
+            return "" if skipped else self._decode(self._pieces.decode, id)
         if self._pieces.stream:
             return "" if skipped else self._utf8.decode(data)
         if id in self._pieces.byte_ids:
@@ -234,7 +278,28 @@ class IncrementalDetokenizer:
 
     def flush(self) -> str:
         """The rest: U+FFFD for the bytes of an incomplete character."""
+        if self._pieces.decode is not None:
+            rest = self._pieces.decode(self._window)[self._shown :]
+            self._shown += len(rest)
+            return rest
         return self._lead(self._utf8.decode(b"", final=True), from_bytes=True)
+
+    def _decode(self, decode: Callable[[Sequence[int]], str], id: int) -> str:
+        """What `id` adds to the text of the window. What later ids can change is kept back, but not for long: byte tokens, and U+FFFD at
+        the end, which may be the start of a character."""
+        self._window.append(id)
+        if id in self._pieces.byte_ids and len(self._window) < 4 * WINDOW:
+            return ""  # a later byte may make the whole run U+FFFD
+        text = decode(self._window)
+        whole = text.rstrip("\ufffd")
+        full = len(self._window) >= (2 if whole == text else 4) * WINDOW
+        shown = text if full else whole
+        added = shown[self._shown :]
+        self._shown = max(self._shown, len(shown))
+        if full:
+            self._window = self._window[-WINDOW:]
+            self._shown = len(decode(self._window))
+        return added
 
     def _lead(self, text: str, from_bytes: bool) -> str:
         """Apply the rule for the start of a text (`Pieces.lead`), as the library for this kind of tokenizer does."""

@@ -8,8 +8,8 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from errors import UserError
-from tokenizer import Pieces, Tokenizer, TokenizerSettings
+from errors import UserError, first_line
+from tokenizer import Added, Pieces, Tokenizer, TokenizerSettings
 
 # Llama 3's split pattern and special tokens, from llama_models 0.3 (models/llama3/tokenizer.py). A checkpoint of the HF
 # layout has other names for some reserved tokens in `added_tokens_decoder`; those take precedence.
@@ -23,6 +23,8 @@ LLAMA3_NAMES = (
     + ",".join(f"reserved_special_token_{i}" for i in range(2, 246))
 )
 LLAMA3_SPECIALS = [f"<|{name}|>" for name in LLAMA3_NAMES.split(",")]
+# one more step may remove a space at the start
+SENTENCEPIECE_DECODERS = (["Replace", "ByteFallback", "Fuse"], ["ByteFallback", "Fuse", "Replace"])
 MAX_RUN = 25_000  # characters; tiktoken's regex engine fails on longer runs of whitespace; Llama 3's own code cuts here, too
 MAX_ID = 1 << 24  # far above any vocabulary; a larger id in a corrupt file would fill the memory with empty pieces
 DROPPED = " \u200b\x01\u0301"  # characters that a normalizer may drop
@@ -48,15 +50,20 @@ class SentencePieceTokenizer(Tokenizer):
             data[i] = bytes([int(sp.id_to_piece(i)[3:5], 16)])
         data[sp.unk_id()] = sp.decode([sp.unk_id()]).encode()
         byte_ids |= {sp.unk_id()}  # " ⁇ ": keeps its space at the start of a text, as a byte token does
-        added = {i: token for i, token in settings.added.items() if i >= size}
+        added, left_out = _placed(settings, {sp.id_to_piece(i): i for i in range(size)})
+        added = {i: token for i, token in added.items() if i >= size or not (sp.is_unknown(i) or sp.is_byte(i))}
+        for i, token in added.items():
+            if i < size and token.content != sp.id_to_piece(i):  # a reserved piece that got another name
+                data[i] = token.content.encode()
         data += _added_pieces(size, added)
-        special = {i for i in range(size) if sp.is_control(i)} | {i for i, token in added.items() if token[1]}
+        special = {i for i in range(size) if sp.is_control(i)} | {i for i, token in added.items() if token.special}
         texts = {data[i].decode(): i for i in sorted({*special, *added})}
         self._ids_of_specials, self._split = texts, _alternatives(texts)
         pieces = Pieces(data, byte_ids, stream=False, lead=self._probe_lead(size))
         bos = texts.get(settings.names.get("bos_token", ""), sp.bos_id())
         eos = texts.get(settings.names.get("eos_token", ""), sp.eos_id())
         super().__init__(pieces, frozenset(special), None if bos < 0 else bos, [eos] if eos >= 0 else [], settings)
+        self.remarks += left_out
         dropped = any(len(bare.encode(c * PROBE)) * max(map(len, data)) < PROBE for c in DROPPED)
         if dropped or len(byte_ids) <= 256:  # 257 if complete: the 256 bytes and the unknown token
             self.covers = None
@@ -70,15 +77,11 @@ class SentencePieceTokenizer(Tokenizer):
         return "piece" if self._sp.decode([space, word]).startswith(" ") else "pieces"
 
     def _encode(self, text: str, add_special_tokens: bool, parse_special: bool) -> list[int]:
-        ids = [self.bos_id] if add_special_tokens and self.add_bos and self.bos_id is not None else []
         parts = self._split.split(text) if parse_special and self._split else [text]
-        return ids + self._ids_of_parts(parts)
-
-    def _encode_parts(self, parts: Sequence[str], add_special_tokens: bool) -> list[int]:
-        return self._encode("", add_special_tokens, False) + self._ids_of_parts(parts)
+        return self._encode_parts(parts, add_special_tokens)
 
     def _ids_of_parts(self, parts: Sequence[str]) -> list[int]:
-        ids: list[int] = []
+        ids = list[int]()
         for i, part in enumerate(parts):  # even index: plain text; odd: a special token
             if i % 2:
                 ids.append(self._ids_of_specials[part])
@@ -100,24 +103,27 @@ class TiktokenTokenizer(Tokenizer):
         if sorted(ranks.values()) != list(range(len(lines))) or any(bytes([i]) not in ranks for i in range(256)):
             raise UserError(f"{path} lacks ranks or single bytes; download the file again")
         names = dict(enumerate(LLAMA3_SPECIALS, len(ranks)))
-        names |= {i: text for i, (text, _) in settings.added.items() if i >= len(ranks)}  # Llama 3.0 has other names
+        added, left_out = _placed(settings, {text: i for i, text in names.items()})
+        names |= {i: token.content for i, token in added.items() if i >= len(ranks)}  # Llama 3.0 has other names
         specials = {text: i for i, text in names.items()}
         self._encoding = _library("tiktoken").Encoding(
             name=str(path), pat_str=LLAMA3_PATTERN, mergeable_ranks=ranks, special_tokens=specials
         )
-        added = {i: (text, True) for i, text in names.items()}
-        data = sorted(ranks, key=ranks.__getitem__) + _added_pieces(len(ranks), added)
+        data = sorted(ranks, key=ranks.__getitem__) + _added_pieces(
+            len(ranks), {i: Added(name, True) for i, name in names.items()}
+        )
         bos = specials.get(settings.names.get("bos_token", "<|begin_of_text|>"))
         ends = [settings.names.get("eos_token", ""), "<|end_of_text|>", "<|eom_id|>", "<|eot_id|>"]
         eos = [specials[end] for end in ends if end in specials]
         super().__init__(Pieces(data), frozenset(names), bos, eos, settings)
+        self.remarks += left_out
 
     def _encode(self, text: str, add_special_tokens: bool, parse_special: bool) -> list[int]:
-        ids = [self.bos_id] if add_special_tokens and self.add_bos and self.bos_id is not None else []
+        ids = list(self._before) if add_special_tokens else []
         allowed: Any = "all" if parse_special else set()
         for part in _cut_long_runs(text):
             ids += self._encoding.encode(part, allowed_special=allowed, disallowed_special=())
-        return ids
+        return ids + (self._after if add_special_tokens else [])
 
 
 def _cut_long_runs(text: str) -> Iterator[str]:
@@ -131,9 +137,9 @@ def _cut_long_runs(text: str) -> Iterator[str]:
 
 
 class HuggingFaceTokenizer(Tokenizer):
-    """`tokenizer.json`, either byte-level BPE or a converted sentencepiece model, with the tokenizers library."""
+    """`tokenizer.json` with the tokenizers library. The file's post-processor decides which special tokens surround a text."""
 
-    def __init__(self, blob: bytes, path: Path, settings: TokenizerSettings):
+    def __init__(self, blob: bytes, content: dict[str, Any], path: Path, settings: TokenizerSettings):
         library = _library("tokenizers")
         self._parsing = _load(path, lambda: library.Tokenizer.from_str(blob.decode()))
         self._plain = _load(path, lambda: library.Tokenizer.from_str(blob.decode()))
@@ -141,34 +147,53 @@ class HuggingFaceTokenizer(Tokenizer):
         self._inner = _load(path, lambda: library.Tokenizer.from_str(inner.decode())) if inner != blob else self._plain
         for tokenizer in (self._plain, self._inner):
             tokenizer.encode_special_tokens = True  # a setting, not an argument: threads that change it would conflict
+        given, left_out = _placed(settings, self._parsing.get_vocab(with_added_tokens=True))
+        tokens = [library.AddedToken(token.content, special=token.special, **token.flags) for _, token in sorted(given.items())]
         for tokenizer in (self._parsing, self._plain, *([] if self._inner is self._plain else [self._inner])):
             tokenizer.no_truncation()
             tokenizer.no_padding()
-            # The config may name tokens, often EOS, that the file does not mark as special; the library reuses their ids.
-            named = sorted(set(settings.names.values()))
-            tokenizer.add_special_tokens([name for name in named if tokenizer.token_to_id(name) is not None])
+            tokenizer.add_tokens(tokens)
+        for id, token in given.items():
+            if (found := self._parsing.token_to_id(token.content)) != id:
+                raise UserError(
+                    f"{path.parent} gives the token {token.content!r} the id {id}, but with {path.name} it is {found}; "
+                    "take all of the tokenizer's files from one release of the model"
+                )
         added = self._parsing.get_added_tokens_decoder()
-        special = frozenset(i for i, token in added.items() if token.special)
+        special = {token["content"] for token in content.get("added_tokens") or [] if token.get("special")}
+        special |= {token.content for token in added.values() if token.special}  # the library forgets none
         self._strips_left = {token.content for token in added.values() if token.lstrip}
         self._strips_right = {token.content for token in added.values() if token.rstrip}
         vocab = {i: token for token, i in self._parsing.get_vocab(with_added_tokens=True).items()}
-        pieces = _json_pieces(vocab, {i: token.content for i, token in added.items()}, json.loads(blob), path)
+        pieces = _json_pieces(vocab, {i: token.content for i, token in added.items()}, content, self._parsing)
         bos, eos = (self._parsing.token_to_id(settings.names.get(name, "")) for name in ("bos_token", "eos_token"))
         if bos is None and settings.bos_id in vocab:
             bos = settings.bos_id
-        self._override_bos = settings.add_bos  # None: the file's post-processor decides
-        super().__init__(pieces, special, bos, [] if eos is None else [eos], settings)
-        self.add_bos = bos is not None and self.encode("")[:1] == [bos]
-        keeps_all = kept_by_normalizer(json.loads(blob)) and not any(token.lstrip or token.rstrip for token in added.values())
-        self.covers = self.covers * MOST_COMPOSED if keeps_all and self.covers else None
+        ids = frozenset(i for i, token in added.items() if token.content in special)
+        super().__init__(pieces, ids, bos, [] if eos is None else [eos], settings)
+        encoding = call_library(self._parsing.encode, "a")
+        mask = [bool(own) for own in encoding.special_tokens_mask]
+        self._before = encoding.ids[: mask.index(False)] if False in mask else []
+        self._after = encoding.ids[len(mask) - mask[::-1].index(False) :] if False in mask else encoding.ids
+        self.add_bos = bos is not None and self._before[:1] == [bos]
+        self.remarks += left_out
+        if (settings.add_bos is not None and settings.add_bos != self.add_bos) or (
+            settings.add_eos is not None and settings.add_eos != bool(self._after)
+        ):
+            self.remarks.append(
+                f"add_bos_token and add_eos_token do not count beside {path.name}, whose post-processor decides"
+            )
+        keeps_all = kept_by_normalizer(content) and not any(token.lstrip or token.rstrip for token in added.values())
+        self.covers = self.covers * MOST_COMPOSED if keeps_all and self.covers and self.has_exact_bytes else None
 
     def _encode(self, text: str, add_special_tokens: bool, parse_special: bool) -> list[int]:
-        return self._encode_with(self._parsing if parse_special else self._plain, text, add_special_tokens)
+        tokenizer = self._parsing if parse_special else self._plain
+        return list(call_library(tokenizer.encode, text, None, False, add_special_tokens).ids)
 
-    def _encode_parts(self, parts: Sequence[str], add_special_tokens: bool) -> list[int]:
-        """The ids of `parts`. As in the library, a special token removes adjacent spaces if the file says so, and only
-        text at the very start gets the space that some vocabularies put in front."""
-        ids = self._encode("", add_special_tokens, False) if add_special_tokens else []
+    def _ids_of_parts(self, parts: Sequence[str]) -> list[int]:
+        """As in the library, a special token removes adjacent spaces if the file says so, and only text at the very start gets the
+        space that some vocabularies put in front."""
+        ids = list[int]()
         for i, part in enumerate(parts):
             if i % 2:
                 ids.append(self._parsing.token_to_id(part))
@@ -178,13 +203,8 @@ class HuggingFaceTokenizer(Tokenizer):
             if i + 1 < len(parts) and parts[i + 1] in self._strips_left:
                 part = part.rstrip()
             if part:
-                ids += self._encode_with(self._plain if i == 0 else self._inner, part, False)
+                ids += call_library((self._plain if i == 0 else self._inner).encode, part, None, False, False).ids
         return ids
-
-    def _encode_with(self, tokenizer: Any, text: str, add_special_tokens: bool) -> list[int]:
-        override = self._override_bos if add_special_tokens and self.bos_id is not None else None
-        ids = list(tokenizer.encode(text, add_special_tokens=add_special_tokens and override is not False).ids)
-        return [self.bos_id, *ids] if override and ids[:1] != [self.bos_id] else ids  # type: ignore[list-item]
 
 
 def kept_by_normalizer(content: dict[str, Any]) -> bool:
@@ -203,31 +223,58 @@ def kept_by_normalizer(content: dict[str, Any]) -> bool:
     return known and bool(model.get("byte_fallback")) and tokens >= all_bytes
 
 
-def _json_pieces(vocab: dict[int, str], added: dict[int, str], content: dict[str, Any], path: Path) -> Pieces:
-    """The pieces of a `tokenizer.json` with a byte-level or sentencepiece-like decoder. Raises UserError for others."""
+def _json_pieces(vocab: dict[int, str], added: dict[int, str], content: dict[str, Any], library: Any) -> Pieces:
+    """The table for a byte-level or sentencepiece-like decoder; else the library's `decode`. Raises UserError for a decoder whose text
+    for some ids need not begin with its text for fewer, so that no answer could be streamed."""
     root = content.get("decoder") or {}
     steps = root["decoders"] if root.get("type") == "Sequence" else [root]
     kinds = [step.get("type") for step in steps]
     size = _checked_size(max(vocab, default=-1))
     raw = [added.get(i, vocab.get(i, "")) for i in range(size)]
-    if kinds == ["ByteLevel"]:
-        table = _byte_level_alphabet()
-        whole = [i in added or any(c not in table for c in token) for i, token in enumerate(raw)]
-        return Pieces([t.encode() if w else bytes(table[c] for c in t) for t, w in zip(raw, whole, strict=True)])
-    strip = next((step for step in steps if step.get("type") == "Strip"), {"content": " ", "start": 0, "stop": 0})
-    plain_strip = strip["content"] == " " and strip["start"] in (0, 1) and strip["stop"] == 0
-    if not kinds == ["Metaspace"] and not (set(kinds) <= {"Replace", "ByteFallback", "Fuse", "Strip"} and plain_strip):
-        raise UserError(f"{path} has an unsupported decoder {kinds}; use a byte-level or sentencepiece-like one")
-    if any(s["pattern"] != {"String": "▁"} or s["content"] != " " for s in steps if s["type"] == "Replace"):
-        raise UserError(f"{path} has a decoder that replaces more than ▁; use a byte-level or sentencepiece-like one")
     is_byte = re.compile("<0x[0-9A-F]{2}>").fullmatch
     byte_ids = frozenset(i for i, token in enumerate(raw) if "ByteFallback" in kinds and is_byte(token))
-    data = [bytes([int(t[3:5], 16)]) if i in byte_ids else t.replace("▁", " ").encode() for i, t in enumerate(raw)]
+    plain = all(s["pattern"] == {"String": "▁"} and s["content"] == " " for s in steps if s.get("type") == "Replace")
+    table = _byte_level_alphabet()
+    whole = [i in added or any(c not in table for c in token) for i, token in enumerate(raw)]
+    if kinds == ["ByteLevel"] or (
+        # as transformers converts a GGUF file: without such pieces, all steps but the last do nothing
+        kinds == ["ByteFallback", "Fuse", "Replace", "ByteLevel"]
+        and plain
+        and not byte_ids
+        and not any(w and i not in added for i, w in enumerate(whole))
+    ):
+        return Pieces([t.encode() if w else bytes(table[c] for c in t) for t, w in zip(raw, whole, strict=True)])
+    strip = {"content": " ", "start": 0, "stop": 0} | (steps[-1] if kinds[-1:] == ["Strip"] else {})
+    plain &= strip["content"] == " " and strip["start"] in (0, 1) and strip["stop"] == 0
+    lead = "strip" if strip["start"] else "keep"
     if kinds == ["Metaspace"]:
         lead = "keep" if root.get("prepend_scheme") == "never" else "metaspace"
-    else:
-        lead = "strip" if strip["start"] else "keep"
-    return Pieces(data, byte_ids, stream=False, lead=lead)
+        # the first token loses each ▁, but no space
+        plain = root.get("replacement") == "▁" and not (lead == "metaspace" and any(" " in token for token in raw))
+    if plain and (kinds == ["Metaspace"] or (kinds[:-1] if strip["start"] else kinds) in SENTENCEPIECE_DECODERS):
+        data = [bytes([int(t[3:5], 16)]) if i in byte_ids else t.replace("▁", " ").encode() for i, t in enumerate(raw)]
+        return Pieces(data, byte_ids, stream=False, lead=lead)
+
+    for step in steps[kinds.index("Fuse") :] if "Fuse" in kinds else ():
+        if step.get("type") == "Replace" and len(step["pattern"].get("String", "")) != 1:
+            raise UserError(
+                f"the tokenizer's decoder replaces {step['pattern']} in a whole text, which cannot be streamed; use another one"
+            )
+
+    def decode(ids: Sequence[int]) -> str:
+        return str(call_library(library.decode, list(ids), False)) if ids else ""
+
+    return Pieces(_shown(raw, added, decode), byte_ids, decode=decode)
+
+
+def _shown(raw: list[str], added: Mapping[int, str], decode: Callable[[Sequence[int]], str]) -> list[bytes]:
+    """What the library adds to a text for each id, for display. Raises UserError if it fails for one."""
+    alone = [decode([i]) for i in range(len(raw))]
+    word = next((i for i, text in enumerate(alone) if i not in added and text.isalnum()), None)
+    start = "" if word is None else alone[word]
+    after = alone if word is None else [decode([word, i]) for i in range(len(raw))]
+    texts = [text[len(start) :] if text.startswith(start) else "" for text in after]
+    return [(token if i in added else texts[i] or alone[i] or token).encode() for i, token in enumerate(raw)]
 
 
 def _byte_level_alphabet() -> dict[str, int]:
@@ -238,9 +285,27 @@ def _byte_level_alphabet() -> dict[str, int]:
     return {chr(byte): byte for byte in visible} | {chr(0x100 + i): byte for i, byte in enumerate(hidden)}
 
 
-def _added_pieces(first: int, added: Mapping[int, tuple[str, bool]]) -> list[bytes]:
+def _placed(settings: TokenizerSettings, vocab: Mapping[str, int]) -> tuple[dict[int, Added], list[str]]:
+    """The added tokens by id, and remarks about those without an embedding, which are left out. vocab: the ids that tokens have."""
+    found, left_out = dict[int, Added](), list[str]()
+    ids = dict(vocab)
+    free = 1 + max([*ids.values(), *(token.id for token in settings.added if token.id is not None)], default=-1)
+    for token in filter(lambda token: token.content, settings.added):
+        id = ids.get(token.content, free) if token.id is None else token.id
+        if settings.vocab_size is not None and id >= settings.vocab_size and token.content not in vocab:
+            left_out.append(token.content)
+            continue
+        if id not in found or token.flags:  # one that is named again by its text alone keeps its flags
+            found[id], ids[token.content] = token, id
+        free = max(free, id + 1)
+    names = ", ".join(map(repr, left_out[:5]))
+    return found, [f"{len(left_out)} added tokens have no embedding and are left out: {names}"] if left_out else []
+
+
+def _added_pieces(first: int, added: Mapping[int, Added]) -> list[bytes]:
     """The pieces from id `first` on; unused ids between added ones are empty."""
-    return [added.get(i, ("", False))[0].encode() for i in range(first, _checked_size(max(added, default=first - 1)))]
+    last = _checked_size(max(added, default=first - 1))
+    return [added[i].content.encode() if i in added else b"" for i in range(first, last)]
 
 
 def _checked_size(last_id: int) -> int:
@@ -255,12 +320,29 @@ def _alternatives(texts: Mapping[str, int]) -> re.Pattern[str] | None:
     return re.compile(f"({'|'.join(map(re.escape, longest_first))})") if longest_first else None
 
 
+def call_library(function: Callable[..., Any], *arguments: Any) -> Any:
+    """Call a function of the tokenizers library. Raises UserError if it panics: that exception is no `Exception`, so whatever else
+    catches errors would pass it on."""
+    try:
+        return function(*arguments)
+    except BaseException as e:
+        if type(e).__name__ != "PanicException":
+            raise
+        raise UserError(f"the tokenizers library failed ({first_line(e)}); send another text, or mend the tokenizer") from None
+
+
 def _library(name: str) -> Any:
     """The library for one kind of tokenizer, imported when such a file is read. Raises UserError if it is missing."""
     try:
         return importlib.import_module(name)
     except ImportError as e:
         raise UserError(f"this tokenizer needs the {name} library; install it with: pip install {name}") from e
+
+
+def parse_json(blob: bytes, path: Path) -> dict[str, Any]:
+    """The content of a `tokenizer.json`. Raises UserError."""
+    content: dict[str, Any] = _load(path, lambda: dict(json.loads(blob)))
+    return content
 
 
 def _load(path: Path, build: Callable[[], Any]) -> Any:

@@ -71,14 +71,14 @@ class Grammars:
         """Raises UserError for a grammar that can be refused without compiling it."""
         if self.tokenizer is None:
             raise UserError("this model has no tokenizer, so it cannot follow a grammar; ask for plain text")
-        if not self.tokenizer.eos_ids:
-            raise UserError("this model has no end-of-text token, so it cannot follow a grammar; ask for plain text")
+        if self.tokenizer.no_grammars:
+            raise UserError(f"{self.tokenizer.no_grammars}, so it cannot follow a grammar; ask for plain text")
         if len(text.encode()) > MAX_TEXT:
             raise UserError(f"the grammar or JSON schema is longer than {MAX_TEXT} bytes; send a smaller one")
 
     def warm_up(self) -> None:
         """Prepare llguidance's form of the tokenizer before the first grammar needs it: seconds for a large vocabulary."""
-        if self.tokenizer is not None and self.tokenizer.eos_ids:
+        if self.tokenizer is not None and not self.tokenizer.no_grammars:
             self._start_thread()
 
     def start(self, text: str) -> Compilation:

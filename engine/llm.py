@@ -23,6 +23,7 @@ import determinism
 from argument_types import check_types
 from attention import Causal
 from checkpoint import DTYPES, load_model
+from cli import note
 from config import ModelConfig
 from engine.adapters import ADAPTER, single_adapter
 from engine.core import OVERFLOW, Engine
@@ -372,4 +373,6 @@ def read_tokenizer(model: str, config: ModelConfig) -> Tokenizer | None:
         return None
     tokenizer = load_tokenizer(folder)
     check_fits(tokenizer, config.vocab_size)
+    for remark in tokenizer.remarks:
+        note(f"{folder}: {remark}")
     return tokenizer

@@ -29,7 +29,7 @@ async def for_request(
     strict and not enforceable.
     """
     demand = demand_of(body, syntax, reasoning)
-    if demand is None or (not body.insists and not service.tokenizer.eos_ids):
+    if demand is None or (not body.insists and service.tokenizer.no_grammars):
         return UNCONSTRAINED
     demand = demand._replace(special=_special(service.tokenizer, demand))
     # with --deterministic, neither load nor the time that a job takes may decide whether the answer is constrained

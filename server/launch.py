@@ -74,6 +74,8 @@ def prepare(settings: Settings, world_size: int) -> tuple[ModelConfig, Tokenizer
     stream_shards(config, 0, world_size)
     tokenizer = tokenizer_of(settings.model)
     check_fits(tokenizer, config.vocab_size)
+    for remark in tokenizer.remarks:
+        note(f"{settings.model}: {remark}")
     draft = find_draft(settings.speculate, settings.model, config, tokenizer, world_size)
     check_accept_rate(settings.accept_rate, draft, settings.model)
     return config, tokenizer, draft

@@ -3,11 +3,13 @@
 import base64
 import io
 import json
+import random
 import shutil
 import threading
 from collections.abc import Callable
 from datetime import datetime
 from functools import cache
+from itertools import product
 from pathlib import Path
 from typing import Any
 
@@ -20,6 +22,7 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 from tokenizers import decoders, models, normalizers, pre_tokenizers, processors, trainers
 
+from engine.grammars import Grammars
 from errors import UserError
 from server.logprobs import text_offsets
 from tokenizer import IncrementalDetokenizer, Tokenizer, check_fits
@@ -582,16 +585,41 @@ def test_a_named_token_is_special_even_if_not_flagged(folder: Any) -> None:
     assert tokenizer.decode(ids) == reference.decode(ids, skip_special_tokens=True) == "the fox"
 
 
-@pytest.mark.parametrize("kind", ["sp-bpe", "tiktoken", "json-bytes"])
-def test_add_bos_token_is_obeyed(kind: str, folder: Any) -> None:
+@pytest.mark.parametrize("kind", ["sp-bpe", "tiktoken"])
+def test_add_bos_token_and_add_eos_token_are_obeyed(kind: str, folder: Any) -> None:
     path = folder(kind)
-    file = path / "tokenizer_config.json"
-    config = json.loads(file.read_text()) if file.exists() else {}
     bare = load_tokenizer(path).encode("the fox", add_special_tokens=False)
-    for add in (True, False):
-        write_json(file, {**config, "add_bos_token": add})
+    for bos, eos in product((True, False), repeat=2):
+        write_json(path / "tokenizer_config.json", {"add_bos_token": bos, "add_eos_token": eos})
         tokenizer = load_tokenizer(path)
-        assert tokenizer.encode("the fox") == [tokenizer.bos_id] * add + bare
+        expected = [tokenizer.bos_id] * bos + bare + [tokenizer.eos_ids[0]] * eos
+        assert tokenizer.encode("the fox") == expected
+        messages, template = [{"role": "user", "content": "the fox"}], "{{ messages[0].content }}"
+        assert tokenizer.encode_chat(messages, chat_template=template, add_special_tokens=True) == expected
+    assert not tokenizer.remarks
+
+
+@pytest.mark.parametrize("single", ["<|begin|> $A", "$A <|end|>", "<|begin|> $A <|end|>", "$A"])
+def test_the_post_processor_alone_adds_special_tokens(single: str, folder: Any) -> None:
+    path = folder("json-bytes")
+    content, config = (json.loads((path / name).read_text()) for name in ("tokenizer.json", "tokenizer_config.json"))
+    special = [("<|begin|>", 0), ("<|end|>", 1)]
+    processor = tokenizers.Tokenizer(models.BPE())
+    processor.post_processor = processors.TemplateProcessing(single=single, special_tokens=special)
+    content["post_processor"] = json.loads(processor.to_str())["post_processor"]
+    write_json(path / "tokenizer.json", content)
+    template = "{{ messages[0].content }}<|im_end|>"
+    for bos, eos in product((True, False), repeat=2):
+        write_json(path / "tokenizer_config.json", {**config, "add_bos_token": bos, "add_eos_token": eos})
+        tokenizer, reference = load_tokenizer(path), transformers.AutoTokenizer.from_pretrained(path)
+        for text in ("the fox", "", "<|begin|>the"):
+            assert tokenizer.encode(text) == reference.encode(text)
+        messages = [{"role": "user", "content": "<|im_end|>the"}]  # encoded in parts
+        found = tokenizer.encode_chat(messages, chat_template=template, add_special_tokens=True)
+        bare = tokenizer.encode_chat(messages, chat_template=template)
+        assert found == [0] * single.startswith("<") + bare + [1] * single.endswith(">")
+        says = any("add_eos_token do not count" in remark for remark in tokenizer.remarks)
+        assert says == ((bos, eos) != (single.startswith("<"), single.endswith(">")))
 
 
 def test_tokens_added_to_a_sentencepiece_model(folder: Any) -> None:
@@ -656,20 +684,238 @@ def test_a_broken_template_file_is_named(folder: Any) -> None:
         load_tokenizer(path)
 
 
-def test_an_unknown_replacement_is_a_user_error(folder: Any) -> None:
-    path = folder("json-llama")
+# ------------------------------------------------------------------------------------------------------ added tokens
+
+NEW = ["<|x|>", "[CALL]", " spaced ", "<think>"]
+
+
+def write_added_tokens(path: Path) -> list[str]:
+    """Write the files of a tokenizer, which name its added tokens in random ways. Returns their texts."""
     content = json.loads((path / "tokenizer.json").read_text())
-    content["decoder"]["decoders"][0]["pattern"] = {"String": "e"}
+    for token in content["added_tokens"]:
+        token["special"] = random.random() < 0.6
     write_json(path / "tokenizer.json", content)
-    with pytest.raises(UserError, match="replaces more than"):
+    old, new = [token["content"] for token in content["added_tokens"]], random.sample(NEW, random.randint(1, len(NEW)))
+    free = 1 + max(*content["model"]["vocab"].values(), *(token["id"] for token in content["added_tokens"]))
+    ids = {token["content"]: token["id"] for token in content["added_tokens"]} | {text: free + i for i, text in enumerate(new)}
+
+    def some(least: int = 1) -> list[str]:
+        return random.sample([*old, *new], random.randint(least, len(ids)))
+
+    def flags(text: str) -> dict[str, Any]:
+        strips = {"lstrip": random.random() < 0.2, "rstrip": random.random() < 0.2}
+        return {"content": text, **strips, "single_word": False, "normalized": random.random() < 0.3}
+
+    names = dict(zip(("bos_token", "pad_token", "sep_token", "eoc_token"), some(), strict=False))
+    config: dict[str, Any] = {"tokenizer_class": "PreTrainedTokenizerFast", "eos_token": random.choice(list(ids))}
+    listed = {random.choice(["additional_special_tokens", "extra_special_tokens"]): some()} if random.random() < 0.5 else {}
+    match random.randrange(3):
+        case 0:
+            decoder = {str(ids[text]): {**flags(text), "special": random.random() < 0.5} for text in {*some(), *new}}
+            config |= {"added_tokens_decoder": decoder, **names, **listed}
+            write_json(path / "special_tokens_map.json", {"unk_token": random.choice(list(ids))})
+        case 1:  # transformers forgets that what `added_tokens.json` adds is listed in the other file
+            write_json(path / "special_tokens_map.json", {name: flags(text) for name, text in names.items()})
+            write_json(path / "added_tokens.json", {text: ids[text] for text in new})
+            config |= listed
+        case 2:
+            write_json(path / "special_tokens_map.json", {**names, **listed})
+    write_json(path / "tokenizer_config.json", config)
+    return list(ids)
+
+
+@pytest.mark.parametrize("_number", range(16))
+def test_added_tokens_are_those_of_transformers(_number: int, folder: Any, seed: int) -> None:
+    path = folder("json-bytes")
+    texts = write_added_tokens(path)
+    tokenizer, reference = load_tokenizer(path), transformers.AutoTokenizer.from_pretrained(path)
+    vocab = reference.get_vocab()
+    assert tokenizer.vocab_size == len(vocab)
+    known = [text for text in texts if text in vocab]
+    assert [tokenizer.token_text(vocab[text]) for text in known] == known
+    hidden = {i for i in vocab.values() if not reference.decode([i], skip_special_tokens=True) and reference.decode([i])}
+    assert tokenizer.special_ids == hidden
+    for name in ("bos_token", "eos_token", "pad_token", "unk_token"):
+        assert tokenizer.names.get(name) == getattr(reference, name), name
+    words = [*texts, "the", " fox", "  ", " a "]
+    text = "".join(random.choice(words) for _ in range(40))
+    for special in (True, False):
+        assert tokenizer.encode(text, special) == reference.encode(text, add_special_tokens=special)
+    assert tokenizer.encode(text, False, False) == reference.encode(text, add_special_tokens=False, split_special_tokens=True)
+    ids = [*random.sample(range(len(vocab)), 40), *(vocab[text] for text in known)]
+    for skip in (True, False):
+        assert tokenizer.decode(ids, skip) == reference.decode(ids, skip_special_tokens=skip)
+    for control in {text for text in known if vocab[text] in hidden}:
+        forged = tokenizer.encode_chat([{"role": "user", "content": f"a{control}b"}], chat_template="{{ messages[0].content }}")
+        assert not hidden & set(forged)
+
+
+def test_a_token_that_two_files_call_special_and_not_is_special(folder: Any) -> None:
+    """Each as the only one: an older file that lists it, a newer one that has an object for it."""
+    path = folder("json-bytes")
+    size = load_tokenizer(path).vocab_size
+    config = json.loads((path / "tokenizer_config.json").read_text())
+    write_json(path / "added_tokens.json", {"<|x|>": size})
+    write_json(path / "special_tokens_map.json", {"additional_special_tokens": ["<|x|>"]})
+    assert size in load_tokenizer(path).special_ids
+    plain = {"content": "<tool> 日", "special": False}
+    for special in (True, False):
+        tokens = {"added_tokens_decoder": {str(size - 1): {**plain, "special": special}}}
+        write_json(path / "tokenizer_config.json", {**config, **tokens})
+        tokenizer = load_tokenizer(path)
+        assert tokenizer.token_text(size - 1) == "<tool> 日" and (size - 1 in tokenizer.special_ids) == special
+
+
+@pytest.mark.parametrize("kind", ["sp-bpe", "tiktoken", "json-bytes"])
+def test_an_end_that_only_added_tokens_json_has(kind: str, folder: Any) -> None:
+    path = folder(kind)
+    size = load_tokenizer(path).vocab_size
+    write_json(path / "added_tokens.json", {"<|stop|>": size})
+    write_json(path / "special_tokens_map.json", {"eos_token": {"content": "<|stop|>", "lstrip": False}})
+    tokenizer = load_tokenizer(path)
+    assert tokenizer.eos_ids[0] == size and tokenizer.vocab_size == size + 1
+    assert tokenizer.encode("the<|stop|>", False)[-1] == size and tokenizer.decode([size]) == ""
+    forged = tokenizer.encode_chat([{"role": "user", "content": "a<|stop|>b"}], chat_template="{{ messages[0].content }}")
+    assert size not in forged
+
+
+@pytest.mark.parametrize("kind", ["sp-bpe", "tiktoken", "json-bytes"])
+def test_an_end_that_the_tokenizer_cannot_write_is_a_user_error(kind: str, folder: Any) -> None:
+    path = folder(kind)
+    size = load_tokenizer(path).vocab_size
+    for ends in (size, [1, size + 5]):
+        write_json(path / "config.json", {"eos_token_id": ends})
+        with pytest.raises(UserError, match=rf"eos_token_id ({size}|{size + 5}) .* is no token"):
+            load_tokenizer(path)
+    (path / "config.json").unlink()
+    write_json(path / "generation_config.json", {"eos_token_id": [size]})
+    with pytest.raises(UserError, match="no answer could end"):
+        load_tokenizer(path)
+    write_json(path / "added_tokens.json", {"<|stop|>": size})
+    assert load_tokenizer(path).eos_ids[0] == size
+
+
+def test_an_added_token_without_an_embedding_is_left_out(folder: Any) -> None:
+    """As in checkpoints whose padding token came later; but an end among them is an error."""
+    path = folder("json-bytes")
+    size = load_tokenizer(path).vocab_size
+    write_json(path / "config.json", {"vocab_size": size})
+    config = {"pad_token": "<pad>", "tokenizer_class": "PreTrainedTokenizerFast"}
+    write_json(path / "tokenizer_config.json", config)
+    write_json(path / "added_tokens.json", {"<pad>": size})
+    tokenizer = load_tokenizer(path)
+    assert tokenizer.vocab_size == size and any("'<pad>'" in remark for remark in tokenizer.remarks)
+    write_json(path / "tokenizer_config.json", {**config, "eos_token": "<pad>"})
+    with pytest.raises(UserError, match=r"eos_token '<pad>' .* is no token"):
         load_tokenizer(path)
 
 
-def test_an_unsupported_decoder_is_a_user_error(tmp_path: Path) -> None:
-    tokenizer = tokenizers.Tokenizer(models.WordPiece({"[UNK]": 0}))
-    tokenizer.decoder = decoders.WordPiece()
-    tokenizer.save(str(tmp_path / "tokenizer.json"))
-    with pytest.raises(UserError, match="unsupported decoder"):
+def test_an_id_that_another_token_has_is_a_user_error(folder: Any) -> None:
+    path = folder("json-bytes")
+    write_json(path / "tokenizer_config.json", {"added_tokens_decoder": {"300": {"content": "<|x|>", "special": True}}})
+    with pytest.raises(UserError, match=r"'<\|x\|>' the id 300"):
+        load_tokenizer(path)
+
+
+# ----------------------------------------------------------------------------------------------------- other decoders
+
+GGUF = [decoders.ByteFallback(), decoders.Fuse(), decoders.Replace("▁", " "), decoders.ByteLevel()]
+DECODERS = {  # whether the table of pieces has it
+    "gguf": (decoders.Sequence(GGUF), True),
+    "metaspace": (decoders.Metaspace(prepend_scheme="never"), True),
+    "wordpiece": (decoders.WordPiece(), False),
+    "wordpiece-raw": (decoders.WordPiece("##", False), False),
+    "ctc": (decoders.CTC("<pad>", "|", True), False),
+    "bpe": (decoders.BPEDecoder("</w>"), False),
+    "none": (None, False),
+    "fuse": (decoders.Fuse(), False),
+    "strip": (decoders.Strip(" ", 1, 1), False),
+    "strip-each": (decoders.Sequence([decoders.Replace("▁", " "), decoders.Strip(" ", 1, 0)]), False),
+    "strip-end": (decoders.Sequence([decoders.Replace("▁", " "), decoders.Fuse(), decoders.Strip(" ", 0, 1)]), False),
+    "bytes": (decoders.ByteFallback(), False),
+    "bytes-metaspace": (decoders.Sequence([decoders.ByteFallback(), decoders.Metaspace()]), False),
+    "metaspace-strip": (decoders.Sequence([decoders.Metaspace(), decoders.Strip(" ", 1, 0)]), False),
+    "metaspace-_": (decoders.Metaspace("_"), False),
+    "replace": (decoders.Sequence([decoders.Replace("_x", " "), decoders.Fuse()]), False),
+    "strip-bytes": (decoders.Sequence([decoders.Strip(" ", 1, 0), decoders.ByteLevel()]), False),
+}
+WORDS_OF_DECODERS = [
+    "▁the",
+    "▁fox",
+    "fox",
+    "▁",
+    "##ing",
+    "a</w>",
+    "<pad>",
+    "|",
+    "n't",
+    "'m",
+    " do not",
+    "日本",
+    "▁▁",
+    "_x",
+    ".",
+]
+
+
+@pytest.mark.parametrize("name", DECODERS)
+def test_any_decoder_of_the_library(name: str, tmp_path: Path, seed: int) -> None:
+    """The text of random ids, whole and in a stream, and the text after a prompt."""
+    decoder, in_table = DECODERS[name]
+    byte_level = sorted(pre_tokenizers.ByteLevel.alphabet())
+    parts = ["Ġthe", "fox", "Ġ"] if name == "gguf" else [*WORDS_OF_DECODERS, *(f"<0x{b:02X}>" for b in "a 🦊é\n".encode())]
+    vocab = {token: i for i, token in enumerate(dict.fromkeys([*parts, *byte_level]))}
+    library = tokenizers.Tokenizer(models.BPE(vocab=vocab, merges=[]))
+    if decoder is not None:
+        library.decoder = decoder
+    library.add_special_tokens(["<s>", "</s>"])
+    library.add_tokens(["<tool>"])
+    library.save(str(tmp_path / "tokenizer.json"))
+    tokenizer = load_tokenizer(tmp_path)
+    assert tokenizer.has_exact_bytes == in_table
+    size = library.get_vocab_size()
+    for _ in range(60):
+        most = random.choice([size, len(parts)])
+        ids = [random.randrange(most) if random.random() < 0.9 else size - 1 for _ in range(random.choice([1, 4, 12, 150]))]
+        for skip in (True, False):
+            expected = library.decode(ids, skip_special_tokens=skip)
+            pushed, rest = stream(tokenizer, ids, skip, [])
+            assert tokenizer.decode(ids, skip) == "".join(pushed) + rest == expected
+        cut = random.randrange(len(ids))
+        before, after = library.decode(ids[:cut]) if cut else "", library.decode(ids)
+        pushed, rest = stream(tokenizer, ids[cut:], True, ids[:cut])
+        if after.startswith(before) and not before.endswith("\ufffd"):
+            assert before + "".join(pushed) + rest == after
+
+
+def test_text_of_another_decoder_comes_at_once(tmp_path: Path) -> None:
+    words = ["the", "fox", "##es", ".", "[UNK]"]
+    library = tokenizers.Tokenizer(models.WordPiece({word: i for i, word in enumerate(words)}))
+    library.decoder = decoders.WordPiece()
+    library.save(str(tmp_path / "tokenizer.json"))
+    tokenizer = load_tokenizer(tmp_path)
+    pushed, rest = stream(tokenizer, [0, 1, 2, 3], True, [])
+    assert pushed == ["the", " fox", "es", "."] and rest == ""
+    assert [tokenizer.token_text(i) for i in range(4)] == [" the", " fox", "es", "."]
+    with pytest.raises(UserError, match="cannot follow a grammar"):
+        Grammars(tokenizer, tokenizer.vocab_size).check("start: /a/")
+
+
+def test_a_decoder_that_cannot_be_streamed_is_a_user_error(folder: Any) -> None:
+    path = folder("json-llama")
+    content = json.loads((path / "tokenizer.json").read_text())
+    content["decoder"]["decoders"].append({"type": "Replace", "pattern": {"String": "ab"}, "content": "c"})
+    write_json(path / "tokenizer.json", content)
+    with pytest.raises(UserError, match="cannot be streamed"):
+        load_tokenizer(path)
+
+
+def test_a_panic_of_the_library_is_a_user_error(tmp_path: Path) -> None:
+    """The library strips an empty text's end beyond its start. Its exception is no `Exception`."""
+    library = tokenizers.Tokenizer(models.BPE(vocab={"▁": 0, "a": 1}, merges=[]))
+    library.decoder = decoders.Sequence([decoders.Replace("▁", ""), decoders.Strip(" ", 0, 1)])
+    library.save(str(tmp_path / "tokenizer.json"))
+    with pytest.raises(UserError, match="the tokenizers library failed"):
         load_tokenizer(tmp_path)
 
 

@@ -20,6 +20,7 @@ from engine.protocol import SamplingParams
 from engine.sequence import Chunk, Draw, Sequence
 from errors import UserError
 from tests import MODELS
+from tokenizer import Tokenizer
 from tokenizer_files import load_tokenizer
 
 try:
@@ -365,7 +366,7 @@ def test_a_bad_grammar_is_refused_in_one_line(grammar: str) -> None:
 
 def test_a_model_that_cannot_follow_a_grammar_says_so() -> None:
     class Endless:
-        eos_ids = ()
+        eos_ids, no_grammars = (), Tokenizer.no_grammars
 
     for tokenizer, why in ((None, "no tokenizer"), (Endless(), "no end-of-text token")):
         with pytest.raises(UserError, match=why):
