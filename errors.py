@@ -19,6 +19,11 @@ class OverflowedError(RuntimeError):
     """
 
 
+def is_panic(e: BaseException) -> bool:
+    """Whether a library written in Rust has panicked. The exception's class cannot be imported and is no `Exception`."""
+    return type(e).__name__ == "PanicException"
+
+
 def first_line(e: BaseException) -> str:
     """The first line of a library's error message, for a message of one line."""
     return (str(e).splitlines() or [repr(e)])[0]

@@ -34,7 +34,7 @@ from cli import Parser, check_ranks, leave, note, run
 from config import ModelConfig, limit_context
 from engine import LLM, SamplingParams
 from engine.draft_models import Draft, find_draft
-from engine.llm import Completion, Timing, check_prompts, read_tokenizer
+from engine.llm import Completion, Timing, check_prompts, encode_chat, encode_texts, read_tokenizer
 from errors import UserError
 from lora import open_adapter
 from model import Transformer
@@ -234,7 +234,7 @@ def encode(text: str, chat: bool, tokenizer: Tokenizer | None) -> list[int]:
     assert tokenizer is not None  # `prepare` has refused text without one
     if not text:
         raise UserError("the prompt is empty; give at least one character")
-    return tokenizer.encode_chat([{"role": "user", "content": text}]) if chat else tokenizer.encode(text)
+    return encode_chat(tokenizer, [{"role": "user", "content": text}]) if chat else encode_texts(tokenizer, [text])[0]
 
 
 # --- running it ----------------------------------------------------------------------------------------------------------
@@ -378,7 +378,7 @@ def reply(job: Job, llm: LLM, world: World, console: "Console", messages: list[d
     """Answer a line, and add the line and the answer to the conversation."""
     assert job.tokenizer is not None
     asked = {"role": "user", "content": line}
-    prompt = job.tokenizer.encode_chat([*messages, asked]) if job.args.chat else job.tokenizer.encode(line)
+    prompt = encode_chat(job.tokenizer, [*messages, asked]) if job.args.chat else encode_texts(job.tokenizer, [line])[0]
     if len(prompt) + job.args.max_new_tokens > job.config.max_seq_len:
         limit = job.config.max_seq_len - job.args.max_new_tokens
         note(f"that makes {len(prompt)} tokens, and {limit} fit; the conversation starts anew")

@@ -8,7 +8,8 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from errors import UserError, first_line
+from bounded import bounded
+from errors import UserError, first_line, is_panic
 from tokenizer import Added, Pieces, Tokenizer, TokenizerSettings
 
 # Llama 3's split pattern and special tokens, from llama_models 0.3 (models/llama3/tokenizer.py). A checkpoint of the HF
@@ -28,6 +29,7 @@ SENTENCEPIECE_DECODERS = (["Replace", "ByteFallback", "Fuse"], ["ByteFallback", 
 MAX_RUN = 25_000  # characters; tiktoken's regex engine fails on longer runs of whitespace; Llama 3's own code cuts here, too
 MAX_ID = 1 << 24  # far above any vocabulary; a larger id in a corrupt file would fill the memory with empty pieces
 DROPPED = " \u200b\x01\u0301"  # characters that a normalizer may drop
+LONGEST = 1 << 16  # characters of a token's text, far above those of any
 PROBE = 4096  # characters, far more than the longest token has
 MOST_COMPOSED = 4  # most characters that canonical composition turns into one
 
@@ -165,16 +167,13 @@ class HuggingFaceTokenizer(Tokenizer):
         self._strips_left = {token.content for token in added.values() if token.lstrip}
         self._strips_right = {token.content for token in added.values() if token.rstrip}
         vocab = {i: token for token, i in self._parsing.get_vocab(with_added_tokens=True).items()}
-        pieces = _json_pieces(vocab, {i: token.content for i, token in added.items()}, content, self._parsing)
+        pieces = _json_pieces(vocab, {i: token.content for i, token in added.items()}, content, self._parsing, path)
         bos, eos = (self._parsing.token_to_id(settings.names.get(name, "")) for name in ("bos_token", "eos_token"))
         if bos is None and settings.bos_id in vocab:
             bos = settings.bos_id
         ids = frozenset(i for i, token in added.items() if token.content in special)
         super().__init__(pieces, ids, bos, [] if eos is None else [eos], settings)
-        encoding = call_library(self._parsing.encode, "a")
-        mask = [bool(own) for own in encoding.special_tokens_mask]
-        self._before = encoding.ids[: mask.index(False)] if False in mask else []
-        self._after = encoding.ids[len(mask) - mask[::-1].index(False) :] if False in mask else encoding.ids
+        self._before, self._after = bounded(str(path), self._special_tokens)
         self.add_bos = bos is not None and self._before[:1] == [bos]
         self.remarks += left_out
         if (settings.add_bos is not None and settings.add_bos != self.add_bos) or (
@@ -185,6 +184,14 @@ class HuggingFaceTokenizer(Tokenizer):
             )
         keeps_all = kept_by_normalizer(content) and not any(token.lstrip or token.rstrip for token in added.values())
         self.covers = self.covers * MOST_COMPOSED if keeps_all and self.covers and self.has_exact_bytes else None
+
+    def _special_tokens(self) -> tuple[list[int], list[int]]:
+        """Those that the file puts before and after a text."""
+        encoding = call_library(self._parsing.encode, "a")
+        mask = [bool(own) for own in encoding.special_tokens_mask]
+        if False not in mask:
+            return [], encoding.ids
+        return encoding.ids[: mask.index(False)], encoding.ids[len(mask) - mask[::-1].index(False) :]
 
     def _encode(self, text: str, add_special_tokens: bool, parse_special: bool) -> list[int]:
         tokenizer = self._parsing if parse_special else self._plain
@@ -223,7 +230,7 @@ def kept_by_normalizer(content: dict[str, Any]) -> bool:
     return known and bool(model.get("byte_fallback")) and tokens >= all_bytes
 
 
-def _json_pieces(vocab: dict[int, str], added: dict[int, str], content: dict[str, Any], library: Any) -> Pieces:
+def _json_pieces(vocab: dict[int, str], added: dict[int, str], content: dict[str, Any], library: Any, path: Path) -> Pieces:
     """The table for a byte-level or sentencepiece-like decoder; else the library's `decode`. Raises UserError for a decoder whose text
     for some ids need not begin with its text for fewer, so that no answer could be streamed."""
     root = content.get("decoder") or {}
@@ -264,12 +271,17 @@ def _json_pieces(vocab: dict[int, str], added: dict[int, str], content: dict[str
     def decode(ids: Sequence[int]) -> str:
         return str(call_library(library.decode, list(ids), False)) if ids else ""
 
-    return Pieces(_shown(raw, added, decode), byte_ids, decode=decode)
+    data = bounded(str(path), _shown, raw, added, decode, characters=sum(map(len, raw)))
+    return Pieces(data, byte_ids, decode=decode)
 
 
 def _shown(raw: list[str], added: Mapping[int, str], decode: Callable[[Sequence[int]], str]) -> list[bytes]:
-    """What the library adds to a text for each id, for display. Raises UserError if it fails for one."""
-    alone = [decode([i]) for i in range(len(raw))]
+    """What the library adds to a text for each id, for display. Raises UserError if it fails for one, or makes a long text of it."""
+    alone = list[str]()
+    for i in range(len(raw)):
+        alone.append(decode([i]))
+        if len(alone[-1]) > LONGEST:
+            raise UserError(f"the tokenizer's decoder makes more than {LONGEST} characters of a token; use another tokenizer")
     word = next((i for i, text in enumerate(alone) if i not in added and text.isalnum()), None)
     start = "" if word is None else alone[word]
     after = alone if word is None else [decode([word, i]) for i in range(len(raw))]
@@ -326,7 +338,7 @@ def call_library(function: Callable[..., Any], *arguments: Any) -> Any:
     try:
         return function(*arguments)
     except BaseException as e:
-        if type(e).__name__ != "PanicException":
+        if not is_panic(e):
             raise
         raise UserError(f"the tokenizers library failed ({first_line(e)}); send another text, or mend the tokenizer") from None
 

@@ -22,6 +22,7 @@ import torch.nn.functional as F
 import determinism
 from argument_types import check_types
 from attention import Causal
+from bounded import bounded
 from checkpoint import DTYPES, load_model
 from cli import note
 from config import ModelConfig
@@ -224,16 +225,18 @@ class LLM:
 
     def encode(self, prompt: str | Sequence[int]) -> list[int]:
         """The ids of a prompt. Raises UserError for what is neither a text nor ids, and for a text if the model has no tokenizer."""
-        if not isinstance(prompt, str):
-            return _whole_numbers(prompt, "a prompt must be a text or a list of token ids")
-        if self.tokenizer is None:
-            raise UserError("this model has no tokenizer, so it takes no text; give token ids")
-        return self.tokenizer.encode(prompt)
+        return self._encode_all([prompt])[0]
 
-    def _encode_all(self, prompts: str | Sequence[str] | Sequence[Sequence[int]]) -> list[list[int]]:
+    def _encode_all(self, prompts: Iterable[str | Sequence[int]]) -> list[list[int]]:
         if not isinstance(prompts, Iterable) or isinstance(prompts, Mapping):
             raise UserError(f"prompts must be a text, or a list of texts and lists of token ids, not {shown(prompts)}")
-        return [self.encode(prompt) for prompt in ([prompts] if isinstance(prompts, str) else prompts)]
+        given = [prompts] if isinstance(prompts, str) else list(prompts)
+        texts = [prompt for prompt in given if isinstance(prompt, str)]
+        if texts and self.tokenizer is None:
+            raise UserError("this model has no tokenizer, so it takes no text; give token ids")
+        encoded = iter(encode_texts(self.tokenizer, texts) if self.tokenizer else ())
+        rule = "a prompt must be a text or a list of token ids"
+        return [next(encoded) if isinstance(prompt, str) else _whole_numbers(prompt, rule) for prompt in given]
 
     def step_tokens(self, prompts: Sequence[Sequence[int]]) -> int:
         """The most tokens of a step that computes these prompts and their answers. For engines without `limits`."""
@@ -364,6 +367,21 @@ def check_prompts(config: ModelConfig, prompts: Sequence[Sequence[int]], new_tok
                 f"the prompt's {len(prompt)} tokens and {count} new ones exceed the model's context of {config.max_seq_len}; "
                 "shorten the prompt or ask for fewer (--max-new-tokens; in Python max_tokens)"
             )
+
+
+def encode_texts(tokenizer: Tokenizer, texts: Sequence[str]) -> list[list[int]]:
+    """The ids of each text. Raises UserError for what a tokenizer makes endless or enormous."""
+
+    def encode() -> list[list[int]]:
+        return [tokenizer.encode(text) for text in texts]
+
+    return encode() if tokenizer.covers is not None else bounded("the prompt", encode, characters=sum(map(len, texts)))
+
+
+def encode_chat(tokenizer: Tokenizer, messages: Sequence[Mapping[str, str]]) -> list[int]:
+    """The ids of a conversation. Raises UserError for what a chat template or a tokenizer makes endless or enormous."""
+    length = sum(len(message["content"]) for message in messages)
+    return bounded("the conversation", tokenizer.encode_chat, messages, characters=length)
 
 
 def read_tokenizer(model: str, config: ModelConfig) -> Tokenizer | None:

@@ -130,9 +130,10 @@ async def encode_prompts(
 async def _encode(
     service: Service, texts: list[str], add_special_tokens: bool, limits: Limits, field: str
 ) -> list[tuple[list[int], bool]]:
-    """The token ids of each text, and whether they cover all of it. Long texts are tokenized in a worker."""
+    """The token ids of each text, and whether they cover all of it. Long texts, and those that the tokenizer may lengthen, are
+    tokenized in a worker."""
     work = sum(map(len, texts)) + PROMPT_WORK * len(texts)
-    if work > LONG_TEXT:
+    if work > LONG_TEXT or (texts and service.tokenizer.covers is None):
         return await service.workers.run(text_prompts, texts, add_special_tokens, limits, field, slow=work > SLOW_TEXT)
     return [(service.tokenizer.encode(text, add_special_tokens=add_special_tokens), True) for text in texts]
 

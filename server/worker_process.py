@@ -6,21 +6,19 @@ A message in either direction is a length of HEADER bytes, little-endian, and th
 import importlib
 import os
 import pickle
-import resource
 import signal
 import socket
 import traceback
-from pathlib import Path
 from typing import Any
 
-from errors import UserError
+from bounded import MEMORY, limit_memory
+from errors import UserError, first_line, is_panic
 from processes import die_with_parent
 from server.problems import ApiError
 from tokenizer import Tokenizer
 from tokenizer_files import tokenizer_of
 
 HEADER = 8  # bytes of a message's length, which precedes the message
-MEMORY = 1 << 30  # bytes of address space, added to those that a worker has when it starts
 RESULT_LIMIT = 32 << 20  # bytes
 
 _tokenizer: Tokenizer | None = None
@@ -45,7 +43,8 @@ def main(descriptor: str, parent: str, seconds: str, niceness: str, model: str, 
     for name in modules:
         importlib.import_module(name)
     _tokenizer = tokenizer_of(model)
-    _limit_memory()
+    limit_memory()
+    os.dup2(os.open(os.devnull, os.O_WRONLY), 2)  # libraries print why they fail, which the answer says
     os.nice(int(niceness))
     with socket.socket(fileno=int(descriptor)) as connection:
         files = connection.makefile("rb"), connection.makefile("wb")
@@ -55,16 +54,6 @@ def main(descriptor: str, parent: str, seconds: str, niceness: str, model: str, 
             signal.alarm(int(seconds))  # without a handler it ends the process, even inside a library's code
             _send(files[1], _do(data))
             signal.alarm(0)
-
-
-def _limit_memory() -> None:
-    try:
-        pages = int(Path("/proc/self/statm").read_text().split()[0])
-    except OSError:  # not Linux
-        return
-    limit = pages * resource.getpagesize() + MEMORY
-    resource.setrlimit(resource.RLIMIT_AS, (limit, limit))
-    resource.setrlimit(resource.RLIMIT_CORE, (0, 0))
 
 
 def _send(file: Any, data: bytes) -> None:
@@ -87,8 +76,14 @@ def _do(data: bytes) -> bytes:
         found = (needs_memory(), False)
     except RecursionError:
         found = (ApiError(400, "the request is nested too deeply", None, "too_complex"), True)
-    except Exception:
-        found = (RuntimeError(f"in a worker:\n{traceback.format_exc()}"), True)
+    except BaseException as e:
+        if is_panic(e):
+            message = f"a library failed while the request was prepared ({first_line(e)}); send another text"
+            found = (ApiError(400, message, None, "too_complex"), True)
+        elif not isinstance(e, Exception):
+            raise
+        else:
+            found = (RuntimeError(f"in a worker:\n{traceback.format_exc()}"), True)
     return pickle.dumps((False, *found), pickle.HIGHEST_PROTOCOL)
 
 

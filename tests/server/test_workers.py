@@ -21,7 +21,7 @@ from server.problems import ApiError
 from server.workers import LAST_RESORT_SECONDS, Workers, _Caller, _Job
 from tests import ROOT
 from tests.support.server_process import runs, wait_until
-from tests.support.worker_jobs import count_runs, encode, endless_in_c, hold_memory, limited, refuse, until_there
+from tests.support.worker_jobs import count_runs, encode, endless_in_c, hold_memory, limited, panic, refuse, until_there
 
 MODEL = str(Path(ROOT) / "models" / "tiny-hybrid")
 
@@ -60,6 +60,18 @@ def test_a_job_has_the_tokenizer_and_no_torch_and_its_errors_come_back() -> None
         assert (await pool.run(limited))[1] == pid  # the process survives errors
 
     with_workers(body)
+
+
+def test_a_panic_of_a_library_is_a_400_and_not_in_the_log(capfd: pytest.CaptureFixture[str]) -> None:
+    async def body(pool: Workers) -> None:
+        await pool.run(limited)
+        pid = pool.pids[0]
+        with pytest.raises(ApiError, match=r"a library failed .*retry-limit") as error:
+            await pool.run(panic)
+        assert error.value.status_code == 400 and (await pool.run(limited))[1] == pid
+
+    with_workers(body, count=1)
+    assert "panicked" not in capfd.readouterr().err
 
 
 def test_a_job_beyond_its_time_is_killed_and_the_quick_lane_goes_on() -> None:

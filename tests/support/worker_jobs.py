@@ -4,6 +4,10 @@ import os
 import sys
 import time
 
+from tokenizers import Regex, Tokenizer
+from tokenizers.models import BPE
+from tokenizers.pre_tokenizers import Split
+
 from errors import UserError
 from server.problems import ApiError
 from server.worker_process import worker_tokenizer
@@ -40,3 +44,10 @@ def refuse(kind: str) -> None:
 
 def limited() -> tuple[bool, int]:
     return "torch" in sys.modules, os.getpid()
+
+
+def panic() -> None:
+    """A library written in Rust fails: its exception is no `Exception`, and it prints a message."""
+    library = Tokenizer(BPE(vocab={"x": 0}, merges=[]))
+    library.pre_tokenizer = Split(Regex("(?:x+x+)+y"), "isolated")
+    library.encode("x" * 60)

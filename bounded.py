@@ -1,0 +1,96 @@
+"""Runs a function in a child process, within limits of time and memory.
+
+It is for what the files of a checkpoint can make endless or enormous: chat templates, normalizers and decoders. A thread could not be
+stopped, and would hold the GIL. The server has workers for that (server/workers.py), which have the same limit of memory.
+"""
+
+import os
+import pickle
+import resource
+import signal
+import traceback
+import warnings
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any, NoReturn, TypeVar
+
+from errors import UserError
+
+T = TypeVar("T")
+
+SECONDS = 5  # of processor time, which passes more slowly on a busy machine
+MEMORY = 1 << 30  # bytes of address space, added to those that the process has
+RESULT = 1 << 28  # most bytes of a pickled result
+SPEED = 100_000  # characters of a text that are worth a second more
+BYTES = 1000  # of memory more for each character
+ADVICE = "mend the checkpoint's tokenizer or chat template, or shorten the text"
+
+
+def bounded(what: str, function: Callable[..., T], *arguments: Any, characters: int = 0, **options: Any) -> T:
+    """The result of `function`, which a fork of this process computes. It must not need torch, another thread, or an open file.
+
+    what: for an error, such as "the prompt". characters: of the text that it works on, whose length raises the limits.
+    Raises UserError if it exceeds a limit, and what it raises itself: a UserError as it is, another one as a RuntimeError.
+    """
+    seconds, memory = SECONDS + characters // SPEED, MEMORY + BYTES * characters
+    reader, writer = os.pipe()
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore", DeprecationWarning)  # of a fork beside threads, whose locks the function does not need
+        child = os.fork()
+    if child == 0:
+        _compute(writer, seconds, memory, lambda: function(*arguments, **options))
+    os.close(writer)
+    try:
+        with open(reader, "rb") as file:
+            reply = file.read(RESULT + 1)
+    finally:
+        os.kill(child, signal.SIGKILL)  # if this process was interrupted
+        _, status = os.waitpid(child, 0)
+    if os.WIFSIGNALED(status) and os.WTERMSIG(status) == signal.SIGXCPU:
+        raise UserError(f"{what} takes more than {seconds} s of processor time to prepare; {ADVICE}")
+    if not reply or len(reply) > RESULT:
+        raise _needs_memory(what, memory)
+    good, value = pickle.loads(reply)
+    if not good:
+        raise _needs_memory(what, memory) if isinstance(value, MemoryError) else value
+    result: T = value
+    return result
+
+
+def _compute(writer: int, seconds: int, memory: int, function: Callable[[], Any]) -> NoReturn:
+    """Write the pickled result, or the exception, to the descriptor `writer`, and end this process."""
+    try:
+        signal.signal(signal.SIGINT, signal.SIG_IGN)  # the parent ends this process
+        for number in (signal.SIGTERM, signal.SIGXCPU):
+            signal.signal(number, signal.SIG_DFL)
+        null = os.open(os.devnull, os.O_WRONLY)
+        os.dup2(null, 2)  # a library may print why it fails, which the exception says
+        os.closerange(3, writer)  # otherwise sockets of a killed parent stay open
+        os.closerange(writer + 1, os.sysconf("SC_OPEN_MAX"))
+        resource.setrlimit(resource.RLIMIT_CPU, (seconds, seconds + 1))
+        limit_memory(memory)
+        try:
+            reply = pickle.dumps((True, function()), pickle.HIGHEST_PROTOCOL)
+        except (UserError, MemoryError) as e:
+            reply = pickle.dumps((False, e.with_traceback(None)))
+        except BaseException:
+            reply = pickle.dumps((False, RuntimeError(f"in a child process:\n{traceback.format_exc()}")))
+        with open(writer, "wb") as file:
+            file.write(reply)
+    finally:
+        os._exit(0)
+
+
+def limit_memory(more: int = MEMORY) -> None:
+    """Limit the address space of this process to what it has now and `more` bytes."""
+    try:
+        pages = int(Path("/proc/self/statm").read_text().split()[0])
+    except OSError:  # not Linux
+        return
+    limit = pages * resource.getpagesize() + more
+    resource.setrlimit(resource.RLIMIT_AS, (limit, limit))
+    resource.setrlimit(resource.RLIMIT_CORE, (0, 0))
+
+
+def _needs_memory(what: str, memory: int) -> UserError:
+    return UserError(f"{what} needs more than {memory >> 20} MiB to prepare; {ADVICE}")

@@ -1,0 +1,146 @@
+"""What a checkpoint's files can make endless or enormous ends with a sentence: in `LLM`, in `generate.py`, on ranks."""
+
+import json
+import os
+import re
+import shutil
+import tempfile
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+import bounded
+from engine import LLM
+from engine.llm import encode_chat
+from errors import UserError
+from tests import MODELS
+from tests.support import server_thread
+from tests.support.command_line import Here, launch
+from tokenizer_files import load_tokenizer
+
+ENDLESS = "{% for i in range(99999) %}{% for j in range(99999) %}{% endfor %}{% endfor %}"
+ENORMOUS = "{{ 'a' * 10 ** 11 }}"
+HI = [{"role": "user", "content": "hi"}]
+CATASTROPHIC = {"type": "Split", "pattern": {"Regex": "(?:x+x+)+y"}, "behavior": "Isolated", "invert": False}
+
+
+@pytest.fixture(autouse=True)
+def tight(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Limits that are soon reached."""
+    monkeypatch.setattr(bounded, "SECONDS", 1)
+    monkeypatch.setattr(bounded, "MEMORY", 1 << 27)
+
+
+@pytest.fixture
+def checkpoint(tmp_path: Path) -> Callable[..., Path]:
+    """Copies a model, with other parts of its `tokenizer.json` and another chat template."""
+
+    def copy(template: str | None = None, **parts: Any) -> Path:
+        folder = Path(tempfile.mkdtemp(dir=tmp_path))
+        shutil.copytree(
+            MODELS / "tiny-hybrid", folder, ignore=shutil.ignore_patterns("tokenizer.json", "*.jinja"), dirs_exist_ok=True
+        )
+        content = json.loads((MODELS / "tiny-hybrid" / "tokenizer.json").read_text())
+        (folder / "tokenizer.json").write_text(json.dumps({**content, **parts}))
+        if template is not None:
+            (folder / "chat_template.jinja").write_text(template)
+        return folder
+
+    return copy
+
+
+def doubled(times: int) -> dict[str, Any]:
+    """A normalizer that makes 2 ** times letters of each `e`."""
+    step = {"type": "Replace", "pattern": {"String": "e"}, "content": "ee"}
+    return {"type": "Sequence", "normalizers": [step] * times}
+
+
+def test_the_result_and_the_errors_of_a_function_come_back() -> None:
+    def fail(error: Exception) -> None:
+        raise error
+
+    found = bounded.bounded("it", lambda a, b: (os.getpid(), a + b), 1, b=2)
+    assert found[1] == 3 and found[0] != os.getpid()
+    with pytest.raises(UserError, match=r"^mend it$"):
+        bounded.bounded("it", fail, UserError("mend it"))
+    with pytest.raises(RuntimeError, match="KeyError"):
+        bounded.bounded("it", fail, KeyError("x"))
+    with pytest.raises(UserError, match=r"^it needs more than"):
+        bounded.bounded("it", bytes, 1 << 31)
+    with pytest.raises(UserError, match=r"^it needs more than"):  # as when a library written in Rust cannot allocate
+        bounded.bounded("it", os.abort)
+
+
+def test_a_template_without_an_end_or_a_bound_is_a_user_error(checkpoint: Callable[..., Path]) -> None:
+    """Also the short conversations that show what it takes are bounded."""
+    tokenizer = load_tokenizer(checkpoint(ENDLESS))
+    with pytest.raises(UserError, match="takes more than 1 s of processor time"):
+        encode_chat(tokenizer, HI)
+    tokenizer.chat_templates["default"] = ENORMOUS
+    with pytest.raises(UserError, match="needs more than 128 MiB"):
+        encode_chat(tokenizer, HI)
+    tokenizer.chat_templates["default"] = "{{ messages[0].content }}"
+    assert encode_chat(tokenizer, HI) == tokenizer.encode("hi", False)
+
+
+def test_a_normalizer_that_multiplies_a_prompt_is_a_user_error(checkpoint: Callable[..., Path]) -> None:
+    llm = LLM(checkpoint(normalizer=doubled(34)))
+    for prompts in ("e", ["fine", "e"]):
+        with pytest.raises(UserError, match=r"the prompt (needs|takes) more than"):
+            llm.generate(prompts)
+    with pytest.raises(UserError, match=r"the prompt (needs|takes) more than"):
+        llm.score("e")
+    assert llm.encode("hi") == load_tokenizer(MODELS / "tiny-hybrid").encode("hi")
+
+
+def test_a_tokenizer_that_multiplies_any_text_is_a_user_error_when_it_is_loaded(checkpoint: Callable[..., Path]) -> None:
+    """A decoder, too."""
+    steps = doubled(34)["normalizers"]
+    every = [{**step, "pattern": {"Regex": "."}} for step in steps]
+    with pytest.raises(UserError, match=r"tokenizer\.json (needs|takes) more than"):
+        load_tokenizer(checkpoint(normalizer={"type": "Sequence", "normalizers": every}))
+    with pytest.raises(UserError, match=r"tokenizer\.json (needs|takes) more than"):
+        load_tokenizer(checkpoint(decoder={"type": "Sequence", "decoders": steps}))
+    with pytest.raises(UserError, match="characters of a token"):
+        load_tokenizer(checkpoint(decoder={"type": "Sequence", "decoders": steps[:17]}))
+
+
+@pytest.mark.parametrize("text", ["e", "x" * 60])
+def test_a_text_that_a_tokenizer_cannot_take_is_refused_by_the_server(
+    text: str, checkpoint: Callable[..., Path], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Short texts are tokenized in the event loop, unless the tokenizer may lengthen them."""
+    folder = checkpoint(normalizer=doubled(34)) if text == "e" else checkpoint(pre_tokenizer=CATASTROPHIC)
+    monkeypatch.setattr(server_thread, "TOKENIZER", load_tokenizer(folder))
+    site = server_thread.Site(folder, model=str(folder), worker_seconds=1.0).start()
+    try:
+        message = site.refused("/v1/completions", {"prompt": text, "max_tokens": 1})["message"]
+        assert re.search("to prepare" if text == "e" else "the tokenizers library failed", message), message
+        assert site.health() == "ready"
+    finally:
+        site.close()
+
+
+def test_the_command_refuses_a_template_without_a_bound(
+    checkpoint: Callable[..., Path], monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
+) -> None:
+    folder = checkpoint(ENORMOUS, normalizer=doubled(34))
+    here = Here(monkeypatch, capfd)
+    assert "the conversation needs more than" in here.refuses("--model", folder, "--chat", "--prompt", "hi")
+    assert "the prompt" in here.refuses("--model", folder, "--prompt", "e")
+
+
+def test_ranks_refuse_a_template_without_a_bound_once(checkpoint: Callable[..., Path]) -> None:
+    done = launch("--model", checkpoint(ENORMOUS), "--chat", "--prompt", "hi", ranks=2)
+    assert done.code == 2 and not done.out
+    assert re.fullmatch(r"error: the conversation needs more than [^\n]+\n", done.err), done.err
+
+
+def test_a_panic_is_a_user_error(checkpoint: Callable[..., Path]) -> None:
+    tokenizer = load_tokenizer(checkpoint(pre_tokenizer=CATASTROPHIC))
+    with pytest.raises(UserError, match="the tokenizers library failed"):
+        tokenizer.encode("x" * 60)
+    with pytest.raises(UserError, match="the tokenizers library failed"):
+        encode_chat(tokenizer, [{"role": "user", "content": "x" * 60}])
