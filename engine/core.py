@@ -197,7 +197,7 @@ class Engine:
             check_ids(submit.generated, self.vocab_size)
             params = submit.params
             if submit.generated and params.prompt_logprobs is not None:  # they were sent with the first token
-                params = msgspec.structs.replace(params, prompt_logprobs=None)
+                params = params.changed(prompt_logprobs=None)
             tokens = [*prompt, *submit.generated]
             sequence = Sequence(submit.request_id, tokens, len(prompt), params, submit.turn, time.perf_counter())
             sequence.state, sequence.adapter, sequence.repeats = sibling(state), adapter, repeats

@@ -10,6 +10,7 @@ Both sides may end and start again. The engine drops what it gets before its Rea
 again after a Ready (server/recovery.py).
 """
 
+import copy
 import math
 from collections.abc import Sequence
 from numbers import Real
@@ -26,7 +27,7 @@ ADAPTER_NAME = r"[A-Za-z0-9][A-Za-z0-9._~:@+-]{0,199}"  # what a segment of a UR
 SMALLEST_REPETITION = 0.01  # as a penalty: divided by a far smaller one, a logit overflows
 
 
-class Logprob(msgspec.Struct, frozen=True, array_like=True):
+class Logprob(msgspec.Struct, frozen=True, array_like=True, gc=False):
     """Natural log-probability of one token id, and its rank in the distribution (1: the likeliest)."""
 
     token_id: int
@@ -34,7 +35,7 @@ class Logprob(msgspec.Struct, frozen=True, array_like=True):
     rank: int
 
 
-class TokenLogprobs(msgspec.Struct, frozen=True, array_like=True):
+class TokenLogprobs(msgspec.Struct, frozen=True, array_like=True, gc=False):
     """One position: the chosen (or given) token, and the likeliest ones, best first."""
 
     chosen: Logprob
@@ -85,7 +86,15 @@ class SamplingParams(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=Tr
     def of_answer(self, number: int) -> "SamplingParams":
         """Those of the answer with this number among all that share the parameters: it draws with seed + number, which wraps around."""
         seed = (self.seed + number + 2**63) % 2**64 - 2**63
-        return msgspec.structs.replace(self, seed=seed) if number else self
+        return self.changed(seed=seed) if number else self
+
+    def changed(self, **values: int | None) -> "SamplingParams":
+        """A copy with other values, which the caller knows to be valid: a check of all others takes a millisecond for a thousand biases,
+        and a request may have a thousand answers."""
+        other = copy.copy(self)
+        for name, value in values.items():
+            msgspec.structs.force_setattr(other, name, value)
+        return other
 
     def __post_init__(self) -> None:
         check_types(SamplingParams, msgspec.structs.asdict(self))
@@ -160,12 +169,11 @@ class SubmitAll(msgspec.Struct, frozen=True, tag=True):
 
     def submits(self) -> list[Submit]:
         """A Submit for each member. They share their lists and texts."""
-        replace = msgspec.structs.replace
         return [
             Submit(
                 one.request_id,
                 self.prompts[one.prompt],
-                replace(self.params, max_tokens=one.max_tokens, min_tokens=one.min_tokens, seed=one.seed),
+                self.params.changed(max_tokens=one.max_tokens, min_tokens=one.min_tokens, seed=one.seed),
                 one.generated,
                 self.turn,
                 self.adapter,

@@ -10,8 +10,6 @@ from dataclasses import dataclass, field
 from itertools import starmap
 from typing import Any
 
-import msgspec
-
 from engine.protocol import SamplingParams, Submit, TokenOutput, Turn
 from engine.text import AnswerStream, Delta
 from server.engine_client import OutputQueue
@@ -117,10 +115,7 @@ def make_params(
         skip_special=body.skip_special_tokens is not False,
         kept_special=kept_special,
     )
-    return [
-        msgspec.structs.replace(shared, max_tokens=max(limit, 1), min_tokens=min(body.min_tokens or 0, limit))
-        for limit in max_tokens
-    ]
+    return [shared.changed(max_tokens=max(limit, 1), min_tokens=min(body.min_tokens or 0, limit)) for limit in max_tokens]
 
 
 def _given(value: float | None, default: float) -> float:

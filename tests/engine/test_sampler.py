@@ -12,7 +12,8 @@ from msgspec.structs import replace
 from torch import Tensor
 from transformers import MinPLogitsWarper, TemperatureLogitsWarper, TopKLogitsWarper, TopPLogitsWarper
 
-from engine import SamplingParams
+from engine import SamplingParams, protocol
+from engine.protocol import Submit, joined
 from engine.sampler import SamplingBatch, keep, sample
 from errors import UserError
 from kernels.sampling import exponential_noise, hash64
@@ -357,3 +358,18 @@ def test_limits_are_valid(seed: int) -> None:
         SamplingParams(temperature=1e-30, top_p=1e-30, seed=-(2**63)),
     ):
         assert draw(logits, [p], [0]) == [int(logits.argmax())]
+
+
+def test_what_many_answers_share_is_checked_once(monkeypatch: pytest.MonkeyPatch, seed: int) -> None:
+    """A check of all parameters takes a millisecond for a thousand biases, and a request may have a thousand answers."""
+    params = SamplingParams(logit_bias=dict.fromkeys(range(1024), 0.5), max_tokens=7, seed=2**63 - 2, stop=["a"])
+    each = [replace(params, max_tokens=i + 1, min_tokens=i, seed=random.randrange(2**63)) for i in range(20)]
+    wrapped = [replace(params, seed=value) for value in (2**63 - 2, 2**63 - 1, -(2**63), 1 - 2**63)]
+
+    def fail(*_: object) -> None:
+        raise AssertionError
+
+    monkeypatch.setattr(protocol, "check_types", fail)
+    assert [params.of_answer(i) for i in range(4)] == wrapped and params.seed == 2**63 - 2
+    submits = [Submit(f"r{i}", [1, 2], one) for i, one in enumerate(each)]
+    assert joined(submits).submits() == submits
