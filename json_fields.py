@@ -13,7 +13,7 @@ SHOWN = 80  # most characters of a wrong value in a message
 def shown(value: object) -> str:
     """A wrong value as text for a message, truncated if it is long."""
     try:
-        text = repr(value)
+        text = repr(value[: SHOWN + 1] if isinstance(value, str) else value)
     except ValueError:  # an integer with more digits than Python converts to text
         return "a number of thousands of digits"
     return text if len(text) <= SHOWN else text[:SHOWN] + "…"

@@ -25,6 +25,7 @@ if TYPE_CHECKING:  # worker processes raise these errors, too, and start faster 
 MOST_ERRORS = 100  # most validation errors that are examined; the rest are of the same kind
 TOO_LONG = "context_length_exceeded"
 MAX_MESSAGE = 2000  # characters
+MAX_PARAM = 256  # of a field's path, which may have keys of the client's
 SHOWN = 20  # characters quoted of a body that is not JSON
 
 
@@ -39,8 +40,7 @@ class ApiError(HTTPException):
         code: str | None = None,
         headers: Mapping[str, str] | None = None,
     ) -> None:
-        if len(message) > MAX_MESSAGE:  # it may quote what a client sent
-            message = f"{message[: MAX_MESSAGE // 2]} … {message[-MAX_MESSAGE // 2 :]}"
+        message = shortened(message, MAX_MESSAGE)  # it may quote what a client sent
         super().__init__(status, message, headers)
         self.message, self.param, self.code = message, param, code
 
@@ -58,8 +58,14 @@ class ApiError(HTTPException):
         return JsonResponse(body, self.status_code, headers)
 
 
+def shortened(text: str, most: int) -> str:
+    """The text, or its beginning and its end if it has more than `most` characters."""
+    return text if len(text) <= most else f"{text[: most // 2]} … {text[-most // 2 :]}"
+
+
 def bad(param: str | None, message: str, code: str | None = None) -> ApiError:
     """A 400 that names the field."""
+    param = param and shortened(param, MAX_PARAM)
     return ApiError(400, f"{param}: {message}" if param else message, param, code)
 
 

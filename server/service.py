@@ -13,6 +13,7 @@ from starlette.types import Receive
 
 from engine.protocol import Pooling
 from errors import UserError
+from json_fields import shown
 from server.admission import Admission
 from server.backlog import Backlog
 from server.bounds import MAX_VALUES, BodyBounds, parse
@@ -139,10 +140,12 @@ class Service:
     def check_model(self, name: str | None) -> None:
         if name in self.client.adapters.lost:
             error = self.client.adapters.lost[name][1]
-            raise ApiError(404, f"the adapter {name!r} was lost in a recovery: {error}", "model", "model_not_found")
+            raise ApiError(404, f"the adapter {shown(name)} was lost in a recovery: {error}", "model", "model_not_found")
         if name is not None and name not in (*self.settings.model_names, *self.client.adapters.paths):
             served = ", ".join((*self.settings.model_names, *self.client.adapters.paths))
-            raise ApiError(404, f"the model {name!r} does not exist; this server has: {served}", "model", "model_not_found")
+            raise ApiError(
+                404, f"the model {shown(name)} does not exist; this server has: {served}", "model", "model_not_found"
+            )
 
     def adapter_of(self, model: str | None) -> str:
         """The adapter that a request's `model` names; empty for the base."""

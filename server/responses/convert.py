@@ -8,6 +8,7 @@ from typing import Any, NamedTuple
 import msgspec
 from pydantic import ValidationError
 
+from json_fields import shown
 from server.http import to_json
 from server.problems import ApiError, bad, from_model
 from server.responses.items import input_items
@@ -188,7 +189,7 @@ def _tools(body: ResponsesBody) -> tuple[list[Offered], Any]:
         return tools, choice if tools else None if choice in ("auto", "none") else choice
     allowed = {one.name for one in choice.tools}
     if missing := allowed - {one.name for one in tools}:
-        raise bad("tool_choice.tools", f"names {min(missing)!r}, which is not in tools")
+        raise bad("tool_choice.tools", f"names {shown(min(missing))}, which is not in tools")
     names = [{"type": "function", "function": {"name": one.name}} for one in choice.tools]
     return tools, {"type": "allowed_tools", "allowed_tools": {"mode": choice.mode, "tools": names}}
 

@@ -3,6 +3,7 @@
 from fastapi import FastAPI, Request
 from starlette.responses import Response
 
+from json_fields import shown
 from server import replies
 from server.chat import ChatRequest, read_conversation
 from server.clients import owner
@@ -47,7 +48,7 @@ def add_results(app: FastAPI, service: Service) -> None:
         row = await service.journal.find(owner(request.scope), id) if service.journal else None
         if row is None:
             advice = "ids are kept for a while" if service.journal else "this server keeps none; start it with --journal"
-            raise ApiError(404, f"no result of yours has the id {id!r}; {advice}", None, "result_not_found")
+            raise ApiError(404, f"no result of yours has the id {shown(id)}; {advice}", None, "result_not_found")
         if not row.status:
             return JsonResponse({"id": row.answer_id, "object": "result", "status": "unfinished"}, 202, {"retry-after": "1"})
         return JsonResponse(row.data, row.status, None if row.status == 200 else NO_RETRY)  # a kept error stays

@@ -4,6 +4,7 @@ import contextlib
 import json
 import logging
 import os
+import random
 import re
 import socket
 import threading
@@ -17,13 +18,15 @@ import httpx
 import openai
 import pytest
 
+from json_fields import SHOWN, shown
 from server import middleware, replies
+from server.embedding_bodies import EmbeddingBody
 from server.limits import MAX_LOGPROBS
 from server.messages.bodies import MessagesBody
 from server.problems import MAX_MESSAGE
 from server.refusals import REFUSED
 from server.responses.schemas import ResponsesBody
-from server.schemas import Body, ChatBody, CompletionBody
+from server.schemas import Body, ChatBody, CompletionBody, TokenizeBody
 from server.settings import HttpOptions
 from tests.support.quiet_clock import quiet_seconds
 from tests.support.server_thread import CHAT, CONTEXT, EOS, TOKENIZER, TOOL, Site, raw_request, wait_for
@@ -322,9 +325,42 @@ def test_a_body_that_does_not_say_that_it_is_json_is_not_parsed(site: Site) -> N
         assert response.status_code == 400 and response.json()["error"]["type"] == "invalid_request_error"
 
 
-def test_what_an_error_quotes_is_cut(site: Site) -> None:
+def test_an_unknown_model_is_named_beside_those_that_the_server_has(site: Site) -> None:
     error = site.refused("/v1/completions", {"prompt": "Hi", "model": "x" * 100_000}, 404)
-    assert len(error["message"]) < 2 * MAX_MESSAGE and error["message"].endswith("this server has: tiny-hybrid")
+    assert len(error["message"]) < 200 and error["message"].endswith("this server has: tiny-hybrid")
+
+
+BODIES: dict[str, tuple[type[Body], dict[str, Any]]] = {
+    "/v1/completions": (CompletionBody, {"prompt": "Hi"}),
+    "/v1/chat/completions": (ChatBody, CHAT),
+    "/v1/responses": (ResponsesBody, {"input": "Hi"}),
+    "/v1/messages": (MessagesBody, CHAT | {"max_tokens": 1}),
+    "/v1/embeddings": (EmbeddingBody, {"input": "Hi"}),
+    "/tokenize": (TokenizeBody, {"prompt": "Hi"}),
+}
+
+
+@pytest.mark.parametrize("path", BODIES)
+def test_what_an_error_quotes_is_cut(site: Site, path: str, seed: int) -> None:
+    """Whichever field has a long text, or an object with a long key or type: in the message, and in the name of the field."""
+    long = "\n\U0001f409" * 1500
+    model, own = BODIES[path]
+    for field in [*random.choices(sorted(model.model_fields), k=20), "logit_bias", "tools", long]:
+        named = {"role": "user", "type": "function", "name": long}
+        for value in (long, [long], {long: long}, [{long: 1}], {"type": long}, [{"type": long}], named, [named]):
+            answer = site.http.post(path, json=own | {field: value})
+            assert answer.status_code < 500, (field, value, answer.text)
+            if answer.status_code >= 400:
+                assert len(answer.content) < 4 * MAX_MESSAGE, (field, value)
+
+
+def test_a_quoted_text_is_not_escaped_as_a_whole() -> None:
+    class Text(str):
+        def __repr__(self) -> str:
+            raise AssertionError("it may have megabytes")
+
+    for size in (SHOWN + 1, 10**6):
+        assert shown(Text("\n" * size)) == "'" + r"\n" * (SHOWN // 2 - 1) + "\\…"
 
 
 def test_lone_surrogates_are_harmless(site: Site) -> None:
