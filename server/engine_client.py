@@ -43,7 +43,9 @@ from server.recovery import GOT_ON, Recovery, Watchdog
 OUTPUT_BYTES = 400  # that an output takes in memory
 LOGPROB_BYTES = 100  # and each log-probability of it
 COUNTED_BYTES = 65536  # changes of a queue's size below this are not reported
-SLICE = 64  # most outputs that `next` returns at once: the backlog of a slow reader is converted to text only as it reads
+SLICE_BYTES = (
+    16384  # of outputs that `next` returns at once, and the last one: a backlog is converted to text only as its client reads
+)
 
 
 class OutputQueue:
@@ -56,6 +58,7 @@ class OutputQueue:
         self._index = {submit.request_id: i for i, submit in enumerate(submits)}  # of the ids that the ranks know
         self._generated: list[list[int]] = [[] for _ in submits]
         self._arrived: deque[tuple[int, TokenOutput]] = deque()
+        self._is_backlog = False  # whether the last slice has left some
         self._error: ApiError | None = None  # raised once `_arrived` is empty
         self._waiter: asyncio.Future[None] | None = None  # what `next` waits for
         self.count_unread: Callable[[int], None] | None = None  # gets changes of how many bytes `_arrived` takes
@@ -68,7 +71,7 @@ class OutputQueue:
         self._before = [0] * len(submits)  # tokens of each sequence when it was sent
 
     async def next(self) -> list[tuple[int, TokenOutput]]:
-        """Wait for outputs and return the oldest, at most SLICE, each with its sequence's index in `submits`; [] after `wake`.
+        """Wait for outputs and return the oldest, those of SLICE_BYTES, each with its sequence's index in `submits`; [] after `wake`.
 
         Outputs that arrived before their sequence was stopped are included. Raises ApiError once none is left after an error.
         """
@@ -77,11 +80,15 @@ class OutputQueue:
             await self._waiter
         if not self._arrived and self._error is not None:
             raise self._error
-        if len(self._arrived) > SLICE:
+        if self._is_backlog:
             await asyncio.sleep(0)  # let other requests run between the slices of a backlog
-        found = [self._arrived.popleft() for _ in range(min(len(self._arrived), SLICE))]
+        found, size = [], 0
+        while self._arrived and size < SLICE_BYTES:
+            found.append(self._arrived.popleft())
+            size += bytes_of(found[-1][1])
+        self._is_backlog = bool(self._arrived)
         if self.count_unread:
-            self._count(-sum(bytes_of(output) for _, output in found))
+            self._count(-size)
         return found
 
     def unfinished(self) -> Iterator[Progress]:
