@@ -6,6 +6,7 @@ import http
 import resource
 import socket
 import sys
+from functools import partial
 from typing import Any
 
 import httptools
@@ -15,9 +16,11 @@ from uvicorn.protocols.http.httptools_impl import HttpToolsProtocol, RequestResp
 from server.clients import sender
 from server.http import to_json
 from server.problems import ApiError
+from server.turns import Turns
 from server.writing import PIECE
 
 MAX_HEAD = 65536  # bytes of a request line and headers, or of trailers
+MOST_PARTS, SMALL_PART = 4096, 16  # of a body; more parts than these may not have fewer bytes on average
 MOST_DESCRIPTORS = 65536  # that the server takes if it may
 
 ByClient = dict[str, dict["Connection", None]]  # the oldest first
@@ -95,10 +98,12 @@ class Connection(HttpToolsProtocol):
     (RFC 9112, section 9.3.2). uvicorn would queue them, but then it stops reading and does not notice when the client leaves.
     """
 
-    def __init__(self, *args: Any, idle_timeout: float, all_connections: Connections, **options: Any) -> None:
-        """`idle_timeout`: seconds for a request line and headers to arrive. The other arguments are uvicorn's."""
+    def __init__(self, *args: Any, idle_timeout: float, all_connections: Connections, turns: Turns, **options: Any) -> None:
+        """`idle_timeout`: seconds for a request line and headers to arrive. turns: of all connections. The others are uvicorn's."""
         super().__init__(*args, **options)
-        self.idle_timeout, self._all = idle_timeout, all_connections
+        self.idle_timeout, self._all, self._turns = idle_timeout, all_connections, turns
+        self._arrived: list[bytes] = []  # waits for its turn
+        self._parts = self._body_bytes = 0  # of the body so far
         self.sender = "-"  # whose connection it is; behind a proxy that of the proxy
         self._header_timer: asyncio.TimerHandle | None = None
         self._head = 0  # bytes received since the last complete head or part of a body
@@ -113,7 +118,17 @@ class Connection(HttpToolsProtocol):
 
     def data_received(self, data: bytes) -> None:
         self._unset_keepalive_if_required()
-        rest = memoryview(data)
+        self._arrived.append(data)
+        self._turns.call(self._read)
+        if self._arrived:
+            self.flow.pause_reading()
+
+    def _read(self) -> None:
+        rest = memoryview(b"".join(self._arrived))
+        self._arrived.clear()
+        if self.transport.is_closing():
+            return
+        self.flow.resume_reading()
         while rest and not self._refused:
             self._head += len(piece := rest[: MAX_HEAD - self._head])
             rest = rest[self._parse(piece) :]
@@ -152,7 +167,7 @@ class Connection(HttpToolsProtocol):
             raise ApiError(501, "the only supported Transfer-Encoding is chunked")
         if self.parser.should_upgrade():  # it will be called again for this head
             return
-        self._head = 0
+        self._head = self._parts = self._body_bytes = 0
         self._stop_timer()
         super().on_headers_complete()
         if self.parser.get_http_version() != "1.1":
@@ -163,6 +178,12 @@ class Connection(HttpToolsProtocol):
 
     def on_body(self, body: bytes) -> None:
         self._head = 0
+        self._parts += 1
+        self._body_bytes += len(body)
+        if self._parts > MOST_PARTS and self._body_bytes < self._parts * SMALL_PART:
+            raise ApiError(
+                400, f"the body comes in more than {MOST_PARTS} parts of fewer than {SMALL_PART} bytes; send larger ones"
+            )
         super().on_body(body)
 
     def on_message_complete(self) -> None:
@@ -176,7 +197,11 @@ class Connection(HttpToolsProtocol):
     def connection_lost(self, exc: Exception | None) -> None:
         self._stop_timer()
         self._all.remove(self)
-        super().connection_lost(exc)
+        if self._answering:  # the end takes as long as the beginning
+            self.cycle.disconnected = True  # now: nothing can be written any more
+            self._turns.call(partial(super().connection_lost, exc))
+        else:
+            super().connection_lost(exc)
 
     def on_response_complete(self) -> None:
         super().on_response_complete()
@@ -216,6 +241,9 @@ class Connection(HttpToolsProtocol):
 
     def _end(self) -> None:
         """Close the connection. A client that has left the last answer unread until now gets no more of it."""
+        if self._arrived:  # what was missing waits for its turn
+            self._start_timer()
+            return
         if self.transport.get_write_buffer_size():
             self.transport.abort()
         else:

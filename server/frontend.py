@@ -32,6 +32,7 @@ from server.recovery import Watchdog
 from server.resume import Resumer
 from server.service import Service
 from server.settings import Settings
+from server.turns import Turns
 from tokenizer import Tokenizer
 from tokenizer_files import tokenizer_of
 
@@ -160,7 +161,7 @@ def make_server(
     watchdog = Watchdog(kill, settings.hang_seconds)
     client = EngineClient(to_engine, from_engine, Metrics(settings.model_names[0]), watchdog, before)
     app = create_app(settings, client, tokenizer)
-    protocol = partial(Connection, idle_timeout=settings.idle_timeout, all_connections=Connections())
+    protocol = partial(Connection, idle_timeout=settings.idle_timeout, all_connections=Connections(), turns=Turns())
     config = uvicorn.Config(
         app,
         host=settings.host,

@@ -1,5 +1,6 @@
 """Connections without a complete request, or with several: endless headers, trailers, pipelining, data that is not HTTP."""
 
+import asyncio
 import contextlib
 import gc
 import gzip
@@ -19,7 +20,16 @@ from unittest.mock import Mock
 import pytest
 
 from server import frontend
-from server.connections import MAX_HEAD, MOST_DESCRIPTORS, Connection, Connections, raise_descriptor_limit
+from server.connections import (
+    MAX_HEAD,
+    MOST_DESCRIPTORS,
+    MOST_PARTS,
+    SMALL_PART,
+    Connection,
+    Connections,
+    raise_descriptor_limit,
+)
+from server.turns import Turns
 from tests.support.server_thread import Site, raw_request, wait_for
 
 GET = b"GET /health HTTP/1.1\r\nHost: x\r\n"
@@ -455,3 +465,106 @@ def test_connections_leave_descriptors_unless_there_is_no_limit(monkeypatch: pyt
     for soft, most in ((1024, 768), (resource.RLIM_INFINITY, sys.maxsize // 4 * 3)):
         monkeypatch.setattr(resource, "getrlimit", lambda _, soft=soft: (soft, soft))
         assert Connections().most == most
+
+
+@pytest.fixture
+def release(monkeypatch: pytest.MonkeyPatch) -> Callable[[], bool]:
+    """Whatever arrives waits for its turn, which it gets when this function is called. Returns whether anything waited."""
+    held = list[tuple[asyncio.AbstractEventLoop, Callable[[], None]]]()
+    monkeypatch.setattr(Turns, "call", lambda self, begin: held.append((asyncio.get_running_loop(), begin)))
+
+    def call() -> bool:
+        waited = bool(held)
+        while held:
+            loop, begin = held.pop(0)
+            loop.call_soon_threadsafe(begin)
+        return waited
+
+    return call
+
+
+@pytest.mark.parametrize("kind", ["head", "body", "chunks"])
+def test_what_waits_for_its_turn_is_read_in_order(site: Site, release: Callable[[], bool], kind: str, seed: int) -> None:
+    long = raw_request({"prompt": "Hi" * 2000, "truncate_prompt_tokens": 5})
+    request = {"head": GET + b"X-A: b\r\n" * 200 + b"\r\n", "body": long, "chunks": in_chunks(long)}[kind]
+    pieces, answer = [request[at : at + 500] for at in range(0, len(request), 500)], b""
+    with connect(site) as raw:
+        raw.setblocking(False)
+
+        def step() -> bool:
+            nonlocal answer
+            if pieces:
+                raw.sendall(pieces.pop(0))
+            if random.random() < 0.5:
+                release()
+            with contextlib.suppress(BlockingIOError):
+                answer += raw.recv(65536)
+            return answer.endswith(b"}") and b"\r\n\r\n{" in answer
+
+        wait_for(step)
+    assert answer.startswith(b"HTTP/1.1 200 "), answer
+    wait_for(lambda: not release() and not site.server.service.open_requests)
+
+
+def test_nothing_more_is_read_from_who_waits_for_its_turn(site: Site, release: Callable[[], bool]) -> None:
+    with connect(site) as raw:
+        raw.sendall(GET)
+        opened: Any = site.server.server_state.connections
+        wait_for(lambda: any(one._arrived and one.flow.read_paused for one in list(opened)))
+        release()
+        raw.sendall(b"\r\n")
+        wait_for(release)
+        assert read_one(raw) == (200, {"status": "ready"})
+
+
+@pytest.mark.parametrize("begun", [True, False])
+def test_a_client_that_leaves_is_noticed_in_its_turn(
+    site: Site, release: Callable[[], bool], begun: bool, caplog: pytest.LogCaptureFixture
+) -> None:
+    """Until then nothing is written to its closed connection."""
+    site.engine.delay, site.engine.reply, aborted = 0.001, lambda submit: [300] * 200, len(site.engine.aborts)
+    with connect(site) as raw:
+        raw.sendall(raw_request({"prompt": "Hi", "stream": True, "max_tokens": 200, "n": 5}))
+        wait_for(lambda: release() or site.server.service.open_requests)
+        if begun:
+            wait_for(lambda: raw.recv(12) == b"HTTP/1.1 200")
+    wait_for(lambda: not release() and not site.server.service.open_requests)
+    wait_for(lambda: len(site.engine.aborts) > aborted or not begun)
+    assert "Traceback" not in caplog.text
+
+
+def test_a_head_that_waits_for_its_turn_is_in_time(
+    make_site: Callable[..., Site], monkeypatch: pytest.MonkeyPatch, request: pytest.FixtureRequest
+) -> None:
+    looked, end = list[bytes](), Connection._end
+
+    def noted(self: Connection) -> None:
+        looked.extend(self._arrived)
+        end(self)
+
+    monkeypatch.setattr(Connection, "_end", noted)
+    site = make_site(idle_timeout=0.2)
+    release = request.getfixturevalue("release")  # not earlier: the site is asked whether it is ready
+    with connect(site) as raw:
+        raw.sendall(GET + b"\r\n")
+        wait_for(lambda: len(looked) > 2)
+        release()
+        assert read_one(raw) == (200, {"status": "ready"})
+
+
+def test_a_body_of_tiny_parts_is_refused(site: Site) -> None:
+    """The parser takes about a microsecond for each."""
+
+    def sent(data: bytes, size: int) -> bytes:
+        with connect(site) as raw:
+            chunks = b"".join(
+                b"%x\r\n%s\r\n" % (len(data[i : i + size]), data[i : i + size]) for i in range(0, len(data), size)
+            )
+            raw.sendall(CHUNKED.replace(b"\r\n\r\n", b"\r\nContent-Type: application/json\r\n\r\n") + chunks + b"0\r\n\r\n")
+            return raw.recv(12)
+
+    short, long = (
+        json.dumps({"prompt": "Hi", "truncate_prompt_tokens": 5}).encode().ljust(size) for size in (MOST_PARTS, 10**5)
+    )
+    assert sent(short, 1) == sent(long, SMALL_PART + 1) == b"HTTP/1.1 200"
+    assert sent(short + b" ", 1) == sent(long, SMALL_PART - 1) == b"HTTP/1.1 400"
