@@ -139,6 +139,29 @@ def test_a_replica_that_ends_without_a_word_is_replaced_by_another_one() -> None
     assert refused.headers["x-should-retry"] == "false"
 
 
+def test_what_no_replica_knows_is_not_there() -> None:
+    """Another one is asked, until one is asked again."""
+
+    async def unknown() -> AsyncIterator[Any]:
+        yield 404, JSON, "name"
+        yield b'{"error": {"code": "response_not_found"}}'
+
+    replicas = Replicas(unknown, unknown)
+    assert client(replicas).get("/v1/responses/x").status_code == 404 and not replicas.left
+    known = client(Replicas(unknown, answer(JSON, b"{}"))).get("/v1/responses/x")
+    assert (known.status_code, known.json()) == (200, {})
+
+
+def test_metrics_of_all_replicas_stand_together() -> None:
+    text = '# HELP a counts\n# TYPE a counter\na{path="/v1/{id}"} %d\n# HELP b is\n# TYPE b gauge\nb{x="y"} 2'
+    found = client(Replicas(each=[("r1", 200, text % 1), ("r2", 200, text % 3), RuntimeError("it has ended")])).get("/metrics")
+    assert found.text.splitlines() == [
+        "# HELP a counts", "# TYPE a counter", 'a{replica="r1",path="/v1/{id}"} 1', 'a{replica="r2",path="/v1/{id}"} 3',
+        "# HELP b is", "# TYPE b gauge", 'b{replica="r1",x="y"} 2', 'b{replica="r2",x="y"} 2',
+    ]  # fmt: skip
+    assert client(Replicas(each=[("r1", 503, "{}")])).get("/metrics").status_code == 503
+
+
 @pytest.fixture
 def limits(monkeypatch: pytest.MonkeyPatch) -> list[asyncio.Timeout]:
     """The time limits that have begun. None ends before the test says so, so that they do not depend on the machine."""

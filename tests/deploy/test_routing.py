@@ -34,6 +34,8 @@ def test_bodies_without_a_prompt_have_no_keys(seed):
     rng = random.Random(seed)
     for body in (b"", b"[1]", b"{", b"[" * 100_000, b'{"prompt": "short"}', b"\xff", bytes(rng.randbytes(300))):
         assert prefix_keys(body) == ()
+    for size, pieces in ((PIECE - 1, 0), (PIECE, 1), (3 * PIECE - 1, 2), (3 * PIECE, 3)):
+        assert len(prefix_keys(json.dumps({"prompt": "x" * (size - 2)}).encode())) == pieces  # 2 for the quotes
     assert len(prefix_keys(json.dumps({"prompt": [rng.randrange(99) for _ in range(9 * PIECE)]}).encode())) >= 18
 
 

@@ -14,6 +14,7 @@ import transformers
 from safetensors.torch import load_file, save_file
 from torch import Tensor
 
+import determinism
 from attention import Causal
 from checkpoint import load_model
 from comm import Local
@@ -22,6 +23,10 @@ from errors import UserError
 from memory import weight_bytes
 from model import Transformer
 from presets import model_config
+from quantized import formats
+from quantized.formats import Slice, Tensors
+from quantized.scheme import ON_LOAD, SCHEMES
+from quantized.weight import dequantize, quantize
 from sharded_linear import ShardedLinear
 from tests.quantized.writers import FORMATS, FP8, write
 from tests.support.ranks import Ranks
@@ -52,6 +57,20 @@ def load(world: World, folder: Path) -> Transformer:
 @torch.no_grad()
 def logits_of(world: World, folder: Path, tokens: Tensor) -> Tensor:
     return load(world, folder)(tokens, Causal(tokens.shape[1], CPU))
+
+
+@pytest.mark.parametrize("columns", [range(96), range(96, 192)])
+def test_rounding_at_load_with_the_deterministic_mode_is_that_of_whole_rows(
+    columns: range, seed: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Also where the groups of 128 do not divide a row, which then has smaller ones."""
+    monkeypatch.setattr(determinism, "enabled", lambda: True)
+    weight, scheme = torch.randn(6, 192), SCHEMES["int4"]
+    part = Slice("layer", (6, 192), range(2, 6), columns, scheme)
+    read = lambda name, dim, start, stop: weight.narrow(dim, start, stop - start)  # noqa: E731
+    found = formats.FORMATS[ON_LOAD].read(Tensors(part, read, {"layer.weight": (6, 192)}, CPU))
+    whole = dequantize(quantize(weight, scheme, "layer"))
+    assert torch.equal(dequantize(found), whole[2:, columns.start : columns.stop])
 
 
 def rounded(x: Tensor, how: str, is_float: bool, scale: Tensor | None) -> Tensor:

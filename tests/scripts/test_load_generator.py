@@ -18,6 +18,7 @@ from engine.protocol import Stats
 from errors import UserError
 from scripts.bench.serving import load
 from scripts.bench.serving.load import idle_share, parse_range, step_seconds, table, table_by_clients
+from scripts.lib import sse_client
 from scripts.lib.load_generator import Answer, Request, keep_busy, keeps, offer, plan, summary
 from scripts.lib.sse_client import StreamClient, in_event_loop
 from server.metrics import Metrics
@@ -274,14 +275,22 @@ def test_events_arrive_in_any_pieces(seed: int) -> None:
     assert all(len(a.gaps) == max(a.tokens - 1, 0) for a in answers), seed
 
 
-def test_connections_are_kept(seed: int) -> None:
+@pytest.mark.parametrize(("seconds", "connections"), [(60.0, 1), (-60.0, 3)])
+def test_connections_are_kept_for_a_while(seconds: float, connections: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(sse_client, "KEEP_SECONDS", seconds)
+
     async def chunks(_: dict[str, Any]) -> AsyncIterator[Any]:
         yield [1]
         yield b"[DONE]"
 
     server = FakeServer(chunks)
-    answers = offered(server, [Request(0.7 * i, [1], 1) for i in range(3)])
-    assert [a.outcome for a in answers] == ["complete"] * 3 and server.connections == 1, seed
+
+    async def ask() -> list[Answer]:
+        listening = await asyncio.start_server(server._serve, "127.0.0.1", 0)
+        async with listening, StreamClient(f"http://127.0.0.1:{listening.sockets[0].getsockname()[1]}", 60) as client:
+            return await keep_busy(client, [Request(0.0, [1], 1)] * 3, 1, "test")
+
+    assert [a.outcome for a in asyncio.run(ask())] == ["complete"] * 3 and server.connections == connections
 
 
 def test_a_silent_server_times_out() -> None:

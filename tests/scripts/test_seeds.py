@@ -55,6 +55,7 @@ def test_holm_multiplies_the_smallest_p_most(seed: int) -> None:
     ps = random.sample(list(known), len(known))
     assert holm(ps) == pytest.approx([known[p] for p in ps])
     assert holm([0.6, math.nan, 0.7]) == pytest.approx([1.0, math.nan, 1.0], nan_ok=True)
+    assert holm([0.1, math.nan, 0.3]) == pytest.approx([0.2, math.nan, 0.3], nan_ok=True)
     assert holm([]) == []
 
 
