@@ -18,6 +18,7 @@ from server.recovery import REFUSED, Recovery
 from tests.simulation.life import live
 
 FAILED = (3, 1001, 1065547853)  # seeds of lives that failed once
+TELLING = (9, 35, 21, 6, 3)  # seeds that show the rarest of FAULTS soon; others do later
 
 
 def test_lives(seed: int) -> None:
@@ -155,4 +156,4 @@ FAULTS: list[tuple[Any, str, Callable[..., Any]]] = [
 def test_faults_are_noticed(kind: Any, name: str, harm: Callable[..., Any], monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(kind, name, harm(getattr(kind, name)))
     with pytest.raises(AssertionError, match=r"make simulate SEED=\d+ STEPS=1"):
-        [live(seed, steps=400) for seed in range(60)]
+        [live(seed, steps=400) for seed in (*TELLING, *range(60))]
