@@ -36,6 +36,10 @@ def summed(world: World, hosts: list[str], partials: list[Tensor]) -> tuple[list
         del os.environ["NCCL_HOSTID"]
 
 
+def flat_sum(world: World, parts: Tensor) -> Tensor:
+    return GlooCommunicator().all_reduce(parts[world.rank].clone())
+
+
 def test_sums_are_those_of_fp64_with_equal_bits_on_all_ranks(ranks: Ranks, seed: int) -> None:
     shapes = [(1,), (3,), (0, 5), (2, 17, 40), (random.randrange(1, 50_000),)]
     partials = [torch.randn(4, *shape) for shape in shapes] + [torch.randn(4, 7, 33).bfloat16()]
@@ -54,6 +58,8 @@ def test_bf16_is_summed_in_fp32_and_rounded_once(ranks: Ranks, seed: int) -> Non
     """Sums of integers of 8 bits are exact in fp32, and take up to 10 bits."""
     parts = torch.randint(-255, 256, (4, 5000)).bfloat16()
     for [total], _ in ranks.run(4, summed, list("aabb"), [parts]):
+        assert torch.equal(total, parts.float().sum(0).bfloat16())
+    for total in ranks.run(4, flat_sum, parts):
         assert torch.equal(total, parts.float().sum(0).bfloat16())
 
 
