@@ -2,14 +2,15 @@
 
 A block holds the keys and values of `block_size` consecutive tokens. A full block is identified by its tokens and the block
 before it, and sequences with the same prefix share it. The root of a chain of blocks is -1, or another negative number if an adapter
-has computed them. A block without owners stays cached until its space is needed; the least recently used block is evicted first.
+has computed them, or such a number and a salt, for requests that share blocks with those of the same salt alone. A block without owners stays cached until its space is needed; the least recently used block is evicted first.
 """
 
 from collections import OrderedDict
 from collections.abc import Sequence
 
 # (identity of the block before, or the root; this block's tokens): not a hash, so no collisions
-Key = tuple[int, tuple[int, ...]]
+Root = int | tuple[int, str]
+Key = tuple[Root, tuple[int, ...]]
 
 
 class BlockManager:
@@ -31,7 +32,7 @@ class BlockManager:
     def blocks_for(self, tokens: int) -> int:
         return -(-tokens // self.block_size)
 
-    def match(self, tokens: Sequence[int], root: int = -1) -> list[int]:
+    def match(self, tokens: Sequence[int], root: Root = -1) -> list[int]:
         """The cached blocks that `tokens` begins with, without the last token: its logits must be computed."""
         found: list[int] = []
         parent = root
@@ -78,7 +79,7 @@ class BlockManager:
         self.owners[block] = 1
         return block
 
-    def publish(self, blocks: Sequence[int], tokens: Sequence[int], first: int, last: int, root: int = -1) -> None:
+    def publish(self, blocks: Sequence[int], tokens: Sequence[int], first: int, last: int, root: Root = -1) -> None:
         """Let `match` find blocks first … last-1 of a sequence: they are full, with all keys and values in the cache."""
         for i in range(first, last):
             block = blocks[i]

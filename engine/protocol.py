@@ -75,6 +75,9 @@ class SamplingParams(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=Tr
     # token that it forbids again with it
     late_grammar: bool = False
     grammar_optional: bool = False  # go on without a late grammar that is refused or fails, instead of ending with an error
+    cache_salt: str | None = (
+        None  # cached prefixes are shared with requests of the same one alone, and prompts for drafts with none
+    )
     pooling: Pooling | None = None  # the prompt's embedding instead of an answer: `max_tokens` and what is above have no effect
 
     stop: list[str] = []  # end before the first of these texts
@@ -113,6 +116,7 @@ class SamplingParams(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=Tr
             ("top_p", 0 < self.top_p <= 1, "above 0 and at most 1"),
             ("min_p", 0 <= self.min_p <= 1, "from 0 to 1"),
             ("seed", -(2**63) <= self.seed < 2**63, "a 64-bit integer"),
+            ("cache_salt", self.cache_salt != "", "a text of at least one character, or None"),
             ("stop", all(isinstance(text, str) and text for text in self.stop), "texts of at least one character"),
         ):
             if not valid:

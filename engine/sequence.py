@@ -4,6 +4,7 @@ from collections import abc
 from dataclasses import dataclass, field
 from typing import Any, NamedTuple
 
+from engine.block_manager import Root
 from engine.protocol import SamplingParams, Turn
 
 
@@ -45,9 +46,10 @@ class Sequence:
         return -1 if self.adapter is None else self.adapter.slot
 
     @property
-    def root(self) -> int:
-        """What its blocks follow in the prefix cache: -1, or a number of its adapter."""
-        return -1 if self.adapter is None else -1 - self.adapter.number
+    def root(self) -> Root:
+        """What its blocks follow in the prefix cache: -1, or a number of its adapter; with its salt if it has one."""
+        number = -1 if self.adapter is None else -1 - self.adapter.number
+        return number if self.params.cache_salt is None else (number, self.params.cache_salt)
 
     @property
     def generated(self) -> int:

@@ -156,9 +156,11 @@ class Speculation:
         running = [s for s in running if s.params.pooling is None]
         for sequence in running:
             if sequence.drafter is None:
-                sequence.drafter = TextDrafter(sequence, self.draft_tokens, self._first_acceptance(sequence), self._prompts)
-                if self._prompts is not None and not sequence.repeats:
-                    self._prompts.add(sequence.tokens[: sequence.prompt_length])
+                # a prompt with a salt is no other request's business, nor is another's its own
+                prompts = self._prompts if sequence.params.cache_salt is None else None
+                sequence.drafter = TextDrafter(sequence, self.draft_tokens, self._first_acceptance(sequence), prompts)
+                if prompts is not None and not sequence.repeats:
+                    prompts.add(sequence.tokens[: sequence.prompt_length])
             if self.model_drafter is not None and sequence.drafter.of_model is None:
                 self._begin(self.model_drafter, sequence, len(running))
         if self.accept_rate is not None:

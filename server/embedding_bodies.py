@@ -6,7 +6,7 @@ from pydantic import Field, model_validator
 
 from engine.protocol import Pooling
 from server.problems import field_error
-from server.schemas import INT64, Body, Prompts, Texts
+from server.schemas import INT64, Body, Prompts, Salt, Texts
 
 
 class PoolingBody(Body):
@@ -22,6 +22,7 @@ class PoolingBody(Body):
     priority: int | None = Field(
         None, ge=-INT64, lt=INT64, description="A lower number starts earlier. Other than 0 only with `--allow-priority`."
     )
+    cache_salt: Salt | None = Field(None, description="As of /v1/completions, with which it shares the prefix cache.")
     user: str | None = Field(None, description="The first 256 characters are written to the access log.")
 
     @model_validator(mode="after")

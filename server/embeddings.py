@@ -105,7 +105,7 @@ async def _embeddings(
         tokens = sum(map(len, prompts))
         check_prompts(tokens, limits, field=field)
     request.state.log_fields["prompt_tokens"] = tokens
-    params = SamplingParams(max_tokens=1, pooling=body.pooling or service.pooling)
+    params = SamplingParams(max_tokens=1, pooling=body.pooling or service.pooling, cache_salt=body.cache_salt)
     unique, adapter = uuid.uuid4().hex, service.adapter_of(body.model)
     submits = [Submit(f"{unique}-{i}", prompt, params, turn=turn, adapter=adapter) for i, prompt in enumerate(prompts)]
     width = service.client.ready.hidden_size if service.client.ready else 0

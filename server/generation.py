@@ -107,6 +107,7 @@ def make_params(
         logprobs=logprobs,
         prompt_logprobs=prompt_logprobs,
         prediction=prediction,
+        cache_salt=body.cache_salt,
         grammar=grammar,
         late_grammar=grammar is not None and body.is_mostly_free,
         grammar_optional=grammar is not None and not body.insists,

@@ -26,7 +26,6 @@ REFUSED = refusals(
     (("num_beams",), (1,), _NO_BEAMS),
     (("length_penalty",), (1, 1.0), _ONLY_BEAMS),
     (("early_stopping",), (False,), _ONLY_BEAMS),
-    (("cache_salt",), (), "is not supported, because all clients of a server share its prefix cache; leave it out"),
     (("suffix",), ("",), "is not supported, because the models served here do not fill in the middle; leave it out"),
     (("bad_words",), ([],), "is not supported; ban tokens with logit_bias"),
     (("audio",), (), "is not supported, because this server generates text alone; leave it out"),
@@ -72,7 +71,7 @@ REFUSED = refusals(
 GENERATION_REFUSED = refusals(
     (("n", "repetition_penalty"), (1, 1.0), _CHAT),
     (("presence_penalty", "frequency_penalty", "min_p", "min_tokens", "priority"), (0, 0.0), _CHAT),
-    (("seed", "allowed_token_ids", "truncate_prompt_tokens", "prompt_logprobs"), (), _CHAT),
+    (("seed", "allowed_token_ids", "cache_salt", "truncate_prompt_tokens", "prompt_logprobs"), (), _CHAT),
     (("stop_token_ids",), ([],), _CHAT),
     (("logit_bias", "chat_template_kwargs"), ({},), _CHAT),
     (("ignore_eos", "include_stop_str_in_output", "logprobs", "add_special_tokens"), (False,), _CHAT),

@@ -44,6 +44,7 @@ STRICT = (
 )
 
 TokenId = Annotated[int, Field(ge=0, lt=2**31)]
+Salt = Annotated[str, Field(min_length=1, max_length=1000)]
 StopText = Annotated[str, Field(min_length=1, max_length=1000)]
 Kind = Literal["json", "regex", "choice", "grammar", "structural_tag"]  # of constraints
 KINDS: tuple[Kind, ...] = get_args(Kind)
@@ -285,6 +286,9 @@ class SamplingBody(Body):
     ignore_eos: bool | None = Field(None, description="Continue after EOS. Default false.")
     include_stop_str_in_output: bool | None = Field(None, description="Keep the stop text in the answer. Default false.")
     skip_special_tokens: bool | None = Field(None, description="Leave special tokens out of the text. Default true.")
+    cache_salt: Salt | None = Field(
+        None, description="Reuse cached prefixes of requests with the same salt alone, and let those alone reuse this one's."
+    )
     spaces_between_special_tokens: bool | None = Field(
         None, description="Either value gives the same text: tokens are joined as they are."
     )

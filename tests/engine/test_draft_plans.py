@@ -82,6 +82,19 @@ def test_other_prompts_help_and_change_no_token(seed: int) -> None:
         assert not kept or total["prompts"].accepted > 8
 
 
+@pytest.mark.parametrize(("salt", "of_other"), [("x", None), (None, "x"), ("x", "y"), ("x", "x")])
+def test_a_prompt_with_a_salt_gives_and_takes_no_drafts(salt: str | None, of_other: str | None, seed: int) -> None:
+    """What a draft speeds up tells what another's prompt has."""
+    model = random_model(config_of("standard"))
+    varied = random_params(max_tokens=40, temperature=2.0, top_k=0, top_p=1.0, min_p=0.0, cache_salt=salt)
+    asked = Submit("a", random.sample(range(101), 6), varied)
+    tokens = serve(engine_of(model), [asked])["a"].tokens
+    engine = engine_of(model, draft_tokens=4, ngram_prompts=200)
+    serve(engine, [Submit("b", tokens, random_params(max_tokens=3, cache_salt=of_other))])
+    assert_same(model, asked, serve(engine, [asked])["a"].tokens)
+    assert not engine.speculation.total["prompts"].tokens
+
+
 def test_the_choices_of_a_request_add_their_prompt_once() -> None:
     """Many of them would displace the other prompts."""
     engine = engine_of(random_model(config_of("standard")), draft_tokens=4, ngram_prompts=200)

@@ -671,6 +671,20 @@ def test_a_chat_goes_on_from_the_cache(seed: int) -> None:
         prompt = prompt + answer.tokens + [random.randrange(101) for _ in range(3)]
 
 
+def test_a_salt_shares_blocks_with_the_same_salt_alone(seed: int) -> None:
+    """The prompts are prefixes of one text, so without salts each would find all whole blocks that those before it had."""
+    model = random_model(config_of("standard"))
+    engine, text = engine_of(model), [random.randrange(101) for _ in range(40)]
+    computed: dict[str | None, int] = {}  # tokens, by salt
+    for i in range(12):
+        salt, length = random.choice([None, "a", "b", "a" * 1000]), random.randint(5, 40)
+        submit = Submit(str(i), text[:length], random_params(max_tokens=1, cache_salt=salt))
+        answer = serve(engine, [submit])[str(i)]
+        assert answer.cached_tokens == min(computed.get(salt, 0), length - 1) // 4 * 4
+        computed[salt] = max(computed.get(salt, 0), length)
+        assert_same(model, submit, answer.tokens)
+
+
 # --- grammars ----------------------------------------------------------------------------------------------------------------
 
 

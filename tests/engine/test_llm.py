@@ -398,6 +398,7 @@ OUTSIDE: dict[str, list[Any]] = {
     "logit_bias": [{"5": NAN}, {"5": -INFINITY}],
     "allowed_token_ids": [[]],
     "stop": [[""], [3]],
+    "cache_salt": [""],
     "logprobs": [-1],
     "prompt_logprobs": [-1],
 }

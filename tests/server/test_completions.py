@@ -91,6 +91,7 @@ def test_parameters_reach_the_engine(site: Site) -> None:
         "min_tokens": 2,
         "max_tokens": 9,
         "allowed_token_ids": [1, 5, 6],
+        "cache_salt": "mine",
     }
     site.complete(**given, logit_bias={"5": -100, "7": 1.5}, n=2, user="me")
     second, first = site.engine.submits[-1].params, site.engine.submits[-2].params

@@ -51,8 +51,8 @@ def test_inputs_and_parameters(site: Site) -> None:
         submits = site.engine.submits[-len(expected) :]
         assert [s.prompt_ids for s in submits] == expected and site.last().params.pooling == "last"
         assert [data["embedding"] for data in reply["data"]] == [embedding(s).tolist() for s in submits]
-    reply = site.post(PATH, {"input": ids, "dimensions": 2, "truncate_prompt_tokens": 4, "user": "me"})
-    assert site.last().prompt_ids == ids[-4:]
+    reply = site.post(PATH, {"input": ids, "dimensions": 2, "truncate_prompt_tokens": 4, "user": "me", "cache_salt": "mine"})
+    assert site.last().prompt_ids == ids[-4:] and site.last().params.cache_salt == "mine"
     assert reply["data"][0]["embedding"] == unit(embedding(site.last())[:2])
     site.post(PATH, {"input": "Hi", "add_special_tokens": False})
     assert site.last().prompt_ids == TOKENIZER.encode("Hi", add_special_tokens=False)

@@ -766,6 +766,8 @@ def test_the_second_identical_prompt_is_cached(complete: Complete, server: Serve
     assert near_tie or second.choices[0].text == first.choices[0].text
     other = complete(prompt=[*ids[:100], *reversed(ids)], max_tokens=1)
     assert other.usage.prompt_tokens_details.cached_tokens == 96
+    for cached in (0, 288):
+        assert complete(prompt=ids, max_tokens=1, cache_salt="mine").usage.prompt_tokens_details.cached_tokens == cached
     # at least: `before` may lack what a request that was dropped shortly before has found
     assert server.metrics()["rung:prefix_cache_hits_total"] >= before + 288 + 96
 
