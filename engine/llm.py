@@ -34,7 +34,7 @@ from engine.logits import check_ids
 from engine.logprobs import SCORE_CHUNK
 from engine.protocol import Abort, SamplingParams, Submit, TokenLogprobs
 from engine.runner import LARGEST_MEASURED, largest_graph
-from engine.text import AnswerStream, Delta
+from engine.text import AnswerStream, Delta, banned_by
 from engine.tuning import tune
 from errors import OverflowedError, UserError
 from files import model_folder
@@ -181,7 +181,7 @@ class LLM:
         Raises UserError at the first iteration: for a prompt that does not fit, and while another call has not ended. Raises
         OverflowedError after the other answers have ended, if the model's numbers overflow for one."""
         ids = self._encode_all(prompts)
-        each = [self._with_eos(one) for one in _one_each(params, len(ids))]
+        each = [self._with_ids(one) for one in _one_each(params, len(ids))]
         answers = [Completion(prompt) for prompt in ids] if answers is None else answers
         if not ids:
             return
@@ -249,7 +249,12 @@ class LLM:
         # a step that decodes all sequences must fit, too
         return max(min(sum(map(len, prompts)), most), sequences * (1 + self.draft_tokens))
 
-    def _with_eos(self, params: SamplingParams) -> SamplingParams:
+    def _with_ids(self, params: SamplingParams) -> SamplingParams:
+        """With the ids of what ends an answer and of what it must not have. Raises UserError."""
+        if params.bad_words:
+            if self.tokenizer is None:
+                raise UserError("this model has no tokenizer, so bad_words has no effect; give token ids in banned")
+            params = msgspec.structs.replace(params, banned=[*params.banned, *banned_by(self.tokenizer, params.bad_words)])
         if params.ignore_eos or self.eos_ids <= set(params.stop_token_ids):
             return params
         return msgspec.structs.replace(params, stop_token_ids=sorted(self.eos_ids | set(params.stop_token_ids)))
@@ -308,6 +313,8 @@ def _with_checked_ids(params: SamplingParams) -> SamplingParams:
     """The same parameters. What their lists contain is not checked when they are made, which a server does too often."""
     for name in ("logit_bias", "allowed_token_ids", "stop_token_ids", "prediction"):
         _whole_numbers(getattr(params, name) or (), f"{name} must have token ids, which are whole numbers")
+    for ids in params.banned:
+        _whole_numbers(ids, "banned must have lists of token ids, which are whole numbers")
     return params
 
 

@@ -1,5 +1,5 @@
-"""Changes of logits before a token is drawn, by a request's parameters: penalties, biases, allowed ids, minimum length,
-grammars. Rows of requests without any of these stay unchanged."""
+"""Changes of logits before a token is drawn, by a request's parameters: penalties, biases, allowed ids, banned sequences,
+minimum length, grammars. Rows of requests without any of these stay unchanged."""
 
 from collections import abc
 from dataclasses import dataclass, field
@@ -22,7 +22,9 @@ class SamplingState:
     prompt: Tensor | None = None  # bool: ids that occur in the prompt
     counts: Tensor | None = None  # fp32: how often each id was generated
     counted: int = 0  # how many generated tokens `counts` holds, with those that steps in flight draw
-    bias: Tensor | None = None  # fp32: logit_bias, and -inf outside allowed_token_ids
+    bias: Tensor | None = None  # fp32: logit_bias, and -inf outside allowed_token_ids and for single banned tokens
+    banned: dict[int, list[list[int]]] = field(default_factory=dict)  # of several tokens, by the last but one
+    longest_banned: int = 0
     grammar: Any = None  # llguidance's matcher in its initial state, shared and never advanced; None for free text
     matcher: Any = None  # this sequence's copy of it, which may take megabytes
     again: int = -1  # the last position whose token a late grammar has forbidden, so that it is drawn with the mask
@@ -35,6 +37,7 @@ def new_state(params: SamplingParams, vocab_size: int, device: torch.device) -> 
     """A request's initial state, without its grammar. Raises UserError for ids outside the vocabulary."""
     state = SamplingState()
     check_ids([*params.logit_bias, *(params.allowed_token_ids or ()), *params.stop_token_ids, *params.prediction], vocab_size)
+    check_ids([i for ids in params.banned for i in ids], vocab_size)
     if params.allowed_token_ids is not None:
         state.bias = torch.full((vocab_size,), -torch.inf, device=device)
         state.bias[torch.tensor(params.allowed_token_ids, device=device, dtype=torch.int64)] = 0
@@ -44,12 +47,20 @@ def new_state(params: SamplingParams, vocab_size: int, device: torch.device) -> 
         state.bias[torch.tensor(list(params.logit_bias), device=device)] += torch.tensor(
             list(params.logit_bias.values()), device=device
         )
+    if single := [ids[0] for ids in params.banned if len(ids) == 1]:
+        if state.bias is None:
+            state.bias = torch.zeros(vocab_size, device=device)
+        state.bias[torch.tensor(single, device=device)] = -torch.inf
+    for ids in params.banned:
+        if len(ids) > 1:
+            state.banned.setdefault(ids[-2], []).append(list(ids))
+            state.longest_banned = max(state.longest_banned, len(ids))
     return state
 
 
 def sibling(state: SamplingState) -> SamplingState:
-    """A new state for another sequence with the same parameters. It shares the tensor that never changes, `bias`."""
-    return SamplingState(bias=state.bias)
+    """A new state for another sequence with the same parameters. It shares what never changes."""
+    return SamplingState(bias=state.bias, banned=state.banned, longest_banned=state.longest_banned)
 
 
 def check_ids(ids: abc.Sequence[int], vocab_size: int) -> None:
@@ -60,8 +71,8 @@ def check_ids(ids: abc.Sequence[int], vocab_size: int) -> None:
 
 
 def process(logits: Tensor, draws: list[Draw]) -> Tensor:
-    """Apply each sequence's parameters to its rows of (B, V) fp32 logits. Returns a new tensor if any row changes. Where a grammar
-    masks a draw, no token before it may be unknown, but for those of its draft."""
+    """Apply each sequence's parameters to its rows of (B, V) fp32 logits. Returns a new tensor if any row changes. Where a draw
+    `reads_tokens`, none before it may be unknown, but for those of its draft."""
     rows = [i for i, draw in enumerate(draws) if needs_processing(draw.sequence) or _is_too_short(draw)]
     if not rows:
         return logits
@@ -69,6 +80,7 @@ def process(logits: Tensor, draws: list[Draw]) -> Tensor:
     for draw in [draws[i] for i in rows if draws[i].position == draws[i].sequence.state.again]:
         draw.sequence.state.counts, draw.sequence.state.counted = None, 0  # they hold the forbidden token
     _penalize(logits, [i for i in rows if is_penalized(draws[i].sequence.params)], draws)
+    _ban(logits, rows, draws)
     for i in rows:
         sequence, state = draws[i].sequence, draws[i].sequence.state
         if state.bias is not None:
@@ -85,7 +97,7 @@ def process(logits: Tensor, draws: list[Draw]) -> Tensor:
             if _may_stop(sequence, matcher):
                 mask[sequence.params.stop_token_ids] = True
             banned = ~(mask.pin_memory() if logits.is_cuda else mask).to(logits.device, non_blocking=True)
-            if (state.bias is not None or too_short) and bool((logits[i].isneginf() | banned).all()):
+            if (state.bias is not None or state.banned or too_short) and bool((logits[i].isneginf() | banned).all()):
                 logits[i] = raw[i]  # the other rules ban all tokens that the grammar allows: only the grammar applies
             logits[i].masked_fill_(banned, -torch.inf)
     return logits
@@ -97,13 +109,18 @@ def is_penalized(params: SamplingParams) -> bool:
 
 def needs_processing(sequence: Sequence) -> bool:
     """Whether the logits of each of its tokens change. Nobody reads the tokens of a sequence that has ended."""
-    changes = is_penalized(sequence.params) or sequence.state.bias is not None or has_grammar(sequence)
+    changes = is_penalized(sequence.params) or sequence.state.bias is not None or reads_tokens(sequence)
     return changes and sequence.finish_reason is None
 
 
 def may_change(sequence: Sequence) -> bool:
     """Whether the logits of some of its tokens change."""
     return bool(sequence.params.min_tokens or sequence.params.late_grammar) or needs_processing(sequence)
+
+
+def reads_tokens(sequence: Sequence) -> bool:
+    """Whether its next draw needs the tokens before it on the host."""
+    return has_grammar(sequence) or bool(sequence.state.banned)
 
 
 def has_grammar(sequence: Sequence) -> bool:
@@ -143,6 +160,23 @@ def _behind(matcher: Any, draft: abc.Sequence[int]) -> Any:
         return matcher
     matcher = matcher.deep_copy()
     return matcher if matcher.consume_tokens(list(draft)) and not matcher.is_stopped() else None
+
+
+def _ban(logits: Tensor, rows: list[int], draws: list[Draw]) -> None:
+    """Forbid, in place, each token that would complete a banned sequence of tokens."""
+    if places := [(i, token) for i in rows for token in _completing(draws[i])]:
+        index = to_device(places, torch.int64, logits.device)
+        logits.index_put_((index[:, 0], index[:, 1]), logits.new_full((), -torch.inf))
+
+
+def _completing(draw: Draw) -> list[int]:
+    """The tokens that would complete a banned sequence of generated tokens."""
+    sequence, state = draw.sequence, draw.sequence.state
+    if not state.banned or not draw.generated:
+        return []
+    first = max(sequence.prompt_length, len(sequence.tokens) - state.longest_banned)
+    before = [*sequence.tokens[first:], *draw.draft]
+    return [ids[-1] for ids in state.banned.get(before[-1], ()) if before[1 - len(ids) :] == ids[:-1]]
 
 
 def _penalize(logits: Tensor, rows: list[int], draws: list[Draw]) -> None:

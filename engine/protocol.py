@@ -66,6 +66,7 @@ class SamplingParams(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=Tr
     repetition_penalty: float = 1.0
     logit_bias: dict[int, float] = {}
     allowed_token_ids: list[int] | None = None
+    banned: list[list[int]] = []  # tokens that must not follow each other: the last of them is forbidden behind the others
     stop_token_ids: list[int] = []  # the token itself is output, then the sequence ends. The engine adds no EOS of its own
     logprobs: int | None = None  # None: no log-probabilities; k: those of the chosen token and of the k likeliest
     prompt_logprobs: int | None = None  # the same for the prompt's tokens
@@ -81,6 +82,7 @@ class SamplingParams(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=Tr
     pooling: Pooling | None = None  # the prompt's embedding instead of an answer: `max_tokens` and what is above have no effect
 
     stop: list[str] = []  # end before the first of these texts
+    bad_words: list[str] = []  # becomes `banned`, see `text.banned_by`
     include_stop: bool = False  # end after it, so that the text has it
     skip_special: bool = True  # leave special tokens out of the text
     kept_special: list[int] = []  # but not these
@@ -117,6 +119,8 @@ class SamplingParams(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=Tr
             ("min_p", 0 <= self.min_p <= 1, "from 0 to 1"),
             ("seed", -(2**63) <= self.seed < 2**63, "a 64-bit integer"),
             ("cache_salt", self.cache_salt != "", "a text of at least one character, or None"),
+            ("banned", all(self.banned), "lists of at least one token id"),
+            ("bad_words", all(isinstance(text, str) and text for text in self.bad_words), "texts of at least one character"),
             ("stop", all(isinstance(text, str) and text for text in self.stop), "texts of at least one character"),
         ):
             if not valid:

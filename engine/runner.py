@@ -2,7 +2,8 @@
 each token of its draft that proves right.
 
 A step is launched first, and collected when its tokens are needed. The next step can be launched before the tokens of the
-current one are known: they stay on the device. Only a draw with a grammar's mask needs the token before on the host.
+current one are known: they stay on the device. Only a draw with a grammar's mask or banned sequences needs the token before on the
+host.
 
 On a GPU a decode step is one replay of a CUDA graph, and so is a step with prompt chunks of usual size. A graph contains the
 model's kernels, its collectives with their side streams, the head, the drawing of tokens, and for decode steps the copy of the
@@ -28,10 +29,10 @@ from engine.head_model import HeadModel
 from engine.logits import (
     SamplingState,
     count_drawn,
-    has_grammar,
     is_plain,
     may_change,
     process,
+    reads_tokens,
 )
 from engine.logprobs import PendingLogprobs, score_prompts, scores_prompt
 from engine.paged_cache import PagedCache
@@ -269,7 +270,7 @@ class Runner:
 
     @torch.inference_mode()
     def launch(self, chunks: list[Chunk], after: InFlightStep | None = None) -> InFlightStep:
-        """Start a step, and draw its tokens unless a grammar must first see the token before. after: the step before, if it is
+        """Start a step, and draw its tokens unless one of them needs the token before on the host. after: the step before, if it is
         still in flight; the tokens that the host does not know yet are drawn by it."""
         chunks = list(chunks)
         sampling, tokens = [c for c in chunks if c.samples], sum([c.count for c in chunks])
@@ -296,7 +297,7 @@ class Runner:
             step.pooled = pool(self.model.norm, chunks, output.last, output.hidden)
         if output.tokens is not None and all(is_plain(c.sequence) for c in sampling):
             self._copy_to_host(step, output.tokens[:draws])
-        elif all(c.is_known or not has_grammar(c.sequence) for c in step.sampling):
+        elif all(c.is_known or not reads_tokens(c.sequence) for c in step.sampling):
             self.draw(step)
         step.launched = time.perf_counter()
         return step

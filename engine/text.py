@@ -10,6 +10,19 @@ from tokenizer import IncrementalDetokenizer, Tokenizer
 SIGNS = 0xD800  # lone surrogates, which are in no decoded text: each stands for one hidden special token
 
 
+def banned_by(tokenizer: Tokenizer, words: Sequence[str]) -> list[list[int]]:
+    """The ids of each word, as the beginning of a text and behind a space: what `SamplingParams.banned` takes. A word that spells a
+    special token is that token. Other ways to spell a word with tokens stay possible, as in vLLM."""
+    found = list[list[int]]()
+    for word in words:
+        bare = word.lstrip(" ") or word
+        for text in (bare, " " + bare):
+            ids = tokenizer.encode(text, add_special_tokens=False)
+            if ids and ids not in found:
+                found.append(ids)
+    return found
+
+
 class Delta(msgspec.Struct):  # made for every token; a dataclass takes twice as long to make
     """The new part of one answer."""
 

@@ -11,7 +11,7 @@ from itertools import starmap
 from typing import Any
 
 from engine.protocol import SamplingParams, Submit, TokenOutput, Turn
-from engine.text import AnswerStream, Delta
+from engine.text import AnswerStream, Delta, banned_by
 from server.engine_client import OutputQueue
 from server.error_types import NO_RETRY
 from server.limits import Limits, check_ids, check_prompts
@@ -111,6 +111,7 @@ def make_params(
         grammar=grammar,
         late_grammar=grammar is not None and body.is_mostly_free,
         grammar_optional=grammar is not None and not body.insists,
+        banned=banned_by(tokenizer, body.bad_words or []),
         stop=list(body.stops),
         include_stop=bool(body.include_stop_str_in_output),
         skip_special=body.skip_special_tokens is not False,

@@ -31,6 +31,7 @@ ANY_OBJECT = {"type": "object"}  # a JSON schema
 MAX_CHOICES = 128
 MAX_PROMPTS = 4096
 MAX_STOPS = 16
+MAX_BAD_WORDS, MAX_BAD_WORD = 128, 128  # texts, and characters of each; they are tokenized in the event loop
 MAX_LISTED = 16384  # most allowed_token_ids, which are sent to the engine with each choice
 MAX_CHOSEN = 16384  # most texts of which an answer is one
 MAX_TAGS = 128
@@ -279,6 +280,11 @@ class SamplingBody(Body):
     )
     stop: StopText | Annotated[list[StopText], Field(max_length=MAX_STOPS)] | None = Field(
         None, description="Texts before which the answer ends."
+    )
+    bad_words: list[Annotated[str, Field(min_length=1, max_length=MAX_BAD_WORD)]] | None = Field(
+        None,
+        max_length=MAX_BAD_WORDS,
+        description="Texts whose last token is not generated behind the tokens before it, with and without a space in front.",
     )
     stop_token_ids: list[TokenId] | None = Field(
         None, max_length=1024, fail_fast=True, description="Tokens that end the answer, besides EOS."

@@ -36,6 +36,7 @@ from presets import model_config
 from tests import MODELS
 from tests.engine.test_engine import (
     ALONE,
+    BANNED,
     CPU,
     LIMITS,
     TINY,
@@ -97,6 +98,7 @@ def bent_submits(count: int, **fixed: Any) -> list[Submit]:
             repetition_penalty=random.choice([1.0, 1.0, 1.3, 0.8]),
             logit_bias=random.choice([{}, {}, {3: 4.0, 50: -100.0}]),
             min_tokens=random.choice([0, 0, 6]),
+            banned=random.choice([[], BANNED]),
             stop_token_ids=random.sample(range(101), random.choice([0, 0, 8])),
             logprobs=random.choice([None, None, 2]),
             prompt_logprobs=random.choice([None, None, 1]),

@@ -219,6 +219,10 @@ def serve(
     return answers
 
 
+# what a bias for 3 makes likely, and single tokens
+BANNED = [[3, 3], [3, 7, 3], [7], *([i, i + 1] for i in range(20, 90, 2)), *([3, i] for i in range(8, 60))]
+
+
 def random_params(**fixed: Any) -> SamplingParams:
     wanted: dict[str, Any] = dict(max_tokens=random.randint(1, 16), seed=random.randrange(-(2**63), 2**63))
     if random.random() < 0.4:
@@ -259,7 +263,7 @@ def plain_logits(model: Transformer, tokens: list[int]) -> Tensor:
 
 
 def bent(logits: Tensor, prompt: list[int], output: list[int], params: SamplingParams) -> Tensor:
-    """One row of logits (V,) after penalties, biases and min_tokens, applied id by id."""
+    """One row of logits (V,) after penalties, biases and min_tokens, applied id by id, and without the end of a banned sequence."""
     logits = logits.clone()
     for i in set(prompt + output):
         logits[i] = logits[i] / params.repetition_penalty if logits[i] > 0 else logits[i] * params.repetition_penalty
@@ -270,6 +274,9 @@ def bent(logits: Tensor, prompt: list[int], output: list[int], params: SamplingP
     if len(output) < params.min_tokens:
         for i in params.stop_token_ids:
             logits[i] = -torch.inf
+    for *before, last in params.banned:
+        if not before or output[-len(before) :] == before:
+            logits[last] = -torch.inf
     return logits
 
 
@@ -417,6 +424,7 @@ def test_a_full_batch_of_bent_requests_under_preemption(seed: int) -> None:
             repetition_penalty=random.choice([1.0, 1.3, 0.8]),
             logit_bias={3: 1000.0} if stops else random.choice([{}, {3: 4.0, 50: -100.0}]),
             min_tokens=random.choice([0, 6]),
+            banned=[] if stops else random.choice([[], BANNED]),
             stop_token_ids=[] if long else [3] if stops else random.sample(range(101), 12),
         )
         submits.append(msgspec.structs.replace(submit, params=params))

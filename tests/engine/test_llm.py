@@ -134,6 +134,27 @@ def test_eos_ends_unless_ignored(seed: int) -> None:
     assert llm.generate([[5]], msgspec.structs.replace(sure, ignore_eos=True))[0].token_ids == [eos] * 5
 
 
+def test_bad_words_do_not_occur(seed: int) -> None:
+    """As tokens that follow each other: of a text and of its words, at the start and behind a space."""
+    llm = LLM(str(TINY), world=ALONE)
+    assert llm.tokenizer is not None
+    free = SamplingParams(max_tokens=40, temperature=0)
+    [answer] = llm.generate(["Once upon a time"], free)
+    words = sorted({word.strip(".,!\"'") for word in answer.text.split()} - {""})
+    bad = random.sample(words, min(4, len(words)))
+    [other] = llm.generate(["Once upon a time"], msgspec.structs.replace(free, bad_words=bad))
+    assert other.text != answer.text
+    for word in bad:
+        for text in (word, " " + word):
+            ids = llm.tokenizer.encode(text, add_special_tokens=False)
+            found = [other.token_ids[i : i + len(ids)] for i in range(len(other.token_ids))]
+            assert ids not in found
+    with pytest.raises(UserError, match=r"^this model has no tokenizer, so bad_words"):
+        LLM(random_model(config_of("standard")), world=ALONE).generate([[1]], SamplingParams(bad_words=["a"]))
+    with pytest.raises(UserError, match=r"^banned must have lists of token ids"):
+        llm.generate([[1]], SamplingParams(banned=[["a"]]))  # type: ignore[list-item]
+
+
 def test_log_probabilities_and_a_grammar(seed: int, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(engine.llm, "PREFILL_TOKENS", random.choice([1, 3, 1000]))  # the prompt takes several steps, or one
     llm = LLM(str(TINY), world=ALONE)
@@ -398,6 +419,7 @@ OUTSIDE: dict[str, list[Any]] = {
     "logit_bias": [{"5": NAN}, {"5": -INFINITY}],
     "allowed_token_ids": [[]],
     "stop": [[""], [3]],
+    "bad_words": [[""], [3]],
     "cache_salt": [""],
     "logprobs": [-1],
     "prompt_logprobs": [-1],

@@ -11,7 +11,7 @@ import numpy as np
 import pytest
 import torch
 from torch import Tensor
-from transformers import MinNewTokensLengthLogitsProcessor, RepetitionPenaltyLogitsProcessor
+from transformers import MinNewTokensLengthLogitsProcessor, NoBadWordsLogitsProcessor, RepetitionPenaltyLogitsProcessor
 
 from engine.grammars import Grammars
 from engine.logits import advance, allowed, check_ids, new_state, process, sibling
@@ -173,10 +173,11 @@ def test_logit_bias_and_allowed_ids(seed: int) -> None:
                 assert found[i].item() == pytest.approx(logits[0, i].item() + bias.get(i, 0.0), abs=1e-4)
 
 
-@pytest.mark.parametrize("field", ["logit_bias", "allowed_token_ids", "stop_token_ids", "prompt"])
+@pytest.mark.parametrize("field", ["logit_bias", "allowed_token_ids", "banned", "stop_token_ids", "prompt"])
 def test_ids_outside_the_vocabulary_are_refused(field: str, seed: int) -> None:
     for outside in (VOCAB, VOCAB + 1000, -1):
         params: dict[str, Any] = {"logit_bias": {outside: 1.0}} if field == "logit_bias" else {field: [0, outside]}
+        params = {field: [[1], [0, outside]]} if field == "banned" else params
         prompt = params.pop("prompt", [1])
         with pytest.raises(
             UserError, match=f"^token id {outside} is outside the model's vocabulary of {VOCAB}; use ids 0 to {VOCAB - 1}$"
@@ -196,6 +197,37 @@ def test_min_tokens_masks_stops_as_transformers_does(seed: int) -> None:
         found = process(logits, [draw_of(prompt, output, stop_token_ids=stops, min_tokens=minimum)])
         assert torch.equal(found, expected)
         assert torch.isinf(found).any() == (len(output) < minimum)
+
+
+def test_banned_sequences_are_those_of_transformers(seed: int) -> None:
+    """Of generated tokens, in a batch with rows of other parameters. Theirs reads the whole input, so it gets the output alone."""
+    changed = 0
+    for _ in range(40):
+        rows = []
+        for _ in range(random.randint(1, 5)):
+            output = random_ids(9)
+            ends = [output[random.randint(0, 9) :] for _ in range(random.choice([0, 1, 5]))]
+            banned = [[*random.choice([[], [0]]), *(end or random_ids(2)), random.randrange(VOCAB)] for end in ends]
+            rows.append(([1, *random_ids(5)], output, banned))
+        logits = random_logits(len(rows))
+        found = process(logits, [draw_of(prompt, output, banned=banned) for prompt, output, banned in rows])
+        for row, given, (_, output, banned) in zip(found, logits, rows, strict=True):
+            ids = torch.tensor([output], dtype=torch.int64)
+            expected = NoBadWordsLogitsProcessor(banned)(ids, given[None].clone())[0] if banned else given
+            assert torch.equal(row, expected)
+            changed += any(len(one) > 1 and row[one[-1]] == -torch.inf and [one[-1]] not in banned for one in banned)
+    assert changed > 10
+
+
+def test_a_grammar_wins_where_all_that_it_allows_is_banned(seed: int) -> None:
+    tokenizer = grammars().tokenizer
+    assert tokenizer is not None
+    [one, two] = [next(i for i in range(tokenizer.vocab_size) if tokenizer.token_bytes(i) == text) for text in (b"1", b"2")]
+    pairs = [[one, one], [two, two]]
+    for banned, expected in (([[one]], "222"), (pairs, "(12)*1|(12)*|(21)*2?"), ([*pairs, [one, two], [two, one]], "[12]*")):
+        text, complete = generate("start: /[12]{3}/", 1.0, allowed_token_ids=[one, two, *tokenizer.eos_ids], banned=banned)
+        assert complete and re.fullmatch(expected, text) and len(text) == 3
+    assert generate("start: /1{3}/", 1.0, banned=[[one, one]]) == ("111", True)
 
 
 # --- grammars ----------------------------------------------------------------------------------------------------------------

@@ -156,6 +156,7 @@ PARAMETERS: dict[str, dict[str, Any]] = {
     "penalties": dict(repetition_penalty=1.3, presence_penalty=0.5, frequency_penalty=0.4),
     "bias": dict(logit_bias={5: 4.0, 9: -100.0}),
     "allowed ids": dict(allowed_token_ids=list(range(3, 90))),
+    "banned": dict(logit_bias={5: 9.0}, banned=[[5, 5], [5, 7, 5], [9]]),
     "least length": dict(min_tokens=6, stop_token_ids=list(range(3, 800))),
     "log-probabilities": dict(logprobs=3, prompt_logprobs=2),
     "grammar": dict(grammar=JSON),

@@ -93,9 +93,13 @@ def test_parameters_reach_the_engine(site: Site) -> None:
         "allowed_token_ids": [1, 5, 6],
         "cache_salt": "mine",
     }
-    site.complete(**given, logit_bias={"5": -100, "7": 1.5}, n=2, user="me")
+    site.complete(**given, logit_bias={"5": -100, "7": 1.5}, bad_words=["kind", " once", "<|end|>"], n=2, user="me")
     second, first = site.engine.submits[-1].params, site.engine.submits[-2].params
+    spelled = [
+        TOKENIZER.encode(text, add_special_tokens=False) for text in ("kind", " kind", "once", " once", "<|end|>", " <|end|>")
+    ]
     assert {name: getattr(first, name) for name in given} == given
+    assert first.banned == spelled and spelled[-2] == [EOS]
     assert first.logit_bias == {5: -100.0, 7: 1.5} and second.seed == 6
     site.complete(temperature=None, stop=None, logprobs=None, top_p=0, top_k=-1, length_penalty=1.0, suffix=None)
     params = site.last().params
