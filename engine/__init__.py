@@ -3,7 +3,7 @@
 programs      worker (a rank of the server), llm (Python), bench; core: the engine of a rank; limits, meter, protocol, text
 scheduling    sequence, scheduler, waiting, block_manager, step_tokens, pace
 steps         runner, step, step_inputs, paged_cache, graphs, schedules, tuning, transfers
-tokens        logits, sampler, logprobs, grammars; adapters, pooling
+tokens        logits, sampler, logprobs, grammars, thinking; adapters, pooling
 speculation   speculation, text_drafter, model_drafter, head_drafter, head_model, draft_models, draft_costs, draft_gains, prompt_index,
               suffix_automaton
 """

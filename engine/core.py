@@ -183,7 +183,7 @@ class Engine:
     def _sequences(self, submits: list[Submit]) -> list[Sequence]:
         """A sequence for each request. What the requests share is checked and created once. Raises UserError."""
         adapter = self._adapter(submits[0].adapter)
-        state = new_state(submits[0].params, self.vocab_size, self.world.device)
+        state = new_state(submits[0].params, self.vocab_size, self.world.device, self.grammars.tokenizer)
         checked: list[int] | None = None
         sequences = []
         for submit in submits:

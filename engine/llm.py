@@ -35,6 +35,7 @@ from engine.logprobs import SCORE_CHUNK
 from engine.protocol import Abort, SamplingParams, Submit, TokenLogprobs
 from engine.runner import LARGEST_MEASURED, largest_graph
 from engine.text import AnswerStream, Delta, banned_by
+from engine.thinking import budget_after, reasoning_of
 from engine.tuning import tune
 from errors import OverflowedError, UserError
 from files import model_folder
@@ -181,7 +182,7 @@ class LLM:
         Raises UserError at the first iteration: for a prompt that does not fit, and while another call has not ended. Raises
         OverflowedError after the other answers have ended, if the model's numbers overflow for one."""
         ids = self._encode_all(prompts)
-        each = [self._with_ids(one) for one in _one_each(params, len(ids))]
+        each = [self._with_ids(one, prompt) for one, prompt in zip(_one_each(params, len(ids)), ids, strict=True)]
         answers = [Completion(prompt) for prompt in ids] if answers is None else answers
         if not ids:
             return
@@ -249,8 +250,16 @@ class LLM:
         # a step that decodes all sequences must fit, too
         return max(min(sum(map(len, prompts)), most), sequences * (1 + self.draft_tokens))
 
-    def _with_ids(self, params: SamplingParams) -> SamplingParams:
-        """With the ids of what ends an answer and of what it must not have. Raises UserError."""
+    def _with_ids(self, params: SamplingParams, prompt: list[int]) -> SamplingParams:
+        """With the ids of what ends an answer or its reasoning, and of what it must not have. Raises UserError."""
+        if params.thinking_token_budget is not None:
+            reasoning = reasoning_of(self.tokenizer.pick_template(None, with_tools=False)) if self.tokenizer else None
+            if self.tokenizer is None or reasoning is None:
+                raise UserError(
+                    "thinking_token_budget has no effect, because the chat template marks no reasoning; leave it out"
+                )
+            budget = budget_after(self.tokenizer, reasoning, params.thinking_token_budget, prompt)
+            params = msgspec.structs.replace(params, thinking=budget)
         if params.bad_words:
             if self.tokenizer is None:
                 raise UserError("this model has no tokenizer, so bad_words has no effect; give token ids in banned")

@@ -1,7 +1,8 @@
 """Changes of logits before a token is drawn, by a request's parameters: penalties, biases, allowed ids, banned sequences,
-minimum length, grammars. Rows of requests without any of these stay unchanged."""
+minimum length, the end of reasoning, grammars. Rows of requests without any of these stay unchanged."""
 
 from collections import abc
+from copy import copy
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -10,21 +11,25 @@ from torch import Tensor
 
 from engine.protocol import SamplingParams, TokenLogprobs
 from engine.sequence import Chunk, Draw, Sequence
+from engine.thinking import Thinking
 from engine.transfers import to_device
 from errors import UserError
+from tokenizer import Tokenizer
 
 
 @dataclass
 class SamplingState:
     """One sequence's state of sampling between steps. Tensors are (V,), on the model's device."""
 
-    # `prompt`, `counts` and `matcher` are created at the first draw, so that waiting requests take no memory for them
+    # `prompt`, `counts`, `matcher` and `thinking` are created at the first draw, so that waiting requests take no memory for them
     prompt: Tensor | None = None  # bool: ids that occur in the prompt
     counts: Tensor | None = None  # fp32: how often each id was generated
     counted: int = 0  # how many generated tokens `counts` holds, with those that steps in flight draw
     bias: Tensor | None = None  # fp32: logit_bias, and -inf outside allowed_token_ids and for single banned tokens
     banned: dict[int, list[list[int]]] = field(default_factory=dict)  # of several tokens, by the last but one
     longest_banned: int = 0
+    tokenizer: Tokenizer | None = None
+    thinking: Thinking | None = None
     grammar: Any = None  # llguidance's matcher in its initial state, shared and never advanced; None for free text
     matcher: Any = None  # this sequence's copy of it, which may take megabytes
     again: int = -1  # the last position whose token a late grammar has forbidden, so that it is drawn with the mask
@@ -33,9 +38,15 @@ class SamplingState:
     pooled: Tensor | None = None  # (C,) int64, see pooling.py: the sum of the hidden states so far
 
 
-def new_state(params: SamplingParams, vocab_size: int, device: torch.device) -> SamplingState:
-    """A request's initial state, without its grammar. Raises UserError for ids outside the vocabulary."""
-    state = SamplingState()
+def new_state(
+    params: SamplingParams, vocab_size: int, device: torch.device, tokenizer: Tokenizer | None = None
+) -> SamplingState:
+    """A request's initial state, without its grammar. tokenizer: for `thinking`. Raises UserError for ids outside the vocabulary."""
+    state = SamplingState(tokenizer=tokenizer)
+    if params.thinking is not None:
+        if tokenizer is None:
+            raise UserError("this model has no tokenizer, so its reasoning cannot be found")
+        check_ids(params.thinking.end_ids, vocab_size)
     check_ids([*params.logit_bias, *(params.allowed_token_ids or ()), *params.stop_token_ids, *params.prediction], vocab_size)
     check_ids([i for ids in params.banned for i in ids], vocab_size)
     if params.allowed_token_ids is not None:
@@ -60,7 +71,7 @@ def new_state(params: SamplingParams, vocab_size: int, device: torch.device) -> 
 
 def sibling(state: SamplingState) -> SamplingState:
     """A new state for another sequence with the same parameters. It shares what never changes."""
-    return SamplingState(bias=state.bias, banned=state.banned, longest_banned=state.longest_banned)
+    return SamplingState(bias=state.bias, banned=state.banned, longest_banned=state.longest_banned, tokenizer=state.tokenizer)
 
 
 def check_ids(ids: abc.Sequence[int], vocab_size: int) -> None:
@@ -88,6 +99,9 @@ def process(logits: Tensor, draws: list[Draw]) -> Tensor:
         too_short = _is_too_short(draws[i])
         if too_short:
             logits[i].index_fill_(0, to_device(sequence.params.stop_token_ids, torch.int64, logits.device), -torch.inf)
+        if (end := _forced_end(draws[i])) is not None:
+            logits[i] = -torch.inf
+            logits[i, end] = raw[i, end]
         masked = not sequence.params.late_grammar or draws[i].position == state.again
         matcher = _behind(_matcher(sequence), draws[i].draft) if masked else None
         if matcher is not None:
@@ -97,7 +111,9 @@ def process(logits: Tensor, draws: list[Draw]) -> Tensor:
             if _may_stop(sequence, matcher):
                 mask[sequence.params.stop_token_ids] = True
             banned = ~(mask.pin_memory() if logits.is_cuda else mask).to(logits.device, non_blocking=True)
-            if (state.bias is not None or state.banned or too_short) and bool((logits[i].isneginf() | banned).all()):
+            if (state.bias is not None or state.banned or too_short or end is not None) and bool(
+                (logits[i].isneginf() | banned).all()
+            ):
                 logits[i] = raw[i]  # the other rules ban all tokens that the grammar allows: only the grammar applies
             logits[i].masked_fill_(banned, -torch.inf)
     return logits
@@ -120,7 +136,9 @@ def may_change(sequence: Sequence) -> bool:
 
 def reads_tokens(sequence: Sequence) -> bool:
     """Whether its next draw needs the tokens before it on the host."""
-    return has_grammar(sequence) or bool(sequence.state.banned)
+    state = sequence.state
+    thinks = sequence.params.thinking is not None and (state.thinking is None or state.thinking.is_open)
+    return has_grammar(sequence) or bool(state.banned) or thinks
 
 
 def has_grammar(sequence: Sequence) -> bool:
@@ -151,6 +169,21 @@ def _is_too_short(draw: Draw) -> bool:
     if not params.min_tokens or not params.stop_token_ids:
         return False
     return draw.generated < params.min_tokens and draw.sequence.finish_reason is None
+
+
+def _forced_end(draw: Draw) -> int | None:
+    """The token of the reasoning's end that must be drawn; None: another may be."""
+    sequence, state = draw.sequence, draw.sequence.state
+    if sequence.params.thinking is None:
+        return None
+    if state.thinking is None:
+        state.thinking = Thinking(sequence.params.thinking, state.tokenizer)
+    state.thinking.read(sequence.tokens[sequence.prompt_length + state.thinking.seen :])
+    thinking = state.thinking
+    if draw.draft and thinking.is_open:
+        thinking = copy(thinking)
+        thinking.read(draw.draft)
+    return thinking.forced()
 
 
 def _behind(matcher: Any, draft: abc.Sequence[int]) -> Any:

@@ -42,6 +42,16 @@ class TokenLogprobs(msgspec.Struct, frozen=True, array_like=True, gc=False):
     top: list[Logprob]
 
 
+class ThinkingBudget(msgspec.Struct, frozen=True, array_like=True):
+    """After so many tokens of reasoning, its end is forced. start: the text at the start of an answer that begins it; empty: the answer
+    begins in it. end: the text that ends it, with its ids."""
+
+    tokens: int
+    start: str
+    end: str
+    end_ids: list[int]
+
+
 def _is_bias(value: object) -> bool:
     return isinstance(value, Real) and math.isfinite(value)
 
@@ -76,12 +86,12 @@ class SamplingParams(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=Tr
     # token that it forbids again with it
     late_grammar: bool = False
     grammar_optional: bool = False  # go on without a late grammar that is refused or fails, instead of ending with an error
-    cache_salt: str | None = (
-        None  # cached prefixes are shared with requests of the same one alone, and prompts for drafts with none
-    )
+    thinking: ThinkingBudget | None = None
+    cache_salt: str | None = None  # only requests of the same one share cached prefixes; none takes its prompt for drafts
     pooling: Pooling | None = None  # the prompt's embedding instead of an answer: `max_tokens` and what is above have no effect
 
     stop: list[str] = []  # end before the first of these texts
+    thinking_token_budget: int | None = None  # becomes `thinking`
     bad_words: list[str] = []  # becomes `banned`, see `text.banned_by`
     include_stop: bool = False  # end after it, so that the text has it
     skip_special: bool = True  # leave special tokens out of the text
@@ -93,7 +103,7 @@ class SamplingParams(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=Tr
         seed = (self.seed + number + 2**63) % 2**64 - 2**63
         return self.changed(seed=seed) if number else self
 
-    def changed(self, **values: int | None) -> "SamplingParams":
+    def changed(self, **values: int | ThinkingBudget | None) -> "SamplingParams":
         """A copy with other values, which the caller knows to be valid: a check of all others takes a millisecond for a thousand biases,
         and a request may have a thousand answers."""
         other = copy.copy(self)
@@ -119,6 +129,7 @@ class SamplingParams(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=Tr
             ("min_p", 0 <= self.min_p <= 1, "from 0 to 1"),
             ("seed", -(2**63) <= self.seed < 2**63, "a 64-bit integer"),
             ("cache_salt", self.cache_salt != "", "a text of at least one character, or None"),
+            ("thinking_token_budget", (self.thinking_token_budget or 0) >= 0, "at least 0, or None"),
             ("banned", all(self.banned), "lists of at least one token id"),
             ("bad_words", all(isinstance(text, str) and text for text in self.bad_words), "texts of at least one character"),
             ("stop", all(isinstance(text, str) and text for text in self.stop), "texts of at least one character"),
@@ -161,6 +172,7 @@ class Member(msgspec.Struct, frozen=True, array_like=True):
     min_tokens: int
     seed: int
     generated: list[int] = []
+    thinking: ThinkingBudget | None = None
 
 
 class SubmitAll(msgspec.Struct, frozen=True, tag=True):
@@ -181,7 +193,7 @@ class SubmitAll(msgspec.Struct, frozen=True, tag=True):
             Submit(
                 one.request_id,
                 self.prompts[one.prompt],
-                self.params.changed(max_tokens=one.max_tokens, min_tokens=one.min_tokens, seed=one.seed),
+                self.params.changed(max_tokens=one.max_tokens, min_tokens=one.min_tokens, seed=one.seed, thinking=one.thinking),
                 one.generated,
                 self.turn,
                 self.adapter,
@@ -201,7 +213,7 @@ def joined(submits: Sequence[Submit]) -> SubmitAll:
         if place == len(prompts):
             prompts.append(submit.prompt_ids)
         params = submit.params
-        own = params.max_tokens, params.min_tokens, params.seed, submit.generated
+        own = params.max_tokens, params.min_tokens, params.seed, submit.generated, params.thinking
         members.append(Member(submit.request_id, place, *own))
     return SubmitAll(submits[0].params, prompts, members, submits[0].turn, submits[0].adapter)
 

@@ -11,7 +11,8 @@ import uuid
 from collections.abc import Generator
 from dataclasses import dataclass
 
-from server.call_syntax import CallSyntax, ReasoningSyntax
+from engine.thinking import ReasoningSyntax
+from server.call_syntax import CallSyntax
 from server.incremental import Markers, Reader, Sink, Truth, Word
 from server.parts import Arguments, Call, Part, Reasoning, Text
 

@@ -19,7 +19,7 @@ from server.http import to_json
 from server.journal import Promise
 from server.limits import Limits, check_answers
 from server.logprobs import by_id_layout, chat_layout
-from server.parsers import PartReader, kept_special_ids
+from server.parsers import PartReader, kept_special_ids, thinking_budget
 from server.parts import PartList
 from server.problems import ApiError
 from server.schemas import GenerationBody
@@ -55,6 +55,9 @@ class GenerationRequest(ABC):
         tokenizer, size = service.tokenizer, service.vocab_size
         kept = kept_special_ids(service, body)
         params = make_params(body, tokenizer, size, max_tokens, grammar or None, prompts[0].prediction, kept)
+        if body.thinking_token_budget is not None:
+            budgets = [thinking_budget(service, body, prompt.ids) for prompt in prompts]
+            params = [one.changed(thinking=own) for one, own in zip(params, budgets, strict=True)]
         self.plan = Plan(prompts, params, body.choices, adapter=service.adapter_of(body.model), hidden=body.max_tokens == 0)
         self.usage = Usage(self.plan)
         self.with_ids, self.tokens_as_ids = bool(body.return_token_ids), bool(body.return_tokens_as_token_ids)

@@ -1,4 +1,4 @@
-"""How families of models write tool calls and reasoning."""
+"""How families of models write tool calls."""
 
 from dataclasses import dataclass
 from typing import Literal, NamedTuple
@@ -26,15 +26,6 @@ class CallSyntax:
     id_length: int = 0
 
 
-@dataclass(frozen=True)
-class ReasoningSyntax:
-    """What surrounds the reasoning. `begun`: an answer begins inside it, also if the prompt does not say so."""
-
-    start: str
-    end: str
-    begun: bool = False
-
-
 class Marks(NamedTuple):
     """What surrounds the reasoning of an answer. `begins_inside`: the prompt ends with `begin`, so an answer begins with it."""
 
@@ -50,16 +41,6 @@ MISTRAL = CallSyntax("[TOOL_CALLS]", "named", markers=("[TOOL_CALLS]", "[CALL_ID
 JSON = CallSyntax(plain=True)
 
 SYNTAXES = {"hermes": HERMES, "llama3_json": LLAMA, "mistral": MISTRAL, "mistral_list": MISTRAL_LIST, "json": JSON}
-
-THINK = ReasoningSyntax("<think>", "</think>")
-REASONING = {
-    "think": THINK,
-    "deepseek_r1": ReasoningSyntax("<think>", "</think>", begun=True),
-    "qwen3": THINK,
-    "thinking": ReasoningSyntax("<thinking>", "</thinking>"),
-    "reasoning": ReasoningSyntax("<reasoning>", "</reasoning>"),
-    "mistral": ReasoningSyntax("[THINK]", "[/THINK]"),
-}
 
 
 def syntax_of(template: str) -> str:

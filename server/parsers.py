@@ -4,11 +4,15 @@ from array import array
 from bisect import bisect_left
 from collections.abc import Iterable, Sequence
 
+from engine.protocol import ThinkingBudget
 from engine.text import Delta
+from engine.thinking import REASONING, ReasoningSyntax, budget_after, budget_of, reasoning_of
+from errors import UserError
 from server.answer_parser import AnswerParser, Tools
-from server.call_syntax import JSON, REASONING, SYNTAXES, CallSyntax, Marks, ReasoningSyntax, syntax_of
+from server.call_syntax import JSON, SYNTAXES, CallSyntax, Marks, syntax_of
 from server.generation import Usage
 from server.parts import Parser, Part, Text
+from server.problems import bad
 from server.schemas import ChatBody, GenerationBody
 from server.service import Service
 from tokenizer import Tokenizer
@@ -84,7 +88,9 @@ class PartReader:
         return parts
 
 
-def _template(service: Service, body: ChatBody) -> str:
+def _template(service: Service, body: GenerationBody) -> str:
+    if not isinstance(body, ChatBody):
+        return service.tokenizer.pick_template(service.chat_template, with_tools=False)
     wanted = service.chat_template if body.chat_template is None else body.chat_template
     return service.tokenizer.pick_template(wanted, bool(body.tools) and body.tool_choice != "none")
 
@@ -101,12 +107,34 @@ def _reasoning_after(service: Service, body: ChatBody, prompt: Sequence[int]) ->
     return reasoning, (reasoning.begun and not continued) or end.endswith(reasoning.start)
 
 
-def _reasoning(service: Service, body: ChatBody) -> ReasoningSyntax | None:
+def _reasoning(service: Service, body: GenerationBody) -> ReasoningSyntax | None:
     wanted = service.settings.reasoning_parser
-    if wanted != "auto":
-        return REASONING.get(wanted)
-    template = _template(service, body)
-    return next((syntax for syntax in REASONING.values() if syntax.end in template), None)
+    return reasoning_of(_template(service, body)) if wanted == "auto" else REASONING.get(wanted)
+
+
+def marks_reasoning(service: Service, body: GenerationBody) -> bool:
+    """Whether it is known how the model marks its reasoning."""
+    try:
+        return _reasoning(service, body) is not None
+    except UserError:  # there is no template
+        return False
+
+
+def thinking_budget(service: Service, body: GenerationBody, prompt: Sequence[int]) -> ThinkingBudget | None:
+    """The limit of the reasoning that the request asks for. prompt: its token ids. Raises a 400 if the model marks no reasoning."""
+    tokens = body.thinking_token_budget
+    if tokens is None:
+        return None
+    if not marks_reasoning(service, body):
+        message = (
+            "has no effect, because the chat template marks no reasoning; leave it out, or give the server --reasoning-parser"
+        )
+        raise bad("thinking_token_budget", message)
+    if isinstance(body, ChatBody):
+        reasoning, inside = _reasoning_after(service, body, prompt)
+        return budget_of(service.tokenizer, reasoning, tokens, inside) if reasoning else None
+    reasoning = _reasoning(service, body)
+    return budget_after(service.tokenizer, reasoning, tokens, prompt) if reasoning else None
 
 
 def _tools(service: Service, body: ChatBody) -> Tools | None:

@@ -70,7 +70,11 @@ REFUSED = refusals(
 GENERATION_REFUSED = refusals(
     (("n", "repetition_penalty"), (1, 1.0), _CHAT),
     (("presence_penalty", "frequency_penalty", "min_p", "min_tokens", "priority"), (0, 0.0), _CHAT),
-    (("seed", "allowed_token_ids", "cache_salt", "truncate_prompt_tokens", "prompt_logprobs"), (), _CHAT),
+    (
+        ("seed", "allowed_token_ids", "cache_salt", "thinking_token_budget", "truncate_prompt_tokens", "prompt_logprobs"),
+        (),
+        _CHAT,
+    ),
     (("stop_token_ids", "bad_words"), ([],), _CHAT),
     (("logit_bias", "chat_template_kwargs"), ({},), _CHAT),
     (("ignore_eos", "include_stop_str_in_output", "logprobs", "add_special_tokens"), (False,), _CHAT),

@@ -292,6 +292,9 @@ class SamplingBody(Body):
     ignore_eos: bool | None = Field(None, description="Continue after EOS. Default false.")
     include_stop_str_in_output: bool | None = Field(None, description="Keep the stop text in the answer. Default false.")
     skip_special_tokens: bool | None = Field(None, description="Leave special tokens out of the text. Default true.")
+    thinking_token_budget: int | None = Field(
+        None, ge=0, lt=2**31, description="After so many tokens of reasoning, its end is forced. Default: no limit."
+    )
     cache_salt: Salt | None = Field(
         None, description="Reuse cached prefixes of requests with the same salt alone, and let those alone reuse this one's."
     )

@@ -11,6 +11,7 @@ from pathlib import Path
 import determinism
 from cli import Parser
 from engine.protocol import ADAPTER_NAME
+from engine.thinking import REASONING
 from errors import UserError
 from files import model_folder
 from json_fields import shown
@@ -27,7 +28,7 @@ from options import (
     zero_or_more,
 )
 from presets import has_random_weights
-from server.call_syntax import REASONING, SYNTAXES
+from server.call_syntax import SYNTAXES
 from server.clients import read_keys
 from server.config_sources import parse_environment, parse_file
 from server.journal_file import JournalBounds

@@ -10,7 +10,7 @@ from server.generation import Prompt
 from server.messages.bodies import MessagesBody
 from server.messages.errors import error_body
 from server.messages.events import PING, MessageEvents, content_blocks, event
-from server.parsers import PartReader, parser_for
+from server.parsers import PartReader, marks_reasoning, parser_for
 from server.problems import ApiError
 from server.schemas import ChatBody
 from server.service import Service
@@ -27,6 +27,9 @@ class MessagesRequest(GenerationRequest):
         self.body, self.chat, self.request_id = body, chat, request_id
         left = service.max_model_len - len(prompts[0].ids)
         self.is_cut_by_context = left < body.max_tokens
+        budget = body.thinking and body.thinking.budget_tokens
+        if budget and marks_reasoning(service, chat):
+            chat = chat.model_copy(update={"thinking_token_budget": budget})
         super().__init__(service, chat, grammar, prompts, [min(left, body.max_tokens)])
         self.id = f"{self.id_prefix}_{uuid.uuid4().hex[:24]}"
 

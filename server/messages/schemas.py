@@ -191,7 +191,9 @@ class Thinking(Checked):
     """Whether the model thinks before it answers, if the template can switch it. Without it, as the template does."""
 
     type: Literal["enabled", "disabled", "adaptive", "between_tools"]
-    budget_tokens: int | None = Field(None, ge=MIN_BUDGET, description="Checked, but not enforced: max_tokens limits both.")
+    budget_tokens: int | None = Field(
+        None, ge=MIN_BUDGET, description="Most tokens of the reasoning, where the chat template marks it."
+    )
     display: Literal["summarized", "omitted"] | None = Field(None, description="omitted leaves the thinking's text empty.")
 
 

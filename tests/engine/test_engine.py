@@ -30,7 +30,7 @@ from engine.head_model import HeadModel
 from engine.limits import EngineLimits
 from engine.logits import allowed
 from engine.paged_cache import PagedCache, Rows, _Reader
-from engine.protocol import Abort, Refused, SamplingParams, Submit, TokenLogprobs, TokenOutput
+from engine.protocol import Abort, Refused, SamplingParams, Submit, ThinkingBudget, TokenLogprobs, TokenOutput
 from engine.sampler import SamplingBatch, sample
 from model import Transformer
 from presets import model_config
@@ -264,7 +264,7 @@ def plain_logits(model: Transformer, tokens: list[int]) -> Tensor:
 
 def bent(logits: Tensor, prompt: list[int], output: list[int], params: SamplingParams) -> Tensor:
     """One row of logits (V,) after penalties, biases and min_tokens, applied id by id, and without the end of a banned sequence."""
-    logits = logits.clone()
+    raw, logits = logits, logits.clone()
     for i in set(prompt + output):
         logits[i] = logits[i] / params.repetition_penalty if logits[i] > 0 else logits[i] * params.repetition_penalty
     for i in set(output):
@@ -277,7 +277,25 @@ def bent(logits: Tensor, prompt: list[int], output: list[int], params: SamplingP
     for *before, last in params.banned:
         if not before or output[-len(before) :] == before:
             logits[last] = -torch.inf
+    if params.thinking is not None and (end := end_of_thinking(output, params.thinking)) is not None:
+        logits = torch.full_like(raw, -torch.inf)
+        logits[end] = raw[end]
     return logits
+
+
+def end_of_thinking(output: list[int], budget: ThinkingBudget) -> int | None:
+    """The token of the reasoning's end that must follow these generated ones: the whole text is searched anew."""
+
+    def text(ids: list[int]) -> bytes:
+        return b"".join(map(tiny_tokenizer().token_bytes, ids))
+
+    begins = [n for n in range(len(output) + 1) if text(output[:n]).lstrip().startswith(budget.start.encode())]
+    if not begins or len(output) - begins[0] < budget.tokens:
+        return None
+    if budget.end.encode() in text(output).lstrip()[len(budget.start.encode()) :]:
+        return None
+    thought, ends = output[begins[0] :], budget.end_ids
+    return next(ends[k] for k in reversed(range(len(ends))) if k <= len(thought) and thought[len(thought) - k :] == ends[:k])
 
 
 def draws(logits: Tensor, positions: list[int], params: SamplingParams, masks: list[Tensor] = ()) -> list[int]:
@@ -677,6 +695,31 @@ def test_a_chat_goes_on_from_the_cache(seed: int) -> None:
         assert answer.cached_tokens == known
         assert_same(model, submit, answer.tokens)
         prompt = prompt + answer.tokens + [random.randrange(101) for _ in range(3)]
+
+
+@pytest.mark.parametrize("name", ["special", "text"])
+def test_the_end_of_reasoning_is_forced_in_any_batch(name: str, seed: int) -> None:
+    """With drafts and preemptions, with marks that are special tokens of the tokenizer, and with an end of several tokens."""
+    model, end = random_model(replace(config_of("standard"), vocab_size=1024)), tiny_tokenizer().encode("</think>", False)
+    submits = []
+    for i in range(5):
+        tokens = random.choice([0, 1, 3, 6])
+        if name == "special":  # each answer repeats the beginning
+            more = dict(thinking=ThinkingBudget(tokens, "<|user|>", "<|assistant|>", [3]), logit_bias={2: 1000.0})
+        else:
+            more = dict(thinking=ThinkingBudget(tokens, "", "</think>", end))
+        params = random_params(max_tokens=20, banned=random.choice([[], [[end[-1]]]]), **more)
+        submits.append(Submit(str(i), [random.randrange(1024) for _ in range(9)], params))
+    submits += random_submits(2, vocab_size=1024)
+    engine = engine_of(model, n_blocks=16, tokenizer=tiny_tokenizer(), draft_tokens=random.choice([0, 3]))
+    answers = serve(engine, submits)
+    assert engine.scheduler.preemptions > 0
+    for submit in submits:
+        answer, budget = answers[submit.request_id].tokens, submit.params.thinking
+        assert_same(model, submit, answer)
+        if budget is not None:
+            place = budget.tokens + (name == "special")
+            assert answer[place : place + len(budget.end_ids)] == budget.end_ids
 
 
 def test_a_salt_shares_blocks_with_the_same_salt_alone(seed: int) -> None:

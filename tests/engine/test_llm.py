@@ -155,6 +155,24 @@ def test_bad_words_do_not_occur(seed: int) -> None:
         llm.generate([[1]], SamplingParams(banned=[["a"]]))  # type: ignore[list-item]
 
 
+def test_a_budget_of_reasoning(seed: int) -> None:
+    """The prompt tells where the answer begins: inside the reasoning, before it, or behind it."""
+    llm = LLM(str(TINY), world=ALONE)
+    assert llm.tokenizer is not None
+    params = SamplingParams(max_tokens=20, temperature=0, thinking_token_budget=3, ignore_eos=True)
+    with pytest.raises(UserError, match=r"^thinking_token_budget has no effect, because the chat template marks no reasoning"):
+        llm.generate(["Once"], params)
+    llm.tokenizer.chat_templates = {"default": "<think></think>"}
+    free = llm.generate(["Once<think>", "Once<think>\n</think>\n", "<think>a</think>Once"], params)
+    end = llm.tokenizer.encode("</think>", add_special_tokens=False)
+    assert free[0].token_ids[3 : 3 + len(end)] == end
+    assert "</think>" not in free[1].text + free[2].text
+    forced = msgspec.structs.replace(params, grammar='start: "<think>" /(.|\n){60}/')
+    [answer] = llm.generate(["Once"], forced)
+    start = next(n for n in range(20) if llm.tokenizer.decode(answer.token_ids[:n]).startswith("<think>"))
+    assert answer.token_ids[start + 3 : start + 3 + len(end)] == end
+
+
 def test_log_probabilities_and_a_grammar(seed: int, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(engine.llm, "PREFILL_TOKENS", random.choice([1, 3, 1000]))  # the prompt takes several steps, or one
     llm = LLM(str(TINY), world=ALONE)
@@ -420,6 +438,7 @@ OUTSIDE: dict[str, list[Any]] = {
     "allowed_token_ids": [[]],
     "stop": [[""], [3]],
     "bad_words": [[""], [3]],
+    "thinking_token_budget": [-1],
     "cache_salt": [""],
     "logprobs": [-1],
     "prompt_logprobs": [-1],

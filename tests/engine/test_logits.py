@@ -16,10 +16,11 @@ from transformers import MinNewTokensLengthLogitsProcessor, NoBadWordsLogitsProc
 from engine.grammars import Grammars
 from engine.logits import advance, allowed, check_ids, new_state, process, sibling
 from engine.logprobs import score_prompts, token_logprobs
-from engine.protocol import SamplingParams
+from engine.protocol import SamplingParams, ThinkingBudget
 from engine.sequence import Chunk, Draw, Sequence
 from errors import UserError
 from tests import MODELS
+from tests.engine.test_engine import end_of_thinking
 from tokenizer import Tokenizer
 from tokenizer_files import load_tokenizer
 
@@ -38,7 +39,7 @@ def sequence_of(prompt: list[int], output: list[int], vocab: int = VOCAB, **para
     wanted = SamplingParams(max_tokens=100, **params)
     sequence = Sequence("a", [*prompt, *output], len(prompt), wanted)
     check_ids(prompt, vocab)
-    sequence.state = new_state(wanted, vocab, CPU)
+    sequence.state = new_state(wanted, vocab, CPU, grammars().tokenizer if wanted.thinking else None)
     return sequence
 
 
@@ -228,6 +229,33 @@ def test_a_grammar_wins_where_all_that_it_allows_is_banned(seed: int) -> None:
         text, complete = generate("start: /[12]{3}/", 1.0, allowed_token_ids=[one, two, *tokenizer.eos_ids], banned=banned)
         assert complete and re.fullmatch(expected, text) and len(text) == 3
     assert generate("start: /1{3}/", 1.0, banned=[[one, one]]) == ("111", True)
+
+
+def test_reasoning_ends_after_its_budget(seed: int) -> None:
+    """The tokens of answers that may begin and end reasoning, with and without special tokens, whole or in other tokens."""
+    forced, vocab = 0, 1030
+    tokenizer = grammars().tokenizer
+    assert tokenizer is not None
+    for _ in range(150):
+        start, end = random.choice([("<|user|>", "<|assistant|>"), ("<think>", "</think>"), ("", "</think>")])
+        budget = ThinkingBudget(random.choice([0, 1, 2, 4, 30]), start, end, tokenizer.encode(end, False))
+        texts = [start, end, end[:5], end[5:], "<", ">", "\n", " a", "bc"]
+        output = tokenizer.encode(random.choice([start, start, "\n" + start, random.choice(texts)]), False)
+        sequence = sequence_of([1], [], vocab, thinking=budget)
+        for _ in range(8):
+            sequence.tokens = [1, *output]
+            logits = random_logits(1, vocab)
+            first = sequence.state.thinking.seen if sequence.state.thinking else 0
+            kept = random.randint(min(first, len(output)), len(output))
+            draw = Draw(sequence, 1 + len(output), output[kept:])
+            sequence.tokens = [1, *output[:kept]]
+            expected, found = end_of_thinking(output, budget), process(logits, [draw])[0]
+            assert (found.isneginf().sum() == vocab - 1) == (expected is not None)
+            if expected is not None:
+                assert found[expected] == logits[0, expected]
+                forced += 1
+            output = [*output, expected] if expected is not None else output + tokenizer.encode(random.choice(texts), False)
+    assert forced > 100
 
 
 # --- grammars ----------------------------------------------------------------------------------------------------------------

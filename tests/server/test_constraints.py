@@ -18,9 +18,10 @@ from typing import Any
 import jsonschema
 import pytest
 
+from engine.thinking import ReasoningSyntax
 from server import grammar as grammar_module
 from server.answer_parser import AnswerParser, Tools
-from server.call_syntax import HERMES, JSON, LLAMA, SYNTAXES, CallSyntax, Marks, ReasoningSyntax
+from server.call_syntax import HERMES, JSON, LLAMA, SYNTAXES, CallSyntax, Marks
 from server.constraints import Demand, compile_demand
 from server.generation import make_params
 from server.grammar import demand_of

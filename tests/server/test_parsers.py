@@ -5,13 +5,16 @@ import random
 import re
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import replace
+from functools import partial
 from typing import Any
 
 import pytest
 
+from engine.protocol import ThinkingBudget
+from engine.thinking import REASONING
 from server import call_syntax, replies
 from server.answer_parser import AnswerParser, Tools
-from server.call_syntax import REASONING, SYNTAXES, syntax_of
+from server.call_syntax import SYNTAXES, syntax_of
 from server.incremental import Reader
 from server.parts import Arguments, Call, Part, PartList, Reasoning, Text
 from tests.support.constrained import accepts
@@ -367,6 +370,35 @@ def test_reasoning_that_neither_model_nor_template_begins(make_site: Callable[..
     grammar = site.last().params.grammar or ""
     assert accepts(grammar, '{"a": 1}') != found and accepts(grammar, 'Hm</think>{"a": 1}') == found
     assert accepts(grammar, '<think>Hm</think>{"a": 1}')
+
+
+def test_a_budget_of_reasoning_reaches_the_engine(thinking: Site, make_site: Callable[..., Site]) -> None:
+    """With how the answer begins: the prompt may have begun the reasoning. Messages have the budget where it has an effect."""
+    end = TOKENIZER.encode("</think>", add_special_tokens=False)
+    inside, before = (partial(ThinkingBudget, start=start, end="</think>", end_ids=end) for start in ("", "<think>"))
+    thinking.chat(thinking_token_budget=5, n=2)
+    assert thinking.last().params.thinking == inside(5)
+    for body in ({}, {"thinking_token_budget": 5, "chat_template_kwargs": {"enable_thinking": False}}):
+        thinking.chat(**body)
+        assert thinking.last().params.thinking is None
+    site = make_site(reasoning_parser="think")
+    site.chat(thinking_token_budget=0)
+    assert site.last().params.thinking == before(0)
+    site.close()
+    prompts = ["Hm <think> so", "Hm", "<think>so</think>"]
+    thinking.post("/v1/completions", {"prompt": prompts, "thinking_token_budget": 7})
+    found = [submit.params.thinking for submit in thinking.engine.submits[-3:]]
+    assert found == [inside(7), before(7), None]
+    thinking.post("/v1/responses", {"input": "Hi", "thinking_token_budget": 9})
+    assert thinking.last().params.thinking == inside(9)
+    site = make_site(reasoning_parser="none")
+    for path, body in (("/v1/chat/completions", CHAT), ("/v1/completions", {"prompt": "a"}), ("/v1/responses", {"input": "a"})):
+        error = site.refused(path, {**body, "thinking_token_budget": 5})
+        assert error["param"] == "thinking_token_budget" and "marks no reasoning" in error["message"]
+    asked = {**CHAT, "max_tokens": 2, "tools": [{"name": "a", "input_schema": {"type": "object"}}]}
+    for one, budget in ((thinking, inside(2000)), (site, None)):
+        one.post("/v1/messages", {**asked, "thinking": {"type": "enabled", "budget_tokens": 2000}})
+        assert one.last().params.thinking == budget
 
 
 def test_a_constraint_begins_after_the_reasoning(thinking: Site) -> None:

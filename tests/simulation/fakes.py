@@ -14,9 +14,9 @@ from engine.core import Engine
 from engine.draft_costs import Costs
 from engine.grammars import COMPILED, FAILED
 from engine.limits import EngineLimits
-from engine.logits import has_grammar
+from engine.logits import reads_tokens
 from engine.paged_cache import PagedCache
-from engine.protocol import Submit
+from engine.protocol import SamplingParams, Submit
 from engine.sequence import Chunk, Sequence
 from engine.step import InFlightStep, StepResult
 from errors import UserError
@@ -30,6 +30,11 @@ ALONE = World(0, 1, CPU, comm.Local())
 EMPTY = 1
 FORBIDDEN = 3  # the token that late grammars forbid
 ADAPTERS = ("1", "2")  # their names are their numbers, with which their texts begin
+
+
+def salted(params: SamplingParams) -> int:
+    """A number of the salt, with which a text begins, so that no other text has the same prefixes."""
+    return 10 * len(params.cache_salt or "")
 
 
 def follow(prefix: int, token: int) -> int:
@@ -65,7 +70,7 @@ class FakeGrammar:
 
 def alone(submit: Submit) -> tuple[list[int], str]:
     """The tokens and the finish reason of a request that is served alone, without faults. `error`: its grammar fails."""
-    params, tokens, prefix = submit.params, list(submit.prompt_ids), EMPTY + int(submit.adapter or 0)
+    params, tokens, prefix = submit.params, list(submit.prompt_ids), EMPTY + int(submit.adapter or 0) + salted(submit.params)
     for token in tokens:
         prefix = follow(prefix, token)
     grammar = FakeGrammar.of(params.grammar) if params.grammar else None
@@ -143,6 +148,8 @@ class FakeCompilation:
 class FakeGrammars:
     """Compiles in simulated time: all ranks are ready at the same step, as `Engine.admit` would make them agree."""
 
+    tokenizer = None
+
     def __init__(self, now: Callable[[], int]) -> None:
         self.now = now
 
@@ -197,7 +204,7 @@ class FakeRunner:
         sampling = [c for c in chunks if c.samples]
         step = InFlightStep(chunks, sampling, None, any(c.draft for c in chunks))  # type: ignore[arg-type]
         step.logprobs = [row for row, c in zip(rows, chunks, strict=True) if c.samples]  # type: ignore[assignment]
-        if all(c.is_known or not has_grammar(c.sequence) for c in sampling):
+        if all(c.is_known or not reads_tokens(c.sequence) for c in sampling):
             self.draw(step)
         if len(self.prefixes) > 4 * len(chunks) + 16:
             self.prefixes = {s: p for s, p in self.prefixes.items() if s.finish_reason is None and s.blocks}
@@ -210,7 +217,8 @@ class FakeRunner:
         known = self.prefixes.setdefault(sequence, [])
         if chunk.is_known:
             del known[len(sequence.tokens) :]  # a forbidden token, which was in flight
-        prefix = known[-1] if known else EMPTY + (sequence.adapter.number if sequence.adapter else 0)
+        root = EMPTY + (sequence.adapter.number if sequence.adapter else 0) + salted(sequence.params)
+        prefix = known[-1] if known else root
         for token in text[len(known) : chunk.first_drawn]:
             prefix = follow(prefix, token)
             known.append(prefix)

@@ -550,6 +550,7 @@ class Life:
             max_tokens=rng.choice([1, 2, rng.randint(1, max(1, (self.world.limits.max_model_len or 0) // 2))]),
             min_tokens=rng.choice([0, 0, 3]),
             seed=rng.randrange(4),
+            cache_salt=rng.choice([None, None, "a"]),
             stop_token_ids=rng.sample(range(VOCAB), rng.choice([0, 0, 1])),
             prompt_logprobs=rng.choice([None] * 7 + [0]),
             grammar=grammar,
