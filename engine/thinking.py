@@ -24,6 +24,7 @@ REASONING = {
     "thinking": ReasoningSyntax("<thinking>", "</thinking>"),
     "reasoning": ReasoningSyntax("<reasoning>", "</reasoning>"),
     "mistral": ReasoningSyntax("[THINK]", "[/THINK]"),
+    "gemma4": ReasoningSyntax("<|channel>thought", "<channel|>"),
 }
 
 

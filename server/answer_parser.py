@@ -9,11 +9,13 @@ import json
 import re
 import uuid
 from collections.abc import Generator
-from dataclasses import dataclass
+from dataclasses import dataclass, field
+from typing import Any
 
 from engine.thinking import ReasoningSyntax
-from server.call_syntax import CallSyntax
-from server.incremental import Markers, Reader, Sink, Truth, Word
+from server.argument_values import json_word, parsed, quoted, types_of
+from server.call_syntax import ArgumentSyntax, CallSyntax
+from server.incremental import Markers, Reader, Sink, Truth, Word, ignore
 from server.parts import Arguments, Call, Part, Reasoning, Text
 
 SPACES = re.compile(r"\s*")
@@ -21,9 +23,16 @@ NEWLINES = re.compile(r"\n*")
 ANYTHING = re.compile(r"(?s:.)*")
 LETTERS = re.compile(r"[a-z_]*")
 NAME = re.compile(r"[A-Za-z0-9_.-]*")
+ID = re.compile(r"[A-Za-z0-9_.:-]*")
+WORD = re.compile(r"[^\s,:=()\[\]{}<\"']*")
+BARE = re.compile(r"[^,()\[\]{}<\"']*")
+OUTSIDE = {quote: re.compile(rf"[^{quote}\\]*") for quote in ('"', "'")}
+
+ESCAPES = {"n": "\n", "t": "\t", "r": "\r", "b": "\b", "f": "\f", "\n": "", "": "", **{one: one for one in "\\\"'/"}}
+HEX = frozenset("0123456789abcdefABCDEF")
+HEX_DIGITS = {"x": 2, "u": 4, "U": 8}
 
 FENCE = "```"
-CLOSES = {"<tool_call>": "</tool_call>", FENCE: FENCE}
 ARGUMENTS = ("arguments", "parameters")
 OTHER_KEYS = ("type", "id")  # with a string; not needed
 
@@ -37,6 +46,7 @@ class Tools:
     parallel: bool = True  # false: only the first call counts
     forced: bool = False  # the answer is a call
     forced_name: str = ""  # the only tool that it may call, if there is only one
+    schemas: dict[str, dict[str, Any]] = field(default_factory=dict)  # of the tools' arguments, which say the types of values
 
     def new_id(self) -> str:
         random, length = uuid.uuid4().hex, self.syntax.id_length
@@ -45,7 +55,7 @@ class Tools:
     @property
     def openers(self) -> tuple[str, ...]:
         """What begins calls in the middle of an answer."""
-        return self.syntax.markers[:1] or (FENCE,)
+        return tuple(one for one in (self.syntax.trigger, *self.syntax.also) if one) or (FENCE,)
 
 
 class _Trimmed:
@@ -64,8 +74,8 @@ class _Trimmed:
         if len(body) < len(text):
             self._held.append(text[len(body) :])
 
-    def flush(self) -> None:
-        self._sink("".join(self._held))
+    def flush(self, dropped: str = "") -> None:
+        self._sink("".join(self._held).removesuffix(dropped))
         self.drop()
 
     def drop(self) -> None:
@@ -80,11 +90,12 @@ class AnswerParser:
         self.complete = False
         self.reasoned: int | None = 0
         self._reasoning, self._inside, self._tools, self._hidden = reasoning, inside, tools, hidden
+        self._dropped = hidden.union((tools.syntax.section if tools else None) or ())  # from text
         self._reader = Reader()
         self._new: list[tuple[type[Reasoning | Text | Arguments], list[str]] | Call] = []
         self._text = _Trimmed(lambda text: self._add(Text, text), None)
         self._held: list[str] = []  # what may be a call
-        self._calls, self._shown, self._begun, self._name = 0, False, False, ""  # of the last call
+        self._calls, self._shown, self._begun, self._name, self._id = 0, False, False, "", ""  # of the last call
         self._steps = self._answer()
 
     def push(self, text: str, final: bool = False) -> list[Part]:
@@ -106,7 +117,7 @@ class AnswerParser:
     def _release(self) -> None:
         """What may have been a call is text."""
         text = "".join(self._held)
-        for marker in self._hidden:
+        for marker in self._dropped:
             text = text.replace(marker, "")
         self._text.push(text)
         self._held.clear()
@@ -118,7 +129,7 @@ class AnswerParser:
         self._calls += 1
         if self._shown:
             self.complete = False
-            self._new.append(Call(tools.new_id(), self._name))
+            self._new.append(Call(self._id or tools.new_id(), self._name))
 
     def _argue(self, text: str) -> None:
         if self._shown:
@@ -133,7 +144,7 @@ class AnswerParser:
         if self._tools:
             yield from self._reader.run(SPACES, self._held.append)
             yield from self._group((yield from self._first(openers)), self._tools)
-        markers = Markers([*openers, *self._hidden])
+        markers = Markers([*openers, *self._dropped])
         while marker := (yield from self._reader.until(markers, self._text.push)):
             if self._tools and marker in openers:
                 self._held.append(marker)
@@ -176,26 +187,41 @@ class AnswerParser:
         yield from reader.run(SPACES, hold)
         marked = opener not in ("", FENCE)
         before = 0 if marked else self._calls
-        if opener == "[TOOL_CALLS]" and (yield from reader.peek()) not in ("[", "{"):
-            found = yield from self._named_call(tools)
+        if marked and tools.syntax.form == "named" and (yield from reader.peek()) not in ("[", "{"):
+            found = yield from self._named_call(tools, opener)
         else:
-            found = yield from self._listed_calls(tools, marked or tools.forced)
+            found = yield from self._listed_calls(tools, marked or tools.forced, marked)
         if found:
-            yield from reader.run(SPACES)
-            yield from reader.literal(CLOSES.get(opener, ""))
+            for word in [FENCE] if opener == FENCE else tools.syntax.end.split() if marked else []:
+                yield from reader.run(SPACES)
+                yield from reader.literal(word)
             yield from reader.run(SPACES)
         if reader.cut and self._calls > before:  # what is cut off behind a call is no text: a further call, or a closing marker
             self._held.clear()
             yield from reader.run(ANYTHING)
         self._release()
 
-    def _listed_calls(self, tools: Tools, certain: bool) -> Truth:
-        """Objects one after another, or a list of them. False if not even the first is a call. certain: nothing else may come."""
+    def _spaced(self, text: str, sink: Sink = ignore) -> Truth:
+        """Whether the words of `text` follow, with any spaces between them, which are then read."""
+        for word in text.split():
+            yield from self._reader.run(SPACES, sink)
+            if not (yield from self._reader.literal(word, sink)):
+                return False
+        return True
+
+    def _listed_calls(self, tools: Tools, certain: bool, marked: bool) -> Truth:
+        """Calls one after another, or a list of them. False if not even the first is one. certain: nothing else may come."""
         reader, hold = self._reader, self._held.append
         listed = yield from reader.literal("[", hold)
         yield from reader.run(SPACES, hold)
-        any_call = False
-        while (yield from self._object(tools, certain)):
+        any_call, written = False, tools.syntax.arguments if listed or marked else None
+        while True:
+            if written and (yield from reader.peek()) != "{":
+                found = yield from self._written_call(tools, written)
+            else:
+                found = yield from self._object(tools, certain)
+            if not found:
+                break
             any_call = True
             yield from reader.run(SPACES, hold)
             if listed and (yield from reader.literal("]")):
@@ -203,7 +229,8 @@ class AnswerParser:
                 return True
             yield from reader.literal("," if listed else ";", hold)
             yield from reader.run(SPACES, hold)
-            if (yield from reader.peek()) != "{":
+            following = yield from reader.peek()
+            if following != "{" and not (written and NAME.fullmatch(following) and following):
                 break
         if not "".join(self._held).strip():
             self._held.clear()
@@ -211,7 +238,7 @@ class AnswerParser:
 
     def _object(self, tools: Tools, certain: bool) -> Truth:
         """A call as a JSON object. False: it is none, and what was read of it is held."""
-        self._name, self._begun = "", False
+        self._name, self._id, self._begun = "", "", False
         ended = yield from self._members(tools)
         if self._begun:
             if ended:
@@ -272,25 +299,186 @@ class AnswerParser:
         self._held += early
         return ended
 
-    def _named_call(self, tools: Tools) -> Truth:
-        """Mistral's newer form: the name, perhaps an id, and the arguments."""
-        reader, hold = self._reader, self._held.append
+    def _named_call(self, tools: Tools, opener: str) -> Truth:
+        """A call whose name comes first, perhaps with an id, and then its arguments."""
+        reader, hold, syntax = self._reader, self._held.append, tools.syntax
+        self._begun, self._id = False, ""
+        start = len(self._held)
+        ready = yield from self._spaced(syntax.before.strip().removeprefix(opener), hold)
+        yield from reader.run(SPACES, hold)
+        name = len(self._held)
+        yield from reader.run(ID if syntax.name_in_id else NAME, hold)
+        self._name = "".join(self._held[name:])
+        yield from reader.peek()
+        if syntax.name_in_id and ":" in self._name:
+            ready, self._id = True, "".join(self._held[start:]).strip()
+            self._name = self._name.partition(":")[0]
+        if syntax.id_mark and (yield from reader.literal(syntax.id_mark, hold)):
+            yield from reader.run(NAME, hold)
+        ready = ready and (yield from self._spaced(syntax.to_arguments, hold))
+        yield from reader.run(SPACES, hold)
+        if self._name in tools.names and ready and (yield from self._any_arguments(tools)):
+            return True
+        return self._cut_off(tools)
+
+    def _cut_off(self, tools: Tools) -> bool:
+        """Whether what was read is a call, whose arguments are cut off or none."""
+        if self._reader.cut:
+            self.complete = False
+            self._name = self._name if self._name in tools.names else tools.forced_name
+            if self._name and not self._begun:
+                self._begin_call(tools)
+        return self._begun
+
+    def _written_call(self, tools: Tools, syntax: ArgumentSyntax) -> Truth:
+        """A call as in Python, `name(key=value, …)`."""
         start = len(self._held)
         self._begun = False
-        yield from reader.run(NAME, hold)
-        self._name = "".join(self._held[start:])
-        if (yield from reader.literal("[CALL_ID]", hold)):
-            yield from reader.run(NAME, hold)
-        yield from reader.literal("[ARGS]", hold)
-        yield from reader.run(SPACES, hold)
-        known = self._name in tools.names
-        if known and (yield from self._arguments(tools, [])):
+        yield from self._reader.run(NAME, self._held.append)
+        self._name, self._id = "".join(self._held[start:]), ""
+        yield from self._reader.peek()
+        if self._name in tools.names and (yield from self._any_arguments(tools)):
             return True
-        if known and reader.cut and not self._begun:
+        return self._cut_off(tools)
+
+    def _any_arguments(self, tools: Tools) -> Truth:
+        """Arguments as the syntax writes them, passed on as JSON. False: none follow, or they are cut off."""
+        syntax, reader = tools.syntax.arguments, self._reader
+        if syntax is None:
+            return (yield from self._arguments(tools, []))
+        if syntax.begin:
+            if not (yield from reader.literal(syntax.begin, self._held.append)):
+                return False
             self._begin_call(tools)
-        if reader.cut:
-            self.complete = False
-        return self._begun
+            ended = yield from self._literals(syntax)
+        else:
+            closing = tools.syntax.end.split()[0]
+            opened = yield from reader.literal(syntax.tag, self._held.append)
+            if not opened and not (yield from reader.literal(closing, self._held.append)):
+                return False
+            self._begin_call(tools)
+            ended = yield from self._tags(syntax, closing, tools.schemas.get(self._name, {}), opened)
+        self.complete = self.complete or ended
+        return ended
+
+    def _tags(self, syntax: ArgumentSyntax, closing: str, schema: dict[str, Any], opened: bool) -> Truth:
+        """Tags behind the first one, up to `closing`. False: the text ends before it."""
+        reader, before = self._reader, "{"
+        to_value, *further = syntax.to_value.split()
+        while opened:
+            name: list[str] = []
+            if not (yield from reader.until(Markers([to_value]), name.append)):
+                return False
+            self._argue(f"{before}{quoted(''.join(name))}: ")
+            before = ", "
+            if not (yield from self._spaced(" ".join(further))) and reader.cut:
+                return False
+            yield from reader.literal(syntax.edge)
+            if not (yield from self._tagged_value(syntax, types_of(schema, "".join(name)))):
+                return False
+            marker = yield from reader.until(Markers([syntax.tag, closing]), ignore)
+            if not marker:
+                return False
+            opened = marker == syntax.tag
+        self._argue("{}" if before == "{" else "}")
+        return True
+
+    def _tagged_value(self, syntax: ArgumentSyntax, types: set[str]) -> Truth:
+        """A value up to its closing tag. A text is passed on as it comes, anything else once its type is known."""
+        value: list[str] = []
+        is_text = types == {"string"}
+        text = _Trimmed(self._argue_text, "\n") if is_text else None
+        if text:
+            self._argue('"')
+        ended = yield from self._reader.until(Markers([syntax.end]), text.push if text else value.append, whole=False)
+        if text:
+            text.flush(syntax.edge)
+            self._argue('"' if ended else "")
+        else:
+            self._argue(parsed("".join(value).removesuffix(syntax.edge), types) if ended else "")
+        return bool(ended)
+
+    def _literals(self, syntax: ArgumentSyntax) -> Truth:
+        """Pairs of a name and a value behind the bracket that opens them. False: the text ends before they do."""
+        reader = self._reader
+        closers, before, is_name = ["}"], "", True
+        self._argue("{")
+        while closers:
+            yield from reader.run(SPACES)
+            character = yield from reader.peek()
+            if not character:
+                return False
+            if character in ")]}([{,:" or character == syntax.assign:
+                yield from reader.take(ignore)
+            if character in ")]}":
+                self._argue(closers.pop())
+                before, is_name = "", False
+            elif character == ",":
+                before, is_name = ", ", closers[-1] == "}"
+            elif character in (":", syntax.assign):
+                self._argue(": ")
+                is_name = False
+            else:
+                self._argue(before)
+                before = ""
+                if character in "([{":
+                    is_name = character == "{"
+                    closers.append("}" if is_name else "]")
+                    self._argue("{" if is_name else "[")
+                elif not (yield from self._literal(syntax, is_name)):
+                    return False
+        return True
+
+    def _literal(self, syntax: ArgumentSyntax, is_name: bool) -> Truth:
+        """A string with quotes, or a word. False: the text ends before it."""
+        reader = self._reader
+        for quote in syntax.quotes:
+            if (yield from reader.literal(quote)):
+                self._argue('"')
+                inside = (
+                    self._escaped(quote) if syntax.escapes else reader.until(Markers([quote]), self._argue_text, whole=False)
+                )
+                ended = yield from inside
+                self._argue('"' if ended else "")
+                return bool(ended)
+        if reader.cut:  # in a quote
+            return False
+        word: list[str] = []
+        yield from reader.take(word.append)
+        yield from reader.run(WORD if is_name else BARE, word.append)
+        if not (yield from reader.peek()):
+            return False
+        text = "".join(word).strip()
+        self._argue(quoted(text) if is_name else json_word(text))
+        return True
+
+    def _escaped(self, quote: str) -> Word:
+        """The rest of a string with backslashes, up to and with its quote; empty: the text ends before it."""
+        reader, digits = self._reader, list[str]()
+        while True:
+            character = yield from reader.take(ignore)
+            if character in (quote, ""):
+                return character
+            if character != "\\":
+                self._argue_text(character)
+                yield from reader.run(OUTSIDE[quote], self._argue_text)
+                continue
+            character = yield from reader.take(ignore)
+            digits.clear()
+            while len(digits) < HEX_DIGITS.get(character, 0) and (yield from reader.peek()) in HEX:
+                yield from reader.take(digits.append)
+            if not (yield from reader.peek()):
+                return ""
+            if character == "u" and len(digits) == 4:
+                self._argue(f"\\u{''.join(digits)}")  # perhaps half of a character
+            elif digits:
+                self._argue_text(chr(min(int("".join(digits), 16), 0x10FFFF)))
+            else:
+                self._argue_text(ESCAPES.get(character, f"\\{character}"))
+
+    def _argue_text(self, text: str) -> None:
+        """A piece of a string."""
+        self._argue(quoted(text)[1:-1])
 
     def _string(self) -> Word:
         """The value of a JSON string, which is held; empty if it is none."""

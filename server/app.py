@@ -19,6 +19,7 @@ from server.engine_client import EngineClient
 from server.messages import routes as messages
 from server.middleware import ApiKey, BodyLimit, RequestScope
 from server.openapi import describe
+from server.parsers import warn_of_unknown_calls
 from server.problems import ApiError
 from server.responses import routes as responses
 from server.routes import generation, models, state, tokens
@@ -32,6 +33,7 @@ STATIC = Path(__file__).parent / "static"
 
 def create_app(settings: Settings, client: EngineClient, tokenizer: Tokenizer) -> FastAPI:
     service = Service(read_chat_template(settings, tokenizer), client, tokenizer)
+    warn_of_unknown_calls(service)
     app = FastAPI(
         title="Rung",
         version=VERSION,

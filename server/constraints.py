@@ -10,6 +10,7 @@ This module runs in worker processes.
 import json
 import re
 from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import replace
 from typing import Any, Literal, NamedTuple
 
 from llguidance import LLMatcher, LLTokenizer
@@ -17,6 +18,8 @@ from llguidance.gbnf_to_lark import gbnf_to_lark
 from pydantic import ValidationError
 
 from engine.grammars import limits
+from server.argument_grammar import ArgumentGrammar
+from server.argument_values import regex
 from server.call_syntax import JSON, CallSyntax, Marks
 from server.json_schema import CallableTool, Compiled, SchemaError, check_grammar, check_matcher, compile_calls, compile_schema
 from server.schemas import Constraint, StructuralTagFormat
@@ -121,36 +124,37 @@ def compile_demand(demand: Demand) -> Compiled:
     """Raises SchemaError."""
     constraint, tools, syntax = demand.constraint, demand.tools, demand.syntax
     free = demand.calls == "may" and constraint is None
-    rules = _Rules(demand.special, demand.reasoning, free_spelling() if free else forced_spelling(syntax))
+    rules = Rules(demand.special, demand.reasoning, free_spelling() if free else forced_spelling(syntax))
     if not tools:
         assert constraint is not None
         if constraint.kind == "structural_tag":
             return rules.finish(rules.free(rules.structures(constraint.value)))
         return rules.finish_with(_compile(constraint))
     if demand.calls == "must":
-        if not syntax.trigger:
-            return rules.finish_with(compile_calls(tools, key=syntax.key))
-        call = rules.calls(syntax, rules.callables(_required(tools)), several=False)
-        plain = [rules.part(compile_calls(tools, key=syntax.key))] if syntax.plain else []
-        return rules.finish(rules.after_reasoning(f"({' | '.join([call, *plain])})"))
+        plain = [compile_calls(tools, key=syntax.key)] if syntax.plain and not syntax.arguments else []
+        if not syntax.trigger and plain:
+            return rules.finish_with(plain[0])
+        calls = rules.all_calls(syntax, rules.callables(syntax, tools, must=True), several=False)
+        return rules.finish(rules.after_reasoning(f"({' | '.join([*calls, *map(rules.part, plain)])})"))
     if free:
-        return rules.finish(rules.free_with_calls(syntax, rules.callables(_optional(tools))))
+        return rules.finish(rules.free_with_calls(syntax, rules.callables(syntax, tools)))
     assert constraint is not None
     return _either(rules, constraint, demand)
 
 
-def _either(rules: "_Rules", constraint: Constraint, demand: Demand) -> Compiled:
+def _either(rules: "Rules", constraint: Constraint, demand: Demand) -> Compiled:
     """Calls or what the constraint says."""
     tools, syntax = demand.tools, demand.syntax
     if constraint.kind == "structural_tag":
         raise SchemaError("structural tags cannot be combined with tools")
-    if syntax.plain and constraint.kind == "json":  # one schema: both may begin alike
+    plain = syntax.plain and not syntax.arguments
+    if plain and constraint.kind == "json":  # one schema: both may begin alike
         parts = [compile_calls(tools, _schema(constraint.value), constraint.strict, constraint.whitespace, syntax.key)]
     else:
-        parts = [*([compile_calls(tools, key=syntax.key)] if syntax.plain else []), _compile(constraint)]
+        parts = [*([compile_calls(tools, key=syntax.key)] if plain else []), _compile(constraint)]
     options = [rules.part(one) for one in parts]
-    if syntax.trigger:
-        options.append(rules.calls(syntax, rules.callables(_optional(tools)), demand.several))
+    if syntax.trigger or syntax.arguments:
+        options += rules.all_calls(syntax, rules.callables(syntax, tools), demand.several)
     elif len(parts) == 1:
         return rules.finish_with(parts[0])
     return rules.finish(rules.after_reasoning(f"({' | '.join(options)})"))
@@ -180,7 +184,7 @@ def _whole(text: str) -> str:
 
 
 def _of_lark(text: str) -> Compiled:
-    """In the form that `_Rules.part` can put into a larger grammar, which `LLMatcher.grammar_from_lark` does not promise."""
+    """In the form that `Rules.part` can put into a larger grammar, which `LLMatcher.grammar_from_lark` does not promise."""
     return _checked(json.dumps({"grammars": [{"lark_grammar": text}]}))
 
 
@@ -210,16 +214,6 @@ def _object(given: dict[str, Any] | str) -> dict[str, Any]:
     if not isinstance(given, dict):
         raise SchemaError("it is not an object")
     return given
-
-
-def _required(tools: Iterable[CallableTool]) -> list[tuple[CallableTool, Compiled]]:
-    """The arguments of tools of which one must be called."""
-    return [(tool, _arguments(tool)) for tool in tools]
-
-
-def _optional(tools: Iterable[CallableTool]) -> list[tuple[CallableTool, Compiled]]:
-    """The same of tools that need not be called. One whose schema is wrong and not strict takes any object."""
-    return [(tool, _arguments(tool) if tool.strict else _arguments_or_any(tool)) for tool in tools]
 
 
 def _arguments(tool: CallableTool) -> Compiled:
@@ -254,7 +248,7 @@ def _checked(grammar: str) -> Compiled:
     return Compiled(grammar, tuple(check_grammar(grammar)))
 
 
-class _Rules:
+class Rules:
     """The rules of a Lark grammar, and the grammars to which they refer."""
 
     def __init__(self, special: dict[str, int], reasoning: Marks | None, spelling: Spelling) -> None:
@@ -284,73 +278,118 @@ class _Rules:
 
     # --- calls -----------------------------------------------------------------------------------------------------------------
 
-    def callables(self, tools: Iterable[tuple[CallableTool, Compiled]]) -> list[Function]:
-        """The tools, given with the grammars of their arguments."""
+    def callables(self, syntax: CallSyntax, tools: Iterable[CallableTool], must: bool = False) -> list[Function]:
+        """The tools with the grammars of their arguments. must: one must be called. A tool that need not be called, and whose schema
+        is wrong and not strict, takes any arguments."""
         self._rules += [f"TO_ARGUMENTS: /{self.spelling.to_arguments}/", f"TAIL: /{self.spelling.tail}/"]
-        return [
-            Function(tool.name, self.part(arguments), _takes_nothing(arguments), _count_optional(tool))
-            for tool, arguments in tools
-        ]
+        self._rules += [f"SPACE: /{self.spelling.around}/", f"COMMA: /{self.spelling.around},{self.spelling.around}/"]
+        self._rules.append("NAME: /[A-Za-z0-9_.-]{1,64}/")
+        return [self._callable(syntax, tool, must or tool.strict) for tool in tools]
 
-    def calls(self, syntax: CallSyntax, tools: Sequence[Function], several: bool) -> str:
-        """Calls with their triggers, and nothing else."""
-        group = self._rule(f"{self._literal(syntax.trigger)} {self._group(syntax, tools, several)}")
-        return rf"{group} (/[ \n]/? {group})*" if several and syntax.form != "objects" else group
+    def _callable(self, syntax: CallSyntax, tool: CallableTool, must: bool) -> Function:
+        compiled = _arguments(tool) if must else _arguments_or_any(tool)
+        if syntax.arguments is None:
+            return Function(tool.name, self.part(compiled), _takes_nothing(compiled), _count_optional(tool))
+        if compiled.not_enforced == (tool.path,):
+            self.leave_out(tool.path)
+            tool = tool._replace(parameters={"additionalProperties": True})
+        return Function(tool.name, self.rule(ArgumentGrammar(self, syntax.arguments, tool).build()), False, 0)
+
+    def all_calls(self, syntax: CallSyntax, tools: Sequence[Function], several: bool) -> list[str]:
+        """Calls and nothing else, in the ways in which they may begin, but for JSON without a trigger."""
+        found = [self._calls(syntax, tools, several)] if syntax.trigger else []
+        if syntax.plain and syntax.arguments:
+            found.append(self._calls(replace(syntax, trigger="", end=""), tools, several))
+        return found
+
+    def _calls(self, syntax: CallSyntax, tools: Sequence[Function], several: bool) -> str:
+        begin = syntax.section[0] if syntax.section else syntax.trigger
+        group = f"{self.literal(begin)} {self._group(syntax, tools, several)}"
+        if not several or syntax.section or syntax.form in ("objects", "lines"):
+            return group
+        group = self.rule(group)
+        return rf"{group} (/[ \n]/? {group})*"
 
     def free_with_calls(self, syntax: CallSyntax, tools: Sequence[Function]) -> str:
         """Free text that may hold calls."""
-        tags = {syntax.trigger: [self._group(syntax, tools, several=True)]} if syntax.trigger else {}
+        begin = syntax.section[0] if syntax.section else syntax.trigger
+        tags = {begin: [self._group(syntax, tools, several=True)]} if begin else {}
+        for other in syntax.also:  # has the first word of the end alone; the rest is text that the parser drops
+            own = replace(syntax, before=syntax.before.strip().removeprefix(other), end="".join(syntax.end.split()[:1]))
+            tags[other] = [self._group(own, tools, several=True)]
         if not syntax.plain:
             return self.free(tags)
+        names = "|".join(regex(tool.name) for tool in tools)
+        if syntax.arguments:
+            call = self._as_in_python(tools)
+            return self.free(tags, Place(r"\s*\[\s*", f'{call} (COMMA {call})* SPACE "]"', self._text_without(rf"({names})\(")))
         # any number of spaces, as for the parser: text is free anyway
         spelling = self.spelling
         head, to_arguments = (one.replace(spelling.around, r"\s*") for one in (spelling.head, spelling.to_arguments))
-        names = "|".join(_regex(tool.name) for tool in tools)
-        calls = [f'/{_regex(tool.name)}"{to_arguments}/ {tool.arguments} TAIL' for tool in tools]
-        call = self._rule(" | ".join(calls))
+        calls = [f'/{regex(tool.name)}"{to_arguments}/ {tool.arguments} TAIL' for tool in tools]
+        call = self.rule(" | ".join(calls))
         other = self._text_without(f'({names})"{to_arguments}')
         first = Place(rf"\s*({FENCE}\s*)?(\[\s*)?{head}", call, other)
         more = Place(rf"\s*[;,]?\s*{head}", call, other)
         return self.free(tags, first, more)
 
     def _group(self, syntax: CallSyntax, tools: Sequence[Function], several: bool) -> str:
-        """What follows the trigger."""
+        """What follows the first text of calls."""
         around = self.spelling.around
         match syntax.form:
             case "object":
                 group = self._object(around, tools)
             case "objects":
                 group = self._object(around, tools) + f" {self._object(f';{around}', tools)}*" * several
+            case "list" if syntax.arguments:
+                call = self._as_in_python(tools)
+                group = f'SPACE "[" SPACE {call}{f" (COMMA {call})*" * several} SPACE "]"'
             case "list":
                 group = self._list(tools, several)
+            case "lines":
+                call = self._as_in_python(tools)
+                group = f"SPACE {call}" + f" (SPACE {call})*" * several
             case "named":
-                group = self._rule(f"{self._named(tools)} | {self._list(tools, several)}")
-        return f"{group} {self._literal(syntax.end)}"
+                group = self._named(syntax, tools)
+                if syntax.id_mark:  # the older form of the family
+                    group = self.rule(f"{group} | {self._list(tools, several)}")
+        group = f"{group} {self.spaced(syntax.end)}"
+        if syntax.section is None:
+            return group
+        group = self.rule(f"SPACE {self.literal(syntax.trigger)} {group}")
+        return f"{group}{'+' * several} SPACE {self.literal(syntax.section[1])}"
+
+    def _as_in_python(self, tools: Sequence[Function]) -> str:
+        return self.rule(" | ".join(f"{self.literal(tool.name)} {tool.arguments}" for tool in tools))
 
     def _list(self, tools: Sequence[Function], several: bool) -> str:
         around = self.spelling.around
         more = f" {self._object(f',{around}', tools)}*" * several
-        return self._rule(self._object(rf"{around}\[{around}", tools) + more + r" /\]/")
+        return self.rule(self._object(rf"{around}\[{around}", tools) + more + r" /\]/")
 
     def _object(self, begin: str, tools: Sequence[Function]) -> str:
         """An object that is a call, behind `begin`, a regular expression."""
         spelling = self.spelling
         bare = " | TAIL" if spelling.free else ""
-        named = [f'/{_regex(tool.name)}"/ (TO_ARGUMENTS {tool.arguments} TAIL{bare * tool.bare})' for tool in tools]
-        found = f"/{begin}{spelling.head}/ {self._rule(' | '.join(named))}"
+        named = [f'/{regex(tool.name)}"/ (TO_ARGUMENTS {tool.arguments} TAIL{bare * tool.bare})' for tool in tools]
+        found = f"/{begin}{spelling.head}/ {self.rule(' | '.join(named))}"
         optional = sum(tool.optional for tool in tools)
         if not spelling.free or len(tools) > MAX_UNNAMED or optional > MAX_UNNAMED_PROPERTIES:
-            return self._rule(found)
-        unnamed = [f'{tool.arguments} /{spelling.to_name}/ /{_regex(tool.name)}"/ TAIL' for tool in tools]
-        return self._rule(f"{found} | /{begin}{spelling.arguments_first}/ {self._rule(' | '.join(unnamed))}")
+            return self.rule(found)
+        unnamed = [f'{tool.arguments} /{spelling.to_name}/ /{regex(tool.name)}"/ TAIL' for tool in tools]
+        return self.rule(f"{found} | /{begin}{spelling.arguments_first}/ {self.rule(' | '.join(unnamed))}")
 
-    def _named(self, tools: Sequence[Function]) -> str:
-        call_id = f"({self._literal('[CALL_ID]')} /[A-Za-z0-9]{{{self.spelling.id_lengths}}}/)?"
+    def _named(self, syntax: CallSyntax, tools: Sequence[Function]) -> str:
+        """A call that begins with its name."""
+        spelling = self.spelling
+        call_id = f"({self.literal(syntax.id_mark)} /[A-Za-z0-9]{{{spelling.id_lengths}}}/)?" if syntax.id_mark else ""
+        call_id = "/:[0-9]{1,4}/" if syntax.name_in_id else call_id
+        before = f"SPACE {self.spaced(syntax.before)}" if syntax.before.strip() == syntax.before else self.spaced(syntax.before)
         found = [
-            rf"/{self.spelling.around}{_regex(tool.name)}/ {call_id} {self._literal('[ARGS]')} /[ \n]/? {tool.arguments}"
+            f"{before} {self.literal(tool.name)} {call_id} {self.spaced(syntax.to_arguments)} {tool.arguments}"
             for tool in tools
         ]
-        return self._rule(" | ".join(found))
+        return self.rule(" | ".join(found))
 
     # --- free text -------------------------------------------------------------------------------------------------------------
 
@@ -372,7 +411,7 @@ class _Rules:
                     f"the trigger {trigger!r} has the special token {late!r} behind other text; let it begin with that"
                 )
             body = self.part(compile_schema(one.schema_, False, path=f"structures.{i}.schema#"))
-            rest = f"{self._literal(one.begin[len(trigger) :])} {body} {self._literal(one.end)}"
+            rest = f"{self.literal(one.begin[len(trigger) :])} {body} {self.literal(one.end)}"
             found.setdefault(trigger, []).append(rest)
         return found
 
@@ -382,10 +421,10 @@ class _Rules:
         tags: what follows each trigger in it, one of several. first, more: calls without a trigger at its beginning, and behind a
         call.
         """
-        rests = {trigger: self._rule(" | ".join(found)) for trigger, found in tags.items()}
+        rests = {trigger: self.rule(" | ".join(found)) for trigger, found in tags.items()}
 
         def tagged(text: str) -> str:
-            return self._rule(" | ".join(f"{self._until(trigger, text)} {rest}" for trigger, rest in rests.items()))
+            return self.rule(" | ".join(f"{self.until(trigger, text)} {rest}" for trigger, rest in rests.items()))
 
         def options(place: Place | None, text: str) -> tuple[list[str], list[str]]:
             """What a part of the answer may be that ends with a call, and the last part."""
@@ -408,8 +447,8 @@ class _Rules:
             return f"({answer(text)})"
         begin, end, begins_inside = self.reasoning
         if begins_inside:
-            return f"{self._until(end)} ({answer(text)})"
-        outside = text if begin in self.special else self._text_without(rf"\s*{_regex(begin)}", text)
+            return f"{self.until(end)} ({answer(text)})"
+        outside = text if self._pieces(begin)[0] in self.special else self._text_without(rf"\s*{regex(begin)}", text)
         opened = self._opened(r"\s*")
         return f"({opened} ({answer(text)}) | {answer(outside)} | {text})"
 
@@ -418,38 +457,54 @@ class _Rules:
         if self.reasoning is None:
             return answer
         if self.reasoning.begins_inside:
-            return f"{self._until(self.reasoning.end)} {GAP} {answer}"
+            return f"{self.until(self.reasoning.end)} {GAP} {answer}"
         return f"({self._opened(SPACES)} {GAP})? {answer}"
 
     def _opened(self, indent: str) -> str:
         """Reasoning with its beginning and its end. indent: the regular expression of the spaces before it."""
         assert self.reasoning is not None
         begin, end, _ = self.reasoning
-        if begin in self.special:
-            return f"/{indent}/ {self._literal(begin)} {self._until(end)}"
+        if self._pieces(begin)[0] in self.special:
+            return f"/{indent}/ {self.literal(begin)} {self.until(end)}"
         if end in self.special:
-            return rf"/{indent}{_regex(begin)}(.|\n)*/ {self._literal(end)}"
-        return self._rule(rf"/{indent}{_regex(begin)}(.|\n)*/ {self._literal(end)}", lazy=True)
+            return rf"/{indent}{regex(begin)}(.|\n)*/ {self.literal(end)}"
+        return self.rule(rf"/{indent}{regex(begin)}(.|\n)*/ {self.literal(end)}", lazy=True)
 
-    def _until(self, mark: str, text: str = "TEXT") -> str:
+    def until(self, mark: str, text: str = "TEXT") -> str:
         """Text up to the first `mark`, and the mark."""
         first, rest = self._pieces(mark)[0], self._pieces(mark)[1:]
         if first in self.special:
-            return f"{text} {self._literal(mark)}"
-        return " ".join([self._rule(f"{text} {self._literal(first)}", lazy=True), *map(self._literal, rest)])
+            return f"{text} {self.literal(mark)}"
+        return " ".join([self.rule(f"{text} {self.literal(first)}", lazy=True), *map(self.literal, rest)])
 
     def _text_without(self, begin: str, text: str = "TEXT") -> str:
         """Text that does not begin with the regular expression `begin`."""
-        name = f"TEXT_{len(self._rules)}"
-        self._rules.append(rf"{name}: {text} & ~/({begin})(.|\n)*/")
-        return name
+        return self.terminal(rf"{text} & ~/({begin})(.|\n)*/")
 
-    def _rule(self, body: str, lazy: bool = False) -> str:
+    def rule(self, body: str, lazy: bool = False) -> str:
         name = f"rule_{len(self._rules)}"
         self._rules.append(f"{name}{'[lazy]' * lazy}: {body}")
         return name
 
-    def _literal(self, text: str) -> str:
+    def fill(self, name: str, body: str) -> None:
+        """Say what a rule is that was empty."""
+        self._rules[self._rules.index(f"{name}: ")] = f"{name}: {body}"
+
+    def terminal(self, expression: str) -> str:
+        name = f"TEXT_{len(self._rules)}"
+        self._rules.append(f"{name}: {expression}")
+        return name
+
+    def leave_out(self, path: str) -> None:
+        """Note that something is not enforced."""
+        if path not in self._not_enforced:
+            self._not_enforced.append(path)
+
+    def spaced(self, text: str) -> str:
+        """The words of `text`; where it has spaces, there may be some."""
+        return " SPACE ".join(map(self.literal, re.split(r"\s+", text)))
+
+    def literal(self, text: str) -> str:
         """Exactly `text`."""
         pieces = self._pieces(text)
         return " ".join(f"<[{self.special[p]}]>" if p in self.special else json.dumps(p, ensure_ascii=False) for p in pieces)
@@ -459,7 +514,3 @@ class _Rules:
         spelled = sorted(self.special, key=len, reverse=True)
         pieces = re.split(f"({'|'.join(map(re.escape, spelled))})", text) if spelled else [text]
         return [piece for piece in pieces if piece]
-
-
-def _regex(text: str) -> str:
-    return "".join(f"\\x{{{ord(c):x}}}" for c in text)

@@ -96,14 +96,15 @@ class Reader:
                 return
             yield
 
-    def until(self, markers: Markers, sink: Sink) -> Word:
-        """Read up to the first marker, and it too. It is returned, and not passed on; empty: there is none."""
+    def until(self, markers: Markers, sink: Sink, whole: bool = True) -> Word:
+        """Read up to the first marker, and it too. It is returned, and not passed on; empty: there is none. Not whole: the start of a
+        marker at the end of the text is not passed on either."""
         while True:
             if found := markers.pattern.search(self._text, self._at):
                 sink(self._text[self._at : found.start()])
                 self._at = found.end()
                 return found[0]
-            longest = 0 if self.final else min(markers.longest, len(self._text) - self._at)
+            longest = 0 if self.final and whole else min(markers.longest, len(self._text) - self._at)
             kept = next((n for n in range(longest, 0, -1) if self._text[-n:] in markers.starts), 0)
             end = len(self._text) - kept
             sink(self._text[self._at : end])

@@ -1,5 +1,6 @@
 """Which parser reads the answers to a request. The chat template tells how the model writes reasoning and calls."""
 
+import functools
 from array import array
 from bisect import bisect_left
 from collections.abc import Iterable, Sequence
@@ -11,6 +12,7 @@ from errors import UserError
 from server.answer_parser import AnswerParser, Tools
 from server.call_syntax import JSON, SYNTAXES, CallSyntax, Marks, syntax_of
 from server.generation import Usage
+from server.logs import log
 from server.parts import Parser, Part, Text
 from server.problems import bad
 from server.schemas import ChatBody, GenerationBody
@@ -64,9 +66,29 @@ def kept_special_ids(service: Service, body: GenerationBody) -> list[int]:
 def call_syntax(service: Service, body: ChatBody) -> CallSyntax | None:
     """How the model writes the calls of this request. None: a call in the answer is text."""
     wanted = service.settings.tool_parser
-    if wanted == "none":
-        return None
-    return SYNTAXES[syntax_of(_template(service, body)) if wanted == "auto" else wanted]
+    name = syntax_of(_template(service, body)) if wanted == "auto" else wanted
+    return SYNTAXES.get(name or "none")
+
+
+def warn_of_unknown_calls(service: Service) -> None:
+    """Say so if the server's chat template does not tell how the model writes calls."""
+    if service.settings.tool_parser != "auto":
+        return
+    try:
+        template = service.tokenizer.pick_template(service.chat_template, with_tools=True)
+    except UserError:  # there is none
+        return
+    name, advice = syntax_of(template), "--tool-parser can name another form"
+    if name is None:
+        log.warning(
+            "the chat template writes tool calls in a form that this server does not know: calls stay text, except those that "
+            "tool_choice forces, which are JSON; %s",
+            advice,
+        )
+    elif name == "json" and "tool_calls" in template:
+        log.warning(
+            "the chat template does not tell how the model writes tool calls: they are taken for plain JSON; %s", advice
+        )
 
 
 class PartReader:
@@ -144,8 +166,9 @@ def _tools(service: Service, body: ChatBody) -> Tools | None:
     syntax = call_syntax(service, body) or (JSON if forced else None)
     if syntax is None:
         return None
-    names = frozenset(tool.function.name for tool in body.callable_tools)
-    return Tools(syntax, names, body.parallel_tool_calls is not False, bool(forced), forced[0] if len(forced) == 1 else "")
+    schemas = {tool.function.name: tool.function.parameters or {} for tool in body.callable_tools}
+    only = forced[0] if len(forced) == 1 else ""
+    return Tools(syntax, frozenset(schemas), body.parallel_tool_calls is not False, bool(forced), only, schemas)
 
 
 def _continued(body: ChatBody) -> str:
@@ -159,6 +182,10 @@ def _markers(reasoning: ReasoningSyntax | None, tools: Tools | None) -> tuple[st
 
 
 def special_ids(tokenizer: Tokenizer, texts: Iterable[str]) -> dict[str, int]:
-    """Those of the texts that are special tokens, with their ids."""
-    known = tokenizer.special_texts
-    return {text: known[text] for text in texts if text in known}
+    """The special tokens that are in the texts, with their ids."""
+    return dict(_special_ids(tokenizer, tuple(texts)))
+
+
+@functools.lru_cache(maxsize=16)  # a tokenizer may have thousands of special tokens
+def _special_ids(tokenizer: Tokenizer, texts: tuple[str, ...]) -> dict[str, int]:
+    return {special: i for special, i in tokenizer.special_texts.items() if any(special in text for text in texts)}

@@ -76,7 +76,7 @@ class NameOptions:
         choices=("auto", *REASONING, "none"),
         help="how the model marks its reasoning, which answers have as reasoning_content. think (also called qwen3): "
         "<think>…</think>; deepseek_r1: the same, and an answer that does not begin with <think> is reasoning up to </think>, or to its "
-        "end; thinking, reasoning: tags of these names; mistral: [THINK]…[/THINK]; none: reasoning is text. auto: the one that the chat "
+        "end; thinking, reasoning: tags of these names; mistral: [THINK]…[/THINK]; gemma4: <|channel>thought…<channel|>; none: reasoning is text. auto: the one that the chat "
         "template has (default: auto)",
     )
     tool_parser: str = option(
@@ -84,7 +84,9 @@ class NameOptions:
         choices=("auto", *SYNTAXES, "none"),
         help="how the model writes tool calls. hermes (also Qwen): <tool_call>; llama3_json: JSON with parameters, also after "
         "<|python_tag|>; mistral: [TOOL_CALLS]name[ARGS]; mistral_list: [TOOL_CALLS] and a JSON list; json: JSON, also in a code "
-        "block; none: calls that tool_choice does not force are text. auto: as the chat template writes them (default: auto)",
+        "block; qwen3_coder, glm45, glm47, kimi_k2, deepseek_v3, deepseek_v31, gemma4, granite, olmo3, lfm2: as these models do; "
+        "pythonic, llama4_pythonic: [name(key=value)]; none: calls that tool_choice does not force are text. auto: as the chat "
+        "template writes them (default: auto)",
     )
     trust_request_chat_template: bool = option(
         default=False,

@@ -6,6 +6,7 @@ import re
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import replace
 from functools import partial
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -14,7 +15,7 @@ from engine.protocol import ThinkingBudget
 from engine.thinking import REASONING
 from server import call_syntax, replies
 from server.answer_parser import AnswerParser, Tools
-from server.call_syntax import SYNTAXES, syntax_of
+from server.call_syntax import GLM, PYTHON, QWEN, SYNTAXES, syntax_of
 from server.incremental import Reader
 from server.parts import Arguments, Call, Part, PartList, Reasoning, Text
 from tests.support.constrained import accepts
@@ -23,6 +24,43 @@ from tests.support.server_thread import CHAT, EOS, TOKENIZER, TOOL, Site
 NAMES = frozenset(["weather", "now", "add"])
 ULM = '{"city": "Ulm"}'
 NESTED = '{"x": [1, {"y": "}] \\" </tool_call> é\\\\"}], "z": {}}'
+
+SCHEMAS: dict[str, Any] = {
+    "weather": {
+        "properties": {
+            "city": {"type": "string"},
+            "days": {"anyOf": [{"$ref": "#/$defs/Days"}, {"type": "null"}]},
+            "hours": {"type": ["array", "null"]},
+            "unit": {"enum": ["C", "7"]},
+        },
+        "$defs": {"Days": {"type": "integer"}},
+    },
+    "add": {"properties": {"x": {"type": "array"}, "z": {"type": "object"}}},
+}
+TYPED = '{"city": "12", "days": 3, "hours": [6, 18], "unit": "7", "flag": true, "more": "a \\"b\\" & {c}"}'  # of `weather`
+DEEPSEEK = "<｜tool▁calls▁begin｜>", "<｜tool▁call▁begin｜>", "<｜tool▁sep｜>", "<｜tool▁call▁end｜>", "<｜tool▁calls▁end｜>"
+BEGIN, CALL, SEPARATOR, END, CLOSE = DEEPSEEK
+KIMI = "<|tool_call_begin|>functions."
+TO_ARGUMENTS = "<|tool_call_argument_begin|>"
+
+
+def tagged(name: str, values: dict[str, str]) -> tuple[str, str, str]:
+    """A call as Qwen3-Coder, GLM-4.5 and GLM-4.7 write it."""
+    qwen = "".join(f"<parameter={key}>\n{value}\n</parameter>\n" for key, value in values.items())
+    glm = [f"<arg_key>{key}</arg_key>\n<arg_value>{value}</arg_value>\n" for key, value in values.items()]
+    return (
+        f"<tool_call>\n<function={name}>\n{qwen}</function>\n</tool_call>",
+        f"<tool_call>{name}\n{''.join(glm)}</tool_call>",
+        f"<tool_call>{name}{''.join(glm)}</tool_call>".replace("\n", ""),
+    )
+
+
+TYPED_CALLS = tagged(
+    "weather", {"city": "12", "days": "3", "hours": "[6, 18]", "unit": "7", "flag": "true", "more": 'a "b" & {c}'}
+)
+PYTHON_TYPES = "weather(city='12', days=3, hours=[6, 18], unit='7', flag=True, more=\"a \\\"b\\\" & {c}\")"
+NOW = tagged("now", {})
+LINES = '{"city": "\\na\\n", "hours": null}'  # a value with lines at its ends
 
 # name of the parser, the answer, and what it consists of: a str is text, a pair is a call
 CASES: list[tuple[str, str, list[Any]]] = [
@@ -56,6 +94,81 @@ CASES: list[tuple[str, str, list[Any]]] = [
     ("mistral", f'[TOOL_CALLS][{{"name": "weather", "arguments": {ULM}}}]', [("weather", ULM)]),
     ("mistral", "[TOOL_CALLS]nothing[ARGS]{}", ["nothing{}"]),
     ("mistral", "A [link](x), [TOOL] and [", None),
+    *[
+        (name, text, parts)
+        for name, typed, now, lines in zip(
+            ("qwen3_coder", "glm45", "glm47"),
+            TYPED_CALLS,
+            NOW,
+            tagged("weather", {"city": "\na\n", "hours": "null"}),
+            strict=True,
+        )
+        for text, parts in (
+            (typed, [("weather", TYPED)]),
+            (f"So:\n{typed}\n{now}", ["So:", ("weather", TYPED), ("now", "{}")]),
+            (lines if name != "glm47" else now, [("weather", LINES) if name != "glm47" else ("now", "{}")]),
+            ("<tool_call>nothing</tool_call> <tool_call> and <arg_key>", None),
+        )
+    ],
+    ("qwen3_coder", TYPED_CALLS[0].removeprefix("<tool_call>\n"), [("weather", TYPED)]),  # as models often write it
+    ("qwen3_coder", f'<tool_call>\n{{"name": "weather", "arguments": {ULM}}}\n</tool_call>', [("weather", ULM)]),
+    (
+        "kimi_k2",
+        f"Ja. <|tool_calls_section_begin|>{KIMI}weather:0{TO_ARGUMENTS}{ULM}<|tool_call_end|>"
+        f"{KIMI}now:1{TO_ARGUMENTS}{{}}<|tool_call_end|><|tool_calls_section_end|>",
+        ["Ja.", ("weather", ULM), ("now", "{}")],
+    ),
+    ("kimi_k2", f"{KIMI}nothing:0{TO_ARGUMENTS}{{}}", ["functions.nothing:0{}"]),
+    (
+        "deepseek_v3",
+        f"{BEGIN}{CALL}function{SEPARATOR}weather\n```json\n{ULM}\n```{END}\n"
+        f"{CALL}function{SEPARATOR}add\n```json\n{NESTED}\n```{END}{CLOSE}",
+        [("weather", ULM), ("add", NESTED)],
+    ),
+    (
+        "deepseek_v31",
+        f"Hm.{BEGIN}{CALL}weather{SEPARATOR}{ULM}{END}{CALL}now{SEPARATOR}{{}}{END}{CLOSE}",
+        ["Hm.", ("weather", ULM), ("now", "{}")],
+    ),
+    (
+        "gemma4",
+        '<|tool_call>call:weather{city:<|"|>12<|"|>,days:3,hours:[6,18],unit:<|"|>7<|"|>,flag:true,more:<|"|>a "b" & {c}<|"|>}'
+        "<tool_call|><|tool_call>call:now{}<tool_call|>",
+        [("weather", TYPED), ("now", "{}")],
+    ),
+    (
+        "gemma4",
+        'Ja.<|tool_call>call:add{x:[null,-1.5,[],{<|"|>a b<|"|>:{y:<|"|>}]<|"|>}}],z:{}}<tool_call|>',
+        ["Ja.", ("add", '{"x": [null, -1.5, [], {"a b": {"y": "}]"}}], "z": {}}')],
+    ),
+    ("gemma4", "<|tool_call>call:nothing{}", ["call:nothing{}"]),
+    (
+        "granite",
+        f'<|tool_call|> [{{"name": "weather", "arguments": {ULM}}}, {{"arguments": {{}}, "name": "now"}}]',
+        [("weather", ULM), ("now", "{}")],
+    ),
+    ("granite", f'Ja.\n<tool_call>[{{"name": "weather", "arguments": {ULM}}}]\nDone.', ["Ja.", ("weather", ULM), "Done."]),
+    *[
+        (name, f"{begin}[{PYTHON_TYPES}, now()]{end}", [("weather", TYPED), ("now", "{}")])
+        for name, begin, end in (
+            ("pythonic", "", ""),
+            ("llama4_pythonic", "", ""),
+            ("llama4_pythonic", "<|python_start|>", "<|python_end|>"),
+            ("lfm2", "<|tool_call_start|>", "<|tool_call_end|>"),
+        )
+    ],
+    (
+        "olmo3",
+        f"Ja.\n<function_calls>\n{PYTHON_TYPES}\nnow()\n</function_calls>",
+        ["Ja.", ("weather", TYPED), ("now", "{}")],
+    ),
+    (
+        "pythonic",
+        "[add(x=[None, (1, 2.5e3), 'Zo\\xeb \\u00e9\\n\\'', False,], z={'a b': {}, \"c\": 'd'})]",
+        [("add", '{"x": [null, [1, 2.5e3], "Zoë \\u00e9\\n\'", false], "z": {"a b": {}, "c": "d"}}')],
+    ),
+    ("pythonic", "[nothing(), 1] and [weather] are text", None),
+    ("pythonic", f'[{{"name": "weather", "arguments": {ULM}}}]', [("weather", ULM)]),
     ("json", f' {{"name": "weather", "arguments": {ULM}}}\n', [("weather", ULM)]),
     ("json", f'```json\n{{"name": "weather", "arguments": {ULM}}}\n```', [("weather", ULM)]),
     (
@@ -71,9 +184,10 @@ CASES: list[tuple[str, str, list[Any]]] = [
 
 def parser(name: str, reasoning: str | None = None, inside: bool = False, **tools: Any) -> AnswerParser:
     syntax = SYNTAXES[name]
-    hidden = [] if name == "hermes" else list(syntax.markers)  # as in these families' vocabularies
+    texts = name == "hermes" or syntax.arguments in (QWEN, GLM, PYTHON)
+    hidden = [] if texts else [one for one in syntax.markers if one[0] in "<["]  # as in these families' vocabularies
     hidden += ["[THINK]", "[/THINK]"] if reasoning == "mistral" else []
-    made = Tools(syntax, NAMES, **tools)
+    made = Tools(syntax, NAMES, schemas=SCHEMAS, **tools)
     return AnswerParser(REASONING[reasoning] if reasoning else None, inside, made, frozenset(hidden))
 
 
@@ -201,6 +315,8 @@ def test_nearly_right_answers_lose_nothing_and_do_not_depend_on_how_they_are_cut
             continue  # a word behind a fence is its language if the fence opens calls, and text if it closes them
         if '"arguments": {}, "name"' in text or any(isinstance(one, Call) for one in results[0][-1:]):
             continue  # arguments in front of the name; a call that is cut off in front of its arguments
+        if SYNTAXES[name].arguments and any(isinstance(one, Arguments) for one in results[0]):
+            continue  # arguments that were no JSON
         # A space between two parts, so that their ends together are no marker.
         answer = " ".join(part.name if isinstance(part, Call) else part.text for part in results[0])
         read, whole = syntax.sub("", answer), syntax.sub("", text)
@@ -255,15 +371,127 @@ def test_the_work_is_linear(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
             assert work < 16 * len(text), (start, repeated)
 
 
-def test_the_template_tells_how_calls_are_written() -> None:
-    templates = {
-        "hermes": '{{- "<tool_call>\\n{\\"name\\": \\"" }}{{- "</tool_call>" }}',
-        "llama3_json": """{{- '"parameters": ' }}{{- tool_call.arguments | tojson }}""",
-        "mistral": '{{- "[TOOL_CALLS]" + name + "[ARGS]" + arguments }}',
-        "mistral_list": '{{- "[TOOL_CALLS] [" }}',
-        "json": "{{ messages[0].content }}",
-    }
-    assert {name: syntax_of(template) for name, template in templates.items()} == {name: name for name in templates}
+GIVEN = "{{ f.arguments | tojson }}"
+OBJECT = f'{{"name": "{{{{ f.name }}}}", "arguments": {GIVEN}}}'
+SPELLED = "{{ v if v is string else v | tojson }}"
+PYTHON_CALL = (
+    '{{ f.name }}({% for k, v in f.arguments.items() %}{{ k }}={{ "\'" + v + "\'" if v is string else v }}'
+    "{{ '' if loop.last else ', ' }}{% endfor %})"
+)
+# how templates write calls: what is around all, each, and what is between two
+WRITTEN: dict[str, tuple[str, str, str, str]] = {
+    "hermes": ("", f"<tool_call>\n{OBJECT}\n</tool_call>", "\n", ""),
+    "llama3_json": ("", f'{{"name": "{{{{ f.name }}}}", "parameters": {GIVEN}}}', "; ", ""),
+    "mistral": ("", f"[TOOL_CALLS]{{{{ f.name }}}}[ARGS]{GIVEN}", "", ""),
+    "mistral_list": ("[TOOL_CALLS] [", OBJECT, ", ", "]"),
+    "json": ("", OBJECT, "\n", ""),
+    "qwen3_coder": (
+        "",
+        "<tool_call>\n<function={{ f.name }}>\n{% for k, v in f.arguments.items() %}<parameter={{ k }}>\n"
+        f"{SPELLED}\n</parameter>\n{{% endfor %}}</function>\n</tool_call>",
+        "\n",
+        "",
+    ),
+    "glm45": (
+        "",
+        "<tool_call>{{ f.name }}\n{% for k, v in f.arguments.items() %}<arg_key>{{ k }}</arg_key>\n"
+        f"<arg_value>{SPELLED}</arg_value>\n{{% endfor %}}</tool_call>",
+        "\n",
+        "",
+    ),
+    "kimi_k2": (
+        "<|tool_calls_section_begin|>",
+        f"<|tool_call_begin|>{{{{ c.id }}}}{TO_ARGUMENTS}{GIVEN}<|tool_call_end|>",
+        "",
+        "<|tool_calls_section_end|>",
+    ),
+    "deepseek_v3": (BEGIN, f"{CALL}{{{{ c.type }}}}{SEPARATOR}{{{{ f.name }}}}\n```json\n{GIVEN}\n```{END}", "\n", CLOSE),
+    "deepseek_v31": (BEGIN, f"{CALL}{{{{ f.name }}}}{SEPARATOR}{GIVEN}{END}", "", CLOSE),
+    "gemma4": (
+        "",
+        "<|tool_call>call:{{ f.name }}{{ '{' }}{% for k, v in f.arguments.items() %}{{ k }}:"
+        "{{ '<|\"|>' + v + '<|\"|>' if v is string else v | tojson }}{{ '' if loop.last else ',' }}{% endfor %}}<tool_call|>",
+        "",
+        "",
+    ),
+    "granite": ("<|tool_call|>[", OBJECT, ", ", "]"),
+    "olmo3": ("<function_calls>", PYTHON_CALL, "\n", "</function_calls>"),
+    "lfm2": ("<|tool_call_start|>[", PYTHON_CALL, ", ", "]<|tool_call_end|>"),
+    "llama4_pythonic": ("<|python_start|>[", PYTHON_CALL, ", ", "]<|python_end|>"),
+    "pythonic": ("{# [func_name1(…)] #}[", PYTHON_CALL, ", ", "]"),
+}
+
+
+def template_of(begin: str, call: str, between: str, end: str) -> str:
+    """A chat template with a ¦ around an answer's calls."""
+    calls = (
+        f"{{% for c in m.tool_calls %}}{{% set f = c.function %}}{call}{{{{ '' if loop.last else {between!r} }}}}{{% endfor %}}"
+    )
+    other = "[{{ m.role }}] {{ m.content }}\n"
+    return (
+        f"{{% for m in messages %}}{{% if m.tool_calls %}}¦{begin}{calls}{end}¦{{% else %}}{other}{{% endif %}}{{% endfor %}}"
+    )
+
+
+@pytest.mark.parametrize("name", WRITTEN)
+def test_what_was_returned_is_taken_back(name: str) -> None:
+    """The template tells the form of calls, writes those of an earlier answer in it, and the parser reads the same."""
+    template = template_of(*WRITTEN[name])
+    assert syntax_of(template) == name
+    typed = json.loads(TYPED.replace('\\"b\\" & ', "")) | {"hours": [6, 18]}
+    asked = [("weather", json.dumps(typed)), ("now", "{}")]
+    calls: list[Any] = [
+        {"id": f"functions.{function}:{i}", "type": "function", "function": {"name": function, "arguments": arguments}}
+        for i, (function, arguments) in enumerate(asked)
+    ]
+    given = [*CHAT["messages"], {"role": "assistant", "content": None, "tool_calls": calls}]
+    given += [{"role": "tool", "tool_call_id": call["id"], "content": "1"} for call in calls]
+    text = TOKENIZER.render_chat(given, chat_template=template).split("¦")[1]
+    reader = parser(name)
+    found = joined(reader, [text])
+    assert [part.name for part in found if isinstance(part, Call)] == ["weather", "now"]
+    assert [json.loads(part.text) for part in found if isinstance(part, Arguments)] == [typed, {}]
+    assert reader.complete and len(found) == 4, found
+
+
+# what templates of families have whose calls have other forms: no form here reads them
+FOREIGN = {
+    "MiniMax-M2": '{%- set begin = "<minimax:tool_call>" -%}<invoke name="{{ name }}"><parameter name="a">',
+    "DeepSeek-V3.2": '<｜DSML｜function_calls>\n<｜DSML｜invoke name="{{ name }}">',
+    "Seed-OSS": "<seed:tool_call>\n<function={{ name }}>\n<parameter=a>",
+    "Kimi-K3": "{{ '<|open|>' + tag }}{{ '<|close|>' + tag }}",
+    "gpt-oss": "<|start|>assistant to=functions.{{ name }}<|channel|>commentary json<|message|>{}<|call|>",
+    "Command-R": '<|START_ACTION|>[{"tool_call_id": "0", "tool_name": "{{ name }}", "parameters": {}}]<|END_ACTION|>',
+    "Command-R+": 'Action: ```json\n[{"tool_name": "{{ name }}", "parameters": {}}]```',
+    "Nemotron": '<TOOLCALL>[{"name": "{{ name }}", "arguments": {}}]</TOOLCALL>',
+    "Hunyuan": '<tool_calls>[{"name": "{{ name }}", "arguments": {}}]</tool_calls>',
+    "GigaChat3": "{{ write({'role': 'function call', 'content': call}) }}",
+    "functionary": "<function={{ name }}>{}</function>",
+}
+
+
+def test_a_template_may_tell_a_form_late_or_none() -> None:
+    assert {name for name, template in FOREIGN.items() if syntax_of(template) is not None} == set()
+    assert syntax_of("{{ messages[0].content }}") == "json" and syntax_of("{{ '<|python_tag|>' }}") == "llama3_json"
+    assert syntax_of("List of tools: <|tool_list_start|>{{ tools }}<|tool_list_end|>") == "lfm2"
+    assert syntax_of("<|im_system|>tool_declare<|im_middle|>{{ tools }}<|im_end|>") == "kimi_k2"
+
+
+@pytest.mark.parametrize("name", ["Seed-OSS", "Command-R"])
+def test_calls_of_an_unknown_form_stay_text(
+    name: str, make_site: Callable[..., Site], tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    """The log says so. A forced call is JSON by its grammar, and read as such."""
+    (tmp_path / "template").write_text("{% for m in messages %}{{ m.content }}{% endfor %}{# tool_calls #}" + FOREIGN[name])
+    with caplog.at_level("WARNING"):
+        site = make_site(chat_template=str(tmp_path / "template"))
+    assert sum("a form that this server does not know" in record.getMessage() for record in caplog.records) == 1
+    text = f'{{"name": "weather", "arguments": {ULM}}}'
+    for forced in (False, True):
+        whole, _ = answers(site, text, tools=[TOOL], tool_choice="required" if forced else "auto")
+        message = whole["choices"][0]["message"]
+        assert (message["content"], bool(message.get("tool_calls"))) == ((None, True) if forced else (text, False))
+        assert bool(site.last().params.grammar) == forced
 
 
 # --- over HTTP -----------------------------------------------------------------------------------------------------------
@@ -414,7 +642,7 @@ def test_markers_that_are_special_tokens_reach_the_parser_and_no_client(
     make_site: Callable[..., Site], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     special, other = (TOKENIZER.token_text(i) for i in sorted(TOKENIZER.special_ids - {EOS})[:2])
-    monkeypatch.setitem(call_syntax.SYNTAXES, "llama3_json", replace(call_syntax.LLAMA, markers=(special,)))
+    monkeypatch.setitem(call_syntax.SYNTAXES, "llama3_json", replace(call_syntax.LLAMA, trigger=special))
     site = make_site(tool_parser="llama3_json")
     call = f'{{"name": "weather", "parameters": {ULM}}}'
     for text, content, calls in ((call, None, [{"name": "weather", "arguments": ULM}]), ("print()", "print()", [])):

@@ -1,0 +1,206 @@
+"""Grammars for the arguments of calls that are no JSON: of Python, of tags, and of Gemma."""
+
+import json
+from collections.abc import Iterable
+from typing import TYPE_CHECKING, Any
+
+from server.argument_values import regex, resolved
+from server.call_syntax import ArgumentSyntax
+from server.json_schema import CallableTool, SchemaError, compile_schema
+
+if TYPE_CHECKING:
+    from server.constraints import Rules
+
+MAX_DEPTH = 12  # of nested values whose schemas are followed
+MAX_LENGTH = 1000  # longest text whose length is enforced
+LENGTHS = ("minLength", "maxLength")
+NUMBERS = {"minimum", "maximum", "exclusiveMinimum", "exclusiveMaximum", "multipleOf"}
+PAIRS = {"properties", "required", "additionalProperties"}
+ENFORCED = {"integer": NUMBERS, "number": NUMBERS, "array": {"items", "minItems", "maxItems"}, "object": PAIRS}
+NO_DEMAND = {"title", "description", "default", "examples", "deprecated", "readOnly", "writeOnly", "$schema", "$id", "$comment"}
+NO_DEMAND |= {"$defs", "definitions", "nullable"}
+
+
+class ArgumentGrammar:
+    """The arguments of one tool. What of its schema cannot be enforced is named by `Rules.leave_out`, or a SchemaError if the tool is
+    strict."""
+
+    def __init__(self, rules: "Rules", syntax: ArgumentSyntax, tool: CallableTool) -> None:
+        self._rules, self._syntax, self._tool = rules, syntax, tool
+        self._root = tool.schema
+        self._any = self._text = ""  # the rules of any value, and of any text
+        self._tag_end = syntax.edge + syntax.end
+        self._close = rules.literal(self._tag_end) if syntax.tag else ""
+
+    def build(self) -> str:
+        """Lark for all arguments, and what surrounds them."""
+        syntax, path = self._syntax, f"{self._tool.path}#"
+        self._name_others(resolved(self._root, self._root), {"type", *PAIRS}, path)
+        pairs = self._pairs(self._root, path, 0)
+        return pairs if syntax.tag else f"{self._rules.literal(syntax.begin)} {pairs} {self._rules.literal(syntax.end)}"
+
+    # --- pairs -----------------------------------------------------------------------------------------------------------------
+
+    def _pairs(self, schema: dict[str, Any], path: str, depth: int) -> str:
+        schema = resolved(schema, self._root)
+        listed, required = schema.get("properties"), schema.get("required", [])
+        properties = {name: {} for name in required} | (listed or {})
+        found = [
+            (self._pair(name, self._value(one, f"{path}/properties/{name}", depth + 1), depth), name in required)
+            for name, one in properties.items()
+        ]
+        more = schema.get("additionalProperties", listed is None)
+        other = self._other_pair(more if isinstance(more, dict) else {}, path, depth) if more is not False else ""
+        if self._syntax.tag:
+            tags = [pair if needed else f"({pair})?" for pair, needed in found]
+            return " ".join([*tags, *([f"({other})*"] if other else [])])
+        return self._separated(found, other)
+
+    def _separated(self, pairs: list[tuple[str, bool]], other: str) -> str:
+        """Pairs with commas between. pairs: each with whether it must occur. other: any number of these may follow."""
+        rest = f"(COMMA {other})*" if other else ""
+        first = [f"{other} {rest}"] if other else []
+        empty = True  # nothing need follow
+        for pair, needed in reversed(pairs):
+            behind = self._rules.rule(rest) if rest else ""
+            first = [f"{pair} {behind}", *([] if needed else first)]
+            rest = f"COMMA {pair} {behind}" if needed else f"(COMMA {pair})? {behind}"
+            empty = empty and not needed
+        return f"({' | '.join(first)}){'?' * empty}" if first else ""
+
+    def _pair(self, name: str, value: str, depth: int) -> str:
+        syntax, rules = self._syntax, self._rules
+        if syntax.tag:
+            return (
+                f"{rules.literal(syntax.tag + name)} {rules.spaced(syntax.to_value)} {rules.literal(syntax.edge)} {value} SPACE"
+            )
+        spelled = json.dumps(name) if depth and syntax.escapes else name
+        return f"{rules.literal(spelled)} {rules.literal(':' if depth else syntax.assign)} SPACE {value}"
+
+    def _other_pair(self, schema: dict[str, Any], path: str, depth: int) -> str:
+        """A pair with any name."""
+        value = self._value(schema, f"{path}/additionalProperties", depth + 1)
+        if self._syntax.tag:
+            pair = self._pair("", value, depth).removeprefix(f"{self._rules.literal(self._syntax.tag)} ")
+            return f"{self._rules.literal(self._syntax.tag)} NAME {pair}"
+        return f"{self._name() if depth else 'NAME'} {self._rules.literal(':' if depth else self._syntax.assign)} SPACE {value}"
+
+    # --- values ----------------------------------------------------------------------------------------------------------------
+
+    def _value(self, schema: Any, path: str, depth: int) -> str:
+        """A value. In tags it ends with its closing tag."""
+        if depth > MAX_DEPTH:
+            self._leave_out(path)
+            return self._any_value()
+        if isinstance(schema, dict) and "$ref" in schema:
+            path = f"{path}/$ref"
+        schema = resolved(schema, self._root)
+        if "enum" in schema or "const" in schema:
+            values = schema["enum"] if isinstance(schema.get("enum"), list) else [schema.get("const")]
+            return self._choice(f"{self._rules.literal(self._spelled(one))} {self._close}" for one in values)
+        for key in ("anyOf", "oneOf"):
+            if isinstance(schema.get(key), list):
+                self._name_others(schema, {key, "type"}, path)
+                each = [self._value(one, f"{path}/{key}/{i}", depth + 1) for i, one in enumerate(schema[key])]
+                return self._alternatives(each)
+        types = schema.get("type", "object" if "properties" in schema else [])
+        kinds = types if isinstance(types, list) else [types]
+        whole = {"array", "object"} if self._syntax.tag else set[str]()  # JSON, with all that its schema demands
+        if not whole.intersection(kinds):
+            self._name_others(schema, {"type"}.union(*(self._enforced(kind) for kind in kinds)), path)
+        if not kinds:
+            return self._any_value()
+        return self._alternatives([self._typed(kind, schema, path, depth) for kind in kinds])
+
+    def _enforced(self, kind: str) -> set[str]:
+        """The keywords that this form can enforce for values of a type."""
+        if kind == "string":
+            return {*LENGTHS, *(("pattern", "format") if self._syntax.escapes else ())}
+        return ENFORCED.get(kind, set())
+
+    def _alternatives(self, each: list[str]) -> str:
+        """Any of them. In tags a free text is all that another value could be."""
+        return self._free() if self._syntax.tag and self._free() in each else self._choice(each)
+
+    def _free(self) -> str:
+        """A text without bounds, up to what ends it."""
+        self._text = self._text or self._rules.until(self._tag_end if self._syntax.tag else self._syntax.quotes[0])
+        return self._text
+
+    def _typed(self, kind: str, schema: dict[str, Any], path: str, depth: int) -> str:
+        rules, names = self._rules, self._syntax.names
+        if kind == "string":
+            return self._string(schema, path)
+        if kind == "boolean":
+            return self._choice(f"{rules.literal(one)} {self._close}" for one in names[:2])
+        if kind == "null":
+            return f"{rules.literal(names[2])} {self._close}"
+        if self._syntax.tag or kind not in ("array", "object"):
+            own = schema if kind in ("array", "object") else {key: schema[key] for key in NUMBERS if key in schema}
+            definitions: dict[str, Any] = {key: self._root[key] for key in ("$defs", "definitions") if key in self._root}
+            compiled = compile_schema({**definitions, **own, "type": kind}, self._tool.strict, path=path)
+            return f"{rules.part(compiled)} {self._close}"
+        if kind == "object":
+            return f'"{{" {self._pairs(schema, path, depth)} "}}"'
+        item = rules.rule(self._value(schema.get("items", {}), f"{path}/items", depth + 1))
+        least, most = schema.get("minItems", 0), schema.get("maxItems", "")
+        if most == 0:
+            return '"[" "]"'
+        items = f"{item} (COMMA {item}){{{max(least - 1, 0)},{most and most - 1}}}"
+        return f'"[" ({items}){"?" * (not least)} "]"'
+
+    def _string(self, schema: dict[str, Any], path: str) -> str:
+        syntax, rules = self._syntax, self._rules
+        own = {key: schema[key] for key in self._enforced("string") if key in schema}
+        if syntax.escapes:
+            text = rules.part(compile_schema({**own, "type": "string"}, self._tool.strict, path=path))
+            return text if own else rf"({text} | /'([^'\\\n]|\\['\"\\ntr])*'/)"
+        begin, mark = ("", self._tag_end) if syntax.tag else (rules.literal(syntax.quotes[0]), syntax.quotes[0])
+        least, most = own.get("minLength", 0), own.get("maxLength", "")
+        if not own or max(least, most or 0) > MAX_LENGTH:
+            for key in own:
+                self._leave_out(f"{path}/{key}")
+            return f"{begin} {self._free()}".strip()
+        text = rules.terminal(rf"/(.|\n){{{least},{most}}}/ & ~/(.|\n)*({regex(mark)})(.|\n)*/")
+        return f"{begin} {rules.until(mark, text)}"
+
+    def _any_value(self) -> str:
+        syntax, rules = self._syntax, self._rules
+        if syntax.tag:
+            return self._free()
+        if not self._any:
+            self._any = rules.rule("")  # which is a part of itself
+            pair = f'{self._name()} ":" SPACE {self._any}'
+            scalars = [self._typed(kind, {}, "", 0) for kind in ("string", "number", "boolean", "null")]
+            array, pairs = f'"[" ({self._any} (COMMA {self._any})*)? "]"', f'"{{" ({pair} (COMMA {pair})*)? "}}"'
+            rules.fill(self._any, " | ".join([*scalars, array, pairs]))
+        return self._any
+
+    def _name(self) -> str:
+        """Any name within a value."""
+        if self._syntax.escapes:
+            return r'/"[^"\\\n]*"/'
+        return f"(NAME | {self._rules.literal(self._syntax.quotes[0])} {self._free()})"
+
+    def _spelled(self, value: Any) -> str:
+        syntax = self._syntax
+        if value is None or isinstance(value, bool):
+            return syntax.names[2 if value is None else not value]
+        if isinstance(value, str) and not syntax.escapes:
+            return value if syntax.tag else f"{syntax.quotes[0]}{value}{syntax.quotes[0]}"
+        return json.dumps(value, ensure_ascii=False)
+
+    def _choice(self, each: Iterable[str]) -> str:
+        return f"({' | '.join(each)})"
+
+    # --- what is not enforced --------------------------------------------------------------------------------------------------
+
+    def _name_others(self, schema: dict[str, Any], enforced: set[str], path: str) -> None:
+        for key in schema:
+            if key not in NO_DEMAND | enforced:
+                self._leave_out(f"{path}/{key}")
+
+    def _leave_out(self, path: str) -> None:
+        if self._tool.strict:
+            raise SchemaError(f"{path} cannot be enforced in the form in which this model writes calls", self._tool.position)
+        self._rules.leave_out(path)
