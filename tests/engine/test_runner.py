@@ -24,7 +24,7 @@ from engine.draft_costs import Costs
 from engine.graphs import Captured, Graphs
 from engine.limits import EngineLimits
 from engine.paged_cache import PagedCache
-from engine.protocol import SamplingParams, Submit
+from engine.protocol import SamplingParams, Submit, ThinkingBudget
 from engine.runner import LARGEST_GRAPH, Runner, decode_buckets, largest_graph, long_steps, prefill_buckets
 from engine.sequence import Sequence
 from engine.step_inputs import ROUND
@@ -157,6 +157,7 @@ PARAMETERS: dict[str, dict[str, Any]] = {
     "bias": dict(logit_bias={5: 4.0, 9: -100.0}),
     "allowed ids": dict(allowed_token_ids=list(range(3, 90))),
     "banned": dict(logit_bias={5: 9.0}, banned=[[5, 5], [5, 7, 5], [9]]),
+    "reasoning": dict(thinking=ThinkingBudget(4, "", "</think>", [32, 19, 561, 968, 34])),
     "least length": dict(min_tokens=6, stop_token_ids=list(range(3, 800))),
     "log-probabilities": dict(logprobs=3, prompt_logprobs=2),
     "grammar": dict(grammar=JSON),
