@@ -47,6 +47,13 @@ from tests.support.server_thread import STORY, Site, raw_request, wait_for
 SECTOR = 512  # bytes
 
 
+@pytest.fixture(autouse=True)
+def patient(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A slow disk of a busy machine changes nothing."""
+    monkeypatch.setattr(journals, "COMMIT_SECONDS", 300.0)
+    monkeypatch.setattr(journals, "CLOSE_SECONDS", 300.0)
+
+
 # --- the file --------------------------------------------------------------------------------------------------------------
 
 
