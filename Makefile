@@ -68,6 +68,9 @@ step-tokens: setup #+ Measure: throughput and steps of MODEL on RANKS ranks by -
 fairness: setup-dev #+ Measure: how long a client waits for its first token while another one has 1,000 requests in the server, by places in the batch, into out/fairness.json (tracked: ARGS=--write; 3 min on a CPU)
 	@$(PY) -m scripts.bench.serving.fairness --model $(MODEL) $(ARGS)
 
+stalls: setup-dev #+ Measure: how long a stream stops while another client sends a costly request or many connections, into out/stalls.json (tracked: ARGS=--write; 10 min on a CPU, ARGS="--only penalties")
+	@$(PY) -m scripts.bench.serving.stalls $(ARGS)
+
 bench-host: setup #+ Measure: what the host adds to a decode step of 64 sequences, in ms
 	@$(ON_RANKS) $(RANKS) -m engine.bench --model $(MODEL) --host --requests 64 $(ARGS)
 
