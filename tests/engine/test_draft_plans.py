@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 
 from engine.draft_costs import LEAST_PRICE, Costs
-from engine.draft_gains import FIRST_ACCEPTED, NO_DRAFT, SHARE, Acceptance, DraftPlan
+from engine.draft_gains import FIRST_ACCEPTED, NO_DRAFT, SHARE, Acceptance, Budget, DraftPlan
 from engine.prompt_index import GAP, GRAM, PromptIndex
 from engine.protocol import SamplingParams, Submit, joined
 from engine.sequence import Chunk, Sequence, common_prefix
@@ -159,6 +159,25 @@ def test_a_draft_waits_until_the_whole_text_is_indexed() -> None:
 def test_a_grammar_shortens_drafts() -> None:
     params = SamplingParams(max_tokens=100, grammar="any")
     assert TextDrafter(Sequence("a", [1, 2] * 5, 10, params), 8).most == MOST_WITH_GRAMMAR < 8
+    late = SamplingParams(max_tokens=100, grammar="any", late_grammar=True)  # mostly takes no mask
+    assert TextDrafter(Sequence("a", [1, 2] * 5, 10, late), 8).most == 8
+
+
+def test_what_drafts_have_brought_is_no_credit_for_trials() -> None:
+    acceptance = Acceptance()
+    for _ in range(5):
+        acceptance.learn(saved=4, drafted=4, cost=0.4)
+    acceptance.learn(saved=0, drafted=4, cost=3.0)
+    assert acceptance.lost == 3.0 and acceptance.trial(0.9, 0.0, 100) == NO_DRAFT
+
+
+def test_a_budget_saves_no_more_than_a_request_has_lacked() -> None:
+    budget, params = Budget(), SamplingParams()
+    budget.add(1000.0)
+    first, second, third = (Sequence(name, [1], 1, params) for name in "abc")
+    assert not budget.take(first, 5.0, grant=2.0)
+    budget.add(1000.0)
+    assert budget.take(second, 5.0, grant=2.0) and not budget.take(third, 5.0, grant=2.0)
 
 
 def test_the_index_is_bounded(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -493,6 +512,11 @@ def test_a_long_prompt_waits_until_its_price_is_saved() -> None:
     speculation = Speculation(3, lambda: costs, model_drafter)  # type: ignore[arg-type]
     begun = [serve_with(speculation, 1000) for _ in range(24)]
     assert costs.prompt_seconds(1000) > 3 * GRANT and not any(begun[:12]) and all(begun[18:])
+    cached = Sequence("cached", [*range(1000), -1], 1000, SamplingParams(max_tokens=90), computed=1000, cached_tokens=990)
+    other = Speculation(3, lambda: costs, FakeDrafter())  # type: ignore[arg-type]
+    other.model_drafter.longest = 10_000  # type: ignore[union-attr]
+    other.plan([cached])
+    assert other.model_drafter.longest_draft(cached), "only what is not cached costs something"  # type: ignore[union-attr]
 
 
 def test_a_model_drafts_after_a_busy_start() -> None:

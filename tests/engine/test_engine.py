@@ -29,6 +29,7 @@ from engine.grammars import Grammars
 from engine.head_model import HeadModel
 from engine.limits import EngineLimits
 from engine.logits import allowed
+from engine.meter import Meter
 from engine.paged_cache import PagedCache, Rows, _Reader
 from engine.protocol import Abort, Refused, SamplingParams, Submit, ThinkingBudget, TokenLogprobs, TokenOutput
 from engine.sampler import SamplingBatch, sample
@@ -682,6 +683,22 @@ def test_stats(seed: int) -> None:
     needed = sum(len(s.prompt_ids) + s.params.max_tokens - 1 for s in submits)  # the last token is never an input
     assert computed + sum(after.batch_tokens) == needed - after.prefix_hits
     assert engine.stats().batch_tokens == []
+
+
+def test_shares_are_those_since_the_last_report() -> None:
+    """And the time of a token is the least so far."""
+    comm, graphs = SimpleNamespace(waited=1.0), {}
+    runner: Any = SimpleNamespace(model=SimpleNamespace(comm=comm), graphs=graphs, idle_seconds=0.0)
+    meter, found = Meter(comm.waited), []
+    for seconds, tokens, waited, idle in ((2.0, 10, 0.5, 1.0), (1.0, 20, 0.25, 0.0), (4.0, 8, 1.0, 3.0)):
+        meter.count(tokens, 1, seconds)
+        comm.waited += waited
+        runner.idle_seconds += idle
+        stats = meter.stats(runner)
+        found.append((stats.all_reduce_share, stats.idle_share, stats.token_seconds, stats.step_seconds, stats.batch_tokens))
+    assert found == [(0.25, 0.5, 0.2, 2.0, [10]), (0.25, 0.0, 0.05, 1.0, [20]), (0.25, 0.75, 0.05, 4.0, [8])]
+    nothing = meter.stats(runner)
+    assert (nothing.all_reduce_share, nothing.idle_share, nothing.step_seconds) == (None, None, 0.0)
 
 
 def test_a_chat_goes_on_from_the_cache(seed: int) -> None:

@@ -104,6 +104,16 @@ def test_the_memory_holds_more_blocks() -> None:
     assert found[1] == found[0] * 2 or found[1] == found[0] * 2 + 1  # 16 bytes a token and head in fp32, or 4 + 4
 
 
+def test_a_block_that_was_cleared_has_no_scale_that_is_not_finite() -> None:
+    cache = PagedCache(2, 4, 8, 3, 6, torch.device("cpu"), CODES)
+    cache.invent()
+    assert cache.scales is not None
+    cache.scales[:, :, 1:3] = torch.nan
+    cache.clear([1])
+    assert (cache.scales[:, :, 1] == 1).all() and not cache.keys_values[:, :, 1].float().any()
+    assert cache.scales[:, :, 2].isnan().all() and cache.keys_values[:, :, 2].float().any()
+
+
 def test_an_llm_has_the_option() -> None:
     llm = LLM(TINY, world=ALONE, kv_dtype="fp8")
     llm.generate([[5, 6, 7]], SamplingParams(max_tokens=2))

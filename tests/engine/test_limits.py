@@ -6,7 +6,7 @@ import pytest
 import torch
 
 from engine.core import Engine
-from engine.limits import GRAPHS, EngineLimits, cache_memory
+from engine.limits import GRAPHS, MOST_DRAFTED, EngineLimits, cache_memory
 from errors import RankError
 from tests.engine.test_engine import ALONE, config_of, random_model
 
@@ -27,8 +27,14 @@ def test_a_gpu_keeps_memory_for_graphs(monkeypatch: pytest.MonkeyPatch, seed: in
         assert cache_memory(EngineLimits(), GPU, models) == pytest.approx(expected)
         share, size = random.uniform(0.01, 1), random.uniform(2, 1e12)  # what the user asks for is what he gets
         assert cache_memory(EngineLimits(kv_memory=share), GPU, models) == share * free
+        assert cache_memory(EngineLimits(kv_memory=1.0), GPU, models) == free
         assert cache_memory(EngineLimits(kv_memory=size), GPU, models) == size
     assert GRAPHS == 2 * GIB
+
+
+def test_the_drafted_tokens_of_a_step_are_bounded() -> None:
+    drafted = [EngineLimits(draft_tokens=most, max_num_seqs=n).drafted for most, n in ((0, 9), (7, 3), (7, 1000))]
+    assert drafted == [0, 21, MOST_DRAFTED]
 
 
 @pytest.mark.parametrize(("longest", "blocks"), [(None, 40), (17, 10), (80, 40), (10**5, 40)])

@@ -158,9 +158,15 @@ def test_a_number_that_overflows_behind_a_mask_fails_with_log_probabilities(seed
     model = random_model(config_of("standard"))
     model.head.weight[POISON] = torch.nan
     params = dict(max_tokens=3, min_tokens=3, stop_token_ids=[POISON])
-    submits = [Submit(str(scored), [1, 2], SamplingParams(logprobs=scored, **params)) for scored in (None, 0, 2)]
-    answers, _, failed = run(engine_of(model), submits, 3)
-    assert failed == {"0", "2"} and len(answers["None"].tokens) == 3
+    scored: dict[str, dict[str, int]] = {
+        "none": {},
+        "no other": {"logprobs": 0},
+        "two": {"logprobs": 2},
+        "prompt": {"prompt_logprobs": 0},
+    }
+    submits = [Submit(name, [1, 2], SamplingParams(**more, **params)) for name, more in scored.items()]
+    answers, _, failed = run(engine_of(model), submits, 4)
+    assert failed == scored.keys() - {"none"} and len(answers["none"].tokens) == 3
 
 
 def test_a_row_without_an_allowed_token_fails(seed: int) -> None:

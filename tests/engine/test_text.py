@@ -271,3 +271,18 @@ def test_no_stop_text_within_the_least_length_even_at_the_end(least: int) -> Non
     delta = AnswerStream(0, tokenizer, [0], params).push(TokenOutput("a", ids, "length"))
     assert delta is not None and len(ids) == 2
     assert (delta.text, delta.finish_reason) == (("\N{REPLACEMENT CHARACTER}", "length") if least else ("", "stop"))
+
+
+def test_a_stop_token_within_the_least_length_is_no_reason() -> None:
+    params = SamplingParams(max_tokens=3, min_tokens=2, stop_token_ids=[7])
+    for ids, reason in (([5, 7, 9], None), ([5, 6, 7], 7), ([7, 7, 7], 7)):
+        delta = AnswerStream(0, None, [0], params).push(TokenOutput("a", ids, "stop" if reason else "length"))
+        assert delta is not None and delta.stop_reason == reason
+
+
+def test_what_lies_behind_a_stop_string_was_not_drafted() -> None:
+    tokenizer = load_tokenizer(MODELS / "tiny-hybrid")
+    ids = [i for c in "abcd" for i in tokenizer.encode(c, add_special_tokens=False)]
+    for stop, shown in (("b", 2), ("d", 3), ("x", 3)):
+        delta = AnswerStream(0, tokenizer, [0], SamplingParams(stop=[stop])).push(TokenOutput("a", ids, accepted=3, drafted=3))
+        assert delta is not None and delta.drafted == shown
