@@ -6,7 +6,8 @@ import re
 import sys
 from collections.abc import Callable
 from pathlib import Path
-from typing import Any
+from types import SimpleNamespace
+from typing import Any, cast
 
 import numpy as np
 import pytest
@@ -341,6 +342,14 @@ def test_processes_change_nothing(command: Command, tmp_path: Path, monkeypatch:
         assert code == 0, said
         found.append([out.with_suffix(suffix).read_bytes() for suffix in (".bin", ".mask", ".json")])
     assert found[0] == found[1]
+
+
+def test_a_document_has_one_end(seed: int) -> None:
+    """Also if the tokenizer itself adds one."""
+    encoder = object.__new__(encode.Encoder)
+    for ids in ([5, 6], [5, 6, 1]):
+        encoder.tokenizer = cast(Any, SimpleNamespace(eos_ids=(1, 2), encode=lambda text, parse_special, ids=ids: [*ids]))
+        assert encoder._document("text") == [5, 6, 1]
 
 
 def test_documents_lie_one_after_the_other(

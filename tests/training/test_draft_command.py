@@ -6,7 +6,7 @@ from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
-from typing import Any
+from typing import Any, cast
 
 import numpy as np
 import pytest
@@ -30,6 +30,7 @@ from training import draft as command
 from training import metrics
 from training.batches import IGNORED, Batch, GlobalBatches
 from training.chains import accepted_lengths, chain_loss
+from training.optimizer import Schedule
 from training.token_file import open_tokens, write_tokens
 
 CPU = torch.device("cpu")
@@ -135,6 +136,41 @@ def test_accepted_lengths_are_those_of_the_engine(seed: int) -> None:
         tokens[start + 1] = head.guess(chain.hidden)
         tokens[start + 2] = head.guess(chain.step(tokens[None, start + 1 : start + 2], chain.hidden))
     assert sum(expected) >= 2
+
+
+def test_a_step_by_hand(seed: int) -> None:
+    """Its loss and gradients are those of the whole batch, whose norm is clipped, at the rate of the step."""
+    model, head = random_pair(30)
+    windows = torch.randint(VOCAB, (4, LENGTH + 1))
+    parts = SimpleNamespace(
+        micro_batch=lambda step, i, size: Batch(*(w[i * size : (i + 1) * size] for w in (windows[:, :-1], windows[:, 1:])))
+    )
+    args: Any = SimpleNamespace(
+        global_batch=4, micro_batch=2, chain=2, clip=random.choice([1e-3, 1e3]), weight_decay=0.3,
+        learning_rate=0.1, steps=10, warmup=4, final_rate=0.1,
+    )  # fmt: skip
+    loss, rows = chain_loss(head, model, parts.micro_batch(0, 0, 4), 2).weighted()
+    gradients = torch.autograd.grad(loss / rows, [*head.parameters()])
+    norm = torch.stack([g.norm() for g in gradients]).norm()
+    shrunk = min(1.0, args.clip / float(norm))
+    expected = [p.detach() - 0.1 * 2 / 4 * shrunk * g for p, g in zip(head.parameters(), gradients, strict=True)]
+    found = command.train_step(args, head, model, cast(Any, parts), torch.optim.SGD(head.parameters(), lr=9.0), 1)
+    assert found[:2].tolist() == pytest.approx([float(loss.detach() / rows), float(norm)], rel=1e-4)
+    torch.testing.assert_close([*head.parameters()], expected, rtol=1e-3, atol=1e-6)
+    decayed = {
+        p.dim(): group["weight_decay"] for group in command.make_optimizer(args, head).param_groups for p in group["params"]
+    }
+    assert decayed == {1: 0.0, 2: 0.3}
+
+
+def test_a_line_has_the_rate_of_its_last_step(tmp_path: Path) -> None:
+    schedule = Schedule(peak=1.0, steps=8, warmup=4)
+    meter = command.HeadMeter(tmp_path / "metrics.jsonl", 2, 0, 8, schedule, 10, True)
+    for _ in range(4):
+        meter.add(torch.tensor([3.0, 1.0, 0.5]))
+    meter.close()
+    lines = [json.loads(line) for line in (tmp_path / "metrics.jsonl").read_text().splitlines()]
+    assert [(line["step"], line["learning_rate"]) for line in lines] == [(2, 0.5), (4, 1.0)]
 
 
 # --- the command ---------------------------------------------------------------------------------------------------------

@@ -1,6 +1,7 @@
 """Values and gradients of the chunked losses, against torch's losses on whole logits in fp64."""
 
 import dataclasses
+import itertools
 import random
 
 import pytest
@@ -13,6 +14,7 @@ from model import Transformer
 from presets import preset
 from training import losses
 from training.batches import IGNORED, Batch
+from training.optimizer import Schedule
 
 CPU = torch.device("cpu")
 
@@ -63,14 +65,13 @@ def test_cross_entropy(chunk: int, tied: bool, seed: int) -> None:
     torch.testing.assert_close(gradients, (reference_hidden.grad, reference_head.grad))
 
 
-@pytest.mark.parametrize("chunk", [5, 100])
-def test_distillation(chunk: int, seed: int) -> None:
+@pytest.mark.parametrize(("chunk", "share"), [(5, 1.0), (5, 0.3), (100, 0.8)])
+def test_distillation(chunk: int, share: float, seed: int) -> None:
     vocab = random.randint(5, 40)
     model, teacher = make_model(16, vocab, torch.float64), make_model(24, vocab, torch.float64)
     batch = make_batch(2, 7, vocab, 0.3)
     hidden = torch.randn(2, 7, 16, dtype=torch.float64, requires_grad=True)
     teacher_hidden = torch.randn(2, 7, 24, dtype=torch.float64, requires_grad=True)
-    share = random.choice([1.0, random.random()])
     found = losses.distillation(model, hidden, teacher, teacher_hidden, batch, share, chunk)
     found.backward()
 
@@ -145,3 +146,13 @@ def test_no_logits_of_more_than_a_chunk(monkeypatch: pytest.MonkeyPatch, seed: i
     monkeypatch.setattr(losses, "head_logits", lambda model, x, head: rows.append(len(x)) or plain(model, x, head))
     losses.cross_entropy(model, torch.randn(4, 16, 16, requires_grad=True), batch, chunk=10).backward()
     assert sum(rows) == 64 and max(rows) == 10, "every row once, forward and backward together"
+
+
+def test_the_learning_rate_by_hand() -> None:
+    """Linear up to the peak at the end of the warm-up, half of the way down in the middle, and the final share behind the end."""
+    schedule = Schedule(peak=2.0, steps=14, warmup=4, final=0.1)
+    rates = [schedule.rate(step) for step in range(15)]
+    assert rates[:5] == pytest.approx([0.5, 1.0, 1.5, 2.0, 2.0])
+    assert rates[9] == pytest.approx(2.0 * (0.1 + 0.9 / 2)) and rates[14] == pytest.approx(0.2) == schedule.rate(99)
+    assert all(one > other for one, other in itertools.pairwise(rates[4:]))
+    assert Schedule(peak=2.0, steps=3, warmup=0).rate(0) == 2.0

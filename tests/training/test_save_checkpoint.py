@@ -11,14 +11,16 @@ import transformers
 from safetensors import SafetensorError
 from safetensors.torch import load_file
 
-from checkpoint import INDEX, SINGLE
-from comm import NoCommunication
+from checkpoint import INDEX, SINGLE, open_source, random_weights
+from comm import Local, NoCommunication
 from config import with_variant
 from errors import UserError
 from hf_config import read_config
+from model import Transformer
 from tests.test_checkpoint import FAMILIES, VARIANTS, assert_equal, fails, full_tensors, load, logits, random_model, tiny
 from training import export
 from training.export import save_checkpoint
+from training.initialize import empty_model, materializer
 
 
 @pytest.mark.parametrize("sharded", [False, True])
@@ -76,11 +78,31 @@ def test_saving_defaults_to_bfloat16_and_says_so(tmp_path: Path, seed: int) -> N
     assert_equal(load_file(tmp_path / SINGLE), {n: t.bfloat16() for n, t in full_tensors(model).items()})
 
 
+@pytest.mark.parametrize("from_checkpoint", [True, False])
+def test_training_begins_with_a_checkpoint_or_at_random(from_checkpoint: bool, tmp_path: Path, seed: int) -> None:
+    """At random, what writes to the residual stream is smaller by the root of how many modules do."""
+    model = random_model(tiny(), seed)
+    if from_checkpoint:
+        save_checkpoint(model, tmp_path, torch.float32)
+    else:
+        model = Transformer(model.config, Local(), torch.device("cpu"), torch.float32).requires_grad_(False)
+        random_weights(model, seed)
+        for name, parameter in model.named_parameters():
+            if name.endswith((".wo.weight", ".w_down.weight")):
+                parameter.mul_((2 * model.config.n_layers) ** -0.5)
+    empty = empty_model(model.config, torch.device("cpu"), torch.float32)
+    fill = materializer(empty, open_source(str(tmp_path), model.config) if from_checkpoint else None, seed)
+    for name in [name for name, _ in empty.named_parameters()]:
+        fill(name)
+    assert_equal(full_tensors(empty), full_tensors(model))
+
+
 def test_a_checkpoint_replaces_the_one_before_it(tmp_path: Path, seed: int, monkeypatch: Any) -> None:
     big, small = random_model(tiny(), seed), random_model(tiny(num_hidden_layers=1), seed + 1)
     for limit, model in ((40_000, big), (10**9, small), (40_000, big), (10**9, small)):
         monkeypatch.setattr(export, "MAX_FILE_BYTES", limit)
         save_checkpoint(model, tmp_path, torch.float32)
+        assert [(tmp_path / name).exists() for name in (INDEX, SINGLE)] == [model is big, model is small]
         assert_equal(full_tensors(load(tmp_path)), full_tensors(model))
         assert_equal(transformers.AutoModelForCausalLM.from_pretrained(tmp_path).state_dict(), full_tensors(model))
 

@@ -6,6 +6,7 @@ import multiprocessing
 import os
 import random
 import re
+import shutil
 import signal
 import tempfile
 import threading
@@ -273,6 +274,24 @@ def test_a_kill_between_the_two_renames_of_a_replacement(tmp_path: Path, seed: i
     wait(run)
     assert names(tmp_path) == ["step-00000005"]
     assert_loads(run[0], tmp_path / "step-00000005", new, whole())
+
+
+def test_a_replaced_snapshot_counts_less_than_the_new_one(tmp_path: Path, seed: int) -> None:
+    """Of a run that was killed before it removed the old one."""
+    snapshots, _ = saved(tmp_path, 5, seed)
+    shutil.copytree(path := tmp_path / "step-00000005", path.with_suffix(".old"))
+    assert snapshots.latest() == path
+    saved(tmp_path, 4, seed, run_id="b")
+    assert snapshots.latest() == path
+
+
+def test_a_manifest_that_somebody_has_edited_is_refused(tmp_path: Path, seed: int) -> None:
+    snapshots, _ = saved(tmp_path, 5, seed)
+    path = tmp_path / "step-00000005"
+    manifest = json.loads((path / "manifest.json").read_text())
+    (path / "manifest.json").write_text(json.dumps(manifest | {"step": 6}))
+    with pytest.raises(UserError, match="does not match its checksum"):
+        snapshots.load(path, whole())
 
 
 def test_a_snapshot_whose_removal_was_killed_is_none(tmp_path: Path, seed: int, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -85,6 +85,16 @@ def test_a_copy_that_keeps_its_time_is_told_apart_by_its_ends(tmp_path: Path) ->
     assert open_tokens(second.path, 2**17).fingerprint != before
 
 
+@pytest.mark.parametrize("place", [0, -1])
+def test_both_ends_of_a_copy_count(place: int, tmp_path: Path) -> None:
+    tokens, other = np.arange(20_000), np.arange(20_000)
+    other[place] = 7
+    first, second = (write_tokens(tmp_path / name, ids, 2**17, "x") for name, ids in (("a.bin", tokens), ("b.bin", other)))
+    before = second.fingerprint
+    shutil.copy2(first.path, second.path)
+    assert open_tokens(second.path, 2**17).fingerprint != before
+
+
 def test_a_mask_of_an_earlier_file_does_not_stay(tmp_path: Path) -> None:
     numbered(tmp_path, 20, np.ones(20))
     assert numbered(tmp_path, 20).mask is None
