@@ -239,6 +239,7 @@ IDS = "eagle_aux_hidden_state_layer_ids"
         ({IDS: [1, 3, 8]}, (1, 3, 8)),  # the layers that follow
         ({"eagle_config": {IDS: [6, 1, 3], "use_aux_hidden_state": True}}, (2, 4, 7)),  # the layers before
         ({IDS: [2, 4, 7], "eagle_config": {IDS: [1, 3, 6]}}, (2, 4, 7)),
+        ({IDS: [1, 3, 8], "eagle_config": {IDS: [1, 3, 6]}}, (1, 3, 8)),
         ({"eagle_config": {IDS: []}, "draft_vocab_size": None}, (2, 4, 5)),
         ({"architectures": ["LlamaForCausalLM"]}, (2, 4, 5)),
     ],
@@ -284,6 +285,7 @@ BAD_TENSORS: list[tuple[Callable[[dict[str, Tensor]], Any], str]] = [
     (changed("d2t", lambda t: t * 0 - torch.arange(len(t))), "d2t"),
     (changed("d2t", lambda t: t.float()), "d2t"),
     (changed("t2d", lambda t: ~t), "t2d"),
+    (changed("t2d", torch.ones_like), "t2d"),
     (lambda tensors: tensors.update({"layers.1.mlp.up_proj.weight": torch.zeros(2, 2)}), "layers.1"),
 ]
 

@@ -148,6 +148,16 @@ def test_the_older_spelling_of_rope(seed: int) -> None:
     assert ours.rope_theta == 5e5 and ours.rope_scaling == Llama3Scaling(8.0, 1.0, 4.0, 8192)
     agree(ours, transformers_config(raw | {"rope_theta": 500000, "rope_scaling": LLAMA3_ROPE}))
     assert config_from_hf(raw | {"rope_theta": 5e5, "rope_scaling": None}).rope_scaling is None
+    for keys in (  # two sources
+        {"rope_theta": 5e5, "rope_scaling": {"rope_type": "linear", "factor": 2.0}, "rope_parameters": {"rope_theta": 1e6}},
+        {"rope_theta": 5e5, "rope_scaling": {"rope_type": "linear", "factor": 2.0, "rope_theta": 7e5}},
+        {"rope_theta": 5e5, "rope_parameters": {"rope_type": "default", "rope_theta": 1e6}},
+        {"rope_scaling": {"rope_type": "linear", "type": "dynamic", "factor": 2.0}},
+    ):
+        theirs = transformers.LlamaConfig(**raw | json.loads(json.dumps(keys))).rope_parameters
+        ours_of_both, scaled = config_from_hf(raw | keys), theirs["rope_type"] == "linear"
+        assert ours_of_both.rope_theta == theirs["rope_theta"]
+        assert isinstance(ours_of_both.rope_scaling, LinearScaling if scaled else type(None))
     oldest = {"type" if k == "rope_type" else k: v for k, v in LLAMA3_ROPE.items()}
     assert config_from_hf(raw | {"rope_theta": 5e5, "rope_scaling": oldest}) == ours
 
@@ -305,6 +315,7 @@ def test_transformers_reads_what_we_write_of_its_own_families(make: Any, windowe
         ("eos_token_id", "</s>"),
         ("eos_token_id", [1, "2"]),
         ("eos_token_id", [1, 10**9]),
+        ("eos_token_id", [1, 128256]),
         ("eos_token_id", -1),
         ("bos_token_id", 1.5),
         ("ladder_layers", 33),

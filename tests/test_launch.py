@@ -415,6 +415,7 @@ def test_ranks_of_a_test_show_their_own_errors(tmp_path: Path) -> None:
         ([130, -15], signal.SIGINT, 130, ""),
         ([-15, -15], signal.SIGTERM, 143, ""),
         ([-2], signal.SIGINT, 130, ""),
+        ([-15, -15], signal.SIGINT, 130, ""),
         (
             [-9, 1],
             None,

@@ -93,7 +93,7 @@ def test_patterns(use_rslora: bool, tmp_path: Path, seed: int) -> None:
     base = save_random(base_config(), tmp_path / "base")
     settings: dict[str, Any] = dict(r=4, lora_alpha=6, rank_pattern={"q_proj": 8}, alpha_pattern={"layers.1.mlp.up_proj": 9})
     found = open_adapter(
-        write_adapter(tmp_path / "a", base, ("q_proj", "up_proj"), use_rslora=use_rslora, **settings),
+        folder := write_adapter(tmp_path / "a", base, ("q_proj", "up_proj"), use_rslora=use_rslora, **settings),
         model_config(str(base), None, 1),
     )
     layers = "model.layers."
@@ -102,6 +102,20 @@ def test_patterns(use_rslora: bool, tmp_path: Path, seed: int) -> None:
         f"{layers}{i}.mlp.up_proj": 6 / four for i in range(4)
     }
     assert found.factors == expected | {f"{layers}1.mlp.up_proj": 9 / four} and found.rank == 8
+    with pytest.raises(UserError, match="its rank 8 is above --max-lora-rank 7"):
+        open_adapter(folder, model_config(str(base), None, 1), 7)
+
+
+def test_factors_are_not_rounded_to_the_file_s_data_type(tmp_path: Path, seed: int) -> None:
+    base = save_random(base_config(n_layers=1), tmp_path / "base")
+    folder = write_adapter(tmp_path / "a", base, ("o_proj",), r=3, lora_alpha=7)
+    damaged(folder, lambda tensors: tensors.update({name: t.bfloat16() for name, t in tensors.items()}))
+    model = load(alone(), base)
+    Adapters(model, LoraLimits(1, 3), alone()).load_now([("a", str(folder))])
+    file = load_file(folder / "adapter_model.safetensors")["base_model.model.model.layers.0.self_attn.o_proj.lora_B.weight"]
+    torch.testing.assert_close(
+        model.layers[0].attention.wo.adapters.weights.b[0, :, :3], file.float() * (7 / 3), atol=0, rtol=1e-6
+    )
 
 
 PEFT = Path(__file__).parent / "peft_adapter"
@@ -160,6 +174,7 @@ BAD: dict[str, Callable[[Path], object]] = {
     "peft_type is 'IA3'": lambda f: damaged(f, peft_type="IA3"),
     "init_lora_weights pissa": lambda f: damaged(f, init_lora_weights="pissa_niter_4"),
     "lora_alpha is 'x'": lambda f: damaged(f, lora_alpha="x"),
+    "lora_alpha is True": lambda f: damaged(f, lora_alpha=True),
     "exclude_modules is 5, not names": lambda f: damaged(f, exclude_modules=5),
     "rank_pattern is not supported": lambda f: damaged(f, rank_pattern={"(a+)+$": 4}),
 }

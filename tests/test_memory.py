@@ -11,9 +11,11 @@ import memory
 from checkpoint import load_model
 from comm import Local
 from config import with_variant
+from engine.adapters import Adapters
 from engine.paged_cache import CODES, PagedCache
 from errors import UserError
 from hf_config import config_to_hf
+from lora import LoraLimits, adapted_layers
 from memory import cache_bytes, check_memory, weight_bytes
 from model import Transformer
 from options import KV_DTYPES
@@ -71,6 +73,16 @@ def test_the_estimate_of_a_cache_is_what_it_takes(ranks: int, kv_dtype: str) -> 
     assert cache_bytes(model.config, ranks, torch.bfloat16, 3 * 16, kv_dtype) == taken
 
 
+@pytest.mark.parametrize("variant", ["standard", "parallel", "desync-2x:8"])
+@pytest.mark.parametrize("ranks", [1, 2, 8])
+def test_the_estimate_of_adapters_is_what_they_take(variant: str, ranks: int) -> None:
+    model = Transformer(with_variant(preset("tiny:2"), variant), Ranks(ranks), CPU, torch.bfloat16)
+    limits = LoraLimits(3, 5)
+    Adapters(model, limits, World(0, 1, CPU, Local()))
+    taken = sum(t.nbytes for layer in adapted_layers(model) for t in layer.adapters.weights[:2])
+    assert limits.bytes(model.config, ranks, torch.bfloat16) == taken
+
+
 def test_one_line_and_exit_code_2_before_anything_is_allocated(here: Here, monkeypatch: pytest.MonkeyPatch) -> None:
     """A model of 0.7 TB; and a small model when other processes leave too little memory."""
     refused = here("--model", "bloom-176b", "--dtype", "float32", "--prompt-length", 4)
@@ -114,6 +126,12 @@ def test_a_containers_limit_counts(tmp_path: Path, monkeypatch: pytest.MonkeyPat
     assert memory.host_free_bytes() == 650_000
     limit.write_text("100\n")
     assert memory.host_free_bytes() == 0
+
+
+def test_what_the_host_has_is_counted_in_kibibytes(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(memory, "CGROUPS", ())
+    monkeypatch.setattr(memory, "_field", lambda path, name: 1000 if name == "MemAvailable:" else None)
+    assert memory.host_free_bytes() == 1_024_000
 
 
 def test_the_refusal_names_what_is_needed_and_free(monkeypatch: pytest.MonkeyPatch) -> None:

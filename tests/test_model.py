@@ -19,7 +19,7 @@ from torch import Tensor
 import checkpoint
 import comm
 import model as model_file
-from attention import Causal
+from attention import Causal, Heads
 from config import ModelConfig, Reduces, desync_pattern, with_variant
 from hf_config import config_to_hf
 from model import Transformer
@@ -187,6 +187,19 @@ def test_a_window_hides_older_tokens_and_nothing_else(window: Callable[[], Any],
         differs = (cached(model, tokens, split) - cached(model, changed, split)).abs().amax(dim=(0, 2))
         assert (differs[:size] > 1e-5).all()
         assert (differs[size:] == 0).all()
+
+
+def test_a_window_counts_from_its_own_length_on(seed: int) -> None:
+    """Without a cache, for sequences that are about as long as the window."""
+    shape = ModelConfig(11, 16, 1, 2, 1, 8, 8, 99, family="mistral", windows=(6,))
+    heads = Heads(shape, 0, 0, 2, 1)
+    for length in range(5, 10):
+        qkv, context = torch.randn(1, length, 32), Causal(length, torch.device("cpu"))
+        found = heads(qkv, torch.ones(4), context)
+        q, k, v = (x.transpose(1, 2) for x in context.split(heads, qkv, torch.ones(4)))
+        distance = torch.arange(length)[:, None] - torch.arange(length)
+        scores = (q @ k.transpose(2, 3) / 8**0.5).masked_fill((distance < 0) | (distance >= 6), -math.inf)
+        torch.testing.assert_close(found, (scores.softmax(-1) @ v).transpose(1, 2).flatten(2), atol=1e-5, rtol=1e-5)
 
 
 def rewrite_config(directory: Path, **keys: Any) -> None:

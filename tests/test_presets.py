@@ -9,7 +9,8 @@ import torch
 import transformers
 
 import figures
-from config import Reduces, desync_pattern, validate, with_variant
+from config import Reduces, desync_pattern, limit_context, validate, with_variant
+from errors import UserError
 from hf_config import config_to_hf
 from model import BLOCKS
 from presets import PRESETS, preset
@@ -156,3 +157,11 @@ def test_every_variant_is_known_everywhere() -> None:
     page = (ROOT / "docs" / "variants.md").read_text()
     assert all(f"`{name}" in page for name in VARIANTS)
     assert usage() == f"{usage(TRAINABLE)}, upper-bound"
+
+
+def test_the_longest_context_may_be_named() -> None:
+    config = preset("tiny")
+    assert limit_context(config, config.max_seq_len) == config == limit_context(config, None)
+    assert limit_context(config, 7).max_seq_len == 7
+    with pytest.raises(UserError, match=f"above the model's context of {config.max_seq_len}"):
+        limit_context(config, config.max_seq_len + 1)

@@ -13,6 +13,7 @@ import pytest
 import torch
 import transformers
 from torch import Tensor
+from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS
 
 import checkpoint
 import determinism
@@ -206,6 +207,24 @@ def test_an_original_context_beside_the_scaling_counts(name: str, tmp_path: Path
     expected = theirs(tmp_path, tokens)
     for logits in ours(ALONE, tmp_path, [(tokens, ORIGINAL + 9)])[0]:
         assert (logits - expected).abs().max() < TOLERANCE
+
+
+PUBLISHED: list[dict[str, Any]] = [  # as in published checkpoints, and with one of two mscales
+    {"rope_type": "llama3", "factor": 8.0, "low_freq_factor": 1.0, "high_freq_factor": 4.0, "original_max_position_embeddings": 8192},
+    {"rope_type": "yarn", "factor": 40.0, "original_max_position_embeddings": 4096, "mscale": 0.707, "mscale_all_dim": 0.707},
+    {"rope_type": "yarn", "factor": 40.0, "original_max_position_embeddings": 4096, "mscale": 0.707},
+    {"rope_type": "yarn", "factor": 40.0, "original_max_position_embeddings": 4096, "mscale": 0.0, "mscale_all_dim": 0.707},
+]  # fmt: skip
+
+
+@pytest.mark.parametrize("scaling", PUBLISHED)
+def test_frequencies_of_large_heads_are_those_of_transformers(scaling: dict[str, Any]) -> None:
+    """With many turns of the fastest ones in the original context."""
+    raw = transformers.LlamaConfig(head_dim=128, rope_theta=5e5, rope_scaling=dict(scaling), max_position_embeddings=131072)
+    theirs, factor = ROPE_INIT_FUNCTIONS[scaling["rope_type"]](raw, CPU)
+    ours = config_from_hf(raw.to_dict())
+    torch.testing.assert_close(rope_frequencies(ours), theirs, rtol=1e-6, atol=0)
+    assert ours.rope_factor == pytest.approx(factor)
 
 
 @pytest.mark.parametrize("name", ["dynamic", "longrope"])
