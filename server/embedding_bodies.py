@@ -38,7 +38,10 @@ class EmbeddingBody(PoolingBody):
         None, description="base64: of the numbers in fp32, little-endian. Default float."
     )
     dimensions: int | None = Field(None, ge=1, lt=2**31, description="Keep the first numbers alone. Default: all.")
-    normalize: bool | None = Field(None, description="Scale each embedding to length 1. Default true.")
+    normalize: bool | None = Field(
+        None,
+        description="Scale each embedding to length 1. Default true, unless the checkpoint's `modules.json` has no `Normalize`.",
+    )
 
 
 class ScoreBody(PoolingBody):

@@ -62,7 +62,8 @@ async def embed(service: Service, request: Request, body: EmbeddingBody) -> Resp
     work = _embeddings(service, request, body, turn, {"input": as_list(body.input)})
     vectors, tokens = await unless_gone(request.receive, work)
     usage = {"prompt_tokens": tokens, "total_tokens": tokens}
-    pieces = _reply(vectors, body, {"model": body.model or service.model_name, "usage": usage})
+    normalize = service.embedder.normalize if body.normalize is None else body.normalize
+    pieces = _reply(vectors, body, normalize, {"model": body.model or service.model_name, "usage": usage})
     return PacedResponse(pieces)
 
 
@@ -100,12 +101,13 @@ async def _embeddings(
     limits = Limits.without_answer(service.max_model_len, body.truncate_prompt_tokens)
     prompts, tokens = list[list[int]](), 0
     for field, texts in given.items():
+        texts = [service.embedder.prompt + text if isinstance(text, str) else text for text in texts]
         encoded = await encode_prompts(service, texts, body.add_special_tokens is not False, limits, field)
         prompts += [prompt.ids for prompt in encoded]
         tokens = sum(map(len, prompts))
         check_prompts(tokens, limits, field=field)
     request.state.log_fields["prompt_tokens"] = tokens
-    params = SamplingParams(max_tokens=1, pooling=body.pooling or service.pooling, cache_salt=body.cache_salt)
+    params = SamplingParams(max_tokens=1, pooling=body.pooling or service.embedder.pooling, cache_salt=body.cache_salt)
     unique, adapter = uuid.uuid4().hex, service.adapter_of(body.model)
     submits = [Submit(f"{unique}-{i}", prompt, params, turn=turn, adapter=adapter) for i, prompt in enumerate(prompts)]
     width = service.client.ready.hidden_size if service.client.ready else 0
@@ -153,12 +155,12 @@ async def _slice(service: Service, submits: Sequence[Submit], name: str) -> list
     return found
 
 
-def _reply(vectors: Sequence[Vector], body: EmbeddingBody, tail: Mapping[str, Any]) -> Iterator[bytes]:
+def _reply(vectors: Sequence[Vector], body: EmbeddingBody, normalize: bool, tail: Mapping[str, Any]) -> Iterator[bytes]:
     """The pieces of the answer's JSON."""
     separator = b'{"object":"list","data":['
     for i, vector in enumerate(vectors):
         kept = vector[: body.dimensions]
-        kept = kept if body.normalize is False else normalized(kept)
+        kept = normalized(kept) if normalize else kept
         values = base64.b64encode(kept.tobytes()).decode() if body.encoding_format == "base64" else kept.tolist()
         yield separator + to_json({"object": "embedding", "index": i, "embedding": values})
         separator = b","

@@ -24,7 +24,7 @@ from server.http import unless_gone
 from server.journal import Journal
 from server.json_schema import Compiled
 from server.logs import log
-from server.pooling_file import checkpoint_pooling
+from server.pooling_file import checkpoint_embedder
 from server.problems import ApiError
 from server.prompts import SLOW_TEXT
 from server.replies import StatsReply
@@ -80,7 +80,7 @@ class Service:
         endpoint = settings.otlp_traces_endpoint
         self.tracing = Tracing(endpoint, self.model_name) if endpoint else None
         self.examples = read_examples(settings.model)
-        self.pooling = cast(Pooling, settings.embedding_pooling) or checkpoint_pooling(settings.model)
+        self.embedder = checkpoint_embedder(settings.model, cast("Pooling | None", settings.embedding_pooling))
 
     def _open_journal(self) -> Journal | None:
         """Raises UserError, except in a new frontend of ranks that serve, which goes on without."""

@@ -222,7 +222,7 @@ class HttpOptions:
         default=None,
         choices=("mean", "last"),
         help="what /v1/embeddings and /v1/score take where a request does not say it: the mean of all tokens' hidden states, or the "
-        "last token's (default: as the checkpoint's 1_Pooling/config.json says, else mean)",
+        "last token's (default: as the checkpoint's files of sentence-transformers say, else mean)",
     )
     strict_requests: bool = option(
         default=False,

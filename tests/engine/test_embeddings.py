@@ -9,15 +9,20 @@ from typing import Any
 import pytest
 import torch
 import transformers
+from tokenizers import processors
 from torch import Tensor
 
 from attention import Causal
+from checkpoint import check_source, fill_model
+from comm import Local
 from engine.core import Engine
 from engine.logits import SamplingState
 from engine.pooling import pool
 from engine.protocol import Abort, Pooling, Refused, SamplingParams, Submit
 from engine.sequence import Chunk, Sequence
 from model import Transformer
+from presets import model_config
+from server.pooling_file import checkpoint_embedder
 from tests.engine.test_engine import (
     ALONE,
     CPU,
@@ -32,6 +37,8 @@ from tests.engine.test_engine import (
 )
 from tests.engine.test_runner import as_on_a_gpu
 from tests.support.ranks import Ranks
+from tests.test_tokenizer import LINES, train_bytes, write_json
+from tokenizer_files import load_tokenizer
 from tp import World
 from training.export import save_checkpoint
 
@@ -91,6 +98,44 @@ def test_they_are_those_of_transformers(tmp_path: Path, seed: int) -> None:
             hidden = theirs(torch.tensor([submit.prompt_ids])).last_hidden_state[0]
         pooled = hidden.mean(0) if submit.params.pooling == "mean" else hidden[-1]
         torch.testing.assert_close(found[submit.request_id], pooled, atol=TOLERANCE, rtol=1e-4)
+
+
+@pytest.mark.parametrize(
+    ("family", "around"), [("Qwen3", "$A <|end|>"), ("Mistral", "<|begin|> $A <|end|>"), ("Qwen2", "$A <|end|>")]
+)
+def test_a_text_has_the_vector_of_sentence_transformers(family: str, around: str, tmp_path: Path, seed: int) -> None:
+    """Checkpoints like Qwen3-Embedding, e5-mistral and gte-Qwen2: an end behind each text, the last token's state, a prompt."""
+    tokenizer = train_bytes(["<|begin|>", "<|end|>"])
+    tokenizer.post_processor = processors.TemplateProcessing(single=around, special_tokens=[("<|begin|>", 0), ("<|end|>", 1)])
+    tokenizer.save(str(tmp_path / "tokenizer.json"))
+    flags = {"eos_token": "<|end|>", "pad_token": "<|end|>", "add_bos_token": False, "add_eos_token": True}
+    write_json(tmp_path / "tokenizer_config.json", flags)
+    sizes = dict(hidden_size=64, intermediate_size=96, num_hidden_layers=2, num_attention_heads=4, num_key_value_heads=2)
+    config = getattr(transformers, f"{family}Config")(
+        vocab_size=tokenizer.get_vocab_size(), head_dim=16, eos_token_id=1, **sizes
+    )
+    theirs = getattr(transformers, f"{family}Model")(config)
+    for parameter in theirs.parameters():
+        torch.nn.init.normal_(parameter, std=0.2)
+    theirs.save_pretrained(tmp_path)
+    (tmp_path / "1_Pooling").mkdir()
+    write_json(tmp_path / "1_Pooling" / "config.json", {"pooling_mode_lasttoken": True, "pooling_mode_mean_tokens": False})
+    prompt = random.choice(["", "Instruct: find it\nQuery: "])
+    names = {"prompts": {"query": prompt}, "default_prompt_name": "query"}
+    write_json(tmp_path / "config_sentence_transformers.json", names)
+
+    world = World(0, 1, CPU, Local())
+    source = check_source(str(tmp_path), ours := model_config(str(tmp_path), None, 1), world, torch.float32, embeds=True)
+    model = fill_model(str(tmp_path), source, ours, world, torch.float32, seed=0)
+    own, embedder, texts = load_tokenizer(tmp_path), checkpoint_embedder(str(tmp_path)), [*random.sample(LINES, 3), ""]
+    params = SamplingParams(pooling=embedder.pooling)
+    submits = [Submit(text, own.encode(embedder.prompt + text), params) for text in texts]
+    found, _ = embeddings(engine_of(model), submits)
+    reference = transformers.PreTrainedTokenizerFast.from_pretrained(tmp_path)
+    for text in texts:
+        with torch.inference_mode():
+            hidden = theirs(**reference(prompt + text, return_tensors="pt", return_token_type_ids=False)).last_hidden_state
+        torch.testing.assert_close(found[text], hidden[0, -1], atol=TOLERANCE, rtol=1e-4)
 
 
 @pytest.mark.parametrize("kind", range(len(KINDS)))

@@ -14,11 +14,12 @@ from typing import Any
 import httpx
 import pytest
 
+from errors import UserError
 from files import CONFIG_BYTES
 from server import replies
 from server.embeddings import SLICE
 from server.held_bytes import SHARE, HeldBytes
-from server.pooling_file import checkpoint_pooling
+from server.pooling_file import Embedder, checkpoint_embedder
 from server.schemas import MAX_PROMPTS
 from tests.support.server_thread import CONTEXT, TOKENIZER, WIDTH, Site, embedding, raw_request, wait_for
 
@@ -131,19 +132,79 @@ def test_each_client_has_its_share_of_unread_vectors_without_fairness(make_site:
         assert [answer.result().status_code for answer in answers] == [200, 200]
 
 
-def test_sentence_transformers_files_say_the_default(tmp_path: Path) -> None:
-    assert checkpoint_pooling(str(tmp_path)) == "mean"
-    file = tmp_path / "1_Pooling" / "config.json"
-    file.parent.mkdir()
-    for content, expected in (
+def write(file: Path, content: Any) -> None:
+    file.parent.mkdir(exist_ok=True)
+    file.write_text(json.dumps(content))
+
+
+def modules(*kinds: str) -> list[Any]:
+    return [
+        {"idx": i, "name": str(i), "path": f"{i}_{kind}", "type": f"sentence_transformers.models.{kind}"}
+        for i, kind in enumerate(kinds)
+    ]
+
+
+@pytest.mark.parametrize(
+    ("content", "expected"),
+    [
         ({"pooling_mode_cls_token": False, "pooling_mode_mean_tokens": True, "include_prompt": True}, "mean"),
         ({"word_embedding_dimension": 8, "pooling_mode_lasttoken": True}, "last"),
         ({"pooling_mode": "lasttoken"}, "last"),
-        ({"pooling_mode_cls_token": True}, "mean"),
-        ([1], "mean"),
-        ({"pooling_mode": [1]}, "mean"),
-    ):
-        file.write_text(json.dumps(content))
-        assert checkpoint_pooling(str(tmp_path)) == expected
-    file.write_text('{"pooling_mode": "lasttoken"}' + " " * CONFIG_BYTES)
-    assert checkpoint_pooling(str(tmp_path)) == "mean", "it is not read beyond its bound"
+        ({"pooling_mode_cls_token": True}, "cls_token"),
+        ({"pooling_mode_lasttoken": True, "pooling_mode_mean_tokens": True}, "lasttoken"),
+        ({"pooling_mode": "weightedmean"}, "weightedmean"),
+        ([1], "no JSON object"),
+        ({"pooling_mode": [1]}, "not computed here"),
+        ({"pooling_mode": "lasttoken", "x": "a" * CONFIG_BYTES}, "larger|more|bytes"),
+    ],
+)
+def test_sentence_transformers_files_say_the_pooling(content: Any, expected: str, tmp_path: Path) -> None:
+    """A pooling that is not computed here is refused, unless the command says which one to take."""
+    assert checkpoint_embedder(str(tmp_path)) == Embedder("mean", "", True)
+    write(tmp_path / "1_Pooling" / "config.json", content)
+    if expected in ("mean", "last"):
+        assert checkpoint_embedder(str(tmp_path)).pooling == expected
+    else:
+        with pytest.raises(UserError, match=expected):
+            checkpoint_embedder(str(tmp_path))
+    assert checkpoint_embedder(str(tmp_path), "last").pooling == "last"
+
+
+def test_modules_and_prompts_of_sentence_transformers(tmp_path: Path) -> None:
+    write(tmp_path / "modules.json", modules("Transformer", "Pooling"))
+    write(tmp_path / "1_Pooling" / "config.json", {"pooling_mode_lasttoken": True})
+    assert checkpoint_embedder(str(tmp_path)) == Embedder("last", "", normalize=False)
+    write(tmp_path / "modules.json", modules("Transformer", "Pooling", "Normalize"))
+    prompts = {"prompts": {"query": "Instruct: find\nQuery:", "document": ""}, "default_prompt_name": None}
+    write(tmp_path / "config_sentence_transformers.json", prompts)
+    assert checkpoint_embedder(str(tmp_path)) == Embedder("last", "", True)
+    write(tmp_path / "config_sentence_transformers.json", {**prompts, "default_prompt_name": "query"})
+    assert checkpoint_embedder(str(tmp_path)) == Embedder("last", "Instruct: find\nQuery:", True)
+    write(tmp_path / "1_Pooling" / "config.json", {"pooling_mode_lasttoken": True, "include_prompt": False})
+    with pytest.raises(UserError, match="leaves a prompt's tokens out"):
+        checkpoint_embedder(str(tmp_path))
+    write(tmp_path / "config_sentence_transformers.json", {**prompts, "default_prompt_name": "passage"})
+    with pytest.raises(UserError, match="no prompt 'passage'"):
+        checkpoint_embedder(str(tmp_path))
+    own = [{"type": "custom_st.Transformer", "path": ""}]
+    for wrong in (modules("Transformer", "Pooling", "Dense"), own, [1], {"a": 1}, [{}]):
+        write(tmp_path / "modules.json", wrong)
+        with pytest.raises(UserError, match=r"modules\.json"):
+            checkpoint_embedder(str(tmp_path))
+    write(
+        tmp_path / "modules.json",
+        [*modules("Transformer"), {"type": "sentence_transformers.models.Pooling", "path": "../other"}],
+    )
+    write(tmp_path.parent / "other" / "config.json", {"pooling_mode": "lasttoken"})
+    with pytest.raises(UserError):
+        checkpoint_embedder(str(tmp_path))
+
+
+def test_the_prompt_and_the_length_of_a_checkpoint_are_the_default(site: Site, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(site.server.service, "embedder", Embedder("last", "find: ", normalize=False))
+    reply = site.post(PATH, {"input": "a fox"})
+    assert site.last().prompt_ids == TOKENIZER.encode("find: a fox") and site.last().params.pooling == "last"
+    assert reply["data"][0]["embedding"] == embedding(site.last()).tolist()
+    assert site.post(PATH, {"input": "a fox", "normalize": True})["data"][0]["embedding"] == unit(embedding(site.last()))
+    site.post(PATH, {"input": [1, 2]})
+    assert site.last().prompt_ids == [1, 2]
