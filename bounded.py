@@ -67,7 +67,7 @@ def _compute(writer: int, seconds: int, memory: int, function: Callable[[], Any]
         os.dup2(null, 2)  # a library may print why it fails, which the exception says
         os.closerange(3, writer)  # otherwise sockets of a killed parent stay open
         os.closerange(writer + 1, os.sysconf("SC_OPEN_MAX"))
-        resource.setrlimit(resource.RLIMIT_CPU, (seconds, seconds + 1))
+        _lower(resource.RLIMIT_CPU, seconds)
         limit_memory(memory)
         try:
             reply = pickle.dumps((True, function()), pickle.HIGHEST_PROTOCOL)
@@ -87,9 +87,14 @@ def limit_memory(more: int = MEMORY) -> None:
         pages = int(Path("/proc/self/statm").read_text().split()[0])
     except OSError:  # not Linux
         return
-    limit = pages * resource.getpagesize() + more
-    resource.setrlimit(resource.RLIMIT_AS, (limit, limit))
-    resource.setrlimit(resource.RLIMIT_CORE, (0, 0))
+    _lower(resource.RLIMIT_AS, pages * resource.getpagesize() + more)
+    _lower(resource.RLIMIT_CORE, 0)
+
+
+def _lower(kind: int, limit: int) -> None:
+    """Set a limit of this process. One that the user has set before stays if it is lower."""
+    hard = resource.getrlimit(kind)[1]
+    resource.setrlimit(kind, (limit if hard == resource.RLIM_INFINITY else min(limit, hard), hard))
 
 
 def _needs_memory(what: str, memory: int) -> UserError:

@@ -4,10 +4,12 @@ from collections.abc import Sequence
 from typing import Any
 
 from engine.text import Delta
+from errors import UserError
 from server.answers import Chunks, GenerationRequest, StreamWriter, WholeChoice
 from server.generation import Prompt
 from server.limits import Limits, check_characters, fit_answer, fit_prompt
 from server.logprobs import completion_layout, text_offsets
+from server.logs import log
 from server.prompts import LONG_TEXT, SLOW_TEXT, prompt_texts, text_prompts
 from server.schemas import CompletionBody
 from server.service import Service
@@ -135,7 +137,11 @@ async def _encode(
     work = sum(map(len, texts)) + PROMPT_WORK * len(texts)
     if work > LONG_TEXT or (texts and service.tokenizer.covers is None):
         return await service.workers.run(text_prompts, texts, add_special_tokens, limits, field, slow=work > SLOW_TEXT)
-    return [(service.tokenizer.encode(text, add_special_tokens=add_special_tokens), True) for text in texts]
+    try:
+        return [(service.tokenizer.encode(text, add_special_tokens=add_special_tokens), True) for text in texts]
+    except UserError as e:
+        log.warning("a text was refused: %s", e)  # the library has written a message of its own to the log
+        raise
 
 
 async def _add_texts(service: Service, prompts: list[Prompt], skip_special: bool) -> None:

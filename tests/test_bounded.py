@@ -3,6 +3,7 @@
 import json
 import os
 import re
+import resource
 import shutil
 import tempfile
 from collections.abc import Callable
@@ -71,6 +72,18 @@ def test_the_result_and_the_errors_of_a_function_come_back() -> None:
         bounded.bounded("it", bytes, 1 << 31)
     with pytest.raises(UserError, match=r"^it needs more than"):  # as when a library written in Rust cannot allocate
         bounded.bounded("it", os.abort)
+
+
+def test_limits_of_the_user_stay() -> None:
+    """`ulimit` sets a hard limit, which a process may not raise."""
+
+    def under_a_limit() -> int:
+        limit = 1 << 45
+        resource.setrlimit(resource.RLIMIT_AS, (limit, limit))
+        bounded.limit_memory(1 << 46)
+        return resource.getrlimit(resource.RLIMIT_AS)[0]
+
+    assert bounded.bounded("it", under_a_limit) == 1 << 45
 
 
 def test_a_template_without_an_end_or_a_bound_is_a_user_error(checkpoint: Callable[..., Path]) -> None:
