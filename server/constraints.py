@@ -168,7 +168,7 @@ def _compile(constraint: Constraint) -> Compiled:
         case "regex":
             return _checked(LLMatcher.grammar_from_regex(_whole(constraint.value)))
         case "choice":  # a terminal: as many as one likes are a single item of the parser
-            texts = " | ".join(json.dumps(text, ensure_ascii=False) for text in constraint.value)
+            texts = " | ".join(map(_quoted, constraint.value))
             return _of_lark(f"start: CHOICE\nCHOICE: {texts}")
         case _:
             return _of_lark(_lark(_whole(constraint.value)))
@@ -507,10 +507,15 @@ class Rules:
     def literal(self, text: str) -> str:
         """Exactly `text`."""
         pieces = self._pieces(text)
-        return " ".join(f"<[{self.special[p]}]>" if p in self.special else json.dumps(p, ensure_ascii=False) for p in pieces)
+        return " ".join(f"<[{self.special[p]}]>" if p in self.special else _quoted(p) for p in pieces)
 
     def _pieces(self, text: str) -> list[str]:
         """`text`, cut before and after special tokens."""
         spelled = sorted(self.special, key=len, reverse=True)
         pieces = re.split(f"({'|'.join(map(re.escape, spelled))})", text) if spelled else [text]
         return [piece for piece in pieces if piece]
+
+
+def _quoted(text: str) -> str:
+    """As a string of a Lark grammar, which may hold no control characters."""
+    return json.dumps(text, ensure_ascii=False).replace("\x7f", r"\u007f")

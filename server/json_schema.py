@@ -20,6 +20,7 @@ import re
 from collections import Counter
 from collections.abc import Callable, Collection, Iterator, Sequence
 from dataclasses import dataclass, field
+from functools import cached_property
 from itertools import chain
 from typing import Any, NamedTuple
 from urllib.parse import quote, unquote
@@ -38,7 +39,7 @@ ONE = ("items", "additionalItems", "additionalProperties")
 MANY = ("allOf", "anyOf", "oneOf", "prefixItems", "items")
 NAMED = ("properties", "patternProperties", "$defs", "definitions")
 # removed: references are resolved before compiling, and clients may not set llguidance's options
-DROPPED = ("$defs", "definitions", "$id", "id", "$schema", "$anchor", "x-guidance")
+DROPPED = ("$defs", "definitions", "$id", "id", "$schema", "$anchor", "$dynamicAnchor", "x-guidance")
 # keywords of JSON Schema that llguidance does not support, with the values that have no effect
 UNSUPPORTED: dict[str, tuple[Any, ...]] = {
     **dict.fromkeys(("if", "then", "else", "propertyNames", "unevaluatedItems"), (True, {})),
@@ -48,11 +49,32 @@ UNSUPPORTED: dict[str, tuple[Any, ...]] = {
     "uniqueItems": (False,),
     "unevaluatedProperties": (True, False, {}),  # false: `_Document._close` does the same
 }
+# what a schema without `type` means: these keywords say nothing about values of other types
+OF_TYPE: dict[str, tuple[str, ...]] = {
+    "object": ("properties", "patternProperties", "additionalProperties", "required", "minProperties", "maxProperties"),
+    "array": ("items", "prefixItems", "minItems", "maxItems"),
+    "string": ("pattern", "format", "minLength", "maxLength"),
+    "number": ("minimum", "maximum", "exclusiveMinimum", "exclusiveMaximum", "multipleOf"),
+}
+COUNTS = ("minLength", "maxLength", "minItems", "maxItems", "minProperties", "maxProperties")
+MOST_COUNTED = 1 << 24  # characters, items or properties: more than an answer has
+EXACT = 1 << 53  # llguidance reads numbers as doubles, which are exact up to here
+# formats whose digits would otherwise have no end, and days and seconds that exist in every year and minute
+_YEAR = "(?:[0-9]{3}[1-9]|[0-9]{2}[1-9]0|[0-9][1-9]00|[1-9]000)"
+_LEAP = "(?:[0-9]{2}(?:0[48]|[2468][048]|[13579][26])|(?:0[48]|[2468][048]|[13579][26])00)"
+_DAYS = "(?:0[13578]|1[02])-(?:0[1-9]|[12][0-9]|3[01])|(?:0[469]|11)-(?:0[1-9]|[12][0-9]|30)|02-(?:0[1-9]|1[0-9]|2[0-8])"
+_DATE = f"(?:{_YEAR}-(?:{_DAYS})|{_LEAP}-02-29)"
+_TIME = r"(?:[01][0-9]|2[0-3])(?::[0-5][0-9]){2}(?:\.[0-9]{1,9})?(?:Z|[+-](?:[01][0-9]|2[0-3]):[0-5][0-9])"
+_DURATION = "P(?:{0}W|(?:{0}Y(?:{0}M(?:{0}D)?)?|{0}M(?:{0}D)?|{0}D)(?:T{1})?|T{1})".format(
+    "[0-9]{1,9}", "(?:{0}H(?:{0}M(?:{0}S)?)?|{0}M(?:{0}S)?|{0}S)".format("[0-9]{1,9}")
+)
+FORMATS = {"date": _DATE, "time": _TIME, "date-time": f"{_DATE}T{_TIME}", "duration": _DURATION}
+INTERNAL = re.compile(r"\s*while processing json-schema:\S*|:\s+\([A-Z]\w* \(.*", re.DOTALL)
 SPECIAL_ID = re.compile(r"<\[\d+\]>")  # in Lark
 SPELLED_OUT = re.compile(r"\^(?:\((?:\?:)?([\w-]+(?:\|[\w-]+)*)\)|([\w-]+))\$", re.ASCII)  # ^name$ or ^(one|two)$
-# Words in llguidance's errors about patterns and formats that are valid but not supported. With any other error they are
+# Words in llguidance's errors about patterns, formats and bounds that are valid but not supported. With any other error they are
 # invalid or too complex.
-UNSUPPORTED_ERRORS = ("not supported", "Unknown format", "not disjoint")
+UNSUPPORTED_ERRORS = ("not supported", "Unknown format", "not disjoint", "Failed to generate regex", "too many digits")
 
 
 class SchemaError(UserError):
@@ -214,7 +236,8 @@ def check_grammar(text: str) -> list[str]:
 
 
 def _line(text: str) -> str:
-    return " ".join(text.split())[:300]
+    """llguidance's message in one line, without what only its code has: names of the rewritten definitions, types, syntax trees."""
+    return " ".join(INTERNAL.sub("", text).replace("f64", "a number").split())[:300]
 
 
 def _is_unsupported(probe: dict[str, Any]) -> bool:
@@ -273,13 +296,33 @@ class _Cleaner:
                 value = [self.clean(one, f"{path}/{key}/{i}") for i, one in enumerate(value)]
             elif key in ONE:
                 value = self.clean(value, f"{path}/{key}")
-            elif not self.strict and self._cannot(schema, key, value):
+            elif key in COUNTS and isinstance(value, int | float) and value >= MOST_COUNTED:
+                if key.startswith("min"):
+                    raise SchemaError(f"{path}/{key}: no answer has so many characters, items or properties")
+                continue  # all answers have fewer
+            elif key in COUNTS and isinstance(value, float) and value.is_integer():
+                value = int(value)
+            elif self._is_inexact(schema, key, value) or (not self.strict and self._cannot(schema, key, value)):
+                if self.strict:
+                    raise SchemaError(f"{path}/{key}: numbers of this size cannot be enforced exactly")
                 self.rewriter.leave_out(f"{path}/{_escape(key)}")
                 if key != "unevaluatedProperties":  # `_Document.rewrite` needs it to close the object
                     continue
             new[key] = value
         self._clean_patterns(new, path)
+        if isinstance(form := new.get("format"), str) and form in FORMATS:
+            pattern = {"pattern": f"^{FORMATS[new.pop('format')]}$"}
+            new.update({"allOf": [*new.get("allOf", []), pattern]} if "pattern" in new else pattern)
         return new
+
+    def _is_inexact(self, schema: dict[str, Any], key: str, value: Any) -> bool:
+        """Whether the value has numbers that llguidance would read as others, or not at all."""
+        if key in ("const", "enum"):
+            return any(abs(number) > EXACT for number in _numbers(value))
+        if key not in OF_TYPE["number"] or isinstance(value, bool) or not isinstance(value, int | float):
+            return False
+        kind = "integer" if schema.get("type") == "integer" else "number"
+        return abs(value) > EXACT or self._is_unsupported({"type": kind, key: value})
 
     def _cannot(self, schema: dict[str, Any], key: str, value: Any) -> bool:
         if key in UNSUPPORTED:
@@ -329,24 +372,35 @@ class _Document:
 
     def __init__(self, rewriter: Rewriter, root: Any, path: str, strict: bool) -> None:
         self.rewriter, self.root, self.path, self.strict = rewriter, root, path, strict
-        self.defined: dict[tuple[str, Names], str] = {}  # definition by reference and additional names
+        self.defined: dict[tuple[str, Names, bool], str] = {}  # definition by reference, additional names, and `typed`
 
     # ---------------------------------------------------------------------------------------------------- one schema
 
-    def rewrite(self, schema: Any, path: str, others: Names) -> Any:
-        """Rewrite `schema` and the schemas in it. `others`: names that other schemas of the same object allow."""
+    def rewrite(self, schema: Any, path: str, others: Names, typed: bool = False, followed: tuple[str, ...] = ()) -> Any:
+        """Rewrite `schema` and the schemas in it. Of the same value: `others`: names that other schemas allow. `typed`: whether one of
+        them says its type. `followed`: references that led here.
+
+        A schema that says no type but has keywords of one, such as `properties`, means values of that type."""
         self.rewriter.count()
         if not isinstance(schema, dict):
             return schema
         new = {k: v for k, v in schema.items() if k not in DROPPED and not (k in UNSUPPORTED and _is_neutral(k, v))}
         if not self.strict:
             new.pop("unevaluatedProperties", None)
+        elif cannot := sorted(new.keys() & UNSUPPORTED.keys()):
+            raise SchemaError(f"{path}/{_escape(cannot[0])} cannot be enforced")
+        if not (typed := typed or _says_type(schema) or any(_says_type(one) for one in new.get("allOf", ()))):
+            kinds = [kind for kind, keys in OF_TYPE.items() if not new.keys().isdisjoint(keys)]
+            if kinds:
+                new["type"], typed = kinds, True
+        if schema.get("unevaluatedProperties") is False:  # it does not see other schemas
+            others = NO_NAMES
         own = _own_names(schema)
         parts = list(_parts(schema))
         of_parts = [self._names(part, ()) for _, _, part in parts]
         all_names = own | others | _union(of_parts)
         self._rewrite_values(new, path)
-        self._rewrite_parts(new, path, own | others, parts, of_parts)
+        self._rewrite_parts(new, path, own | others, parts, of_parts, typed, followed)
         if _lists_properties(schema) and "additionalProperties" not in schema and not all_names.open:
             self._close(new, all_names)
         return new
@@ -366,7 +420,14 @@ class _Document:
                 new[key] = [self.rewrite(one, f"{path}/{key}/{i}", NO_NAMES) for i, one in enumerate(new[key])]
 
     def _rewrite_parts(
-        self, new: dict[str, Any], path: str, own: Names, parts: list[tuple[str, int, Any]], of_parts: list[Names]
+        self,
+        new: dict[str, Any],
+        path: str,
+        own: Names,
+        parts: list[tuple[str, int, Any]],
+        of_parts: list[Names],
+        typed: bool,
+        followed: tuple[str, ...],
     ) -> None:
         """Rewrite the members of `allOf`, `anyOf` and `oneOf`, and the target of `$ref`.
 
@@ -382,9 +443,9 @@ class _Document:
         for key, i, part in parts:
             others = outside[key] | next(beside) if key == "allOf" else outside[key]
             if key == "$ref":
-                new["$ref"] = self._reference(part["$ref"], others)
+                new["$ref"] = self._reference(part["$ref"], others, typed, followed)
             else:
-                members.setdefault(key, []).append(self.rewrite(part, f"{path}/{key}/{i}", others))
+                members.setdefault(key, []).append(self.rewrite(part, f"{path}/{key}/{i}", others, typed, followed))
         new.update(members)
         if "oneOf" in members:
             self._rewrite_one_of(new, [part for key, _, part in parts if key == "oneOf"], path)
@@ -392,18 +453,19 @@ class _Document:
     def _rewrite_one_of(self, new: dict[str, Any], branches: list[Any], path: str) -> None:
         """Replace `oneOf` by `anyOf`. They are equal if no value fits two branches.
 
-        Otherwise llguidance can enforce only `anyOf`. A strict schema then keeps `oneOf`, and llguidance refuses it. Without
-        strict, `oneOf` is replaced and reported.
+        Otherwise llguidance can enforce only `anyOf`: a strict schema is refused, and another one reported.
         """
-        exclusive = self._exclusive(branches)
-        if not exclusive and not self.strict:
+        if not self._exclusive(branches):
+            if self.strict:
+                raise SchemaError(
+                    f"{path}/oneOf can only be enforced if types or constants show that no value fits two branches"
+                )
             self.rewriter.leave_out(f"{path}/oneOf")
-        if exclusive or not self.strict:
-            members = new.pop("oneOf")
-            if "anyOf" in new:
-                new["allOf"] = [*new.get("allOf", []), {"anyOf": members}]
-            else:
-                new["anyOf"] = members
+        members = new.pop("oneOf")
+        if "anyOf" in new:
+            new["allOf"] = [*new.get("allOf", []), {"anyOf": members}]
+        else:
+            new["anyOf"] = members
 
     # ---------------------------------------------------------------------------------------------------- names
 
@@ -435,10 +497,12 @@ class _Document:
     def _target(self, reference: str) -> Any:
         """The schema that `reference` names. Raises SchemaError unless it is in this document."""
         own = self.root.get("$id") if isinstance(self.root, dict) else None
-        if isinstance(own, str) and reference.startswith(own.rstrip("#") + "#"):
-            reference = reference[len(own.rstrip("#")) :]
+        if isinstance(own, str) and f"{reference}#".startswith(own.rstrip("#") + "#"):
+            reference = reference[len(own.rstrip("#")) :] or "#"
         if reference != "#" and not reference.startswith("#/"):
-            raise SchemaError(f"$ref {reference[:100]!r} must begin with #/")
+            if reference.startswith("#") and (found := self._anchors.get(unquote(reference[1:]))) is not None:
+                return found
+            raise SchemaError(f"$ref {reference[:100]!r} must begin with #/ or be the $anchor of a part of the schema")
         here = self.root
         for step in unquote(reference[1:]).split("/")[1:]:
             step = step.replace("~1", "/").replace("~0", "~")
@@ -450,13 +514,29 @@ class _Document:
                 raise SchemaError(f"$ref {reference[:100]!r} leads nowhere")
         return here
 
-    def _reference(self, reference: str, others: Names) -> str:
+    @cached_property
+    def _anchors(self) -> dict[str, Any]:
+        """The parts of the document that have a name, which a reference may give instead of a path."""
+        found, left = dict[str, Any](), [self.root]
+        while left:
+            here = left.pop()
+            self.rewriter.count()
+            for key in ("$anchor", "$dynamicAnchor") if isinstance(here, dict) else ():
+                if isinstance(here.get(key), str):
+                    found[here[key]] = here
+            left += here.values() if isinstance(here, dict) else here if isinstance(here, list) else ()
+        return found
+
+    def _reference(self, reference: str, others: Names, typed: bool, followed: tuple[str, ...]) -> str:
         target = self._target(reference)
-        name = self.defined.get((reference, others))
+        if reference in followed:
+            raise SchemaError(f"$ref {reference[:100]!r} leads back to itself, so it says nothing")
+        name = self.defined.get((reference, others, typed))
         if name is None:
-            name = self.defined[reference, others] = str(len(self.rewriter.definitions))
+            name = self.defined[reference, others, typed] = str(len(self.rewriter.definitions))
             self.rewriter.definitions[name] = True  # placeholder: the target may refer to itself
-            self.rewriter.definitions[name] = self.rewrite(target, self.path.rstrip("#") + reference, others)
+            place = self.path.rstrip("#") + reference
+            self.rewriter.definitions[name] = self.rewrite(target, place, others, typed, (*followed, reference))
         return f"#/$defs/{name}"
 
     # ---------------------------------------------------------------------------------------------------- exclusive branches
@@ -500,6 +580,19 @@ def _is_neutral(key: str, value: Any) -> bool:
     return any(type(value) is type(one) and value == one for one in UNSUPPORTED[key])
 
 
+def _says_type(schema: Any) -> bool:
+    return isinstance(schema, dict) and not schema.keys().isdisjoint(("type", "const", "enum"))
+
+
+def _numbers(value: Any) -> Iterator[int | float]:
+    """All numbers in a JSON value."""
+    if isinstance(value, dict | list):
+        for one in value.values() if isinstance(value, dict) else value:
+            yield from _numbers(one)
+    elif isinstance(value, int | float):
+        yield value
+
+
 def _lists_properties(schema: dict[str, Any]) -> bool:
     """Whether the schema says which properties exist, so that others are not allowed."""
     listed = any(isinstance(schema.get(key), dict) for key in ("properties", "patternProperties"))
@@ -509,7 +602,7 @@ def _lists_properties(schema: dict[str, Any]) -> bool:
 def _own_names(schema: dict[str, Any]) -> Names:
     listed, patterns, required = (schema.get(key) for key in ("properties", "patternProperties", "required"))
     names = set(listed) if isinstance(listed, dict) else set[str]()
-    if isinstance(required, list) and _lists_properties(schema):
+    if isinstance(required, list) and _lists_properties(schema) and schema.get("unevaluatedProperties") is not False:
         names |= {name for name in required if isinstance(name, str)}
     open_ = schema.get("additionalProperties", schema.get("unevaluatedProperties", False)) is not False
     return Names(frozenset(names), frozenset(patterns if isinstance(patterns, dict) else ()), open_)

@@ -88,7 +88,7 @@ def test_regexes_and_choices_are_kept(site: Site, seed: int) -> None:
     rng = random.Random(seed)
     for name in ("guided_", "structured_outputs"):
         regex = random_regex(rng)
-        texts = ["".join(rng.choices('ab\\"/\n 😀é', k=rng.randint(1, 4))) for _ in range(5)]
+        texts = ["".join(rng.choices('ab\\"/\n 😀é\x7f\x85\x00', k=rng.randint(1, 4))) for _ in range(5)]
         for kind, value in (("regex", regex), ("regex", f"^{regex}$"), ("choice", texts)):
             asked = {name + kind: value} if name == "guided_" else {name: {kind: value}}
             grammar = grammar_of(site, **asked)

@@ -1,7 +1,9 @@
 """JSON schemas from request to grammar: closed and open objects, what cannot be enforced, and truncated tool calls."""
 
+import contextlib
 import json
 import random
+import re
 import tracemalloc
 from collections.abc import Callable, Iterator
 from itertools import permutations
@@ -98,7 +100,20 @@ def _forbidden(model: type[BaseModel], value: Any) -> None:
     [
         ({"type": "object"}, ['{"x": 1}', "{}"], ["1"]),
         ({"type": "object", "properties": {}}, ["{}"], ['{"x": 1}']),
-        ({"properties": {"a": {"type": "integer"}}}, ['{"a": 1}', "{}", "[]"], ['{"x": 1}', '{"a": 1, "x": 1}']),
+        # without `type`, keywords of one type mean values of that type
+        ({"properties": {"a": {"type": "integer"}}}, ['{"a": 1}', "{}"], ['{"x": 1}', '{"a": 1, "x": 1}', "[]", "42"]),
+        ({"required": ["a"]}, ['{"a": 1}'], ["{}", "42"]),
+        ({"items": {"minimum": 3}}, ["[]", "[4.5]"], ["[2]", "{}", '["a"]']),
+        ({"maxLength": 1, "maximum": 3}, ['"a"', "3"], ['"ab"', "4", "null"]),
+        ({"type": ["object", "null"], "allOf": [{"properties": {"a": {}}}]}, ["null", '{"a": 1}'], ['{"x": 1}', "4"]),
+        ({"anyOf": [{"properties": {"a": {}}}, {"maximum": 3}]}, ["3", '{"a": 1}'], ['{"x": 1}', "4", "null"]),
+        ({"$ref": "#/$defs/o", "$defs": {"o": {"properties": {"a": {}}}}}, ["{}"], ["4"]),
+        ({"$ref": "#/$defs/o", "type": "null", "$defs": {"o": {"properties": {"a": {}}}}}, ["null"], ["4", "{}"]),
+        # a reference to a name, and to the document's own
+        ({"$ref": "#n", "$defs": {"x": {"$anchor": "n", "type": "null"}}}, ["null"], ["1"]),
+        ({"$id": "urn:a", "anyOf": [{"type": "null"}, {"type": "array", "items": {"$ref": "urn:a"}}]}, ["[null]"], ["[1]"]),
+        # what lists no properties, and sees none of others, allows none
+        ({"properties": {"a": {}}, "allOf": [{"unevaluatedProperties": False}]}, ["{}"], ['{"a": 1}']),
         ({"type": "object", "properties": {"a": {}}, "additionalProperties": True}, ['{"x": 1}', '{"a": 1, "x": 1}'], []),
         (
             {"type": "object", "properties": {"a": {}}, "additionalProperties": {"type": "integer"}},
@@ -150,6 +165,123 @@ def test_what_is_open_and_what_is_closed(schema: dict[str, Any], yes: list[str],
     grammar = compile_schema(schema, strict=True).grammar
     assert [text for text in yes if not accepts(grammar, text)] == []
     assert [text for text in no if accepts(grammar, text)] == []
+
+
+def random_number(rng: random.Random) -> float:
+    return rng.choice(
+        [rng.randint(-9, 9), rng.randint(-(2**54), 2**54), rng.uniform(-9, 9), rng.uniform(-1, 1) * 10 ** rng.randint(-9, 300)]
+    )
+
+
+def random_leaf(rng: random.Random) -> dict[str, Any]:
+    """A random schema of a value without parts, mostly with a type."""
+    bounds = ["minimum", "maximum", "exclusiveMinimum", "exclusiveMaximum"]
+    number = {key: random_number(rng) for key in rng.sample(bounds, rng.randint(0, 2))}
+    text = {"maxLength": rng.choice([0, 5, 5.0, 2**64]), "pattern": rng.choice(["^a", "b$", "^[a-c]{1,3}$", "x|y", "\\d"])}
+    leaf: dict[str, Any] = rng.choice(
+        [
+            {"type": "integer", **number, **rng.choice([{}, {}, {"multipleOf": rng.choice([2, 7.0, 86400])}])},
+            {"type": "number", **number},
+            {"type": "string", **{key: text[key] for key in rng.sample([*text], rng.randint(0, 2))}},
+            {"type": "string", "format": rng.choice(["date", "date-time", "duration", "ipv4", "ipv6", "uuid", "email"])},
+            {"enum": rng.sample([1, 2, "a", "b\x7f", None, True, [1], {"a": 1}, 1.5, "é\n", 0, 2**70], rng.randint(1, 4))},
+            {"const": rng.choice([1, "x", None, {"a": [1, 2]}, [], -(2**63), 0.25, True])},
+            {"type": rng.choice(["boolean", "null"])},
+        ]
+    )
+    return {key: value for key, value in leaf.items() if key != "type" or rng.random() < 0.8}
+
+
+def random_schema(rng: random.Random, depth: int = 3) -> dict[str, Any]:
+    def part() -> dict[str, Any]:
+        return random_schema(rng, depth - 1)
+
+    if not depth or rng.random() < 0.3:
+        return random_leaf(rng)
+    names = rng.sample("abcd", rng.randint(0, 3))
+    listed = {"properties": {name: part() for name in names}, "required": rng.sample([*names, "z"], rng.randint(0, len(names)))}
+    more: dict[str, Any] = rng.choice(
+        [{}, {}, {"additionalProperties": part()}, {"unevaluatedProperties": False}, {"minProperties": 1}, {"maxProperties": 2}]
+    )
+    items = {"items": part(), "minItems": rng.randint(0, 1), "maxItems": rng.randint(1, 3)}
+    return rng.choice(
+        [
+            {"type": rng.choice(["object", ["object", "null"]]), **listed, **more},
+            {**listed, **more},
+            {"type": "array", **items, **rng.choice([{}, {"prefixItems": [part()]}, {"uniqueItems": True}])},
+            {
+                rng.choice(["anyOf", "oneOf", "allOf"]): [part() for _ in range(rng.randint(1, 3))],
+                **rng.choice([{}, random_leaf(rng), listed]),
+            },
+            {"$ref": "#/$defs/" + rng.choice("pq")},
+        ]
+    )
+
+
+def test_answers_are_valid_for_any_schema_that_is_not_reported(seed: int) -> None:
+    """And a schema that is refused, is refused by a sentence."""
+    rng, checker, checked = random.Random(seed), jsonschema.FormatChecker(), 0
+    for _ in range(60):
+        schema = {**random_schema(rng), "$defs": {"p": random_leaf(rng), "q": random_schema(rng, 1)}}
+        for strict in (False, True):
+            try:
+                compiled = compile_schema(schema, strict)
+            except SchemaError as e:
+                if re.search(r"json-schema|\$defs/\d|f64|Some|::|\n", str(e)):
+                    pytest.fail(f"{schema}: {e}")
+                continue
+            assert not (strict and compiled.not_enforced)
+            with contextlib.suppress(AssertionError):  # text without bounds may be too long
+                value = json.loads(write(compiled.grammar, limit=300))
+                errors = [*jsonschema.Draft202012Validator(schema, format_checker=checker).iter_errors(value)]
+                if errors and not compiled.not_enforced:
+                    pytest.fail(f"{schema}: {value}: {errors[0].message}")
+                checked += 1
+    assert checked > 40
+
+
+@pytest.mark.parametrize(
+    ("schema", "left_out", "accepted"),
+    [
+        ({"type": "integer", "minimum": -(2**63), "maximum": 2**63 - 1}, ("#/minimum", "#/maximum"), str(2**63)),
+        ({"type": "integer", "maximum": 2**53 + 1}, ("#/maximum",), str(2**53 + 2)),
+        ({"type": "integer", "maximum": -(2**53) - 1}, ("#/maximum",), "0"),
+        ({"type": "number", "minimum": -1.8e308, "maximum": 1.7e308}, ("#/minimum", "#/maximum"), "1.5"),
+        ({"type": "number", "exclusiveMaximum": 1e20}, ("#/exclusiveMaximum",), "1e300"),
+        ({"type": "number", "multipleOf": 1e-20}, ("#/multipleOf",), "1.5"),
+        ({"enum": [2**70]}, ("#/enum",), str(2**70)),
+        ({"properties": {"a": {"const": [{"x": 2**53 + 1}]}}}, ("#/properties/a/const",), '{"a": 4}'),
+    ],
+)
+def test_numbers_that_a_grammar_would_round_are_named(schema: dict[str, Any], left_out: tuple[str, ...], accepted: str) -> None:
+    compiled = compile_schema(schema, strict=False)
+    assert compiled.not_enforced == left_out and accepts(compiled.grammar, accepted)
+    with pytest.raises(SchemaError, match=f"{left_out[0]}: numbers of this size cannot be enforced exactly"):
+        compile_schema(schema, strict=True)
+
+
+def test_the_largest_exact_bounds_are_kept() -> None:
+    grammar = compile_schema({"type": "integer", "minimum": -(2**53), "maximum": 2**53}, strict=True).grammar
+    for number in (0, 2**53, -(2**53)):
+        assert accepts(grammar, str(number))
+    for number in (2**53 + 1, -(2**53) - 1):
+        assert not accepts(grammar, str(number))
+
+
+def test_digits_of_times_have_an_end(seed: int) -> None:
+    for form, text, more in (
+        ("date-time", "2024-02-29T23:59:59.{}Z", ["2000-02-29T00:00:00+23:59"]),
+        ("time", "23:59:59.{}+02:00", ["00:00:00Z"]),
+        ("duration", "P{}DT1H", ["P3W", "PT0S", "P1Y2M3DT4H5M6S"]),
+    ):
+        grammar = compile_schema({"type": "string", "format": form}, strict=True).grammar
+        for one in (text.format("123456789"), *more):
+            assert accepts(grammar, json.dumps(one)), one
+        assert not accepts(grammar, json.dumps(text.format("1" * 10)))
+    dates = compile_schema({"type": "string", "format": "date"}, strict=True).grammar
+    for _ in range(40):
+        day = f"{random.choice([0, 4, 96, 100, 400, random.randint(1, 9999)]):04d}-{random.randint(1, 12):02d}-{random.randint(27, 31)}"
+        assert accepts(dates, f'"{day}"') == jsonschema.FormatChecker().conforms(day, "date"), day
 
 
 def random_parts(definitions: dict[str, Any], depth: int) -> dict[str, Any]:
@@ -276,14 +408,23 @@ def test_the_rest_is_enforced_and_what_is_left_out_is_named(site: Site, schema: 
         {"$ref": "#/nowhere"},
         {"$ref": "https://example.com/schema"},
         {"type": "integer", "minimum": 5, "maximum": 1},
+        {"type": "integer", "minimum": "5"},
         {"enum": []},
+        {"type": "string", "minLength": 2**60},
+        {"$ref": "#"},
+        {
+            "$ref": "#/$defs/a",
+            "$defs": {"a": {"allOf": [{"$ref": "#/$defs/b"}]}, "b": {"anyOf": [{"$ref": "#/$defs/a"}, {"type": "null"}]}},
+        },
+        {"$ref": "#/$defs/a", "$defs": {"a": {"const": "b", "pattern": "^[c-d]+$"}}},
+        {"$ref": "#/$defs/a", "$defs": {"a": False}},
     ],
 )
 def test_wrong_schemas_are_refused_strict_or_not(schema: dict[str, Any]) -> None:
     for strict in (False, True):
         with pytest.raises(SchemaError) as error:
             compile_schema(schema, strict)
-        assert "\n" not in str(error.value) and str(error.value)
+        assert str(error.value) and not re.search(r"\n|json-schema|NoExt|\(And|f64", str(error.value))
 
 
 @pytest.mark.parametrize("wrong", [[], {}])
