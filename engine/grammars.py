@@ -26,21 +26,26 @@ CACHED = 32  # most compiled grammars in the cache
 CACHED_TEXT = 4 << 20  # most bytes of their texts; compiled, a grammar takes about 50 times as much
 CHARACTER_SECONDS = 12e-6  # of a long grammar's compilation, on a core of its own
 NICENESS = 10
+STACK = (
+    64 << 20
+)  # bytes: llguidance follows a grammar's rules by recursion; a worker of the frontend, which has less, has tried it before
+TRIED = 4  # tokens that a compilation tries after the first mask, because much of a grammar's cost comes later
 
 FAILED, COMPILED = 1, 2  # `Compilation.state`; 0: not compiled yet
 
 
 def limits() -> Any:
-    """The limits of one grammar: about 0.5 s to build the lexer, and 5 ms and 64 MB for the mask of one sequence's step."""
+    """The limits of one grammar: about 0.2 s and 20 MB for the lexer, and 2 ms for the mask of one sequence's step, also of a grammar
+    that is so ambiguous that the parser has many items. A vocabulary of 128,000 tokens and 400 tools stay below them."""
     import llguidance
 
     return llguidance.LLParserLimits(
-        initial_lexer_fuel=1_000_000,
+        initial_lexer_fuel=200_000,
         step_lexer_fuel=100_000,
-        step_max_items=10_000,
+        step_max_items=2_000,
         max_items_in_row=1_000,
         max_lexer_states=20_000,
-        max_grammar_size=200_000,
+        max_grammar_size=50_000,
         verbose_errors=False,
     )
 
@@ -112,15 +117,8 @@ class Grammars:
 
     def compile(self, text: str) -> Any:
         """Compile in this thread. Returns a matcher that has computed its first mask. Raises UserError."""
-        import llguidance
-
         self.check(text)
-        matcher = llguidance.LLMatcher(self._tokenizer(), text, log_level=0, limits=limits())
-        if not matcher.is_error():
-            matcher.compute_logit_bias()  # some limits are only checked here
-        if problem := error_of(matcher):
-            raise UserError(problem)
-        return matcher
+        return compiled(self._tokenizer(), text)
 
     def _tokenizer(self) -> Any:
         import llguidance
@@ -133,8 +131,10 @@ class Grammars:
 
     def _start_thread(self) -> None:
         if self._thread is None:
+            before = threading.stack_size(STACK)
             self._thread = threading.Thread(target=self._run, name="grammars", daemon=True)
             self._thread.start()
+            threading.stack_size(before)
 
     def _run(self) -> None:
         with contextlib.suppress(OSError, AttributeError):  # only Linux has priorities for single threads
@@ -161,12 +161,36 @@ class Grammars:
             return found
 
 
+def compiled(tokenizer: Any, text: str) -> Any:
+    """A matcher of the grammar that has computed its first mask. Raises UserError, also if a limit is passed within the first tokens.
+    tokenizer: llguidance's."""
+    import llguidance
+
+    matcher = llguidance.LLMatcher(tokenizer, text, log_level=0, limits=limits())
+    trial = matcher
+    for _ in range(TRIED + 1):
+        if trial.is_error():
+            break
+        packed = trial.compute_bitmask()  # some limits are only checked here
+        if trial.is_error() or trial.is_stopped():
+            break
+        if trial is matcher:
+            trial = matcher.deep_copy()
+        allowed = int.from_bytes(packed, "little")
+        trial.consume_token((allowed & -allowed).bit_length() - 1)  # the first that is allowed
+    if problem := error_of(trial):
+        raise UserError(problem)
+    return matcher
+
+
 def error_of(matcher: Any) -> str:
     """A matcher's error in one line; empty if it has none."""
     if not matcher.is_error():
         return ""
-    lines = matcher.get_error().splitlines() or ["unknown error"]
-    return f"the grammar or JSON schema cannot be used: {lines[0][:300]}"
+    error = (matcher.get_error().splitlines() or ["unknown error"])[0]
+    if error in ("NoExtension", "NoExtensionBias"):  # llguidance's names of it
+        error = "no text follows it"
+    return f"the grammar or JSON schema cannot be used: {error[:300]}"
 
 
 class _LLGuidanceTokenizer:

@@ -4,7 +4,7 @@ minimum length, the end of reasoning, grammars. Rows of requests without any of 
 from collections import abc
 from copy import copy
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -92,6 +92,7 @@ def process(logits: Tensor, draws: list[Draw]) -> Tensor:
         draw.sequence.state.counts, draw.sequence.state.counted = None, 0  # they hold the forbidden token
     _penalize(logits, [i for i in rows if is_penalized(draws[i].sequence.params)], draws)
     _ban(logits, rows, draws)
+    masks: list[_Mask] = []
     for i in rows:
         sequence, state = draws[i].sequence, draws[i].sequence.state
         if state.bias is not None:
@@ -105,18 +106,47 @@ def process(logits: Tensor, draws: list[Draw]) -> Tensor:
         masked = not sequence.params.late_grammar or draws[i].position == state.again
         matcher = _behind(_matcher(sequence), draws[i].draft) if masked else None
         if matcher is not None:
-            mask = allowed(matcher, logits.shape[-1])
+            packed = matcher.compute_bitmask()
             if sequence.params.grammar_optional and matcher.is_error():
                 continue
-            if _may_stop(sequence, matcher):
-                mask[sequence.params.stop_token_ids] = True
-            banned = ~(mask.pin_memory() if logits.is_cuda else mask).to(logits.device, non_blocking=True)
-            if (state.bias is not None or state.banned or too_short or end is not None) and bool(
-                (logits[i].isneginf() | banned).all()
-            ):
-                logits[i] = raw[i]  # the other rules ban all tokens that the grammar allows: only the grammar applies
-            logits[i].masked_fill_(banned, -torch.inf)
+            stops = sequence.params.stop_token_ids if _may_stop(sequence, matcher) else ()
+            masks.append(_Mask(i, packed, stops, bool(state.bias is not None or state.banned or too_short or end is not None)))
+    if masks:
+        _mask(logits, raw, masks)
     return logits
+
+
+class _Mask(NamedTuple):
+    """What a grammar allows in a row. packed: a bit for each token id. stops: ids that are allowed, too. ruled: other rules ban tokens."""
+
+    row: int
+    packed: bytes
+    stops: abc.Sequence[int]
+    ruled: bool
+
+
+def _mask(logits: Tensor, raw: Tensor, masks: list[_Mask]) -> None:
+    """Apply the masks of grammars to their rows, in place. Where the other rules ban all tokens that a grammar allows, it alone applies.
+    raw: (B, V), the logits before any rule."""
+    rows = to_device([mask.row for mask in masks], torch.int64, logits.device)
+    banned = ~_unpacked([mask.packed for mask in masks], logits)
+    if stops := [(i, token) for i, mask in enumerate(masks) for token in mask.stops]:
+        places = to_device(stops, torch.int64, logits.device)
+        banned[places[:, 0], places[:, 1]] = False
+    chosen = logits[rows]
+    if any(mask.ruled for mask in masks):
+        none_left = (chosen.isneginf() | banned).all(-1, keepdim=True)
+        chosen = torch.where(none_left, raw[rows], chosen)
+    logits[rows] = chosen.masked_fill_(banned, -torch.inf)
+
+
+def _unpacked(packed: list[bytes], logits: Tensor) -> Tensor:
+    """(B, V) bool on the device of `logits` (_, V): the bits of each mask, the lowest of a byte first; false beyond them."""
+    host = torch.frombuffer(bytearray(b"".join(packed)), dtype=torch.uint8).view(len(packed), -1)
+    bits = (host.pin_memory() if logits.is_cuda else host).to(logits.device, non_blocking=True)
+    bits = (bits[:, :, None] >> torch.arange(8, dtype=torch.uint8, device=logits.device)) & 1
+    bits = bits.view(len(packed), -1)[:, : logits.shape[-1]].bool()
+    return torch.nn.functional.pad(bits, (0, logits.shape[-1] - bits.shape[-1]))
 
 
 def is_penalized(params: SamplingParams) -> bool:
@@ -262,14 +292,6 @@ def count_drawn(chunks: list[Chunk], tokens: Tensor) -> None:
         if is_penalized(sequence.params) and sequence.finish_reason is None and not chunk.draft:
             sequence.state.counts.index_add_(0, tokens[i : i + 1].clamp(min=0), torch.ones_like(sequence.state.counts[:1]))
             sequence.state.counted += 1
-
-
-def allowed(matcher: Any, vocab_size: int) -> Tensor:
-    """(V,) bool: the ids that the grammar allows next."""
-    packed = torch.frombuffer(bytearray(matcher.compute_logit_bias()), dtype=torch.uint8)
-    mask = torch.zeros(vocab_size, dtype=torch.bool)
-    mask[: len(packed)] = packed[:vocab_size]  # above 0 becomes True; on a CPU much faster than a comparison
-    return mask
 
 
 def advance(sequence: Sequence, token: int) -> bool:

@@ -121,7 +121,13 @@ class Place(NamedTuple):
 
 
 def compile_demand(demand: Demand) -> Compiled:
-    """Raises SchemaError."""
+    """Raises SchemaError, also for a grammar that the ranks would refuse, and before it costs them anything."""
+    found = _demanded(demand)
+    check_matcher(found.grammar)
+    return found
+
+
+def _demanded(demand: Demand) -> Compiled:
     constraint, tools, syntax = demand.constraint, demand.tools, demand.syntax
     free = demand.calls == "may" and constraint is None
     rules = Rules(demand.special, demand.reasoning, free_spelling() if free else forced_spelling(syntax))
@@ -261,7 +267,6 @@ class Rules:
         """The whole grammar, whose first rule is `start`."""
         lark = "\n".join([f"start: {start}", *self._rules])
         text = json.dumps({"grammars": [{"name": "start", "lark_grammar": lark}, *self._parts]})
-        check_matcher(text)
         return Compiled(text, tuple(self._not_enforced))
 
     def finish_with(self, only: Compiled) -> Compiled:

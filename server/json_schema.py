@@ -27,7 +27,7 @@ from urllib.parse import quote, unquote
 
 from llguidance import LLMatcher, LLTokenizer
 
-from engine.grammars import MAX_TEXT, limits
+from engine.grammars import MAX_TEXT, compiled, limits
 from errors import UserError
 
 ONE_SPACE = "[ ]?"  # between JSON tokens: a small model could otherwise fill the answer with blank lines
@@ -213,12 +213,13 @@ def _compile(build: Callable[[], Any], rewriter: "Rewriter", strict: bool, white
 
 
 def check_matcher(text: str) -> None:
-    """Compile a grammar as a rank does, which finds more wrong than `check_grammar`. Raises SchemaError."""
+    """Compile a grammar as a rank does, which finds more wrong than `check_grammar`, and what takes too much. Raises SchemaError."""
     _check_length(text)
     no_special = SPECIAL_ID.sub("<[255]>", text)  # the tokenizer of bytes has no special tokens
-    matcher = LLMatcher(LLTokenizer("byte"), no_special, log_level=0, limits=limits())
-    if matcher.is_error():
-        raise SchemaError(_line(matcher.get_error().splitlines()[0]))  # below it is a backtrace
+    try:
+        compiled(LLTokenizer("byte"), no_special)
+    except UserError as e:
+        raise SchemaError(_line(str(e))) from e
 
 
 def _check_length(text: str) -> None:

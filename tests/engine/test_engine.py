@@ -28,7 +28,6 @@ from engine.draft_costs import Costs
 from engine.grammars import Grammars
 from engine.head_model import HeadModel
 from engine.limits import EngineLimits
-from engine.logits import allowed
 from engine.meter import Meter
 from engine.paged_cache import PagedCache, Rows, _Reader
 from engine.protocol import Abort, Refused, SamplingParams, Submit, ThinkingBudget, TokenLogprobs, TokenOutput
@@ -37,6 +36,7 @@ from model import Transformer
 from presets import model_config
 from rope_scaling import YarnScaling
 from tests import MODELS
+from tests.support.masks import allowed
 from tests.support.models import custom_desync
 from tests.support.ranks import Ranks
 from tokenizer_files import load_tokenizer

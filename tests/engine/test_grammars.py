@@ -49,7 +49,8 @@ def large(branches: int, mark: str = "") -> str:
 
 # Compiles fast. After the constant, its mask needs more items than a row may have.
 _LISTS = {"anyOf": [{"type": "array", "items": {"type": "string", "pattern": f"^a*{i}$"}, "minItems": 1} for i in range(500)]}
-COMPLEX = grammar_of({"type": "array", "prefixItems": [{"const": "some words"}], "items": _LISTS, "minItems": 2})
+_WORDS = "some words that are more than the first tokens"
+COMPLEX = grammar_of({"type": "array", "prefixItems": [{"const": _WORDS}], "items": _LISTS, "minItems": 2})
 WORD = grammar_of({"enum": ["hi", "ho"]})
 
 
@@ -207,6 +208,22 @@ def test_a_grammar_that_becomes_too_complex_ends_its_request_alone(engine: Engin
     assert engine.scheduler.blocks.used == 0
 
 
+@pytest.mark.parametrize("rule", ["e e | /[a-z ]/", "e e e | e e | /(.|\\n)/", 'e "a"? e | /[a-z]/'])
+def test_an_ambiguous_grammar_ends_its_request_while_its_masks_are_cheap(engine: Engine, rule: str) -> None:
+    """Each token multiplies the ways to parse the text, and the time of a mask grows with the third power of its length."""
+    assert engine.submit(submit("ambiguous", f"start: e\ne: {rule}", max_tokens=400)) is None
+    assert engine.submit(submit("plain", None, max_tokens=400)) is None
+    steps = 0
+    while not engine.refused:
+        engine.admit()
+        steps += len(engine.step()) if engine.has_work() else 0
+    (refused,) = engine.refused
+    assert (refused.request_id, refused.code) == ("ambiguous", "invalid_schema") and "Too many items" in refused.message
+    assert steps < 2 * 60
+    engine.refused.clear()
+    engine.abort(Abort("plain"))
+
+
 def test_a_grammar_whose_lexer_is_full_is_compiled_again(engine: Engine, seed: int, monkeypatch: pytest.MonkeyPatch) -> None:
     """All requests with a grammar share its lexer, so what each of them adds is more than a lexer may hold."""
     names = [field for field in dir(llguidance.LLParserLimits) if not field.startswith("_")]
@@ -236,7 +253,7 @@ def optional(request_id: str, grammar: str) -> Submit:
 
 
 def test_an_optional_grammar_that_fails_leaves_the_answer_free(engine: Engine) -> None:
-    begun = [5, 6, 7], [*load_tokenizer(TINY).encode('["some words"', add_special_tokens=False)]
+    begun = [5, 6, 7], [*load_tokenizer(TINY).encode(f'["{_WORDS}"', add_special_tokens=False)]
     complex_ = optional("behind", COMPLEX)
     for one in (
         optional("at once", COMPLEX),
@@ -288,9 +305,10 @@ def fill(engine: Engine, client: str = "") -> None:
     [
         (grammar_of({"type": "nope"}), "cannot be used"),
         (large(1500), "cannot be used"),  # the first mask has too many branches
+        (llguidance.LLMatcher.grammar_from_regex("((a{1000}){1000}){1000}"), "cannot be used"),  # the second one
         ("x" * (MAX_TEXT + 1), "longer than"),
     ],
-    ids=["wrong", "wide", "long"],
+    ids=["wrong", "wide", "repeated", "long"],
 )
 def test_a_grammar_beyond_the_limits_is_refused(engine: Engine, grammar: str, why: str) -> None:
     refused = engine.submit(submit("f", grammar)) or run(engine)["f"]

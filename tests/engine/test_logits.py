@@ -14,13 +14,14 @@ from torch import Tensor
 from transformers import MinNewTokensLengthLogitsProcessor, NoBadWordsLogitsProcessor, RepetitionPenaltyLogitsProcessor
 
 from engine.grammars import Grammars
-from engine.logits import advance, allowed, check_ids, new_state, process, sibling
+from engine.logits import advance, check_ids, new_state, process, sibling
 from engine.logprobs import score_prompts, token_logprobs
 from engine.protocol import SamplingParams, ThinkingBudget
 from engine.sequence import Chunk, Draw, Sequence
 from errors import UserError
 from tests import MODELS
 from tests.engine.test_engine import end_of_thinking
+from tests.support.masks import allowed
 from tokenizer import Tokenizer
 from tokenizer_files import load_tokenizer
 
@@ -380,6 +381,33 @@ def test_a_grammar_goes_with_other_parameters(seed: int) -> None:
         assert re.fullmatch("[12]{6}", text)
 
 
+def test_the_rows_of_a_step_have_masks_of_their_own(seed: int) -> None:
+    """Free rows, grammars at different places, stop tokens of a late grammar, and other rules that leave nothing of a grammar."""
+    texts = ["start: /[0-9]{6}/", 'start: "a" ("b" | "c")?', "start: /(.|\\n)*/"]
+    for _ in range(10):
+        draws, expected = [], random_logits(12, MODEL_VOCAB)
+        logits = expected.clone()
+        for row in range(12):
+            late, text = random.random() < 0.3, random.choice([None, *texts])
+            ids = random.choice([None, random.sample(range(MODEL_VOCAB), 500), [1029]])
+            stops = random.sample(range(MODEL_VOCAB), 3)
+            sequence = sequence_of([5], [], MODEL_VOCAB, late_grammar=late, stop_token_ids=stops, allowed_token_ids=ids)
+            draws.append(Draw(sequence, 1, ()))
+            sequence.state.again = 1 if late else -1
+            ruled = torch.zeros(MODEL_VOCAB, dtype=torch.bool)
+            if ids is not None:
+                ruled = torch.tensor([i not in ids for i in range(MODEL_VOCAB)])
+            banned = ruled
+            if text is not None:
+                sequence.state.matcher = matcher = grammars().compile(text)
+                mask = allowed(matcher, MODEL_VOCAB)
+                if late and matcher.is_accepting():
+                    mask[stops] = True
+                banned = ruled | ~mask if (mask & ~ruled).any() else ~mask
+            expected[row, banned] = -torch.inf
+        assert torch.equal(process(logits, draws), expected)
+
+
 def test_the_mask_is_what_the_grammar_allows(seed: int) -> None:
     """The mask allows exactly the ids whose bytes the grammar allows next, EOS where the text may end, and no padding id."""
     tokenizer = grammars().tokenizer
@@ -388,10 +416,10 @@ def test_the_mask_is_what_the_grammar_allows(seed: int) -> None:
     matcher = grammars().compile('start: "a" ("b" | "c")?')
 
     def ids() -> set[int]:
-        mask = allowed(matcher, MODEL_VOCAB)
-        assert mask.shape == (MODEL_VOCAB,)
-        assert mask.dtype == torch.bool
-        return set(mask.nonzero()[:, 0].tolist())
+        sequence = sequence_of([5], [], MODEL_VOCAB)
+        sequence.state.matcher = matcher
+        masked = process(torch.randn(1, MODEL_VOCAB), [Draw(sequence, 1, ())])[0]
+        return set(masked.isfinite().nonzero()[:, 0].tolist())
 
     assert ids() == {i for i, piece in pieces.items() if piece in (b"a", b"ab", b"ac")}
     assert matcher.consume_token(next(i for i, piece in pieces.items() if piece == b"a"))

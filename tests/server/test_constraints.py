@@ -156,6 +156,15 @@ def test_any_object(site: Site) -> None:
         {"grammar": "start: " + "(" * 3000 + '"a"' + ")" * 3000},
         {"grammar": "start: X\n" + "\n".join(f"X{i}: X{i + 1} X{i + 1}" for i in range(60)) + '\nX60: "a"\nX: X0'},
         {"choice": ["x" * 300 + str(i) for i in range(4000)]},
+        {"choice": ["x" * 900_000]},
+        {"regex": "((a{1000}){1000}){1000}"},
+        {"grammar": "start: x0\n" + "\n".join(f'x{i}: "a" | x{i + 1}' for i in range(9000)) + '\nx9000: "b"'},
+        {
+            "grammar": "start: "
+            + " | ".join(f'"a" X{i}' for i in range(9000))
+            + "\n"
+            + "\n".join(f'X{i}: "{i}"' for i in range(9000))
+        },
         {"regex": "\ud800"},
         {"choice": ["\ud800"]},
         {"grammar": 'start: "\ud800"'},

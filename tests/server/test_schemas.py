@@ -13,7 +13,7 @@ import jsonschema
 import pytest
 from pydantic import BaseModel, ConfigDict, Field
 
-from server.json_schema import SchemaError, compile_schema
+from server.json_schema import SchemaError, check_matcher, compile_schema
 from tests.support.constrained import accepts, write
 from tests.support.server_thread import CHAT, TOKENIZER, TOOL, Site
 
@@ -226,6 +226,7 @@ def test_answers_are_valid_for_any_schema_that_is_not_reported(seed: int) -> Non
         for strict in (False, True):
             try:
                 compiled = compile_schema(schema, strict)
+                check_matcher(compiled.grammar)
             except SchemaError as e:
                 if re.search(r"json-schema|\$defs/\d|f64|Some|::|\n", str(e)):
                     pytest.fail(f"{schema}: {e}")

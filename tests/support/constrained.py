@@ -6,7 +6,7 @@ from functools import cache
 import torch
 
 from engine.grammars import Grammars
-from engine.logits import allowed
+from tests.support.masks import allowed
 from tests.support.server_thread import EOS, TOKENIZER
 
 VOCAB = 1024
