@@ -373,8 +373,8 @@ def test_answers_that_nobody_reads_make_room() -> None:
     ("path", "body"),
     [
         ("/tokenize", {"prompt": "word " * 50_000}),
-        ("/v1/completions", {"prompt": "Hi", "max_tokens": 200, "n": 24, "logprobs": 20}),
-        ("/v1/completions", {"prompt": "Hi", "max_tokens": 200, "n": 24, "logprobs": 20, "stream": True}),
+        ("/v1/completions", {"prompt": "Hi", "max_tokens": 200, "n": 6, "logprobs": 20}),
+        ("/v1/completions", {"prompt": "Hi", "max_tokens": 200, "n": 6, "logprobs": 20, "stream": True}),
         ("/v1/responses", {"input": "Hi", "include": INCLUDE, "max_output_tokens": 200, "top_logprobs": 20, "stream": True}),
     ],
     ids=["text", "answer", "stream", "response"],
