@@ -326,7 +326,8 @@ def test_another_variant_than_the_checkpoints_is_announced(here: Here, story: tu
     prompt, ids = story
     args = ("--model", HYBRID, "--json", "--prompt", prompt, *GREEDY, "--max-new-tokens", NEW_TOKENS)
     done = here(*args, "--variant", "standard")
-    assert done.err.startswith("warning: computing standard, for which the checkpoint was not trained; its text will be wrong")
+    said = "warning: computing standard, for which the checkpoint was not trained; its text will be wrong"
+    assert said in done.err  # on a busy machine behind a bar for the weights
     assert done.record["variant"] == "standard"
     assert done.record["token_ids"] != ids
     assert "warning" not in here(*args).err
