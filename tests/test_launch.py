@@ -306,6 +306,57 @@ def test_another_user_of_the_host_gets_nowhere(tmp_path: Path) -> None:
     assert not (tmp_path / "proof").exists()
 
 
+def reached(folder: Path, ports: set[int]) -> list[str]:
+    """What a process of another user can open, connect to or make below the folder, which it can enter, and at the ports."""
+    context = multiprocessing.get_context("fork")
+    ours, theirs = context.Pipe()
+
+    def attack() -> None:
+        os.setgroups([])
+        os.setgid(NOBODY)
+        os.setuid(NOBODY)
+        found = list[str]()
+        for path in [Path(at, name) for at, folders, files in os.walk(folder) for name in folders + files]:
+            for flags in (os.O_RDONLY, os.O_WRONLY):
+                with contextlib.suppress(OSError):
+                    os.close(os.open(path, flags))
+                    found.append(f"{path} {flags}")
+            with contextlib.suppress(OSError):
+                (path / "new").touch()
+                found.append(f"{path}/new")
+            with contextlib.suppress(OSError), socket.socket(socket.AF_UNIX) as unix:
+                unix.connect(str(path))
+                found.append(f"connected to {path}")
+        for port in ports:
+            with contextlib.suppress(OSError):
+                socket.create_connection(("127.0.0.1", port), 0.5).close()
+                found.append(f"connected to port {port}")
+        theirs.send(found)
+
+    process = context.Process(target=attack)
+    process.start()
+    try:
+        return list(ours.recv())
+    finally:
+        process.join()
+
+
+@pytest.mark.skipif(os.getuid() != 0, reason="only root can start a process of another user")
+def test_another_user_reaches_nothing_of_a_server_but_its_port() -> None:
+    """The folder of temporary files is open to all users, as /tmp is."""
+    with tempfile.TemporaryDirectory() as name, ServerProcess("--model", HYBRID, ranks=2, environ={"TMPDIR": name}) as server:
+        folder = Path(name)
+        folder.chmod(0o1777)
+        server.ready()
+        made = [path for path in folder.rglob("*") if not path.is_dir()]
+        assert any(path.is_socket() for path in made) and any(path.is_file() for path in made)
+        ports = {port for _, port in listening(tree(server.process.pid))}
+        assert len(ports) > 2, "HTTP and gloo"
+        assert reached(folder, ports) == [f"connected to port {server.port}"]
+        (folder / "ours").touch()  # a file that is open to them is found
+        assert reached(folder, set()) == [f"{folder}/ours {os.O_RDONLY}"]
+
+
 def test_nobody_can_connect_to_ranks_that_run(generating: Callable[..., Generating]) -> None:
     for address in listening(list(generating().pids)):
         with pytest.raises(TimeoutError):
