@@ -139,7 +139,7 @@ def size_table(
 
     table = load("comm", key, algorithms, rebuild=rebuild)
     if not is_plausible(table.times):
-        table = from_rank_0(Table("comm", key, measure()))
+        table = Table(**from_rank_0(vars(Table("comm", key, measure()))))
         if not is_plausible(table.times):
             raise RuntimeError(f"all-reduces took implausible times, so auto cannot choose: {table.times}")
         save(table, algorithms)

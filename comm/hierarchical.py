@@ -36,7 +36,7 @@ def host_of_each_rank() -> list[tuple[str, str]]:
     """The host of each rank, by rank. As in NCCL, different NCCL_HOSTIDs count as different hosts, but not between ranks
     that share GPUs, where all differ. HOST_ID comes before both. Collective."""
     name = socket.gethostname() if shared_gpus.allowed() else os.environ.get("NCCL_HOSTID", socket.gethostname())
-    return gather_objects((os.environ.get(HOST_ID) or name, boot_id()))
+    return [(host, boot) for host, boot in gather_objects((os.environ.get(HOST_ID) or name, boot_id()))]
 
 
 class HierarchicalCommunicator(ProcessGroupCommunicator):

@@ -18,6 +18,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
+from comm.process_group import gather_objects
 from kernels.graph_times import replay_seconds
 
 PLAUSIBLE = (0.3, 1e6)  # µs
@@ -53,7 +54,7 @@ def load(
     table = Table(kind, key)
     if dist.get_rank(group) == 0 and not rebuild:
         table = read(table, algorithms)
-    return from_rank_0(table, group)
+    return Table(**from_rank_0(vars(table), group))
 
 
 def read(empty: Table, algorithms: Algorithms) -> Table:
@@ -113,10 +114,11 @@ def write(table: Table, algorithms: Algorithms) -> None:
 
 
 def from_rank_0(value: Any, group: dist.ProcessGroup | None = None) -> Any:
-    """Rank 0's value on every rank. Collective."""
+    """Rank 0's value on every rank, without a group as JSON has it. Collective."""
+    if group is None:
+        return gather_objects(value if dist.get_rank() == 0 else None)[0]
     values = [value]
-    source = dist.get_global_rank(group, 0) if group else 0
-    dist.broadcast_object_list(values, src=source, group=group)
+    dist.broadcast_object_list(values, src=dist.get_global_rank(group, 0), group=group)
     return values[0]
 
 

@@ -80,7 +80,7 @@ def prepare(args: argparse.Namespace, world: World, setup: Setup) -> tuple[Train
         note(f"predicted step time: {planned.step_seconds * 1e3:,.0f} ms")
     run_id = [uuid.uuid4().hex]
     if world.world_size > 1:
-        dist.broadcast_object_list(run_id, src=0)
+        dist.broadcast_object_list(run_id, src=0, group=world.control)
     snapshots = Snapshots(args.out / "snapshots", world.rank, world.world_size, keep=args.keep, run_id=run_id[0])
     path = together(world, lambda: _snapshot(args, world, setup, snapshots, batches))
     trainer = together(world, lambda: build_trainer(args, world, setup, batches, planned))
