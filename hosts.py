@@ -32,6 +32,7 @@ import torch.distributed as dist
 from torch.distributed import PrefixStore, Store  # type: ignore[attr-defined]
 from torch.distributed.rendezvous import rendezvous
 
+import meeting
 from cli import LOST_RANK, local_rank, lost_connection, rank
 from comm.table import digest
 from errors import UserError
@@ -70,7 +71,10 @@ def join(facts: Mapping[str, str], error: UserError | None) -> Store:
     except UserError as e:
         address, error = "", error or e
     try:
-        store, _, _ = next(iter(rendezvous("env://", timeout=timedelta(seconds=MEET_SECONDS))))
+        if LAUNCHER in os.environ:
+            store: Store = meeting.connect(master, int(os.environ["MASTER_PORT"]), os.environ[meeting.SECRET], MEET_SECONDS)
+        else:
+            store, _, _ = next(iter(rendezvous("env://", timeout=timedelta(seconds=MEET_SECONDS))))
     except (dist.DistError, OSError, ValueError):  # ValueError: an address that cannot be resolved
         raise UserError(
             f"host {socket.gethostname()} cannot reach {master} port {os.environ['MASTER_PORT']}, where its launcher says that rank 0 "

@@ -2,14 +2,14 @@
 
     python launch.py --ranks 8 -m training.train --model ladder-1b …
     python launch.py --ranks 2 -m scripts.bench.comm.auto_table
-    python launch.py --hosts 2 --meet HOST0:29500 --ranks 8 -m server --model DIR     # the same on each of two hosts
+    python launch.py --hosts 2 --meet HOST0:29500 --meet-secret-file FILE --ranks 8 -m server --model DIR   # on each of two hosts
 
 `python -m server --tp N` and `generate.py --tp N` also use it to start their ranks.
 
 torch's elastic agent starts and monitors the ranks. torchrun gives it a rendezvous for several hosts: two stores that
 listen on all interfaces without a password, one of which unpickles the data that it receives. Ranks of one host meet over a
 file in a folder that only this user can enter. Ranks of several hosts meet at the host that --meet names: it has rank 0,
-and its store, which nothing unpickles, listens on that address only. Signals are forwarded to the ranks, which then end by themselves.
+and its store listens on that address only and admits nobody without a secret (`meeting.py`). Signals are forwarded to the ranks, which then end by themselves.
 The exit code is that of the rank that failed first.
 """
 
@@ -24,10 +24,9 @@ import sys
 import threading
 import time
 from collections.abc import Callable, Iterable, Sequence
-from datetime import timedelta
 from typing import Any, Protocol
 
-from torch.distributed import HashStore, TCPStore  # type: ignore[attr-defined]
+from torch.distributed import HashStore  # type: ignore[attr-defined]
 from torch.distributed.elastic.agent.server.api import RunResult, WorkerGroup, WorkerSpec
 from torch.distributed.elastic.agent.server.local_elastic_agent import LocalElasticAgent
 from torch.distributed.elastic.multiprocessing import DefaultLogsSpecs
@@ -36,6 +35,7 @@ from torch.distributed.elastic.rendezvous.api import RendezvousHandler, Rendezvo
 
 from cli import LOST_RANK, Parser, leave, note, run
 from errors import UserError
+from meeting import MeetingServer, MeetingStore, connect, read_secret
 from options import whole_number
 from processes import LAUNCHER, MEETING, listen_on_loopback, run_folder, signal_child
 
@@ -45,7 +45,6 @@ MONITOR_SECONDS = 0.1  # between the agent's checks of the ranks
 STOP_SECONDS = 2  # time for the ranks beside a failed one to end, before they are killed and all are started again
 AGENT_SECONDS = 30  # the agent's own time for them, once it has seen that one has failed
 NO_LIMIT = 1_000_000_000  # of restarts for the agent, because a keeper has its own
-CONNECT_SECONDS = 2.0
 MEET_SECONDS = float(os.environ.get("RUNG_MEET_SECONDS") or 120)  # time for all hosts to come
 PRESENT_SECONDS = 30.0  # time for all hosts to say that they are still there, once all have come
 NOTICE_SECONDS = 5.0  # after which a host says that it waits for others
@@ -86,8 +85,8 @@ class SeveralHosts(OneHost):
 
     use_agent_store = True  # the ranks connect to the agent's store and open none themselves
 
-    def __init__(self, hosts: int, meet: str) -> None:
-        """meet: HOST:PORT. Raises UserError."""
+    def __init__(self, hosts: int, meet: str, secret: str) -> None:
+        """meet: HOST:PORT. secret: see `meeting.py`. Raises UserError."""
         host, _, port = meet.rpartition(":")
         if not host or not port.isdecimal() or not 0 < int(port) < 65536:
             raise UserError(
@@ -97,13 +96,13 @@ class SeveralHosts(OneHost):
             self._host: str = socket.gethostbyname(host)
         except OSError as e:
             raise UserError(f"--meet names host {host}, which is unknown here ({e.strerror}); give its address") from None
-        self._hosts, self._port = hosts, int(port)
+        self._hosts, self._port, self._secret = hosts, int(port), secret
 
     def meet(self) -> None:
         """Wait for the other hosts. To be called once, before the ranks start. Raises UserError if they do not come."""
         start = time.monotonic()
         own = self._serve()
-        store = own or self._connect(start)
+        store = self._connect(start)
         number = 0 if own else store.add("others", 1)
         if number >= self._hosts:
             raise UserError(f"{self._hosts} hosts have come to {self._host}:{self._port} already; end what runs there first")
@@ -120,7 +119,7 @@ class SeveralHosts(OneHost):
     def next_rendezvous(self) -> RendezvousInfo:
         return self._met
 
-    def _wait(self, store: TCPStore, start: float) -> None:
+    def _wait(self, store: MeetingStore, start: float) -> None:
         """Return when all hosts have added themselves to the store."""
         said = 0
         while (came := min(1 + store.add("others", 0), self._hosts)) < self._hosts:
@@ -139,7 +138,7 @@ class SeveralHosts(OneHost):
                 )
             time.sleep(MONITOR_SECONDS)
 
-    def _check_presence(self, store: TCPStore, number: int) -> None:
+    def _check_presence(self, store: MeetingStore, number: int) -> None:
         """Return when all hosts have seen that all have come. One that left before counts among those that came."""
         store.set(f"present {number}", "")
         end = time.monotonic() + PRESENT_SECONDS
@@ -151,32 +150,27 @@ class SeveralHosts(OneHost):
                 )
             time.sleep(MONITOR_SECONDS)
 
-    def _serve(self) -> TCPStore | None:
-        """The store, if the address is this host's."""
+    def _serve(self) -> MeetingServer | None:
+        """The store's server, if the address is this host's."""
         try:
-            with socket.create_server((self._host, self._port), backlog=MOST_RANKS) as listener:
-                store = TCPStore(
-                    self._host, self._port, is_master=True, wait_for_workers=False, master_listen_fd=listener.detach()
-                )
+            return MeetingServer(socket.create_server((self._host, self._port), backlog=MOST_RANKS), self._secret)
         except OSError as e:
             if e.errno == errno.EADDRNOTAVAIL:
                 return None
             raise UserError(
                 f"this host cannot listen on {self._host}:{self._port} ({os.strerror(e.errno or 0)}); choose another port in --meet"
             ) from None
-        return store
 
-    def _connect(self, start: float) -> TCPStore:
+    def _connect(self, start: float) -> MeetingStore:
         said = False
-        while True:  # torch's own attempts write pages of errors
+        while True:
             try:
-                socket.create_connection((self._host, self._port), CONNECT_SECONDS).close()
-                return TCPStore(self._host, self._port, is_master=False, timeout=timedelta(seconds=MEET_SECONDS))
-            except (OSError, RuntimeError) as e:
+                return connect(self._host, self._port, self._secret, MEET_SECONDS)
+            except OSError as e:
                 passed = time.monotonic() - start
                 if passed > MEET_SECONDS:
                     raise UserError(
-                        f"1 of {self._hosts} hosts came: nothing answers at {self._host}:{self._port} ({getattr(e, 'strerror', e)}) "
+                        f"1 of {self._hosts} hosts came: nothing answers at {self._host}:{self._port} ({e.strerror or e}) "
                         f"since {MEET_SECONDS:g} s; start the same command there, and check its firewall and the address in --meet"
                     ) from None
                 if passed > NOTICE_SECONDS and not said:
@@ -185,7 +179,7 @@ class SeveralHosts(OneHost):
                 time.sleep(MONITOR_SECONDS)
 
 
-def _names(store: TCPStore, numbers: Iterable[int]) -> str:
+def _names(store: MeetingStore, numbers: Iterable[int]) -> str:
     """The names of hosts. One that left at once has none, and its name must not be waited for."""
     return ", ".join(store.get(key).decode() if store.check([key := f"host {i}"]) else "one without a name" for i in numbers)
 
@@ -348,6 +342,12 @@ def parse_args() -> argparse.Namespace:
         metavar="HOST:PORT",
         help="with --hosts: the address of one of them, which gets rank 0, in a network that only they reach, and a free port there",
     )
+    parser.add_argument(
+        "--meet-secret-file",
+        metavar="FILE",
+        help="with --hosts: a file of mode 600 with a secret of at least 16 characters, the same on all hosts (default: "
+        "RUNG_MEET_SECRET); who does not know it cannot join",
+    )
     parser.add_argument("-m", dest="module", action="store_true", help="the program is a module, as for python")
     parser.add_argument("program", nargs=argparse.REMAINDER, help="script or module, and its arguments")
     args = parser.parse_args()
@@ -360,7 +360,7 @@ def parse_args() -> argparse.Namespace:
 
 def main() -> None:
     args = parse_args()
-    hosts = SeveralHosts(args.hosts, args.meet) if args.hosts is not None else None
+    hosts = SeveralHosts(args.hosts, args.meet, read_secret(args.meet_secret_file)) if args.hosts is not None else None
     leave(start_ranks(args.ranks, ["-m"] * args.module + args.program, hosts=hosts))
 
 

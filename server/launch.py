@@ -211,7 +211,9 @@ def warn_of_torchrun(settings: Settings, environ: Mapping[str, str]) -> None:
     if environ.get("LOCAL_WORLD_SIZE") == environ.get("WORLD_SIZE"):
         advice = f"on one host, start with python -m server --tp {environ.get('WORLD_SIZE')} instead"
     else:
-        advice = "ranks on several hosts need a network that only they can reach"
+        advice = (
+            "let nobody else reach these hosts, or start with launch.py --hosts N --meet HOST:PORT, which asks for a secret"
+        )
     log.warning(
         "torchrun's stores listen on all interfaces without a password, and whoever reaches them can run code: %s", advice
     )

@@ -1,11 +1,13 @@
 """A server on two hosts, which are network namespaces of this machine: its answers, and how it ends when a host leaves, is late or
 disagrees. The parts of `hosts.py` and `launch.py` that need no network follow."""
 
+import contextlib
 import os
 import random
 import re
 import shutil
 import signal
+import socket
 import threading
 import time
 from collections.abc import Callable, Iterator
@@ -18,7 +20,7 @@ from typing import Any
 import httpx
 import pytest
 import torch
-from torch.distributed import TCPStore  # type: ignore[attr-defined]
+from torch.distributed import HashStore, PrefixStore  # type: ignore[attr-defined]
 
 import hosts
 import launch
@@ -27,11 +29,12 @@ from engine.llm import LLM
 from engine.protocol import SamplingParams
 from errors import UserError
 from launch import MEET_SECONDS, PRESENT_SECONDS, SeveralHosts
+from meeting import BYTES, MeetingServer, MeetingStore, connect, read_secret
 from scripts.lib.process_tree import process_tree
 from server.launch import shared_facts
 from server.settings import Settings
 from tests.support.command_line import HYBRID
-from tests.support.namespaces import TwoHosts
+from tests.support.namespaces import SECRET, TwoHosts
 from tests.support.ports import free_port
 from tests.support.quick_start import Popen
 from tests.support.server_process import rank_pids, runs, wait_until
@@ -192,7 +195,7 @@ def test_the_host_that_is_met_is_the_first_one(two_hosts: TwoHosts) -> None:
             return store
 
     def come(host: int) -> None:
-        one = Slow(3, f"10.77.0.1:{port}")
+        one = Slow(3, f"10.77.0.1:{port}", SECRET)
         met.append((host, one))  # the first one's store must outlive the meeting
         one.meet()
 
@@ -248,7 +251,7 @@ def test_a_wrong_interface_or_address_is_named(monkeypatch: pytest.MonkeyPatch, 
 @pytest.mark.parametrize("meet", ["10.0.0.1", ":29500", "10.0.0.1:0", "10.0.0.1:x", "10.0.0.1:65536"])
 def test_a_wrong_meeting_place_is_refused(meet: str) -> None:
     with pytest.raises(UserError, match=r"--meet is '.*'; give the address"):
-        SeveralHosts(2, meet)
+        SeveralHosts(2, meet, SECRET)
 
 
 class Another(SeveralHosts):
@@ -259,14 +262,123 @@ class Another(SeveralHosts):
 
 
 def clock_of(monkeypatch: pytest.MonkeyPatch) -> Callable[[float], None]:
-    """Moves the launcher's clock on by so many seconds."""
-    skipped = [0.0]
-    monkeypatch.setattr(launch, "time", SimpleNamespace(sleep=time.sleep, monotonic=lambda: time.monotonic() + sum(skipped)))
-    return skipped.append
+    """Moves the launcher's clock on by so many seconds, once it has looked again at what has happened until then."""
+    skipped, looked = [0.0], threading.Semaphore(0)
+
+    def sleep(seconds: float) -> None:
+        looked.release()
+        time.sleep(seconds)
+
+    def skip(seconds: float) -> None:
+        while looked.acquire(blocking=False):
+            pass
+        for _ in range(2):
+            looked.acquire(timeout=1)  # it sleeps no more if it has ended
+        skipped.append(seconds)
+
+    monkeypatch.setattr(launch, "time", SimpleNamespace(sleep=sleep, monotonic=lambda: time.monotonic() + sum(skipped)))
+    return skip
 
 
-def store_at(port: int) -> TCPStore:
-    return TCPStore("127.0.0.1", port, is_master=False, timeout=timedelta(seconds=SECONDS))
+def store_at(port: int, secret: str = SECRET) -> MeetingStore:
+    wait_until(lambda: not is_free(port), SECONDS, "the store")
+    return connect("127.0.0.1", port, secret, SECONDS)
+
+
+def is_free(port: int) -> bool:
+    with socket.socket() as probe:
+        return probe.connect_ex(("127.0.0.1", port)) != 0
+
+
+def test_who_does_not_know_the_secret_is_refused_and_the_others_meet(capfd: pytest.CaptureFixture[str]) -> None:
+    """A host with another secret ends with one sentence; whoever says nothing, or sends what a TCPStore or pickle would read, keeps
+    nobody out."""
+    port = free_port()
+    first = SeveralHosts(2, f"127.0.0.1:{port}", SECRET)
+    with ThreadPoolExecutor(2) as pool, contextlib.ExitStack() as stack:
+        meeting = pool.submit(first.meet)
+        store = store_at(port)
+        for said in (b"", b"\x00\xce\xf7\x85\x3c", random.randbytes(BYTES) * 2, b"\xff" * 1000, bytes(2 * BYTES)):
+            stack.enter_context(socket.create_connection(("127.0.0.1", port))).sendall(said)
+        for _ in range(2):
+            with pytest.raises(UserError, match="has another secret than this host"):
+                Another(2, f"127.0.0.1:{port}", SECRET[::-1]).meet()
+        assert not meeting.done() and store.add("others", 0) == 0
+        coming = pool.submit(Another(2, f"127.0.0.1:{port}", SECRET).meet)
+        for one in (meeting, coming):
+            one.result(SECONDS)
+    assert capfd.readouterr().err.count("127.0.0.1 was refused: its secret is another one") == 1
+
+
+def test_a_store_that_does_not_know_the_secret_is_refused() -> None:
+    """It has the host's address, and answers as the store would whatever it is told."""
+    with socket.create_server(("127.0.0.1", 0)) as listener, ThreadPoolExecutor(1) as pool:
+
+        def pretend() -> None:
+            connection, _ = listener.accept()
+            with connection:
+                connection.sendall(random.randbytes(BYTES))
+                connection.recv(2 * BYTES, socket.MSG_WAITALL)
+                connection.sendall(random.randbytes(BYTES))
+
+        pretending = pool.submit(pretend)
+        with pytest.raises(UserError, match="has another secret than this host"):
+            connect(*listener.getsockname(), SECRET, SECONDS)
+        pretending.result(SECONDS)
+
+
+def test_a_secret_that_others_know_or_guess_is_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("RUNG_MEET_SECRET", "")
+    file = tmp_path / "secret"
+    with pytest.raises(UserError, match="cannot be read"):
+        read_secret(str(file))
+    for path, text, mode, words in (
+        (None, "", 0o600, "several hosts need a secret"),
+        (str(file), "x" * 15 + "\n", 0o600, "at least 16 characters"),
+        (str(file), "x" * 16, 0o640, "other users may read"),
+    ):
+        file.write_text(text)
+        file.chmod(mode)
+        with pytest.raises(UserError, match=words):
+            read_secret(path)
+    file.chmod(0o600)
+    assert read_secret(str(file)) == os.environ["RUNG_MEET_SECRET"] == read_secret(None) == "x" * 16
+
+
+def test_the_store_does_what_others_of_torch_do(seed: int) -> None:
+    """Also behind a PrefixStore, as C++ uses it: compared with a store in memory, by two clients in turns."""
+    rng, listener = random.Random(seed), socket.create_server(("127.0.0.1", 0))
+    server = MeetingServer(listener, SECRET)
+    clients = [connect(*listener.getsockname(), SECRET, 0.01) for _ in range(2)]
+    here, words = HashStore(), ["", "1", "22", "ü"]
+    here.set_timeout(timedelta(seconds=0.01))
+
+    def said(store: Any, call: str, *args: Any) -> Any:
+        try:
+            return getattr(store, call)(*args)
+        except torch.distributed.DistError as e:
+            return torch.distributed.DistError in type(e).__mro__
+
+    for _ in range(300):
+        key, other = rng.choices("abcdef", k=2)
+        calls: list[tuple[Any, ...]] = [
+            ("set", key, rng.choice(words)),
+            ("get", key),
+            ("check", [key, other]),
+            ("wait", [key, other], timedelta(seconds=0.01)),
+            ("add", f"number {key}", rng.randrange(-3, 9)),
+            ("compare_set", key, rng.choice(words), rng.choice(words)),
+            ("delete_key", key),
+            ("num_keys",),
+            ("multi_get", [key, other]),
+            ("multi_set", [key, other], rng.choices(words, k=2)),
+        ]
+        call, args = (picked := rng.choice(calls))[0], picked[1:]
+        ours, theirs = rng.choice(clients), here
+        if rng.random() < 0.5 and not call.startswith("multi"):
+            ours, theirs = PrefixStore("p", ours), PrefixStore("p", here)
+        assert said(ours, call, *args) == said(theirs, call, *args), (picked, seed)
+    assert server
 
 
 def leave_at_once(port: int, name: str | None) -> None:
@@ -280,7 +392,7 @@ def leave_at_once(port: int, name: str | None) -> None:
 def test_a_host_that_left_while_others_came_is_missed(monkeypatch: pytest.MonkeyPatch) -> None:
     """A new start of it counts as another host, so that the number of hosts is reached without all of them."""
     port, skip = free_port(), clock_of(monkeypatch)
-    first, again = (kind(3, f"127.0.0.1:{port}") for kind in (SeveralHosts, Another))
+    first, again = (kind(3, f"127.0.0.1:{port}", SECRET) for kind in (SeveralHosts, Another))
     with ThreadPoolExecutor(2) as pool:
         meeting = pool.submit(first.meet)
         leave_at_once(port, "oslo")
@@ -297,11 +409,10 @@ def test_a_host_that_left_while_others_came_is_missed(monkeypatch: pytest.Monkey
 def test_the_name_of_a_host_that_left_is_not_waited_for(hosts_wanted: int, words: str, monkeypatch: pytest.MonkeyPatch) -> None:
     port, skip = free_port(), clock_of(monkeypatch)
     with ThreadPoolExecutor(1) as pool:
-        meeting = pool.submit(SeveralHosts(hosts_wanted, f"127.0.0.1:{port}").meet)
+        meeting = pool.submit(SeveralHosts(hosts_wanted, f"127.0.0.1:{port}", SECRET).meet)
         leave_at_once(port, None)
         while not meeting.done():
             skip(MEET_SECONDS)
-            time.sleep(0.05)
         with pytest.raises(UserError, match=f"{words}.*one without a name"):
             meeting.result(SECONDS)
 

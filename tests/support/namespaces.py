@@ -13,6 +13,8 @@ from tests import ROOT
 from tests.support import quick_start
 from tests.support.command_line import environment
 
+SECRET = "a secret of the tests"
+
 
 class TwoHosts(namespaces.TwoHosts):
     def __init__(self) -> None:
@@ -38,7 +40,8 @@ class TwoHosts(namespaces.TwoHosts):
 
     def start(self, host: int, *program: object, **environ: object) -> quick_start.Popen:
         """Start a Python program on a host."""
-        env = environment(NCCL_HOSTID=f"host-{host}", GLOO_SOCKET_IFNAME="", OMP_NUM_THREADS=1, **environ)
+        own = {"NCCL_HOSTID": f"host-{host}", "RUNG_MEET_SECRET": SECRET}
+        env = environment(GLOO_SOCKET_IFNAME="", OMP_NUM_THREADS=1, **own | environ)
         return quick_start.Popen(
             self.command(host, *program), cwd=ROOT, env=env, stdout=subprocess.DEVNULL, stderr=subprocess.PIPE, text=True
         )

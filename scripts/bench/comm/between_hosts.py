@@ -9,6 +9,7 @@ iproute2. Times are medians of the slowest rank; the bytes are those that the fi
 
 import json
 import os
+import secrets
 import subprocess
 import sys
 import time
@@ -73,13 +74,14 @@ def rank_main(sizes: Sequence[int]) -> None:
 
 def on_two_hosts(hosts: TwoHosts, sizes: Sequence[int]) -> list[dict[str, Any]]:
     """The rows of a run of all ranks, for messages of these sizes in bytes. Raises UserError."""
+    secret = secrets.token_hex()
     meet = ("launch.py", "--hosts", 2, "--meet", f"{hosts.addresses[0]}:{free_port()}", "--ranks", RANKS)
     program = ("-m", "scripts.bench.comm.between_hosts", "--rank", *sizes)
     processes = [
         subprocess.Popen(
             hosts.command(host, *meet, *program),
             cwd=ROOT,
-            env=os.environ | {"NCCL_HOSTID": f"host-{host}", "OMP_NUM_THREADS": "1"},
+            env=os.environ | {"NCCL_HOSTID": f"host-{host}", "OMP_NUM_THREADS": "1", "RUNG_MEET_SECRET": secret},
             stdout=subprocess.PIPE,
             stderr=subprocess.PIPE,
             text=True,
