@@ -195,7 +195,7 @@ def push_config(rows: int, n: int, k: int, dtype: torch.dtype) -> Gemv | Mma | N
     """The config of a layer that pushes its result. Each program has pairs of adjacent features. None if no kernel supports it.
 
     Where `kernels.linear_config.config` prefers cuBLAS or the stream kernel, the difference is a few percent
-    (docs/kernels.md): less than a push may save.
+    (docs/results/h200-1-linear.md): less than a push may save.
     """
     if not 0 < rows <= MAX_ROWS or dtype not in DTYPES or n % 2:
         return None

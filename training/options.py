@@ -16,7 +16,7 @@ from training.optimizer import AdamSettings, Schedule
 from training.planner.workload import OVERLAPS
 from training.sharding import Mesh
 
-PASSES = 4  # of adaptation; docs/training.md has the accuracy after one, two and four
+PASSES = 4  # of adaptation; docs/training.md has the accuracy after one and four
 WARMUP = 20  # steps of adaptation for each step of warm-up
 POSITIVE = (
     *("sequence_length", "global_batch", "micro_batch", "steps", "save_every", "keep", "log_every"),
