@@ -19,7 +19,7 @@ with a measured unit (`MEASURED`) but no such comment is an error.
 
 Tables and plots in docs/results are compared with `made-from.json`, which the scripts that write them update
 (`scripts/lib/results.py`). A table or plot that was changed by hand or is older than its raw files is an error. So is a table to
-which docs/results.md has no link.
+which docs/results.md has no link, and more words or bytes than MOST allows.
 """
 
 import ast
@@ -49,6 +49,12 @@ UNCHECKED = re.compile(r"```.*?```|`[^`\n]*`|\]\([^)]*\)|<!--.*?-->|https?://\S+
 QUOTED = re.compile(r"<!-- docs/results/\S+ -->.*?<!-- end -->", re.DOTALL)  # checked by scripts/report/quote_tables.py
 COMMENT = re.compile(r"<!-- figures\n(.*?)-->", re.DOTALL)
 LONE_NUMBER = re.compile(rf"(?<![\w.:/-]){NUMBER}(?!\w|:\w|-\w)")
+MOST = {  # budgets, which only fall: say in a page what its reader decides by, and keep the raw files that pages quote
+    "words of README.md and docs": 31_000,  # tables included, comments not
+    "bytes of docs/results": 6_000_000,
+    "bytes of README.md": 8_000,
+    "lines of README.md": 110,
+}
 ARITHMETIC: dict[type, Callable[[float, float], float]] = {
     ast.Add: operator.add,
     ast.Sub: operator.sub,
@@ -190,13 +196,26 @@ def unlisted(page: Path, tables: Path) -> list[str]:
     return [f"{page.name}: has no link to {path.name}" for path in sorted(tables.glob("*.md")) if f"/{path.name})" not in text]
 
 
+def over_budget(root: Path) -> list[str]:
+    """An error line for each figure of MOST that the repository in `root` exceeds."""
+    readme, results = root / "README.md", root / "docs" / "results"
+    pages = [re.sub(r"<!--.*?-->", "", page.read_text(), flags=re.DOTALL) for page in (readme, *(root / "docs").glob("*.md"))]
+    found = {
+        "words of README.md and docs": sum(len(page.split()) for page in pages),
+        "bytes of docs/results": sum(path.stat().st_size for path in results.rglob("*") if path.is_file()),
+        "bytes of README.md": readme.stat().st_size,
+        "lines of README.md": len(readme.read_text().splitlines()),
+    }
+    return [f"{found[what]:,} {what}, but at most {most:,} are allowed" for what, most in MOST.items() if found[what] > most]
+
+
 def main() -> None:
     parser = Parser(description=__doc__)
     parser.add_argument("pages", nargs="*", type=Path, help="default: README.md and docs/*.md, and all tables and plots")
     args = parser.parse_args()
     pages = args.pages or [ROOT / "README.md", *sorted((ROOT / "docs").glob("*.md"))]
     found = [problem for page in pages for problem in check_page(page)]
-    found += [] if args.pages else [*stale(RESULTS), *unlisted(ROOT / "docs" / "results.md", RESULTS)]
+    found += [] if args.pages else [*stale(RESULTS), *unlisted(ROOT / "docs" / "results.md", RESULTS), *over_budget(ROOT)]
     if found:
         print("\n".join(found))
         raise UserError(f"{len(found)} figures of the documentation are not what their files say")

@@ -93,6 +93,21 @@ def test_a_table_that_the_results_do_not_list_is_named(tmp_path: Path) -> None:
     assert check_docs.unlisted(page, tables) == ["results.md: has no link to phone.md"]
 
 
+def test_more_words_or_bytes_than_the_budget_are_named(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    (tmp_path / "docs" / "results" / "gpu").mkdir(parents=True)
+    (tmp_path / "README.md").write_text("one two\n<!-- figures\nfrom x.json\n-->\n")
+    (tmp_path / "docs" / "page.md").write_text("| three | four |")
+    (tmp_path / "docs" / "results" / "gpu" / "x.json").write_text("12345")
+    found = (7, 5, len((tmp_path / "README.md").read_text()), 4)
+    for most in (found, [figure - 1 for figure in found]):
+        monkeypatch.setattr(check_docs, "MOST", dict(zip(check_docs.MOST, most, strict=True)))
+        lines = [
+            f"{figure} {what}, but at most {figure - 1} are allowed"
+            for what, figure in zip(check_docs.MOST, found, strict=True)
+        ]
+        assert check_docs.over_budget(tmp_path) == ([] if most is found else lines)
+
+
 def test_each_module_of_the_server_is_in_the_table_once() -> None:
     page = (ROOT / "docs" / "architecture.md").read_text()
     table = page.partition("### The modules of server/\n")[2].partition("\n#")[0]
