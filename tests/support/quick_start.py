@@ -31,7 +31,7 @@ import time
 import traceback
 import types
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from itertools import pairwise
 from pathlib import Path
 from typing import Any, NoReturn
@@ -152,10 +152,23 @@ def fork(start: Start, files: Sequence[int]) -> int:
     if not _is_command:
         _origin = _origin or Origin()
         return _origin.fork(start, files)
+    before = _pipes()
     pid = os.fork()
     if pid == 0:
-        become(start, files)
+        # libuv, in torch, makes a new pipe in each forked child, and closes its numbers in that of the child, whosever they are then
+        own = [number for number, pipe in _pipes().items() if number >= FILES and pipe not in before.values()]
+        become(replace(start, kept=(*start.kept, *own)), files)
     return pid
+
+
+def _pipes() -> dict[int, str]:
+    """The pipes of this process by descriptor."""
+    found = dict[int, str]()
+    for name in os.listdir("/proc/self/fd"):
+        with contextlib.suppress(OSError):  # it was that of the folder
+            if (target := os.readlink(f"/proc/self/fd/{name}")).startswith("pipe:"):
+                found[int(name)] = target
+    return found
 
 
 def _receive(connection: socket.socket, size: int) -> bytes:
