@@ -394,6 +394,17 @@ def test_ranks_slice_both_formats_alike(gpt_fast: tuple[Path, dict[str, Tensor],
         assert_equal(load(directory / PTH, comm).state_dict(), load(directory / "hf", comm).state_dict())
 
 
+def test_columns_of_a_mapped_file_count_as_all_its_pages(tmp_path: Path, seed: int) -> None:
+    """So that no more of it stays in memory than is meant to."""
+    torch.save({"a": torch.randn(40, 30), "b": torch.ones(())}, tmp_path / "model.pth")
+    source = checkpoint.PickledSource(tmp_path / "model.pth")
+    counted = []
+    for read in (("a", 0, 3, 5), ("a", 1, 3, 5), ("b", 0, 0, 1)):
+        source.read(*read)
+        counted.append(source.touched)
+    assert counted == [4 * 2 * 30, 4 * (60 + 1200), 4 * (60 + 1200 + 1)]
+
+
 def test_the_fingerprint_of_a_gpt_fast_file_tells_weights_apart(gpt_fast: tuple[Path, dict[str, Tensor], Any]) -> None:
     directory, tensors, theirs = gpt_fast
     config = model_config(str(directory), None, 1)

@@ -2,6 +2,7 @@
 merged, alone, while other adapters come and go."""
 
 import random
+import threading
 import time
 from collections.abc import Callable
 from contextlib import nullcontext
@@ -175,6 +176,23 @@ def test_adapters_come_and_go_beside_answers(count: int, ranks: Ranks, tmp_path:
             submit = Submit(name, PROMPT, SamplingParams(max_tokens=12, temperature=0))
             assert_same(models[used[name]], submit, found, aborted=name == "uses")
         assert tokens["first"] != tokens["waits 0"] != tokens["again"]
+
+
+def test_requests_that_wait_for_an_adapter_end_with_all_others(tmp_path: Path, seed: int) -> None:
+    """Their frontend has ended. The adapter itself is loaded."""
+    base = save_random(replace(config_of("standard"), head_dim=16), tmp_path / "base")
+    engine, may_read = engine_with(ALONE, base, {}, 0), threading.Event()
+    adapters = engine.adapters
+    assert adapters is not None
+    read = adapters._read
+    adapters._read = lambda files: read(files) if may_read.wait(300) else []  # type: ignore[method-assign]
+    engine.change_adapters(LoadAdapter("", "a", str(write_adapter(tmp_path / "a", base))))
+    assert engine.submit(Submit("gone", PROMPT, SamplingParams(max_tokens=3), adapter="a")) is None
+    engine.abort_all()
+    may_read.set()
+    while engine.preparing:
+        engine.admit()
+    assert list(adapters.known) == ["a"] and not engine.has_work() and not engine.refused
 
 
 @pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")

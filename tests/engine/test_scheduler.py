@@ -221,6 +221,17 @@ def test_a_refusal_says_which_limit_in_one_line() -> None:
         scheduler.check(Sequence("a", [0] * 90, 90, SamplingParams(max_tokens=11)))
 
 
+@pytest.mark.parametrize("least", [0, 1, 3])
+def test_a_stop_token_within_the_least_length_ends_nothing(least: int) -> None:
+    """A grammar may demand one there."""
+    scheduler = Scheduler(BlockManager(9, 4), 2, 8, 100)
+    scheduler.add(sequence := Sequence("a", [1], 1, SamplingParams(max_tokens=9, min_tokens=least, stop_token_ids=[7])))
+    while sequence.finish_reason is None:
+        scheduler.schedule()
+        scheduler.record(sequence, 7)
+    assert (sequence.generated, sequence.finish_reason) == (least + 1, "stop")
+
+
 # --- the order of admission and preemption ----------------------------------------------------------------------------------
 
 

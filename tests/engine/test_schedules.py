@@ -329,6 +329,16 @@ def test_what_was_invented_does_not_reach_the_next_step(seed: int) -> None:
             compare_with_fresh_inputs()
 
 
+def test_a_step_with_drafts_leaves_no_rows_for_the_next_one() -> None:
+    """They are those of its drafts, too."""
+    inputs = DecodeInputs(Capacity(4, 16, 4, drafted=8), torch.device("cpu"))
+    sequences = [Sequence("", [1, 2, 3], 3, SamplingParams(), blocks=[0]) for _ in range(2)]
+    for draft, goes_on in (([], True), ([4, 5], False)):
+        chunks = [Chunk(one, 2, 1 + len(draft), True, True, draft) for one in sequences]
+        inputs.write(chunks)
+        assert inputs.continues([Chunk(one, 3, 1, True, False) for one in sequences]) == goes_on
+
+
 def test_behind_its_last_block_a_row_has_that_one(seed: int) -> None:
     """A CPU multiplies what it reads there by 0: a NaN of another sequence must not be there."""
     tables = Tables(5, 6, torch.device("cpu"))
