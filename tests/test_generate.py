@@ -7,8 +7,9 @@ import shutil
 import subprocess
 import sys
 from collections.abc import Callable
-from dataclasses import fields
+from dataclasses import fields, replace
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import msgspec
@@ -21,10 +22,11 @@ from attention import Causal
 from checkpoint import build_model
 from comm import Local
 from engine import LLM, SamplingParams
+from engine.llm import Timing
 from errors import UserError
 from model import Transformer
 from options import ModelOptions
-from presets import model_config
+from presets import model_config, preset
 from scripts.corpus.documents import documents
 from server import launch as launch_server
 from server.settings import load_settings
@@ -174,6 +176,44 @@ def test_prompt_file_and_prompt_ids_say_the_same_as_prompt(
 
 
 # --- samples -------------------------------------------------------------------------------------------------------------
+
+
+def test_the_cache_of_a_batch_that_is_not_full() -> None:
+    prompts, config = [[1] * 3, [1] * 9], preset("tiny")
+    for size, count, together in ((8, 2, 2), (1, 2, 1)):
+        args: Any = SimpleNamespace(score=False, batch_size=size, num_samples=count, max_new_tokens=5)
+        assert command_module.Job(args, config, None, prompts, []).cache_tokens == together * (9 + 5)
+    args.score = True
+    assert command_module.Job(args, config, None, prompts, []).cache_tokens == 0
+    args.score = False
+    assert command_module.Job(args, config, None, [], []).cache_tokens == config.max_seq_len, "a conversation"
+
+
+def test_a_conversation_goes_on_until_it_is_too_long(monkeypatch: pytest.MonkeyPatch) -> None:
+    asked, messages = list[list[str]](), list[dict[str, str]]()
+
+    def encode_chat(tokenizer: object, messages: list[dict[str, str]]) -> list[int]:
+        asked.append([message["content"] for message in messages])
+        return [1] * 10 * len(messages)
+
+    monkeypatch.setattr(command_module, "encode_chat", encode_chat)
+    monkeypatch.setattr(command_module, "answer", lambda *_, **__: ([SimpleNamespace(finish_reason="stop", text="yes")], None))
+    args, config = SimpleNamespace(chat=True, max_new_tokens=5), SimpleNamespace(max_seq_len=40)
+    job: Any = SimpleNamespace(tokenizer=object(), args=args, config=config)
+    given: Any = job, None, SimpleNamespace(rank=0), SimpleNamespace(stopped=None)
+    for line in "abcd":
+        command_module.reply(*given, messages, line)
+    assert asked == [["a"], ["a", "yes", "b"], ["a", "yes", "b", "yes", "c"], ["d"]]
+
+
+@pytest.mark.parametrize("tied", [False, True])
+def test_a_table_that_is_only_looked_up_is_not_read(tied: bool) -> None:
+    model = Transformer(replace(preset("tiny"), tie_embeddings=tied), Local(), torch.device("cpu"), torch.bfloat16)
+    read = sum(p.nbytes for name, p in model.named_parameters() if tied or name != "embedding.weight")
+    speed = command_module.measure(
+        model, Timing(prefill=0.1, steps=[0.5, 0.25, 0.5], tokens=6), World(0, 1, torch.device("cpu"), Local())
+    )
+    assert speed["weight_gb_per_second"] == round(read / 0.5 / 1e9, 3) and speed["tokens_per_second"] == 4.0
 
 
 def test_a_sample_is_the_same_alone_and_in_a_batch(here: Here, seed: int) -> None:

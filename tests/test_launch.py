@@ -16,6 +16,7 @@ import tempfile
 from collections import deque
 from collections.abc import Callable, Iterator
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -495,6 +496,20 @@ def test_a_rank_that_the_agent_had_to_kill_lacked_no_memory(capsys: pytest.Captu
     failures[1].timestamp += launcher.AGENT_SECONDS
     assert launcher.exit_code(failures, signal.SIGTERM) == 128 + signal.SIGTERM
     assert capsys.readouterr().err == "error: rank 1 did not end within 30 s after another and was killed\n"
+
+
+def test_signals_that_are_ignored_stay_so(monkeypatch: pytest.MonkeyPatch) -> None:
+    """As with nohup."""
+    monkeypatch.setattr(launcher.threading, "Thread", lambda **_: SimpleNamespace(start=lambda: None))
+    before = {number: signal.getsignal(number) for number in launcher.SIGNALS}
+    try:
+        signal.signal(signal.SIGHUP, signal.SIG_IGN)
+        launcher.Forwarder(lambda number: None, None)
+        after = {number: signal.getsignal(number) for number in launcher.SIGNALS}
+    finally:
+        for number, handler in before.items():
+            signal.signal(number, handler)
+    assert after.pop(signal.SIGHUP) is signal.SIG_IGN and after and all(callable(handler) for handler in after.values())
 
 
 def test_ranks_that_ignore_a_signal_are_killed_in_time(tmp_path: Path) -> None:
