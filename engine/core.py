@@ -272,6 +272,7 @@ class Engine:
             for sequence in waiting:
                 if state == COMPILED or sequence.params.grammar_optional:
                     sequence.state.grammar = compilation.matcher if state == COMPILED else None
+                    sequence.state.digits = self.grammars.digits(text)
                     self.scheduler.add(sequence)
                 else:
                     why = compilation.error or "another rank could not compile the grammar"
@@ -430,7 +431,7 @@ class Engine:
             return False
         again = dataclasses.replace(sequence, blocks=[], computed=0, unknown=0, published=0, alone=True)
         again.state, again.drafter, again.repeats = sibling(sequence.state), None, False
-        again.state.grammar = sequence.state.grammar
+        again.state.grammar, again.state.digits = sequence.state.grammar, sequence.state.digits
         self.scheduler.finish(sequence, "error")
         self.scheduler.add(again)
         return False

@@ -13,6 +13,7 @@ import os
 import threading
 import time
 from collections import OrderedDict
+from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any
 
 from errors import UserError
@@ -25,6 +26,7 @@ MAX_COMPILING = 64  # most different grammars that requests wait for; a client a
 CACHED = 32  # most compiled grammars in the cache
 CACHED_TEXT = 4 << 20  # most bytes of their texts; compiled, a grammar takes about 50 times as much
 CHARACTER_SECONDS = 12e-6  # of a long grammar's compilation, on a core of its own
+MAX_DIGITS = 40  # of a JSON number in a row: a model may otherwise write 0.333… up to its token limit
 NICENESS = 10
 STACK = (
     64 << 20
@@ -34,9 +36,10 @@ TRIED = 4  # tokens that a compilation tries after the first mask, because much 
 FAILED, COMPILED = 1, 2  # `Compilation.state`; 0: not compiled yet
 
 
-def limits() -> Any:
-    """The limits of one grammar: about 0.2 s and 20 MB for the lexer, and 2 ms for the mask of one sequence's step, also of a grammar
-    that is so ambiguous that the parser has many items. A vocabulary of 128,000 tokens and 400 tools stay below them."""
+def limits(symbols: int = 50_000) -> Any:
+    """The limits of one grammar, of at most so many symbols: about 0.2 s and 20 MB for the lexer, and 2 ms for the mask of one sequence's
+    step, also of a grammar that is so ambiguous that the parser has many items. A vocabulary of 128,000 tokens and 400 tools stay below
+    them."""
     import llguidance
 
     return llguidance.LLParserLimits(
@@ -45,9 +48,30 @@ def limits() -> Any:
         step_max_items=2_000,
         max_items_in_row=1_000,
         max_lexer_states=20_000,
-        max_grammar_size=50_000,
+        max_grammar_size=symbols,
         verbose_errors=False,
     )
+
+
+class Digits:
+    """Ends the digits of JSON numbers, which llguidance cannot."""
+
+    def __init__(self, tokens: list[bytes]) -> None:
+        """tokens: the bytes of each id."""
+        self.counts = {i: len(token) for i, token in enumerate(tokens) if token.isdigit()}
+        self.beginning = sum(1 << i for i, token in enumerate(tokens) if token[:1].isdigit())
+        self.letter = next((i for i, token in enumerate(tokens) if token == b"z"), 0)  # text, but no number, may go on with it
+
+    def bound(self, written: Sequence[int], packed: bytes) -> bytes:
+        """A grammar's mask behind the ids `written`, without further digits if they end with MAX_DIGITS of a number."""
+        count = 0
+        for token in reversed(written):
+            if token not in self.counts or count >= MAX_DIGITS:
+                break
+            count += self.counts[token]
+        mask = int.from_bytes(packed, "little") if count >= MAX_DIGITS else 0
+        left = mask & ~self.beginning
+        return left.to_bytes(len(packed), "little") if left and not mask >> self.letter & 1 else packed
 
 
 class Compilation:
@@ -67,6 +91,7 @@ class Grammars:
     def __init__(self, tokenizer: "Tokenizer | None", vocab_size: int) -> None:
         self.tokenizer, self.vocab_size = tokenizer, vocab_size
         self._for_library: Any = None
+        self._digits: Digits | None = None
         self._cache: OrderedDict[str, Compilation] = OrderedDict()  # least recently used first; the same on all ranks
         self._waiting: list[Compilation] = []  # for the thread
         self._changed = threading.Condition()
@@ -80,6 +105,10 @@ class Grammars:
             raise UserError(f"{self.tokenizer.no_grammars}, so it cannot follow a grammar; ask for plain text")
         if len(text.encode()) > MAX_TEXT:
             raise UserError(f"the grammar or JSON schema is longer than {MAX_TEXT} bytes; send a smaller one")
+
+    def digits(self, text: str) -> "Digits | None":
+        """What bounds the digits of a grammar that was compiled; None if it has no JSON schema."""
+        return self._digits if '"json_schema"' in text else None
 
     def warm_up(self) -> None:
         """Prepare llguidance's form of the tokenizer before the first grammar needs it: seconds for a large vocabulary."""
@@ -125,7 +154,9 @@ class Grammars:
 
         if self._for_library is None:
             assert self.tokenizer is not None
-            wrapper = llguidance.TokenizerWrapper(_LLGuidanceTokenizer(self.tokenizer, self.vocab_size))
+            tokenizer = _LLGuidanceTokenizer(self.tokenizer, self.vocab_size)
+            self._digits = Digits(tokenizer.tokens)
+            wrapper = llguidance.TokenizerWrapper(tokenizer)
             self._for_library = llguidance.LLTokenizer(wrapper, eos_token=list(self.tokenizer.eos_ids))
         return self._for_library
 

@@ -9,6 +9,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
+from engine.grammars import Digits
 from engine.protocol import SamplingParams, TokenLogprobs
 from engine.sequence import Chunk, Draw, Sequence
 from engine.thinking import Thinking
@@ -32,6 +33,7 @@ class SamplingState:
     thinking: Thinking | None = None
     grammar: Any = None  # llguidance's matcher in its initial state, shared and never advanced; None for free text
     matcher: Any = None  # this sequence's copy of it, which may take megabytes
+    digits: Digits | None = None  # bounds those of a JSON grammar's numbers
     again: int = -1  # the last position whose token a late grammar has forbidden, so that it is drawn with the mask
     prompt_logprobs: list[TokenLogprobs | None] = field(default_factory=list)
     overflowed: bool = False  # whether some of these are not finite
@@ -106,7 +108,7 @@ def process(logits: Tensor, draws: list[Draw]) -> Tensor:
         masked = not sequence.params.late_grammar or draws[i].position == state.again
         matcher = _behind(_matcher(sequence), draws[i].draft) if masked else None
         if matcher is not None:
-            packed = matcher.compute_bitmask()
+            packed = _packed(sequence, matcher, draws[i].draft)
             if sequence.params.grammar_optional and matcher.is_error():
                 continue
             stops = sequence.params.stop_token_ids if _may_stop(sequence, matcher) else ()
@@ -114,6 +116,13 @@ def process(logits: Tensor, draws: list[Draw]) -> Tensor:
     if masks:
         _mask(logits, raw, masks)
     return logits
+
+
+def _packed(sequence: Sequence, matcher: Any, draft: abc.Sequence[int] = ()) -> bytes:
+    """What the grammar allows behind the sequence and the draft: a bit for each token id."""
+    packed: bytes = matcher.compute_bitmask()
+    digits = sequence.state.digits
+    return packed if digits is None else digits.bound([*sequence.tokens[sequence.prompt_length :], *draft], packed)
 
 
 class _Mask(NamedTuple):
@@ -307,10 +316,21 @@ def advance(sequence: Sequence, token: int) -> bool:
         return True
     if token in params.stop_token_ids and _may_stop(sequence, matcher):
         return True
-    if matcher.try_consume_tokens([token]) or matcher.is_error() or state.again == len(sequence.tokens):
-        return True
+    again = state.again == len(sequence.tokens)
+    if again or not _runs_on(sequence, matcher, token):
+        taken = matcher.try_consume_tokens([token]) or matcher.is_error()
+        if taken or again:
+            return True
     state.again = len(sequence.tokens)
     return False
+
+
+def _runs_on(sequence: Sequence, matcher: Any, token: int) -> bool:
+    """Whether the token is a digit too many of a number."""
+    digits = sequence.state.digits
+    if digits is None or not digits.beginning >> token & 1:
+        return False
+    return not int.from_bytes(_packed(sequence, matcher), "little") >> token & 1
 
 
 def is_plain(sequence: Sequence) -> bool:

@@ -227,10 +227,10 @@ def _check_length(text: str) -> None:
         raise SchemaError(f"it is longer than {MAX_TEXT} bytes")
 
 
-def check_grammar(text: str) -> list[str]:
-    """llguidance's warnings about a grammar. Raises SchemaError."""
+def check_grammar(text: str, **bounds: int) -> list[str]:
+    """llguidance's warnings about a grammar. bounds: see `limits`. Raises SchemaError."""
     _check_length(text)
-    failed, messages = LLMatcher.validate_grammar_with_warnings(text, limits=limits())
+    failed, messages = LLMatcher.validate_grammar_with_warnings(text, limits=limits(**bounds))
     if failed:
         raise SchemaError(_line(messages[0]))
     return [_line(message) for message in messages if not message.startswith("no tokenizer")]  # only the engine has one

@@ -3,6 +3,7 @@
 import gc
 import json
 import random
+import re
 import threading
 import time
 from collections.abc import Iterator
@@ -18,7 +19,7 @@ import determinism
 from comm import Local
 from engine import grammars as grammars_module
 from engine.core import Engine
-from engine.grammars import CACHED, CACHED_TEXT, MAX_COMPILING, MAX_TEXT, Grammars
+from engine.grammars import CACHED, CACHED_TEXT, MAX_COMPILING, MAX_DIGITS, MAX_TEXT, Grammars
 from engine.limits import EngineLimits
 from engine.protocol import Abort, Refused, SamplingParams, Submit, Turn, joined
 from errors import UserError
@@ -222,6 +223,26 @@ def test_an_ambiguous_grammar_ends_its_request_while_its_masks_are_cheap(engine:
     assert steps < 2 * 60
     engine.refused.clear()
     engine.abort(Abort("plain"))
+
+
+@pytest.mark.parametrize("late", [False, True])
+@pytest.mark.parametrize("kind", ["integer", "number"])
+def test_digits_of_a_number_have_an_end(engine: Engine, kind: str, late: bool) -> None:
+    """Those of a text may go on."""
+    tokenizer = load_tokenizer(TINY)
+    begun = [*tokenizer.encode('{"a":', add_special_tokens=False)]
+    digits = {i: 30.0 for i in range(tokenizer.vocab_size) if tokenizer.token_bytes(i).isdigit()}
+    for schema in ({"type": kind}, {"type": "string"}):
+        grammar = grammar_of({"type": "object", "properties": {"a": schema}, "required": ["a"], "additionalProperties": False})
+        params = SamplingParams(max_tokens=180, grammar=grammar, stop_token_ids=[1], logit_bias=digits, late_grammar=late)
+        assert engine.submit(Submit("d", [5, 6, 7], params, begun)) is None
+        answer = run(engine)["d"]
+        text = tokenizer.decode(answer)
+        if schema["type"] == kind:
+            assert len(answer) < 170 and max(map(len, re.findall("[0-9]+", text))) < MAX_DIGITS + 9
+            assert isinstance(json.loads('{"a":' + text)["a"], int | float)
+        else:
+            assert len(answer) == 180 - len(begun)
 
 
 def test_a_grammar_whose_lexer_is_full_is_compiled_again(engine: Engine, seed: int, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -159,6 +159,7 @@ def test_any_object(site: Site) -> None:
         {"choice": ["x" * 900_000]},
         {"regex": "((a{1000}){1000}){1000}"},
         {"grammar": "start: x0\n" + "\n".join(f'x{i}: "a" | x{i + 1}' for i in range(9000)) + '\nx9000: "b"'},
+        {"grammar": "start: /[a-z]{6}/ (" + " | ".join(f'"a" /{i % 50}[a-z]/' for i in range(6000)) + ")"},
         {
             "grammar": "start: "
             + " | ".join(f'"a" X{i}' for i in range(9000))

@@ -160,6 +160,9 @@ class FakeGrammars:
     def start(self, text: str) -> FakeCompilation:
         return FakeCompilation(text, self.now() + FakeGrammar.of(text).steps, self.now)
 
+    def digits(self, text: str) -> None:
+        """None are bounded."""
+
     def keep(self, compilation: FakeCompilation) -> None:
         pass
 
