@@ -42,11 +42,11 @@ from options import ModelOptions, SpeculationOptions, add_options, dtype_name, r
 from presets import model_config, warn_of_noise
 from processes import is_rank
 from profiling import annotate, profiled
-from tokenizer import Tokenizer
+from text.tokenizer import Tokenizer
 from tp import World, agree_on_error, init_world, stream_shards
 
 if TYPE_CHECKING:
-    from console import Console
+    from text.console import Console
 
 INTERACTIVE = "Enter sends, Ctrl-C stops an answer, Ctrl-D ends; /reset starts anew, /help, /exit."
 NO_TOKENIZER = (
@@ -353,8 +353,8 @@ def print_score(job: Job, llm: LLM, world: World) -> None:
 def interact(job: Job, llm: LLM, world: World) -> None:
     """Read and answer lines until Ctrl-D. With --chat they form one conversation; without, each line is a new prompt."""
     # Imported here, because other commands need no terminal and should not wait for its library.
-    from console import Console
     from server.examples import read_examples
+    from text.console import Console
 
     messages: list[dict[str, str]] = []
     examples = read_examples(job.args.model) or {}

@@ -45,7 +45,15 @@ IDLE, INTERVAL, PROBES = 2, 1, 3  # s, s: without an answer to so many probes, a
 LOSS_SECONDS = IDLE + INTERVAL * PROBES
 GRACE_SECONDS = 1.0  # between another rank's end and this one's, which may be ending by itself for the same reason
 SIOCGIFADDR = 0x8915  # linux/sockios.h
-CODE = ("*.py", "comm/*.py", "engine/*.py", "kernels/*.py", "quantized/*.py", "server/*.py")  # of which hosts need the same
+CODE = (
+    "*.py",
+    "comm/*.py",
+    "engine/*.py",
+    "kernels/*.py",
+    "quantized/*.py",
+    "server/*.py",
+    "text/*.py",
+)  # of which hosts need the same
 SAMPLE = 1 << 20  # bytes of each file of a checkpoint that are compared
 BYE, DRAIN = "bye", "drain"  # messages between ranks; any other is the reason for which all ranks end
 

@@ -48,7 +48,7 @@ from engine.step_inputs import Capacity
 from engine.step_tokens import step_tokens
 from errors import RankError, UserError
 from model import Transformer
-from tokenizer import Tokenizer
+from text.tokenizer import Tokenizer
 from tp import World
 
 OVERFLOW = (

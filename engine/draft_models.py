@@ -18,8 +18,8 @@ from files import model_folder
 from memory import weight_bytes
 from model import Transformer
 from presets import has_random_weights, model_config
-from tokenizer import Tokenizer
-from tokenizer_files import find_tokenizer, load_tokenizer
+from text.tokenizer import Tokenizer
+from text.tokenizer_files import find_tokenizer, load_tokenizer
 from tp import World, stream_shards
 
 TEXT, AUTO = "ngram", "auto"  # what `--speculate` takes instead of a model

@@ -19,7 +19,7 @@ from typing import TYPE_CHECKING, Any
 from errors import UserError
 
 if TYPE_CHECKING:
-    from tokenizer import Tokenizer
+    from text.tokenizer import Tokenizer
 
 MAX_TEXT = 1 << 20  # bytes of one grammar
 MAX_COMPILING = 64  # most different grammars that requests wait for; a client alone may have half of them

@@ -44,8 +44,8 @@ from kernels.sampling import log_softmax
 from model import Transformer
 from options import MOST_DRAFT_TOKENS, draft_limit, dtype_name
 from presets import has_random_weights, model_config
-from tokenizer import Tokenizer, check_fits
-from tokenizer_files import find_tokenizer, load_tokenizer
+from text.tokenizer import Tokenizer, check_fits
+from text.tokenizer_files import find_tokenizer, load_tokenizer
 from tp import World, init_world
 
 PREFILL_TOKENS = 1 << 16  # most tokens of a step: enough to use a GPU fully, and the activations fit

@@ -15,7 +15,7 @@ from engine.sequence import Chunk, Draw, Sequence
 from engine.thinking import Thinking
 from engine.transfers import to_device
 from errors import UserError
-from tokenizer import Tokenizer
+from text.tokenizer import Tokenizer
 
 
 @dataclass

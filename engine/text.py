@@ -5,7 +5,7 @@ from collections.abc import Sequence
 import msgspec
 
 from engine.protocol import SamplingParams, TokenLogprobs, TokenOutput
-from tokenizer import IncrementalDetokenizer, Tokenizer
+from text.tokenizer import IncrementalDetokenizer, Tokenizer
 
 SIGNS = 0xD800  # lone surrogates, which are in no decoded text: each stands for one hidden special token
 

@@ -4,7 +4,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 from engine.protocol import ThinkingBudget
-from tokenizer import Tokenizer
+from text.tokenizer import Tokenizer
 
 
 @dataclass(frozen=True)

@@ -63,7 +63,7 @@ from quantized.weight import Quantized, check_finite, dequantize, joined, quanti
 from rope import rope_frequencies
 from scripts.corpus.documents import documents, render
 from sharded_linear import ShardedLinear
-from tokenizer_files import load_tokenizer
+from text.tokenizer_files import load_tokenizer
 from tp import SPLITS, World, stream_shards
 from training.export import add_modeling, save_config, save_tensors
 

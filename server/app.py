@@ -26,7 +26,7 @@ from server.routes import generation, models, state, tokens
 from server.service import Service, read_chat_template
 from server.settings import VERSION, Settings
 from server.tracing import Spans
-from tokenizer import Tokenizer
+from text.tokenizer import Tokenizer
 
 STATIC = Path(__file__).parent / "static"
 

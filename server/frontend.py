@@ -33,8 +33,8 @@ from server.resume import Resumer
 from server.service import Service
 from server.settings import Settings
 from server.turns import Turns
-from tokenizer import Tokenizer
-from tokenizer_files import tokenizer_of
+from text.tokenizer import Tokenizer
+from text.tokenizer_files import tokenizer_of
 
 FLUSH_SECONDS = 2.0  # time to send the last responses after their requests were ended
 

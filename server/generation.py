@@ -18,7 +18,7 @@ from server.limits import Limits, check_ids, check_prompts
 from server.problems import ApiError, bad
 from server.schemas import GenerationBody
 from server.service import Service
-from tokenizer import Tokenizer
+from text.tokenizer import Tokenizer
 
 SMALLEST_TOP_P = 1e-9  # replaces top_p 0; keeps only the likeliest token
 

@@ -10,7 +10,7 @@ from server.parsers import special_ids
 from server.problems import ApiError, bad
 from server.schemas import ChatBody, GenerationBody
 from server.service import Service
-from tokenizer import Tokenizer
+from text.tokenizer import Tokenizer
 
 UNCONSTRAINED = Compiled("")
 MAX_NAMED = 10  # most keywords in the response header of those that are not enforced

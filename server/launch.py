@@ -43,8 +43,8 @@ from server.torchrun import (
     leave_after_wrong_input,
     restarting_agent_pid,
 )
-from tokenizer import Tokenizer, check_fits
-from tokenizer_files import tokenizer_of
+from text.tokenizer import Tokenizer, check_fits
+from text.tokenizer_files import tokenizer_of
 from tp import World, agree_on_error, init_world, stream_shards
 
 SEND_SECONDS = 0.1  # time for a last message to the frontend to leave

@@ -5,7 +5,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 from server.problems import bad, context_error
-from tokenizer import Tokenizer
+from text.tokenizer import Tokenizer
 
 MAX_PROMPT_TOKENS = 1 << 20  # of one request; raised if the context holds more
 MAX_LOGPROBS = 1 << 17  # of a request's prompts, and of its answers; raised to two for each token of a full context

@@ -6,7 +6,7 @@ from itertools import accumulate
 from typing import Any
 
 from engine.protocol import Logprob, TokenLogprobs
-from tokenizer import IncrementalDetokenizer, Tokenizer
+from text.tokenizer import IncrementalDetokenizer, Tokenizer
 
 
 def finite(logprob: float) -> float:

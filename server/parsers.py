@@ -17,7 +17,7 @@ from server.parts import Parser, Part, Text
 from server.problems import bad
 from server.schemas import ChatBody, GenerationBody
 from server.service import Service
-from tokenizer import Tokenizer
+from text.tokenizer import Tokenizer
 
 PROMPT_END = 32  # tokens, at least a marker and spaces
 

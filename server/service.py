@@ -31,7 +31,7 @@ from server.replies import StatsReply
 from server.settings import Settings
 from server.tracing import Tracing
 from server.workers import Workers
-from tokenizer import Tokenizer
+from text.tokenizer import Tokenizer
 
 M = TypeVar("M", bound=BaseModel)
 T = TypeVar("T")

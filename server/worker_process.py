@@ -15,8 +15,8 @@ from bounded import MEMORY, limit_memory
 from errors import UserError, first_line, is_panic
 from processes import die_with_parent
 from server.problems import ApiError
-from tokenizer import Tokenizer
-from tokenizer_files import tokenizer_of
+from text.tokenizer import Tokenizer
+from text.tokenizer_files import tokenizer_of
 
 HEADER = 8  # bytes of a message's length, which precedes the message
 RESULT_LIMIT = 32 << 20  # bytes

@@ -26,7 +26,7 @@ from tests.support.command_line import HYBRID, MODELS, Finished, Here, command, 
 from tests.support.ports import free_port
 from tests.support.ranks import Ranks
 from tests.support.server_process import ServerProcess, rank_pids, runs
-from tokenizer_files import load_tokenizer
+from text.tokenizer_files import load_tokenizer
 from tp import World, agree_on_error, stream_shards
 
 TENSORS = "model.safetensors"

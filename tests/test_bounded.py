@@ -19,7 +19,7 @@ from errors import UserError
 from tests import MODELS
 from tests.support import server_thread
 from tests.support.command_line import Here, launch
-from tokenizer_files import load_tokenizer
+from text.tokenizer_files import load_tokenizer
 
 ENDLESS = "{% for i in range(99999) %}{% for j in range(99999) %}{% endfor %}{% endfor %}"
 ENORMOUS = "{{ 'a' * 10 ** 11 }}"

@@ -11,8 +11,8 @@ from typing import Any
 
 import pytest
 
-from chat_form import ChatForm, fit, read_arguments
-from chat_template import NAMES, TOOL, fitted, form_of, render
+from text.chat_form import ChatForm, fit, read_arguments
+from text.chat_template import NAMES, TOOL, fitted, form_of, render
 
 LOOP = "{% for m in messages %}BODY{% endfor %}"
 CALLS = "{% for c in m.tool_calls or [] %}CALL{% endfor %}"

@@ -14,10 +14,10 @@ import pexpect
 import pytest
 from pexpect.fdpexpect import fdspawn
 
-import console
 from tests import ROOT
 from tests.support import quick_start
 from tests.support.command_line import HYBRID, command, environment
+from text import console
 
 PATIENCE = 300.0  # timeout in seconds for any output; ranks start slowly on a busy machine
 STORY = "Tell me a story about a fox and a lantern."
@@ -156,7 +156,8 @@ def test_sigterm_leaves_the_terminal_as_it_was(tmp_path: Path, sessions: list[Se
 # A program that gets SIGTERM at a moment of a prompt.
 TERMINATED = """
 import os, signal
-import cli, console
+import cli
+from text import console
 from prompt_toolkit.history import InMemoryHistory
 from prompt_toolkit.shortcuts import PromptSession
 

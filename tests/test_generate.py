@@ -32,8 +32,8 @@ from server import launch as launch_server
 from server.settings import load_settings
 from tests import ROOT
 from tests.support.command_line import HYBRID, MODELS, Here, environment, launch
-from tokenizer import Tokenizer
-from tokenizer_files import load_tokenizer
+from text.tokenizer import Tokenizer
+from text.tokenizer_files import load_tokenizer
 from tp import World
 
 KEYS = [

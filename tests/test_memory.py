@@ -23,7 +23,7 @@ from presets import PRESETS, has_random_weights, model_config, preset
 from server.launch import prepare
 from server.settings import Settings
 from tests.support.command_line import MODELS, Here
-from tokenizer import ByteTokenizer
+from text.tokenizer import ByteTokenizer
 from tp import World
 
 CPU = torch.device("cpu")

@@ -25,9 +25,9 @@ from tokenizers import decoders, models, normalizers, pre_tokenizers, processors
 from engine.grammars import Grammars
 from errors import UserError
 from server.logprobs import text_offsets
-from tokenizer import IncrementalDetokenizer, Tokenizer, check_fits
-from tokenizer_files import load_tokenizer
-from tokenizer_formats import LLAMA3_PATTERN
+from text.tokenizer import IncrementalDetokenizer, Tokenizer, check_fits
+from text.tokenizer_files import load_tokenizer
+from text.tokenizer_formats import LLAMA3_PATTERN
 
 WORDS = "the quick brown fox jumps over a lazy dog and then some more words about éclair naïve Grüße 日本 привет 12 345"
 LINES = [" ".join(WORDS.split()[(i * 7 + j * j) % 22] for j in range(10)) + "." for i in range(300)]

@@ -11,9 +11,9 @@ from typing import Any
 
 import numpy as np
 
-from chat_form import Message
 from errors import UserError
-from tokenizer import Tokenizer
+from text.chat_form import Message
+from text.tokenizer import Tokenizer
 from training.token_file import TokenFile
 
 ROLES = ("system", "developer", "user", "assistant", "tool", "ipython")

@@ -15,7 +15,7 @@ import numpy as np
 from tqdm import tqdm
 
 from errors import UserError
-from tokenizer_files import load_tokenizer
+from text.tokenizer_files import load_tokenizer
 from training.chat_data import encode_example, read_messages
 
 ITEM_BYTES = 1 << 20  # of input in one work item

@@ -18,7 +18,7 @@ from errors import RankError, UserError, first_line
 from files import check_folder
 from hf_config import config_to_hf
 from options import dtype_name
-from tokenizer_files import find_tokenizer
+from text.tokenizer_files import find_tokenizer
 from tp import World, agree_on_error
 from training.batches import GlobalBatches
 from training.captured_step import CapturedStep

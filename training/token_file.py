@@ -17,7 +17,7 @@ import numpy as np
 
 from errors import UserError
 from files import TOKENIZER_BYTES, read_file, writing
-from tokenizer_files import find_tokenizer
+from text.tokenizer_files import find_tokenizer
 
 FORMAT = 1
 END = 4096  # tokens at both ends of a file

@@ -31,8 +31,8 @@ from tqdm import tqdm
 from cli import Parser, run
 from errors import UserError
 from files import writing
-from tokenizer import Tokenizer
-from tokenizer_files import load_tokenizer
+from text.tokenizer import Tokenizer
+from text.tokenizer_files import load_tokenizer
 from training.chat_data import packed
 from training.encode import Encoded, Task, WorkItem, encode_all, work_items
 from training.export import copy_tokenizer

@@ -6,7 +6,7 @@ from pathlib import Path
 
 from files import writing
 from scripts.corpus.encode import encode_corpus
-from tokenizer_files import load_tokenizer
+from text.tokenizer_files import load_tokenizer
 from training.token_file import tokenizer_fingerprint, write_tokens
 
 TOKENS_PER_DOCUMENT = 80  # on average

@@ -38,8 +38,8 @@ from scripts.lib.results import OUT, ROOT, add_write_option, results_folder, wri
 from scripts.lib.rows import code_digest, row_file, weights_checksum, write_row
 from scripts.quality.embedded import EXACT
 from scripts.quality.heldout import TASKS, matches, perplexity
-from tokenizer import Tokenizer
-from tokenizer_files import load_tokenizer
+from text.tokenizer import Tokenizer
+from text.tokenizer_files import load_tokenizer
 from tp import World, init_world
 from variants import TRAINABLE
 

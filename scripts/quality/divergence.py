@@ -34,7 +34,7 @@ from scripts.lib.machine import describe, machine
 from scripts.lib.markdown import captioned
 from scripts.lib.results import ROOT, add_write_option, results_folder, write_table
 from scripts.quality.heldout import SEED
-from tokenizer_files import load_tokenizer
+from text.tokenizer_files import load_tokenizer
 from tp import init_world
 
 PROMPT_TOKENS = 24

@@ -17,8 +17,8 @@ from engine import LLM, SamplingParams
 from engine.limits import EngineLimits
 from scripts.corpus.documents import Document, documents, render
 from scripts.lib.statistics import ratio_error
-from tokenizer import Tokenizer
-from tokenizer_files import load_tokenizer
+from text.tokenizer import Tokenizer
+from text.tokenizer_files import load_tokenizer
 
 SEED = 2  # of the held-out documents
 TASKS = ("question", "arithmetic", "sorting", "counting", "copying")

@@ -34,8 +34,8 @@ from scripts.lib.markdown import table_lines
 from scripts.lib.results import ROOT, add_write_option, results_folder, write_json
 from scripts.lib.servers import rung_server
 from scripts.quality.heldout import SEED
-from tokenizer import Tokenizer
-from tokenizer_files import load_tokenizer
+from text.tokenizer import Tokenizer
+from text.tokenizer_files import load_tokenizer
 from tp import init_world
 
 CHOICES = 4

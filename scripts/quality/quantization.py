@@ -34,7 +34,7 @@ from scripts.lib.machine import describe, machine
 from scripts.lib.markdown import table_lines
 from scripts.lib.results import ROOT, add_write_option, results_folder, write_table
 from scripts.quality.heldout import held_out_stories, perplexity
-from tokenizer_files import load_tokenizer
+from text.tokenizer_files import load_tokenizer
 from tp import World, init_world
 
 GROUPS = ("32", "64", "128", "token")

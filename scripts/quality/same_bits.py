@@ -74,7 +74,16 @@ SCARCE = 3  # if they are shorter, for so many of a call's longest
 ROWS = 16  # prompts of a batch of training
 MARGIN = 30.0  # seconds below which no launch is started
 DEFAULT = [("models/tiny-hybrid", None), ("llama-3-8b:4", None)]
-CODE = ("*.py", "comm/*.py", "engine/*.py", "kernels/*.py", "quantized/*.py", "training/*.py", "scripts/quality/same_bits.py")
+CODE = (
+    "*.py",
+    "comm/*.py",
+    "engine/*.py",
+    "kernels/*.py",
+    "quantized/*.py",
+    "text/*.py",
+    "training/*.py",
+    "scripts/quality/same_bits.py",
+)
 
 
 class Setting(NamedTuple):

@@ -44,7 +44,7 @@ from scripts.lib.results import ROOT, add_write_option, results_folder, write_ta
 from scripts.quality.heldout import SEED, held_out_stories, likelihoods
 from scripts.quality.vllm_scores import MARK
 from scripts.quantize import LENGTH, SAMPLES, quantize_model
-from tokenizer_files import find_tokenizer, load_tokenizer
+from text.tokenizer_files import find_tokenizer, load_tokenizer
 
 PLAIN, W8A16 = "16 bits", "fp8-w8a16"
 WIDTHS: dict[str, tuple[str, str] | None] = {  # scripts.quantize's --weights and --method

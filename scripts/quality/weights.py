@@ -34,7 +34,7 @@ from scripts.lib.rows import code_digest, row_file, weights_checksum, write_row
 from scripts.lib.statistics import ratio_error
 from scripts.quality.heldout import TASKS, held_out_stories, likelihoods, matches
 from scripts.quantize import LENGTH, SAMPLES, quantize_model
-from tokenizer_files import load_tokenizer
+from text.tokenizer_files import load_tokenizer
 from variants import TRAINABLE
 
 PLAIN = "16 bits"

@@ -8,13 +8,13 @@ from typing import Any, Literal
 
 import msgspec
 
-from chat_form import read_arguments
 from server.answers import JsonLists
 from server.http import to_json
 from server.parts import Arguments, Call, Part, Text
 from server.parts import Reasoning as Thought
 from server.responses.items import is_json, new_id, seal
 from server.responses.schemas import CustomTool, Offered
+from text.chat_form import read_arguments
 
 Event = tuple[str, dict[str, Any]]  # its type, and its fields but the type and the number
 Status = Literal["completed", "incomplete"]

@@ -23,7 +23,7 @@ from engine.protocol import Submit
 from presets import model_config
 from tests import MODELS
 from tests.engine.test_engine import ALONE, assert_same, load, serve
-from tokenizer_files import load_tokenizer
+from text.tokenizer_files import load_tokenizer
 from tp import World, init_world
 
 DRAFTS = {

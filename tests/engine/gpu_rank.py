@@ -12,7 +12,7 @@ from communicators import choose
 from engine import LLM, SamplingParams
 from presets import model_config
 from tests import MODELS
-from tokenizer_files import load_tokenizer
+from text.tokenizer_files import load_tokenizer
 from tp import init_world
 
 EMBEDDED = ("standard", "parallel", "ladder", "hybrid", "desync-2x", "desync-4x")

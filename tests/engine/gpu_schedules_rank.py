@@ -16,7 +16,7 @@ from options import OVERLAPS
 from presets import model_config
 from tests import MODELS
 from tests.engine.gpu_rank import NEW_TOKENS, PROMPT
-from tokenizer_files import load_tokenizer
+from text.tokenizer_files import load_tokenizer
 from tp import init_world
 
 MODELS_WITH_LADDERS = ("ladder", "hybrid")

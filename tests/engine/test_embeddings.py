@@ -38,7 +38,7 @@ from tests.engine.test_engine import (
 from tests.engine.test_runner import as_on_a_gpu
 from tests.support.ranks import Ranks
 from tests.test_tokenizer import LINES, train_bytes, write_json
-from tokenizer_files import load_tokenizer
+from text.tokenizer_files import load_tokenizer
 from tp import World
 from training.export import save_checkpoint
 

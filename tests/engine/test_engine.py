@@ -39,7 +39,7 @@ from tests import MODELS
 from tests.support.masks import allowed
 from tests.support.models import custom_desync
 from tests.support.ranks import Ranks
-from tokenizer_files import load_tokenizer
+from text.tokenizer_files import load_tokenizer
 from tp import World
 from training.export import save_checkpoint
 

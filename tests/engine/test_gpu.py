@@ -54,7 +54,7 @@ from tests.engine.test_engine import (
 )
 from tests.engine.test_runner import LINES, assert_all_logprobs, submits_with_logprobs
 from tests.support.gpus import most_ranks, needs_hopper, torchrun
-from tokenizer_files import load_tokenizer
+from text.tokenizer_files import load_tokenizer
 from tp import World
 
 GPUS = most_ranks()

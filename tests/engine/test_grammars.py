@@ -27,7 +27,7 @@ from presets import model_config
 from tests import MODELS
 from tests.engine.test_logits import MODEL_VOCAB
 from tests.support.ranks import Ranks
-from tokenizer_files import load_tokenizer
+from text.tokenizer_files import load_tokenizer
 from tp import World
 
 TINY = MODELS / "tiny-hybrid"

@@ -22,8 +22,8 @@ from errors import UserError
 from tests import MODELS
 from tests.engine.test_engine import end_of_thinking
 from tests.support.masks import allowed
-from tokenizer import Tokenizer
-from tokenizer_files import load_tokenizer
+from text.tokenizer import Tokenizer
+from text.tokenizer_files import load_tokenizer
 
 try:
     import jsonschema_rs

@@ -11,8 +11,8 @@ from hypothesis import strategies as st
 from engine.protocol import SamplingParams, TokenOutput
 from engine.text import AnswerStream
 from tests import MODELS
-from tokenizer import Tokenizer
-from tokenizer_files import load_tokenizer
+from text.tokenizer import Tokenizer
+from text.tokenizer_files import load_tokenizer
 
 FOLDER = MODELS / "tiny-hybrid"
 TOKENIZER = load_tokenizer(FOLDER)

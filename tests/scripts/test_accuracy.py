@@ -12,7 +12,7 @@ from engine import LLM
 from engine.core import Engine
 from scripts.quality import accuracy, heldout
 from tests.support.command_line import MODELS
-from tokenizer_files import load_tokenizer
+from text.tokenizer_files import load_tokenizer
 
 
 def test_likelihoods_are_those_of_each_story_alone_and_give_the_perplexity(seed: int) -> None:

@@ -8,9 +8,9 @@ from typing import Any
 
 import pytest
 
-from control_tokens import PRIVATE_USE
 from server import replies
 from tests.support.server_thread import CHAT, CONTEXT, EOS, STORY, TOKENIZER, TOOL, Site
+from text.control_tokens import PRIVATE_USE
 
 STORY_6 = TOKENIZER.decode(TOKENIZER.encode(STORY, add_special_tokens=False)[:6])
 

@@ -15,7 +15,7 @@ from server.banner import banner
 from server.examples import MAX_BYTES, read_examples
 from tests.support.command_line import MODELS
 from tests.support.server_thread import Site, ready
-from tokenizer_files import load_tokenizer
+from text.tokenizer_files import load_tokenizer
 from tp import World
 
 RIGHT = dict(zip(EXAMPLES["chat"], ["42", "7, 23, 41, 88", "lamp lamp lamp", "Tom"], strict=False))

@@ -33,8 +33,8 @@ from tests.scripts.test_load_generator import FakeServer
 from tests.support import quick_start
 from tests.support.command_line import environment
 from tests.support.server_process import ServerProcess
-from tokenizer import ByteTokenizer, IncrementalDetokenizer
-from tokenizer_files import tokenizer_of
+from text.tokenizer import ByteTokenizer, IncrementalDetokenizer
+from text.tokenizer_files import tokenizer_of
 from tp import World
 from training.export import save_checkpoint
 

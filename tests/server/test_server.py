@@ -28,8 +28,8 @@ from tests.clients.thinking import thinking_server
 from tests.support.command_line import HYBRID
 from tests.support.server_process import ServerProcess, wait_until
 from tests.support.server_thread import raw_request
-from tokenizer import Tokenizer
-from tokenizer_files import load_tokenizer
+from text.tokenizer import Tokenizer
+from text.tokenizer_files import load_tokenizer
 from tp import World
 
 NAME = "tiny-hybrid"

@@ -45,7 +45,7 @@ def with_workers(body: Callable[[Workers], Awaitable[Any]], **options: Any) -> A
 
 def test_a_job_has_the_tokenizer_and_no_torch_and_its_errors_come_back() -> None:
     async def body(pool: Workers) -> None:
-        from tokenizer_files import load_tokenizer
+        from text.tokenizer_files import load_tokenizer
 
         assert await pool.run(encode, "Once upon a time") == load_tokenizer(MODEL).encode("Once upon a time")
         has_torch, pid = await pool.run(limited)

@@ -42,7 +42,7 @@ from server.settings import Settings
 from tests import MODELS
 from tests.support.ports import free_port
 from tests.support.worker_jobs import until_there
-from tokenizer_files import load_tokenizer
+from text.tokenizer_files import load_tokenizer
 
 MODEL = MODELS / "tiny-hybrid"
 TOKENIZER = load_tokenizer(MODEL)

@@ -20,8 +20,8 @@ from tokenizers import decoders, models, pre_tokenizers, trainers
 import cli
 from errors import UserError
 from tests import MODELS
-from tokenizer import Tokenizer
-from tokenizer_files import load_tokenizer
+from text.tokenizer import Tokenizer
+from text.tokenizer_files import load_tokenizer
 from training import encode, tokenize_data
 from training.batches import GlobalBatches
 from training.chat_data import best_fit, encode_example, read_messages

@@ -25,7 +25,7 @@ from hf_config import config_to_hf, read_config
 from rope_scaling import Llama3Scaling
 from tests import MODELS
 from tests.support.ranks import Ranks
-from tokenizer_files import load_tokenizer
+from text.tokenizer_files import load_tokenizer
 from tp import World
 from training import convert
 from training.convert import parse_layers, to_hybrid_ladder

@@ -22,7 +22,7 @@ from presets import preset
 from tests import MODELS, ROOT
 from tests.support.command_line import environment
 from tests.test_model import hf_shape
-from tokenizer_files import load_tokenizer
+from text.tokenizer_files import load_tokenizer
 from tp import World
 from training import tokenize_data, train
 from training.convert import convert

@@ -58,7 +58,7 @@ from scripts.lib.results import OUT, ROOT, add_write_option, results_folder, wri
 from scripts.lib.rows import read_row, row_file, weights_checksum, write_row
 from scripts.lib.statistics import median_error, quartiles
 from scripts.lib.workers import Workers, core_sets, time_left
-from tokenizer import Tokenizer
+from text.tokenizer import Tokenizer
 from tp import World, init_world
 
 STORY_WORDS = 10  # of a story are the prompt
@@ -67,7 +67,7 @@ RANDOM_IDS = "random ids"  # the task of a model without a tokenizer
 LONG = "story", "request"  # tasks with answers of up to --new-tokens; those of the others have a few tokens
 GOAL = 0.97  # the least ratio that is wanted where drafts do not help
 START = 15.0  # seconds of a job before it measures, about
-MODULES = "comm", "engine", "kernels", "quantized", "scripts/corpus"
+MODULES = "comm", "engine", "kernels", "quantized", "scripts/corpus", "text"
 CODE = ("*.py", *(f"{name}/*.py" for name in MODULES), "scripts/lib/workers.py", "scripts/bench/serving/speculation.py")
 
 

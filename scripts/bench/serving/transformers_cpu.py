@@ -26,7 +26,7 @@ from presets import model_config
 from scripts.lib.machine import describe, machine
 from scripts.lib.markdown import captioned
 from scripts.lib.results import ROOT, add_write_option, results_folder, write_table
-from tokenizer_files import load_tokenizer
+from text.tokenizer_files import load_tokenizer
 from tp import init_world
 
 Decode = Callable[[int], list[int]]  # of a batch size: decodes, and returns the tokens of the first sequence

@@ -1,6 +1,6 @@
 """Text to token ids and back: the interface of all tokenizers, and decoding id by id.
 
-`tokenizer_files.load_tokenizer(folder)` returns a `Tokenizer`; `tokenizer_formats.py` has the three kinds of files. A preset has
+`tokenizer_files.load_tokenizer(folder)` returns a `Tokenizer`; `text/tokenizer_formats.py` has the three kinds of files. A preset has
 no vocabulary and gets a `ByteTokenizer`. All kinds share one decoder, `IncrementalDetokenizer`. `decode` also uses it, so
 streamed text and whole text cannot differ. There are two rules of decoding:
 
@@ -21,10 +21,10 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
-from chat_form import Message
-from chat_template import fitted, render
-from control_tokens import Guard, Spellings
 from errors import UserError
+from text.chat_form import Message
+from text.chat_template import fitted, render
+from text.control_tokens import Guard, Spellings
 
 PLAIN_CHAT = (  # the template of ByteTokenizer
     "{% if tools %}{{ tools | tojson }}\n{% endif %}"
@@ -148,7 +148,7 @@ class Tokenizer(ABC):
     def render_chat(self, messages: Sequence[Message], **options: Any) -> str:
         """The conversation as one text, as transformers' `apply_chat_template(..., tokenize=False)` renders it.
 
-        What the template does not take, such as a role that it does not know, gets another form before (chat_form.py). `options`
+        What the template does not take, such as a role that it does not know, gets another form before (text/chat_form.py). `options`
         are `tools`, `chat_template`, `add_generation_prompt` (default true), `continue_final_message` (default false), and variables
         for the template, such as `documents`. `chat_template` is a template or the name of one in the checkpoint.
         `continue_final_message` ends the text directly after the last message's content and excludes `add_generation_prompt`.

@@ -10,7 +10,7 @@ from typing import Any
 
 from bounded import bounded
 from errors import UserError, first_line, is_panic
-from tokenizer import Added, Pieces, Tokenizer, TokenizerSettings
+from text.tokenizer import Added, Pieces, Tokenizer, TokenizerSettings
 
 # Llama 3's split pattern and special tokens, from llama_models 0.3 (models/llama3/tokenizer.py). A checkpoint of the HF
 # layout has other names for some reserved tokens in `added_tokens_decoder`; those take precedence.

@@ -10,8 +10,8 @@ import jinja2
 import jinja2.ext
 from jinja2.sandbox import ImmutableSandboxedEnvironment
 
-from chat_form import ChatForm, Message, chat_form, fit
 from errors import UserError
+from text.chat_form import ChatForm, Message, chat_form, fit
 
 NAMES = dict.fromkeys(("bos_token", "eos_token", "unk_token", "pad_token"), "")
 TOOL = {  # for the conversations that show what a template takes
@@ -26,7 +26,7 @@ CONTINUE_TAG = "CONTINUE_FINAL_MESSAGE_TAG "  # as in transformers; the trailing
 
 
 def fitted(template: str, messages: Iterable[Message], with_tools: bool, continued: bool) -> list[dict[str, Any]]:
-    """The conversation as the template takes it (chat_form.py). Raises UserError for messages that are no objects."""
+    """The conversation as the template takes it (text/chat_form.py). Raises UserError for messages that are no objects."""
     return fit(messages, form_of(template, with_tools), continued)
 
 

@@ -9,8 +9,8 @@ from typing import Any
 from errors import UserError
 from files import CONFIG_BYTES, TOKENIZER_BYTES, model_folder, read_file, read_json
 from presets import is_shape, named_config
-from tokenizer import Added, ByteTokenizer, Tokenizer, TokenizerSettings
-from tokenizer_formats import HuggingFaceTokenizer, SentencePieceTokenizer, TiktokenTokenizer, parse_json
+from text.tokenizer import Added, ByteTokenizer, Tokenizer, TokenizerSettings
+from text.tokenizer_formats import HuggingFaceTokenizer, SentencePieceTokenizer, TiktokenTokenizer, parse_json
 
 NAMED = ("bos_token", "eos_token", "unk_token", "sep_token", "pad_token", "cls_token", "mask_token")
 FLAGS = ("lstrip", "rstrip", "single_word", "normalized")  # of an added token
