@@ -1,6 +1,6 @@
 """A model's description: shape, family and residual variant.
 
-`presets.py` has descriptions by name, `hf_config.py` reads and writes them as `config.json`.
+`checkpoints/presets.py` has descriptions by name, `checkpoints/hf_config.py` reads and writes them as `config.json`.
 """
 
 import math

@@ -29,17 +29,17 @@ import torch
 import torch.distributed as dist
 
 import determinism
-from checkpoint import DTYPES, load_model
+from checkpoints.lora import open_adapter
+from checkpoints.presets import model_config, warn_of_noise
+from checkpoints.weights import DTYPES, load_model
 from cli import Parser, check_ranks, leave, note, run
 from config import ModelConfig, limit_context
 from engine import LLM, SamplingParams
 from engine.draft_models import Draft, find_draft
 from engine.llm import Completion, Timing, check_prompts, encode_chat, encode_texts, read_tokenizer
 from errors import UserError
-from lora import open_adapter
 from model import Transformer
 from options import ModelOptions, SpeculationOptions, add_options, dtype_name, rank_options, whole_number
-from presets import model_config, warn_of_noise
 from processes import is_rank
 from profiling import annotate, profiled
 from text.tokenizer import Tokenizer

@@ -47,6 +47,7 @@ GRACE_SECONDS = 1.0  # between another rank's end and this one's, which may be e
 SIOCGIFADDR = 0x8915  # linux/sockios.h
 CODE = (
     "*.py",
+    "checkpoints/*.py",
     "comm/*.py",
     "engine/*.py",
     "kernels/*.py",

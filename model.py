@@ -207,7 +207,7 @@ BLOCKS = {
 class Transformer(nn.Module):
     """This rank's shard of a Llama-like decoder.
 
-    Parameters are allocated on `device` in `dtype`; `checkpoint.py` fills them. Raises UserError if the config cannot be split
+    Parameters are allocated on `device` in `dtype`; `checkpoints/weights.py` fills them. Raises UserError if the config cannot be split
     over the communicator's ranks.
     """
 
@@ -272,7 +272,7 @@ class Transformer(nn.Module):
         self, tokens: Tensor, context: AttentionContext, layers: Sequence[int], rows: Tensor | None = None
     ) -> tuple[Tensor, list[Tensor]]:
         """`hidden`, and the residual streams (B, T, C) before these layers, complete on every rank; the number of layers names the
-        last stream. For draft heads (`eagle.py`).
+        last stream. For draft heads (`checkpoints/eagle.py`).
 
         A stream has the output of every module before the layer. A ladder layer itself reads one that lacks the newest output. The
         complete one is kept when a later module reads it, so nothing waits for it, and the forward pass has the same bits as

@@ -16,10 +16,10 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from checkpoints.lora import AdapterFiles, LoraLimits, adapted_layers, open_adapter
 from engine.protocol import Abort, AdapterDone, LoadAdapter, Submit, SubmitAll, UnloadAdapter
 from errors import UserError
 from kernels.lora import PREFILL_TILE, Groups, LowRank, group_rows, padded_rank
-from lora import AdapterFiles, LoraLimits, adapted_layers, open_adapter
 from model import Transformer
 from sharded_linear import LayerAdapters, ShardedLinear, StepAdapters
 from tp import World, agree_on_error

@@ -22,7 +22,8 @@ from typing import Any
 import torch
 from tqdm import tqdm
 
-from checkpoint import DTYPES, load_model
+from checkpoints.presets import model_config
+from checkpoints.weights import DTYPES, load_model
 from cli import Parser, run
 from engine.core import Engine
 from engine.draft_models import find_draft
@@ -30,7 +31,6 @@ from engine.limits import EngineLimits
 from engine.protocol import SamplingParams, Submit
 from errors import UserError
 from options import ModelOptions, SpeculationOptions, add_options, draft_limit, dtype_name, rank_options, whole_number
-from presets import model_config
 from profiling import gpu_time, kernel_idle_share, profiled, read_trace
 from tp import World, init_world
 

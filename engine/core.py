@@ -14,7 +14,7 @@ import torch
 from torch import Tensor
 
 import determinism
-from eagle import EagleHead
+from checkpoints.eagle import EagleHead
 from engine.adapters import Adapter, Adapters
 from engine.block_manager import BlockManager
 from engine.draft_costs import measure

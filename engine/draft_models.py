@@ -9,15 +9,15 @@ from pathlib import Path
 
 import torch
 
-from checkpoint import load_model
+from checkpoints.eagle import EagleConfig, EagleHead, check_head, is_head, load_head, random_config, random_head
+from checkpoints.memory import weight_bytes
+from checkpoints.presets import has_random_weights, model_config
+from checkpoints.weights import load_model
 from comm import Local
 from config import ModelConfig
-from eagle import EagleConfig, EagleHead, check_head, is_head, load_head, random_config, random_head
 from errors import UserError
 from files import model_folder
-from memory import weight_bytes
 from model import Transformer
-from presets import has_random_weights, model_config
 from text.tokenizer import Tokenizer
 from text.tokenizer_files import find_tokenizer, load_tokenizer
 from tp import World, stream_shards

@@ -1,4 +1,4 @@
-"""Drafts by an EAGLE-3 draft head (`eagle.py`), which reads the target model's hidden states.
+"""Drafts by an EAGLE-3 draft head (`checkpoints/eagle.py`), which reads the target model's hidden states.
 
 A head's row of token t + 1 has the target's features of t. It lies at position t of the head's cache, so the head's sequence is the
 target's without its first token, and it draws the token after the next. The features exist only until the next step, so a head
@@ -17,7 +17,7 @@ from weakref import WeakSet
 import torch
 from torch import Tensor
 
-from eagle import STREAMS
+from checkpoints.eagle import STREAMS
 from engine.block_manager import BlockManager
 from engine.head_model import HeadModel
 from engine.model_drafter import ModelDrafter, Shadow

@@ -3,8 +3,8 @@
 import torch
 from torch import Tensor
 
+from checkpoints.eagle import EagleHead
 from comm import Local
-from eagle import EagleHead
 from engine.step_inputs import ROUND
 from model import Transformer
 

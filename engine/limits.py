@@ -5,11 +5,11 @@ from dataclasses import dataclass
 import torch
 
 from argument_types import check_types
+from checkpoints.memory import free_bytes
 from config import ModelConfig
 from engine.head_model import HeadModel
 from engine.paged_cache import CODES, PagedCache
 from errors import UserError
-from memory import free_bytes
 from model import Transformer
 from options import KV_DTYPES
 from tp import World

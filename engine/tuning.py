@@ -16,8 +16,8 @@ import torch.distributed as dist
 from torch import Tensor
 from tqdm import tqdm
 
+from checkpoints.eagle import EagleHead
 from comm.table import PLAUSIBLE, Table, Times, from_rank_0, machine_key, read, write
-from eagle import EagleHead
 from kernels import linear_config, linear_quantized_config, linear_quantized_tuning
 from kernels.linear_config import MAX_ROWS, PROMPT_ROWS, Config, format_config, shipped_now
 from kernels.linear_quantized import Packed, has_scaled_product

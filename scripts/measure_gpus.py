@@ -18,10 +18,10 @@ from collections.abc import Iterator
 
 import torch
 
+from checkpoints.memory import cache_bytes, loading_bytes, weight_bytes
+from checkpoints.presets import model_config
 from cli import Parser, run
 from errors import UserError
-from memory import cache_bytes, loading_bytes, weight_bytes
-from presets import model_config
 from processes import on_ranks
 from quantized.scheme import SCHEMES
 from scripts.lib.results import ROOT

@@ -33,7 +33,9 @@ from torch import Tensor, nn
 from tqdm import tqdm
 
 from attention import Causal
-from checkpoint import (
+from checkpoints.hf_config import config_to_hf
+from checkpoints.presets import has_random_weights, model_config
+from checkpoints.weights import (
     DTYPES,
     INDEX,
     Place,
@@ -51,10 +53,8 @@ from config import ModelConfig
 from engine.draft_models import EMBEDDED
 from errors import UserError
 from files import CONFIG_BYTES, check_folder, model_folder, read_file, read_json, write_whole, writing
-from hf_config import config_to_hf
 from model import BLOCKS, Factory
 from options import dtype_name, whole_number
-from presets import has_random_weights, model_config
 from quantized.compressed import compressed_tensors, scheme_to_hf
 from quantized.formats import FORMATS, Slice, Tensors
 from quantized.gptq import gptq

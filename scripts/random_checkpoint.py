@@ -10,12 +10,12 @@ from pathlib import Path
 
 import torch
 
-from checkpoint import DTYPES, load_model
+from checkpoints.presets import has_random_weights, model_config
+from checkpoints.weights import DTYPES, load_model
 from cli import Parser, note, run
 from comm import Local
 from errors import UserError
 from options import DTYPE_NAMES
-from presets import has_random_weights, model_config
 from scripts.lib.results import ROOT
 from tp import World
 from training.export import save_checkpoint

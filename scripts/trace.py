@@ -25,13 +25,13 @@ from typing import Any
 
 from torch.profiler import record_function
 
-from checkpoint import DTYPES, load_model
+from checkpoints.presets import model_config
+from checkpoints.weights import DTYPES, load_model
 from cli import Parser, note, rank, run
 from engine import LLM, SamplingParams
 from engine.llm import MAX_SEQUENCES, Completion, Timing
 from errors import UserError
 from options import ModelOptions, add_options, dtype_name, rank_options
-from presets import model_config
 from profiling import (
     COMMUNICATES,
     DEVICE,

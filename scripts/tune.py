@@ -6,12 +6,12 @@ Here there is no time limit. The result is in $RUNG_CACHE, else in ~/.cache/rung
 
 import math
 
-from checkpoint import DTYPES, load_model
+from checkpoints.presets import model_config
+from checkpoints.weights import DTYPES, load_model
 from cli import Parser, note, run
 from engine.tuning import best, name_of, supported, tune
 from errors import UserError
 from options import ModelOptions, add_options, dtype_name
-from presets import model_config
 from tp import init_world
 
 

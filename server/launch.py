@@ -13,7 +13,9 @@ from typing import NamedTuple
 
 import msgspec
 
-from checkpoint import DTYPES, load_model
+from checkpoints.lora import LoraLimits, open_adapter
+from checkpoints.presets import model_config, warn_of_noise
+from checkpoints.weights import DTYPES, load_model
 from cli import check_ranks, leave, local_rank, note, rank
 from config import ModelConfig, limit_context
 from engine.adapters import Adapters
@@ -26,10 +28,8 @@ from engine.tuning import Tuning, tune
 from engine.worker import FrontendLink, serve
 from errors import UserError
 from hosts import DRAIN, Watch, await_cause, model_fact, watch
-from lora import LoraLimits, open_adapter
 from options import ModelOptions, SharedTextOptions, SpeculationOptions, StandInOptions, draft_limit, dtype_name, rank_options
 from ports import check_port
-from presets import model_config, warn_of_noise
 from processes import LAUNCHER, run_folder, start_ticks
 from server import logs
 from server.journal_file import check_journal

@@ -9,9 +9,9 @@ from typing import Any
 from fastapi import FastAPI
 from starlette.responses import Response
 
+from checkpoints.presets import config_file
 from errors import UserError
 from files import CONFIG_BYTES, read_json
-from presets import config_file
 from server import replies
 from server.http import JsonResponse
 from server.openapi import errors_of

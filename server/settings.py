@@ -9,6 +9,7 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 
 import determinism
+from checkpoints.presets import has_random_weights
 from cli import Parser
 from engine.protocol import ADAPTER_NAME
 from engine.thinking import REASONING
@@ -27,7 +28,6 @@ from options import (
     whole_number,
     zero_or_more,
 )
-from presets import has_random_weights
 from server.call_syntax import SYNTAXES
 from server.clients import read_keys
 from server.config_sources import parse_environment, parse_file

@@ -16,7 +16,8 @@ from torch import Tensor
 
 import determinism
 from attention import Causal
-from checkpoint import load_model
+from checkpoints.presets import model_config
+from checkpoints.weights import load_model
 from comm import Communicator, Local
 from comm.interface import SCHEDULES
 from communicators import choose
@@ -25,7 +26,6 @@ from engine.graphs import Graphs
 from engine.limits import EngineLimits
 from kernels.norm import add_rms_norm
 from kernels.sampling import log_softmax
-from presets import model_config
 from tests.test_deterministic import requests, trained, tree_of
 from tp import World, init_world
 from training.batches import IGNORED, Batch

@@ -32,14 +32,14 @@ from tqdm import tqdm
 
 import determinism
 import tests.conftest  # noqa: F401, one thread, and the scheduling that gloo's threads need
-from checkpoint import load_model
+from checkpoints.presets import model_config
+from checkpoints.weights import load_model
 from cli import Parser, run
 from comm import TreeCommunicator
 from config import ModelConfig
 from engine.protocol import Submit
 from errors import UserError
 from options import whole_number
-from presets import model_config
 from scripts.lib.machine import machine
 from scripts.lib.results import add_write_option, results_folder, write_json
 from tests.engine.test_drafts import JSON, accepted, bent_submits, draft_for, predicting

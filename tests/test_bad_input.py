@@ -17,9 +17,9 @@ import torch
 from safetensors.torch import load_file, save_file
 
 import cli
-from checkpoint import load_model
+from checkpoints.presets import model_config
+from checkpoints.weights import load_model
 from errors import UserError
-from presets import model_config
 from tests import ROOT
 from tests.support import quick_start
 from tests.support.command_line import HYBRID, MODELS, Finished, Here, command, environment, launch

@@ -16,15 +16,25 @@ import transformers
 from safetensors.torch import load_file, save_file
 from torch import Tensor
 
-import checkpoint
 from attention import Causal
-from checkpoint import INDEX, PTH, SINGLE, build_model, check_source, load_model, open_source, places, weights_fingerprint
+from checkpoints import weights
+from checkpoints.hf_config import config_from_hf, config_to_hf
+from checkpoints.presets import model_config, preset
+from checkpoints.weights import (
+    INDEX,
+    PTH,
+    SINGLE,
+    build_model,
+    check_source,
+    load_model,
+    open_source,
+    places,
+    weights_fingerprint,
+)
 from comm import Communicator, Local, NoCommunication
 from config import ModelConfig, with_variant
 from errors import UserError
-from hf_config import config_from_hf, config_to_hf
 from model import Transformer
-from presets import model_config, preset
 from sharded_linear import ShardedLinear
 from tests import ROOT
 from tp import SPLITS, World
@@ -169,7 +179,7 @@ def test_weights_are_cast_to_the_dtype_that_is_asked_for(tmp_path: Path, seed: i
 def test_a_tied_checkpoint_may_repeat_its_table_and_old_ones_their_frequencies(
     tmp_path: Path, seed: int, capsys: Any, monkeypatch: Any
 ) -> None:
-    monkeypatch.setattr(checkpoint, "COMPARED_ROWS", 30)
+    monkeypatch.setattr(weights, "COMPARED_ROWS", 30)
     save_checkpoint(random_model(tiny(tie_word_embeddings=True), seed), tmp_path, torch.float32)
     tensors = load_file(tmp_path / SINGLE)
     table, frequencies = tensors["model.embed_tokens.weight"], "model.layers.0.self_attn.rotary_emb.inv_freq"
@@ -387,7 +397,7 @@ def test_a_gpt_fast_file_computes_what_the_hf_layout_computes(gpt_fast: tuple[Pa
 @pytest.mark.parametrize("n", [2, 8])
 def test_ranks_slice_both_formats_alike(gpt_fast: tuple[Path, dict[str, Tensor], Any], n: int, monkeypatch: Any) -> None:
     directory, _, theirs = gpt_fast
-    monkeypatch.setattr(checkpoint, "MAX_TOUCHED_BYTES", 20_000)  # so small that the file is opened more than once
+    monkeypatch.setattr(weights, "MAX_TOUCHED_BYTES", 20_000)  # so small that the file is opened more than once
     theirs.save_pretrained(directory / "hf")
     for rank in range(n):
         comm = NoCommunication(rank, n)
@@ -397,7 +407,7 @@ def test_ranks_slice_both_formats_alike(gpt_fast: tuple[Path, dict[str, Tensor],
 def test_columns_of_a_mapped_file_count_as_all_its_pages(tmp_path: Path, seed: int) -> None:
     """So that no more of it stays in memory than is meant to."""
     torch.save({"a": torch.randn(40, 30), "b": torch.ones(())}, tmp_path / "model.pth")
-    source = checkpoint.PickledSource(tmp_path / "model.pth")
+    source = weights.PickledSource(tmp_path / "model.pth")
     counted = []
     for read in (("a", 0, 3, 5), ("a", 1, 3, 5), ("b", 0, 0, 1)):
         source.read(*read)
@@ -764,9 +774,9 @@ def test_variants_of_a_checkpoint_and_of_a_preset(saved: Path) -> None:
 MEASURE = """
 import sys, torch
 sys.path.insert(0, sys.argv[1])
-import checkpoint
+from checkpoints import weights
 from comm import NoCommunication
-from presets import model_config
+from checkpoints.presets import model_config
 from tp import World
 
 def memory(key):
@@ -774,12 +784,12 @@ def memory(key):
     return int(line.split()[1]) * 1024
 
 path, n = sys.argv[2], int(sys.argv[3])
-checkpoint.MAX_TOUCHED_BYTES = int(sys.argv[4]) or checkpoint.MAX_TOUCHED_BYTES
+weights.MAX_TOUCHED_BYTES = int(sys.argv[4]) or weights.MAX_TOUCHED_BYTES
 torch.ones(64, 64) @ torch.ones(64, 64)
 config = model_config(path, None, n)
 before = memory("VmRSS")
 comm = NoCommunication(0, n)
-model = checkpoint.build_model(path, config, World(0, n, torch.device("cpu"), comm), torch.bfloat16)
+model = weights.build_model(path, config, World(0, n, torch.device("cpu"), comm), torch.bfloat16)
 print(memory("VmHWM") - before, sum(p.nbytes for p in model.parameters()))
 """
 MIB = 2**20

@@ -8,9 +8,9 @@ from pathlib import Path
 import pytest
 from tqdm import tqdm
 
+from checkpoints.presets import PRESETS, preset
 from cli import Parser, run
 from errors import RankError, UserError
-from presets import PRESETS, preset
 from tests import ROOT
 
 GUARD = 'if __name__ == "__main__":'

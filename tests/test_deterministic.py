@@ -15,11 +15,12 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-import checkpoint
 import determinism
 import generate
 import hosts
 from attention import Causal, causal_mask
+from checkpoints import weights
+from checkpoints.presets import model_config
 from comm import Local, TreeCommunicator
 from communicators import choose
 from engine.core import Engine
@@ -33,7 +34,6 @@ from errors import UserError
 from kernels import exact
 from kernels.sampling import exponential_noise, gumbel_noise
 from model import Transformer
-from presets import model_config
 from server.settings import load_settings
 from sharded_linear import ShardedLinear
 from tests.engine.test_engine import ALONE, CPU, Answer, config_of, draws, plain_logits, random_model, random_submits, serve
@@ -79,7 +79,7 @@ def answers_of(
     with deterministic():
         world = replace(world, comm=TreeCommunicator() if world.world_size > 1 else Local())
         config = model_config(str(directory), None, world.world_size, quantize)
-        model = checkpoint.load_model(str(directory), config, world, dtype)
+        model = weights.load_model(str(directory), config, world, dtype)
         size = PagedCache.bytes_per_block(model.attention_slots, 4, model.n_kv_heads, config.head_dim, dtype)
         limits = EngineLimits(block_size=4, max_batch_tokens=random.randint(8, 30), kv_memory=size * 12)
         engine = Engine(model, None, limits, world)
@@ -110,7 +110,7 @@ def test_ranks_give_the_bits_of_one_forward_pass(
     submits = [with_logprobs(one, random.choice([None, 1])) for one in random_submits(2, longest=24)]
     results = ranks.run(n, answers_of, tmp_path, submits, dtype, quantize, seed)
     with deterministic():
-        model = checkpoint.load_model(str(tmp_path), model_config(str(tmp_path), None, 1, quantize), ALONE, dtype)
+        model = weights.load_model(str(tmp_path), model_config(str(tmp_path), None, 1, quantize), ALONE, dtype)
         expected = [logprobs_of(model, one, answer.tokens) for one, answer in zip(submits, results[0][0], strict=True)]
     for rank, runs in enumerate(results):
         for answers in runs:
@@ -165,7 +165,7 @@ def test_answers_on_a_gpu_have_the_bits_of_a_score(name: str, in_turn: Callable[
     quantize = in_turn([None, "int8", "fp8", "int4"], len(name))
     alone = World(0, 1, torch.device("cuda"), Local())
     with deterministic():
-        model = checkpoint.load_model(str(tmp_path), model_config(str(tmp_path), None, 1, quantize), alone, torch.bfloat16)
+        model = weights.load_model(str(tmp_path), model_config(str(tmp_path), None, 1, quantize), alone, torch.bfloat16)
         limits = EngineLimits(max_model_len=80, max_num_seqs=8, kv_memory=1e8)
         one, many = LLM(model, None, alone, limits=limits), LLM(model, None, alone, limits=replace(limits, max_batch_tokens=11))
         prompts = [[random.randrange(101) for _ in range(random.randint(1, 60))] for _ in range(12)]
@@ -204,7 +204,7 @@ def answers_alone(path: Path, quantize: str | None, seed: int) -> list[Any]:
     """The tokens and log-probabilities of `requests` on this GPU, one after the other."""
     alone = World(0, 1, torch.device("cuda"), Local())
     with deterministic():
-        model = checkpoint.load_model(str(path), model_config(str(path), None, 1, quantize), alone, torch.bfloat16)
+        model = weights.load_model(str(path), model_config(str(path), None, 1, quantize), alone, torch.bfloat16)
         llm = LLM(model, None, alone, limits=EngineLimits(max_model_len=80, max_num_seqs=8, kv_memory=1e8))
         found = [llm.generate([prompt], one)[0] for prompt, one in zip(*requests(seed), strict=True)]
     return [[one.token_ids, [position.chosen.logprob for position in one.logprobs]] for one in found]
@@ -239,7 +239,7 @@ def test_neighbours_of_every_kind_change_no_drawn_token(device: str, tmp_path: P
     save_checkpoint(random_model(replace(config_of("hybrid-list"), head_dim=16)), tmp_path, torch.float32)
     alone = World(0, 1, torch.device(device), Local())
     with deterministic():
-        model = checkpoint.load_model(str(tmp_path), model_config(str(tmp_path), None, 1), alone, torch.bfloat16)
+        model = weights.load_model(str(tmp_path), model_config(str(tmp_path), None, 1), alone, torch.bfloat16)
         llm = LLM(model, None, alone, limits=EngineLimits(max_model_len=80, max_num_seqs=8, kv_memory=1e7))
         prompts = [[random.randrange(101) for _ in range(random.randint(1, 20))] for _ in range(4)]
         kinds = [{}, {}, *random.sample(NEIGHBOURS, 2)]  # the first two are plain

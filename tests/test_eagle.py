@@ -13,14 +13,14 @@ import torch
 from safetensors.torch import load_file, save_file
 from torch import Tensor
 
-import eagle
 from attention import Causal
+from checkpoints import eagle
+from checkpoints.eagle import check_head, is_head, read_head
+from checkpoints.hf_config import config_to_hf
 from comm import Local
 from comm.interface import SCHEDULES, Schedule
 from config import ModelConfig, with_variant
-from eagle import check_head, is_head, read_head
 from errors import UserError
-from hf_config import config_to_hf
 from tests.support.paged import CachedSequences
 from tests.support.ranks import RankError, Ranks
 from tests.test_model import Reference, random_split, write_checkpoint

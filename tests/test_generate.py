@@ -19,14 +19,14 @@ import transformers
 
 import generate as command_module
 from attention import Causal
-from checkpoint import build_model
+from checkpoints.presets import model_config, preset
+from checkpoints.weights import build_model
 from comm import Local
 from engine import LLM, SamplingParams
 from engine.llm import Timing
 from errors import UserError
 from model import Transformer
 from options import ModelOptions
-from presets import model_config, preset
 from scripts.corpus.documents import documents
 from server import launch as launch_server
 from server.settings import load_settings

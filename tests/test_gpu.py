@@ -7,10 +7,10 @@ import pytest
 import torch
 
 from attention import Causal
-from checkpoint import load_model
+from checkpoints.presets import PRESETS
+from checkpoints.weights import load_model
 from comm import Local
 from config import with_variant
-from presets import PRESETS
 from tests.support.gpus import most_ranks, torchrun
 from tp import World
 

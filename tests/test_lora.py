@@ -14,15 +14,15 @@ from safetensors.torch import load_file, save_file
 from torch import Tensor
 
 import files
-import lora
 from attention import Causal
-from checkpoint import load_model
+from checkpoints import lora
+from checkpoints.lora import LoraLimits, open_adapter
+from checkpoints.presets import model_config
+from checkpoints.weights import load_model
 from engine import LLM, SamplingParams
 from engine.adapters import Adapters
 from errors import UserError
 from kernels.lora import Groups, group_rows
-from lora import LoraLimits, open_adapter
-from presets import model_config
 from tests import MODELS
 from tests.support.adapters import PARTS, merged, write_adapter
 from tests.support.ranks import Ranks

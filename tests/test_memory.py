@@ -7,19 +7,19 @@ from pathlib import Path
 import pytest
 import torch
 
-import memory
-from checkpoint import load_model
+from checkpoints import memory
+from checkpoints.hf_config import config_to_hf
+from checkpoints.lora import LoraLimits, adapted_layers
+from checkpoints.memory import cache_bytes, check_memory, weight_bytes
+from checkpoints.presets import PRESETS, has_random_weights, model_config, preset
+from checkpoints.weights import load_model
 from comm import Local
 from config import with_variant
 from engine.adapters import Adapters
 from engine.paged_cache import CODES, PagedCache
 from errors import UserError
-from hf_config import config_to_hf
-from lora import LoraLimits, adapted_layers
-from memory import cache_bytes, check_memory, weight_bytes
 from model import Transformer
 from options import KV_DTYPES
-from presets import PRESETS, has_random_weights, model_config, preset
 from server.launch import prepare
 from server.settings import Settings
 from tests.support.command_line import MODELS, Here

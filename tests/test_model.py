@@ -16,14 +16,14 @@ import transformers
 from safetensors.torch import load_file, save_file
 from torch import Tensor
 
-import checkpoint
 import comm
 import model as model_file
 from attention import Causal, Heads
+from checkpoints import weights
+from checkpoints.hf_config import config_to_hf
+from checkpoints.presets import model_config
 from config import ModelConfig, Reduces, desync_pattern, with_variant
-from hf_config import config_to_hf
 from model import Transformer
-from presets import model_config
 from scripts.lib.results import ROOT
 from tests.support.paged import CachedSequences
 from tp import World
@@ -35,7 +35,7 @@ BATCH = 3
 
 def load(directory: Path) -> Transformer:
     config = model_config(str(directory), None, 1)
-    return checkpoint.load_model(str(directory), config, World(0, 1, CPU, comm.Local()), torch.float32)
+    return weights.load_model(str(directory), config, World(0, 1, CPU, comm.Local()), torch.float32)
 
 
 @torch.inference_mode()

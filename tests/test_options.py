@@ -6,13 +6,13 @@ from dataclasses import dataclass, fields
 
 import pytest
 
+from checkpoints.presets import PRESETS
 from cli import Parser
 from comm.interface import SCHEDULES
 from config import with_variant
 from errors import UserError
 from generate import parse_args
 from options import OVERLAPS, ModelOptions, above_zero, add_options, option, whole_number, zero_or_more
-from presets import PRESETS
 from server.settings import Settings, load_settings
 from variants import usage
 

@@ -9,11 +9,11 @@ import torch
 import transformers
 
 import figures
+from checkpoints.hf_config import config_to_hf
+from checkpoints.presets import PRESETS, preset
 from config import Reduces, desync_pattern, limit_context, validate, with_variant
 from errors import UserError
-from hf_config import config_to_hf
 from model import BLOCKS
-from presets import PRESETS, preset
 from tests import ROOT
 from tests.test_checkpoint import fails
 from variants import KINDS, TRAINABLE, VARIANTS, usage

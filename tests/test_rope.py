@@ -15,16 +15,16 @@ import transformers
 from torch import Tensor
 from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS
 
-import checkpoint
 import determinism
 from attention import Causal
+from checkpoints import weights
+from checkpoints.hf_config import config_from_hf, config_to_hf
+from checkpoints.presets import model_config
 from config import limit_context
 from engine.core import Engine
 from engine.limits import EngineLimits
 from engine.protocol import SamplingParams, Submit
 from errors import UserError
-from hf_config import config_from_hf, config_to_hf
-from presets import model_config
 from rope import rope_frequencies
 from tests.engine.test_engine import ALONE, serve
 from tests.engine.test_runner import as_on_a_gpu
@@ -102,7 +102,7 @@ def ours(world: World, directory: Path, prompts: list[tuple[Tensor, int | None]]
     found = []
     for tokens, context in prompts:
         config = limit_context(model_config(str(directory), None, world.world_size), context)
-        model = checkpoint.load_model(str(directory), config, world, torch.float32)
+        model = weights.load_model(str(directory), config, world, torch.float32)
         whole = model(tokens, Causal(tokens.shape[1], CPU))
         sequences = CachedSequences(model, len(tokens), 128)
         sizes = [7, 1, 13, 5] + [1] * 200
@@ -137,7 +137,7 @@ def test_logits_are_those_of_transformers(name: str, family: str, tmp_path: Path
         for logits in found:
             assert (logits - expected).abs().max() < TOLERANCE, tokens.shape
     unscaled = replace(model_config(str(tmp_path), None, 1), rope_scaling=None)
-    plain = checkpoint.load_model(str(tmp_path), unscaled, ALONE, torch.float32)
+    plain = weights.load_model(str(tmp_path), unscaled, ALONE, torch.float32)
     with torch.inference_mode():
         assert (plain(tokens, Causal(57, CPU)) - expected).abs().max() > 1000 * TOLERANCE, "scaling makes no difference"
 
@@ -167,7 +167,7 @@ def test_served_tokens_past_the_original_context(name: str, runner: tuple[str, s
     save_hf(hf_config(name, family), tmp_path)
     context = 60
     config = limit_context(model_config(str(tmp_path), None, 1), context)
-    model = checkpoint.load_model(str(tmp_path), config, ALONE, torch.float32)
+    model = weights.load_model(str(tmp_path), config, ALONE, torch.float32)
     prompts = {"crosses": (20, 40), "short": (5, 10), "long": (50, 9)}
     submits = [
         Submit(name, random_tokens(length)[0].tolist(), SamplingParams(max_tokens=new, temperature=0.0))
@@ -191,7 +191,7 @@ def test_a_saved_config_means_the_same_to_transformers(name: str, tmp_path: Path
     save_hf(hf_config(name, "llama"), directory)
     config = model_config(str(directory), None, 1)
     assert config_from_hf(config_to_hf(config)) == config
-    save_checkpoint(checkpoint.load_model(str(directory), config, ALONE, torch.float32), tmp_path / "ours", torch.float32)
+    save_checkpoint(weights.load_model(str(directory), config, ALONE, torch.float32), tmp_path / "ours", torch.float32)
     tokens = random_tokens(50)
     assert (theirs(directory, tokens) - theirs(tmp_path / "ours", tokens)).abs().max() < TOLERANCE
 

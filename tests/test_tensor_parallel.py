@@ -14,14 +14,14 @@ import torch.distributed as dist
 from safetensors.torch import load_file
 from torch import Tensor
 
-import checkpoint
 import comm
 from attention import Causal
+from checkpoints import weights
+from checkpoints.presets import model_config
 from comm.interface import SCHEDULES
 from config import ModelConfig, with_variant
 from errors import UserError
 from model import Transformer
-from presets import model_config
 from tests.support.models import custom_desync
 from tests.support.paged import CachedSequences
 from tests.support.ranks import RankError, Ranks
@@ -77,7 +77,7 @@ def save_random(config: ModelConfig, directory: Path) -> Path:
 
 def load(world: World, directory: Path) -> Transformer:
     config = model_config(str(directory), None, world.world_size)
-    return checkpoint.load_model(str(directory), config, world, torch.float32)
+    return weights.load_model(str(directory), config, world, torch.float32)
 
 
 @torch.inference_mode()
@@ -273,18 +273,18 @@ def test_streams_that_the_model_cannot_be_split_into() -> None:
 def slices(world: World, directory: Path) -> tuple[dict[str, Tensor], dict[str, int]]:
     """This rank's parameters, and how many elements of each tensor it read from the file."""
     taken: dict[str, int] = {}
-    read = checkpoint.SafetensorsSource.read
+    read = weights.SafetensorsSource.read
 
-    def counting(self: checkpoint.SafetensorsSource, name: str, *where: int) -> Tensor:
+    def counting(self: weights.SafetensorsSource, name: str, *where: int) -> Tensor:
         part = read(self, name, *where)
         taken[name] = taken.get(name, 0) + part.numel()
         return part
 
-    checkpoint.SafetensorsSource.read = counting  # type: ignore[method-assign]
+    weights.SafetensorsSource.read = counting  # type: ignore[method-assign]
     try:
         model = load(world, directory)
     finally:
-        checkpoint.SafetensorsSource.read = read  # type: ignore[method-assign]
+        weights.SafetensorsSource.read = read  # type: ignore[method-assign]
     return {name: p.detach().clone() for name, p in model.named_parameters()}, taken
 
 

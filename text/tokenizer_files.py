@@ -6,9 +6,9 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
+from checkpoints.presets import is_shape, named_config
 from errors import UserError
 from files import CONFIG_BYTES, TOKENIZER_BYTES, model_folder, read_file, read_json
-from presets import is_shape, named_config
 from text.tokenizer import Added, ByteTokenizer, Tokenizer, TokenizerSettings
 from text.tokenizer_formats import HuggingFaceTokenizer, SentencePieceTokenizer, TiktokenTokenizer, parse_json
 

@@ -1,4 +1,4 @@
-"""Chains of a draft head (`eagle.py`) that begin at every row of a window at once: for training, and to measure what is accepted.
+"""Chains of a draft head (`checkpoints/eagle.py`) that begin at every row of a window at once: for training, and to measure what is accepted.
 
 In training the head sees what it will see in use: in the first step the model's features, in the next ones its own outputs (the
 training-time test of EAGLE-3, arXiv:2503.01840, section 3). Shapes: B windows, R rows, H heads, D head_dim, V draft vocabulary.
@@ -11,7 +11,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from attention import AttentionContext, Causal, Heads
-from eagle import EagleHead
+from checkpoints.eagle import EagleHead
 from model import Transformer
 from training.batches import IGNORED, Batch
 

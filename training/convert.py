@@ -21,12 +21,12 @@ from pathlib import Path
 import torch
 from tqdm import tqdm
 
-from checkpoint import ORDER, check_source, open_files
+from checkpoints.hf_config import config_to_hf, read_config
+from checkpoints.weights import ORDER, check_source, open_files
 from cli import Parser, run
 from comm import Local
 from config import ModelConfig, validate
 from errors import UserError
-from hf_config import config_to_hf, read_config
 from tp import World
 from training.export import MODELING, TOKENIZER_FILES, add_modeling, copy_tokenizer, save_config
 

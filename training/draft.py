@@ -30,16 +30,16 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from checkpoint import load_model, open_source, weights_fingerprint
+from checkpoints.eagle import STREAMS, EagleConfig, EagleHead, default_streams
+from checkpoints.presets import has_random_weights, model_config
+from checkpoints.weights import load_model, open_source, weights_fingerprint
 from cli import Parser, note, run
 from comm import Local
 from config import ModelConfig
-from eagle import STREAMS, EagleConfig, EagleHead, default_streams
 from errors import UserError, first_line
 from files import check_folder, model_folder
 from model import Transformer
 from options import DTYPE_NAMES
-from presets import has_random_weights, model_config
 from tp import World, init_world
 from training.batches import GlobalBatches
 from training.chains import chain_loss

@@ -11,12 +11,12 @@ import torch
 from safetensors.torch import save_file
 from torch import Tensor
 
-from checkpoint import INDEX, SINGLE, places
+from checkpoints.eagle import ARCHITECTURE, EagleHead, head_places
+from checkpoints.hf_config import config_to_hf
+from checkpoints.weights import INDEX, SINGLE, places
 from config import ModelConfig
-from eagle import ARCHITECTURE, EagleHead, head_places
 from errors import UserError
 from files import writing
-from hf_config import config_to_hf
 from model import Transformer
 
 TOKENIZER_FILES = (

@@ -11,12 +11,12 @@ from typing import Any, TypeVar
 import torch
 import torch.distributed as dist
 
-from checkpoint import Source
+from checkpoints.hf_config import config_to_hf
+from checkpoints.weights import Source
 from cli import note
 from config import ModelConfig
 from errors import RankError, UserError, first_line
 from files import check_folder
-from hf_config import config_to_hf
 from options import dtype_name
 from text.tokenizer_files import find_tokenizer
 from tp import World, agree_on_error

@@ -7,7 +7,7 @@ from pathlib import Path
 
 import torch
 
-from checkpoint import DTYPES
+from checkpoints.weights import DTYPES
 from cluster import shipped_clusters
 from errors import UserError
 from options import above_zero, dtype_name

@@ -19,11 +19,11 @@ from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
+from checkpoints.presets import PRESETS, model_config
 from cli import Parser, run
 from cluster import load_cluster, shipped_clusters
 from errors import UserError
 from options import zero_or_more
-from presets import PRESETS, model_config
 from training.options import add_exchange_options
 from training.planner.collectives import profile_for
 from training.planner.cost import Prediction, predict

@@ -15,10 +15,10 @@ from dataclasses import replace
 from pathlib import Path
 
 import determinism
-from checkpoint import open_source
+from checkpoints.presets import PRESETS, has_random_weights, model_config, named_config
+from checkpoints.weights import open_source
 from cli import Parser, run
 from errors import UserError
-from presets import PRESETS, has_random_weights, model_config, named_config
 from tp import init_world
 from training.loop import Setup, prepare, together, train
 from training.losses import cross_entropy

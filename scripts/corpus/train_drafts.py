@@ -20,10 +20,10 @@ from typing import Any
 import torch
 from tqdm import tqdm
 
-from checkpoint import DTYPES
+from checkpoints.eagle import read_head
+from checkpoints.weights import DTYPES
 from cli import Parser, note, run
 from comm import Local
-from eagle import read_head
 from engine.llm import LLM
 from engine.protocol import SamplingParams
 from scripts.bench.serving.speculation import prompts_of

@@ -21,9 +21,9 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
+from checkpoints.presets import preset
 from cli import Parser, note, run
 from config import ModelConfig, with_variant
-from presets import preset
 from scripts.corpus.tokenizer import train_tokenizer
 from scripts.corpus.tokens import write_corpus
 from tp import World, init_world

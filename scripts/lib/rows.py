@@ -13,7 +13,18 @@ from comm.table import digest
 from errors import UserError
 from files import write_whole
 
-FOLDERS = "comm", "engine", "kernels", "quantized", "text", "training", "training/planner", "scripts/corpus", "scripts/quality"
+FOLDERS = (
+    "checkpoints",
+    "comm",
+    "engine",
+    "kernels",
+    "quantized",
+    "text",
+    "training",
+    "training/planner",
+    "scripts/corpus",
+    "scripts/quality",
+)
 CODE = ("*.py", *(f"{folder}/*.py" for folder in FOLDERS), "scripts/quantize.py")
 
 

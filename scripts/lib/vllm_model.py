@@ -4,8 +4,8 @@ import argparse
 import json
 from pathlib import Path
 
-from hf_config import config_to_hf
-from presets import model_config
+from checkpoints.hf_config import config_to_hf
+from checkpoints.presets import model_config
 from quantized.compressed import scheme_to_hf
 from quantized.scheme import SCHEMES
 

@@ -22,7 +22,8 @@ from typing import Any
 import torch
 from tqdm import tqdm
 
-from checkpoint import load_model
+from checkpoints.presets import model_config
+from checkpoints.weights import load_model
 from cli import Parser, note, run
 from comm import Local
 from comm.quantize import WIDTHS
@@ -30,7 +31,6 @@ from communicators import choose
 from engine import LLM
 from errors import UserError
 from files import check_folder
-from presets import model_config
 from processes import on_ranks
 from scripts.lib.machine import describe, machine
 from scripts.lib.markdown import captioned

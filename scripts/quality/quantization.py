@@ -21,14 +21,14 @@ import torch
 from torch import Tensor
 from tqdm import tqdm
 
-from checkpoint import load_model
+from checkpoints.presets import model_config
+from checkpoints.weights import load_model
 from cli import Parser, run
 from comm import Communicator, PendingAllReduce, Scheme, parse_scheme
 from comm.quantize import WIDTHS, Format, dequantize_sum, hadamard_transform, quantize
 from communicators import choose
 from engine import LLM
 from errors import UserError
-from presets import model_config
 from processes import on_ranks
 from scripts.lib.machine import describe, machine
 from scripts.lib.markdown import table_lines

@@ -33,7 +33,8 @@ from typing import Any, NamedTuple
 import msgspec
 import torch
 
-from checkpoint import DTYPES, build_model, load_model
+from checkpoints.presets import has_random_weights, model_config
+from checkpoints.weights import DTYPES, build_model, load_model
 from cli import Parser, run
 from comm import Local
 from comm.table import digest
@@ -48,7 +49,6 @@ from kernels.optional_triton import triton
 from kernels.sampling import log_softmax
 from model import Transformer
 from options import DTYPE_NAMES, whole_number
-from presets import has_random_weights, model_config
 from processes import on_ranks
 from quantized.scheme import SCHEMES
 from scripts.lib.machine import describe, machine
@@ -76,6 +76,7 @@ MARGIN = 30.0  # seconds below which no launch is started
 DEFAULT = [("models/tiny-hybrid", None), ("llama-3-8b:4", None)]
 CODE = (
     "*.py",
+    "checkpoints/*.py",
     "comm/*.py",
     "engine/*.py",
     "kernels/*.py",

@@ -24,11 +24,11 @@ from typing import Any
 
 import torch
 
+from checkpoints.presets import model_config
 from cli import Parser, note, run
 from errors import UserError
 from files import check_folder
 from options import whole_number
-from presets import model_config
 from processes import die_with_parent
 from scripts.corpus import train_tiny
 from scripts.corpus.tokens import write_corpus

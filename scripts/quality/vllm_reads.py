@@ -32,11 +32,11 @@ from typing import Any
 
 import torch
 
+from checkpoints.presets import model_config
 from cli import Parser, run
 from engine import LLM
 from errors import UserError
 from options import dtype_name, whole_number
-from presets import model_config
 from scripts.lib.failures import reason
 from scripts.lib.machine import describe, machine
 from scripts.lib.markdown import captioned, cell

@@ -22,11 +22,11 @@ from typing import Any
 import torch
 from tqdm import tqdm
 
+from checkpoints.presets import model_config
 from cli import Parser, note, run
 from engine import LLM
 from errors import UserError
 from options import dtype_name, whole_number
-from presets import model_config
 from scripts.lib.machine import describe, machine
 from scripts.lib.markdown import captioned
 from scripts.lib.results import OUT, ROOT, add_write_option, results_folder, write_table

@@ -7,9 +7,9 @@ from typing import Any
 
 from tqdm import tqdm
 
+from checkpoints.presets import preset
 from cluster import Cluster
 from config import ModelConfig
-from presets import preset
 from training.planner.collectives import Profile, link_seconds
 from training.planner.cost import forward_flops, predict
 from training.planner.workload import OVERLAPS, Workload

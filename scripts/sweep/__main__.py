@@ -27,12 +27,12 @@ from pathlib import Path
 
 from tqdm import tqdm
 
-from checkpoint import DTYPES
+from checkpoints.presets import PRESETS
+from checkpoints.weights import DTYPES
 from cli import Parser, note, run
 from communicators import KNOWN
 from errors import UserError
 from options import KV_DTYPES, OVERLAPS
-from presets import PRESETS
 from quantized.scheme import QUANTIZATIONS
 from scripts.lib.results import ROOT
 from scripts.lib.vllm_model import MEMORY, add_vllm_memory

@@ -8,10 +8,10 @@ from typing import Any
 
 import torch
 
-from checkpoint import open_source
+from checkpoints.presets import has_random_weights, model_config
+from checkpoints.weights import open_source
 from communicators import choose
 from errors import UserError
-from presets import has_random_weights, model_config
 from scripts.lib.vllm_model import QUANTIZES
 from scripts.sweep.rows import VLLM, Setting, interconnect
 

@@ -23,7 +23,9 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from checkpoint import DTYPES, load_model
+from checkpoints.memory import SHORT, free_bytes, weight_bytes
+from checkpoints.presets import model_config
+from checkpoints.weights import DTYPES, load_model
 from cli import run
 from comm import Communicator, PendingAllReduce, SimulatedLink, parse_link
 from comm.simulated import sent_bytes
@@ -33,9 +35,7 @@ from engine.llm import MAX_SEQUENCES, Timing
 from engine.tuning import tune
 from errors import UserError
 from generate import measure
-from memory import SHORT, free_bytes, weight_bytes
 from options import TUNE_SECONDS
-from presets import model_config
 from profiling import read_trace
 from scripts.sweep.rows import Setting, interconnect
 from scripts.trace import by_phase, generate_together, gpu_record, gpu_times, random_prompts, record, timeline

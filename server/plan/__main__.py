@@ -21,10 +21,10 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
+from checkpoints.presets import PRESETS, is_preset, named_config
 from cli import Parser, note, run
 from errors import UserError
 from options import above_zero, whole_number
-from presets import PRESETS, is_preset, named_config
 from quantized.scheme import SCHEMES
 from variants import usage
 

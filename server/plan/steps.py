@@ -23,12 +23,12 @@ from typing import Any
 import numpy as np
 import torch
 
+from checkpoints.memory import cache_bytes, weight_bytes
+from checkpoints.presets import is_preset, model_config, named_config
 from cluster import load_cluster
 from config import ModelConfig
 from engine.runner import LARGEST_GRAPH, decode_buckets, prefill_buckets
 from errors import UserError
-from memory import cache_bytes, weight_bytes
-from presets import is_preset, model_config, named_config
 
 RESULTS = Path(__file__).parents[2] / "docs" / "results"
 # bytes/s that a kernel that only reads reaches (make bench-read, docs/kernels.md)

@@ -13,10 +13,10 @@ import torch.distributed as dist
 from torch import Tensor
 
 from attention import Causal
-from checkpoint import load_model
+from checkpoints.presets import model_config
+from checkpoints.weights import load_model
 from communicators import choose
 from model import Transformer
-from presets import model_config
 from tp import World, init_world
 
 MODEL = "llama-3-70b:3"

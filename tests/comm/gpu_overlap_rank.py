@@ -13,12 +13,12 @@ import torch
 import torch.distributed as dist
 
 from attention import Causal
-from checkpoint import load_model
+from checkpoints.presets import PRESETS
+from checkpoints.weights import load_model
 from comm import Residual
 from communicators import choose
 from config import with_variant
 from model import Transformer
-from presets import PRESETS
 from tp import World, init_world
 
 VARIANTS = ("standard", "ladder", "hybrid:2")

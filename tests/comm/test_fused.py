@@ -613,9 +613,9 @@ def difference_from_one_rank(world: World, name: str, ids: list[int]) -> tuple[f
     """The largest difference of an embedded model's logits from those of one rank, and how many of its all-reduces were
     fused."""
     from attention import Causal
-    from checkpoint import load_model
+    from checkpoints.presets import model_config
+    from checkpoints.weights import load_model
     from comm import Local
-    from presets import model_config
 
     path = str(MODELS / name)
     comm = fused(world, capacity=1 << 20)
@@ -663,9 +663,9 @@ def communicators(world: World) -> dict[str, Any]:
 def biased_differences_from_one_rank(world: World, folders: list[Path], ids: list[int]) -> dict[str, float]:
     """The largest difference of each checkpoint's logits from one rank's, by checkpoint and communicator."""
     from attention import Causal
-    from checkpoint import load_model
+    from checkpoints.presets import model_config
+    from checkpoints.weights import load_model
     from comm import Local
-    from presets import model_config
 
     tokens, context, found = torch.tensor([ids]), Causal(len(ids), world.device), {}
     kinds = communicators(world)

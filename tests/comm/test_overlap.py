@@ -16,7 +16,7 @@ from torch import Tensor, nn
 
 import profiling
 from attention import Causal
-from checkpoint import random_weights
+from checkpoints.weights import random_weights
 from comm import Communicator, GlooCommunicator, Local, NoCommunication, PendingAllReduce
 from comm.interface import Schedule
 from config import ModelConfig, Reduces, with_variant

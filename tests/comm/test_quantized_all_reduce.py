@@ -12,7 +12,8 @@ import torch.distributed as dist
 from torch import Tensor
 
 from attention import Causal
-from checkpoint import load_model
+from checkpoints.presets import PRESETS
+from checkpoints.weights import load_model
 from comm import QuantizedGlooCommunicator, parse_scheme
 from comm.quantize import hadamard_transform
 from comm.quantized import CHUNK, Worker, quantized_all_reduce
@@ -20,7 +21,6 @@ from communicators import choose
 from config import with_variant
 from errors import UserError
 from model import Transformer
-from presets import PRESETS
 from tests.kernels.test_quantize import defined
 from tests.support.command_line import HYBRID, launch
 from tests.support.ranks import Ranks

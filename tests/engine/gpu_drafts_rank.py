@@ -11,16 +11,16 @@ from unittest.mock import patch
 import torch
 import torch.distributed as dist
 
-import eagle
-from checkpoint import load_model
+from checkpoints import eagle
+from checkpoints.eagle import EagleHead
+from checkpoints.presets import model_config
+from checkpoints.weights import load_model
 from communicators import choose
-from eagle import EagleHead
 from engine import SamplingParams, draft_models
 from engine.core import Engine
 from engine.draft_costs import Costs
 from engine.limits import EngineLimits
 from engine.protocol import Submit
-from presets import model_config
 from tests import MODELS
 from tests.engine.test_engine import ALONE, assert_same, load, serve
 from text.tokenizer_files import load_tokenizer

@@ -7,10 +7,10 @@ from dataclasses import replace
 
 import torch
 
-from checkpoint import load_model
+from checkpoints.presets import model_config
+from checkpoints.weights import load_model
 from communicators import choose
 from engine import LLM, SamplingParams
-from presets import model_config
 from tests import MODELS
 from text.tokenizer_files import load_tokenizer
 from tp import init_world

@@ -8,12 +8,12 @@ from dataclasses import replace
 import msgspec
 import torch
 
-from checkpoint import load_model
+from checkpoints.presets import model_config
+from checkpoints.weights import load_model
 from communicators import choose
 from engine import LLM, SamplingParams
 from engine.limits import EngineLimits
 from options import OVERLAPS
-from presets import model_config
 from tests import MODELS
 from tests.engine.gpu_rank import NEW_TOKENS, PROMPT
 from text.tokenizer_files import load_tokenizer

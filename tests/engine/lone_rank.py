@@ -6,12 +6,12 @@ from typing import Any
 
 import torch
 
-from checkpoint import load_model
+from checkpoints.presets import model_config
+from checkpoints.weights import load_model
 from communicators import choose
 from engine.core import Engine
 from engine.limits import EngineLimits
 from engine.protocol import SamplingParams, Submit
-from presets import model_config
 from tests import MODELS
 from tp import World, init_world
 

@@ -15,15 +15,15 @@ import pytest
 import torch
 
 import comm
-from checkpoint import load_model
+from checkpoints.lora import LoraLimits
+from checkpoints.presets import model_config
+from checkpoints.weights import load_model
 from engine.adapters import Adapters
 from engine.core import Engine
 from engine.draft_costs import Costs
 from engine.limits import EngineLimits
 from engine.protocol import Abort, LoadAdapter, Pooling, SamplingParams, Submit, UnloadAdapter
-from lora import LoraLimits
 from model import Transformer
-from presets import model_config
 from tests.engine.test_embeddings import check, embeddings
 from tests.engine.test_engine import ALONE, assert_same, config_of, load, random_submits
 from tests.engine.test_runner import as_on_a_gpu

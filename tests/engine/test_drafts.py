@@ -19,8 +19,9 @@ import pytest
 import torch
 
 from attention import Causal
+from checkpoints.eagle import EagleConfig, EagleHead
+from checkpoints.presets import model_config
 from comm import Local
-from eagle import EagleConfig, EagleHead
 from engine import LLM, draft_models
 from engine.core import Engine
 from engine.draft_costs import LEAST_GAIN, LEAST_PRICE, Costs
@@ -32,7 +33,6 @@ from engine.speculation import GRANT
 from errors import UserError
 from kernels.sampling import exponential_noise
 from model import Transformer
-from presets import model_config
 from tests import MODELS
 from tests.engine.test_engine import (
     ALONE,

@@ -13,7 +13,8 @@ from tokenizers import processors
 from torch import Tensor
 
 from attention import Causal
-from checkpoint import check_source, fill_model
+from checkpoints.presets import model_config
+from checkpoints.weights import check_source, fill_model
 from comm import Local
 from engine.core import Engine
 from engine.logits import SamplingState
@@ -21,7 +22,6 @@ from engine.pooling import pool
 from engine.protocol import Abort, Pooling, Refused, SamplingParams, Submit
 from engine.sequence import Chunk, Sequence
 from model import Transformer
-from presets import model_config
 from server.pooling_file import checkpoint_embedder
 from tests.engine.test_engine import (
     ALONE,

@@ -18,11 +18,12 @@ import pytest
 import torch
 from torch import Tensor
 
-import checkpoint
 import comm
 from attention import Causal
+from checkpoints import weights
+from checkpoints.eagle import EagleHead
+from checkpoints.presets import model_config
 from config import ModelConfig, with_variant
-from eagle import EagleHead
 from engine.core import Engine
 from engine.draft_costs import Costs
 from engine.grammars import Grammars
@@ -33,7 +34,6 @@ from engine.paged_cache import PagedCache, Rows, _Reader
 from engine.protocol import Abort, Refused, SamplingParams, Submit, ThinkingBudget, TokenLogprobs, TokenOutput
 from engine.sampler import SamplingBatch, sample
 from model import Transformer
-from presets import model_config
 from rope_scaling import YarnScaling
 from tests import MODELS
 from tests.support.masks import allowed
@@ -117,7 +117,7 @@ def random_model(config: ModelConfig) -> Transformer:
 
 def load(world: World, directory: Path) -> Transformer:
     config = model_config(str(directory), None, world.world_size)
-    return checkpoint.load_model(str(directory), config, world, torch.float32)
+    return weights.load_model(str(directory), config, world, torch.float32)
 
 
 @cache

@@ -16,7 +16,8 @@ from msgspec import structs
 
 import comm
 import shared_gpus
-from checkpoint import load_model
+from checkpoints.presets import PRESETS, model_config
+from checkpoints.weights import load_model
 from comm.interface import SCHEDULES
 from config import with_variant
 from engine import LLM, SamplingParams
@@ -31,7 +32,6 @@ from kernels.linear import linear, linear_swiglu
 from kernels.linear_tuning import Shape
 from model import Transformer
 from options import OVERLAPS
-from presets import PRESETS, model_config
 from tests import MODELS
 from tests.engine import gpu_drafts_rank
 from tests.engine.gpu_drafts_rank import DRAFTS

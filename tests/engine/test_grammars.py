@@ -14,8 +14,9 @@ import llguidance
 import pytest
 import torch
 
-import checkpoint
 import determinism
+from checkpoints import weights
+from checkpoints.presets import model_config
 from comm import Local
 from engine import grammars as grammars_module
 from engine.core import Engine
@@ -23,7 +24,6 @@ from engine.grammars import CACHED, CACHED_TEXT, MAX_COMPILING, MAX_DIGITS, MAX_
 from engine.limits import EngineLimits
 from engine.protocol import Abort, Refused, SamplingParams, Submit, Turn, joined
 from errors import UserError
-from presets import model_config
 from tests import MODELS
 from tests.engine.test_logits import MODEL_VOCAB
 from tests.support.ranks import Ranks
@@ -56,7 +56,7 @@ WORD = grammar_of({"enum": ["hi", "ho"]})
 
 
 def engine_of(world: World = ALONE) -> Engine:
-    model = checkpoint.load_model(str(TINY), model_config(str(TINY), None, world.world_size), world, torch.float32)
+    model = weights.load_model(str(TINY), model_config(str(TINY), None, world.world_size), world, torch.float32)
     return Engine(model, load_tokenizer(TINY), EngineLimits(kv_memory=64 << 20), world)
 
 

@@ -9,12 +9,12 @@ from typing import Any
 import pytest
 import torch
 
+from checkpoints.presets import model_config
 from engine import step_tokens as module
 from engine.core import Engine
 from engine.limits import EngineLimits
 from engine.step_tokens import USUAL, Entry, default_tokens, entries, kind, step_tokens
 from errors import UserError
-from presets import model_config
 from scripts.bench.serving import step_tokens as bench
 from tests.engine.test_engine import ALONE, config_of, random_model
 from tp import World

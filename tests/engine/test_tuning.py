@@ -12,9 +12,10 @@ from typing import Any
 import pytest
 import torch
 
-from checkpoint import load_model
+from checkpoints.eagle import EagleHead
+from checkpoints.presets import model_config
+from checkpoints.weights import load_model
 from comm.table import Table, Times, read, write
-from eagle import EagleHead
 from engine import tuning
 from engine.tuning import FAILED, name_of, names_of, problem_of, quantized_shapes, shapes, tune
 from kernels import linear_config, linear_quantized_config
@@ -23,7 +24,6 @@ from kernels.linear_quantized_config import Format, QuantizedGemv, QuantizedStre
 from kernels.linear_quantized_tuning import TILES, QuantizedProblem, QuantizedShape
 from kernels.linear_tuning import GEMV_IN_A_MODEL, KEPT_MARGIN, ROWS, TIE, USUAL_MARGIN, Problem, Shape, candidates, winner
 from model import Transformer
-from presets import model_config
 from scripts.bench.kernels import linear as bench_linear
 from server.launch import log_tuning
 from sharded_linear import ShardedLinear

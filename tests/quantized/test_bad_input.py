@@ -14,11 +14,11 @@ import torch
 from safetensors.torch import load_file, save_file
 from torch import Tensor
 
-from checkpoint import load_model
+from checkpoints.hf_config import config_from_hf, config_to_hf
+from checkpoints.presets import model_config
+from checkpoints.weights import load_model
 from comm import Local
 from errors import UserError
-from hf_config import config_from_hf, config_to_hf
-from presets import model_config
 from quantized.hf import read_quantization
 from quantized.scheme import SCHEMES
 from tests.quantized.test_formats import COMPRESSED, SHAPE

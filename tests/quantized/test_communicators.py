@@ -10,10 +10,10 @@ import pytest
 import torch
 
 from attention import Causal
-from checkpoint import load_model
+from checkpoints.presets import model_config
+from checkpoints.weights import load_model
 from comm.interface import SCHEDULES
 from config import ModelConfig, with_variant
-from presets import model_config
 from tests.quantized.writers import FORMATS, write
 from tests.support.ranks import Ranks
 from tp import World

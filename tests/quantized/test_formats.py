@@ -16,13 +16,13 @@ from torch import Tensor
 
 import determinism
 from attention import Causal
-from checkpoint import load_model
+from checkpoints.memory import weight_bytes
+from checkpoints.presets import model_config
+from checkpoints.weights import load_model
 from comm import Local
 from config import ModelConfig, with_variant
 from errors import UserError
-from memory import weight_bytes
 from model import Transformer
-from presets import model_config
 from quantized import formats
 from quantized.formats import Slice, Tensors
 from quantized.scheme import ON_LOAD, SCHEMES

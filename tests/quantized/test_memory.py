@@ -8,13 +8,13 @@ import pytest
 import torch
 from torch import Tensor
 
-import memory
-from checkpoint import READERS, all_places, fill_all, open_files, random_weights
+from checkpoints import memory
+from checkpoints.memory import cache_bytes, check_memory, loading_bytes, weight_bytes
+from checkpoints.presets import model_config, preset
+from checkpoints.weights import READERS, all_places, fill_all, open_files, random_weights
 from comm import Local
 from errors import UserError
-from memory import cache_bytes, check_memory, loading_bytes, weight_bytes
 from model import Transformer
-from presets import model_config, preset
 from quantized import formats
 from quantized.scheme import QUANTIZATIONS, SCHEMES, Scheme, on_load
 from quantized.weight import Quantized, quantize, rounding_bytes

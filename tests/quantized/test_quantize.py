@@ -19,15 +19,15 @@ from torch import Tensor
 
 import scripts.quantize
 from attention import Causal
-from checkpoint import load_model, open_files
+from checkpoints.hf_config import config_to_hf
+from checkpoints.memory import weight_bytes
+from checkpoints.presets import model_config
+from checkpoints.weights import load_model, open_files
 from comm import Local
 from config import ModelConfig, with_variant
 from engine.draft_models import EMBEDDED
 from errors import UserError
-from hf_config import config_to_hf
-from memory import weight_bytes
 from model import Transformer
-from presets import model_config
 from quantized.gptq import DAMPING, best_scales, gptq
 from quantized.scheme import SCHEMES, on_load
 from quantized.weight import dequantize, quantize, unpack

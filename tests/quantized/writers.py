@@ -15,8 +15,8 @@ import torch
 from safetensors.torch import save_file
 from torch import Tensor
 
+from checkpoints.hf_config import config_to_hf
 from config import ModelConfig
-from hf_config import config_to_hf
 
 Tensors = dict[str, Tensor]
 FP8 = torch.float8_e4m3fn

@@ -8,9 +8,9 @@ from safetensors.torch import load_file
 from torch import Tensor
 
 from attention import Causal
-from checkpoint import load_model
+from checkpoints.presets import model_config
+from checkpoints.weights import load_model
 from errors import UserError, first_line
-from presets import model_config
 from tp import World
 
 REFERENCE = "reference.safetensors"  # `tokens` and the tool's logits, in the folder of a checkpoint that Rung reads

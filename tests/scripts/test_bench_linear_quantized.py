@@ -11,11 +11,11 @@ from typing import Any
 import pytest
 import torch
 
+from checkpoints.presets import model_config
 from comm import NoCommunication
 from config import ModelConfig
 from errors import UserError
 from model import Transformer
-from presets import model_config
 from quantized.scheme import on_load
 from scripts.bench.kernels import linear, linear_quantized
 from scripts.bench.kernels.linear_quantized import LAYERS, QUANTIZE, Place, build, measured, parse_args, places

@@ -14,9 +14,9 @@ import pytest
 import torch
 from torch.distributed.device_mesh import init_device_mesh
 
+from checkpoints.presets import preset
 from config import with_variant
 from errors import UserError
-from presets import preset
 from scripts.bench.training import __main__ as bench_training
 from scripts.bench.training import launches, tables
 from scripts.bench.training.fsdp2 import Fsdp2Trainer, prefetch, shard

@@ -11,8 +11,8 @@ from typing import Any
 
 import pytest
 
+from checkpoints.presets import preset
 from cluster import load_cluster
-from presets import preset
 from scripts.lib import results
 from scripts.lib.results import RESULTS
 from scripts.report import plan_paper

@@ -6,10 +6,10 @@ from pathlib import Path
 import pytest
 import torch
 
-from checkpoint import build_model
+from checkpoints.presets import model_config
+from checkpoints.weights import build_model
 from comm import Local
 from engine import LLM, SamplingParams
-from presets import model_config
 from scripts.corpus.train_tiny import EXAMPLES
 from server.banner import banner
 from server.examples import MAX_BYTES, read_examples

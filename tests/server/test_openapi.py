@@ -10,9 +10,9 @@ from pathlib import Path
 import pytest
 import torch
 
-from checkpoint import random_weights
+from checkpoints.hf_config import read_config
+from checkpoints.weights import random_weights
 from comm import Local
-from hf_config import read_config
 from model import Transformer
 from tests import MODELS
 from tests.support.command_line import environment

@@ -16,13 +16,13 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from checkpoint import SafetensorsSource, fill_all, load_model, open_files, places
+from checkpoints.presets import model_config, preset
+from checkpoints.weights import SafetensorsSource, fill_all, load_model, open_files, places
 from comm import Local
 from comm.table import Table
 from engine import LLM, SamplingParams
 from errors import UserError
 from model import Transformer
-from presets import model_config, preset
 from scripts.bench.serving import startup
 from scripts.lib.load_generator import Request, plan
 from scripts.lib.servers import rung_server

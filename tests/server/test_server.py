@@ -19,10 +19,10 @@ import pytest
 import torch
 from pydantic import BaseModel, Field
 
-from checkpoint import load_model
+from checkpoints.presets import model_config
+from checkpoints.weights import load_model
 from comm import Local
 from engine import LLM, SamplingParams
-from presets import model_config
 from tests import ROOT
 from tests.clients.thinking import thinking_server
 from tests.support.command_line import HYBRID

@@ -8,6 +8,7 @@ from typing import Any
 import torch
 
 import comm
+from checkpoints.lora import LoraLimits
 from config import ModelConfig
 from engine.adapters import Adapter, Adapters
 from engine.core import Engine
@@ -20,7 +21,6 @@ from engine.protocol import SamplingParams, Submit
 from engine.sequence import Chunk, Sequence
 from engine.step import InFlightStep, StepResult
 from errors import UserError
-from lora import LoraLimits
 from model import Transformer
 from tp import World
 

@@ -28,7 +28,7 @@ from tests.support import quick_start
 from tp import World
 
 # What most functions import on a rank. torch's optimizers import torch._dynamo.
-IMPORTS = ("numpy", "pytest", "checkpoint", "engine.llm", "training.loop", "torch._dynamo")
+IMPORTS = ("numpy", "pytest", "checkpoints.weights", "engine.llm", "training.loop", "torch._dynamo")
 PROGRAM = f"import sys; sys.path.insert(0, {str(ROOT)!r}); from tests.support.ranks import fork_ranks; fork_ranks()"
 MOST_RANKS = 64
 GRACE = 5.0  # seconds that the other ranks get to finish after one has failed; they may be waiting for it in a collective

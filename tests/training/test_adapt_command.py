@@ -12,13 +12,13 @@ import torch
 import torch.nn.functional as F
 
 from attention import Causal
-from checkpoint import load_model, random_weights
+from checkpoints.hf_config import read_config
+from checkpoints.presets import model_config, preset
+from checkpoints.weights import load_model, random_weights
 from comm import Local
 from config import ModelConfig, with_variant
 from errors import UserError
-from hf_config import read_config
 from model import Transformer
-from presets import model_config, preset
 from tests.support.ranks import Ranks
 from tp import World
 from training import adapt as command

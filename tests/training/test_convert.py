@@ -17,11 +17,11 @@ from torch import Tensor
 import cli
 import generate
 from attention import Causal
-from checkpoint import INDEX, SINGLE, load_model
+from checkpoints.hf_config import config_to_hf, read_config
+from checkpoints.weights import INDEX, SINGLE, load_model
 from comm import Local
 from config import ModelConfig, with_variant
 from errors import UserError
-from hf_config import config_to_hf, read_config
 from rope_scaling import Llama3Scaling
 from tests import MODELS
 from tests.support.ranks import Ranks

@@ -14,13 +14,13 @@ import torch
 from torch import Tensor
 
 from attention import Causal
-from checkpoint import load_model
+from checkpoints.eagle import EagleConfig, EagleHead, read_head
+from checkpoints.presets import preset
+from checkpoints.weights import load_model
 from comm import Local
 from config import ModelConfig, with_variant
-from eagle import EagleConfig, EagleHead, read_head
 from errors import UserError
 from model import Transformer
-from presets import preset
 from tests.support.clock import Clock
 from tests.support.paged import CachedSequences
 from tests.support.ranks import Ranks

@@ -15,12 +15,12 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from attention import Causal
-from checkpoint import load_model
+from checkpoints.hf_config import read_config
+from checkpoints.presets import preset
+from checkpoints.weights import load_model
 from comm import Local
 from config import ModelConfig, with_variant
 from errors import UserError
-from hf_config import read_config
-from presets import preset
 from tests.support.ranks import Ranks
 from tp import World
 from training.executor import Execution, Executor, Overlap

@@ -13,12 +13,12 @@ import transformers
 from torch import Tensor
 
 from attention import Causal
-from checkpoint import load_model, random_weights
+from checkpoints.hf_config import config_from_hf, read_config
+from checkpoints.presets import preset
+from checkpoints.weights import load_model, random_weights
 from comm import Local
 from config import FAMILIES, ModelConfig, with_variant
-from hf_config import config_from_hf, read_config
 from model import Transformer
-from presets import preset
 from tests import MODELS, ROOT
 from tests.support.command_line import environment
 from tests.test_model import hf_shape

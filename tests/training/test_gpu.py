@@ -19,8 +19,8 @@ import torch.distributed as dist
 from torch import Tensor
 
 from attention import Causal
+from checkpoints.presets import preset
 from config import ModelConfig
-from presets import preset
 from profiling import length, union
 from scripts.bench.training.rank import covered, kernels
 from training.batches import Batch

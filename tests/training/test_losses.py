@@ -9,9 +9,9 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from checkpoints.presets import preset
 from comm import Local
 from model import Transformer
-from presets import preset
 from training import losses
 from training.batches import IGNORED, Batch
 from training.optimizer import Schedule

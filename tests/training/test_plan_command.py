@@ -7,9 +7,9 @@ from typing import Any
 
 import pytest
 
+from checkpoints.presets import preset
 from cluster import load_cluster
 from errors import UserError
-from presets import preset
 from processes import on_ranks
 from tests import ROOT
 from tests.support import quick_start

@@ -11,12 +11,12 @@ import torch
 from torch import Tensor
 
 from attention import Causal
+from checkpoints.presets import preset
 from cluster import load_cluster
 from comm import Done, Local, Residual
 from config import ModelConfig, with_variant
 from errors import UserError
 from model import Transformer
-from presets import preset
 from training import losses
 from training.batches import Batch
 from training.planner.collectives import Profile, synthesize

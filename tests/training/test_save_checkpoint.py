@@ -11,11 +11,11 @@ import transformers
 from safetensors import SafetensorError
 from safetensors.torch import load_file
 
-from checkpoint import INDEX, SINGLE, open_source, random_weights
+from checkpoints.hf_config import read_config
+from checkpoints.weights import INDEX, SINGLE, open_source, random_weights
 from comm import Local, NoCommunication
 from config import with_variant
 from errors import UserError
-from hf_config import read_config
 from model import Transformer
 from tests.test_checkpoint import FAMILIES, VARIANTS, assert_equal, fails, full_tensors, load, logits, random_model, tiny
 from training import export

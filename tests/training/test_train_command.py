@@ -19,13 +19,13 @@ import torch
 
 import cli
 from attention import Causal
-from checkpoint import load_model, random_weights
+from checkpoints.hf_config import read_config
+from checkpoints.presets import preset
+from checkpoints.weights import load_model, random_weights
 from comm import Local
 from config import with_variant
 from errors import RankError, UserError
-from hf_config import read_config
 from model import Transformer
-from presets import preset
 from processes import on_ranks
 from tests import ROOT
 from tests.support import quick_start

@@ -25,7 +25,8 @@ import torch
 from torch import Tensor
 from tqdm import tqdm
 
-from checkpoint import build_model
+from checkpoints.presets import model_config
+from checkpoints.weights import build_model
 from cli import Parser, run
 from comm import Local, NoCommunication
 from config import ModelConfig
@@ -35,7 +36,6 @@ from kernels.linear_tuning import CHAIN, seconds_per_layer
 from kernels.row_codes import RowCodes, quantize_rows
 from model import Transformer
 from options import TUNE_SECONDS, whole_number
-from presets import model_config
 from scripts.lib.machine import machine
 from scripts.lib.results import check_output
 from sharded_linear import ShardedLinear

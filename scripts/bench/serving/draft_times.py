@@ -16,14 +16,14 @@ from statistics import median
 
 import torch
 
-from checkpoint import DTYPES, load_model
+from checkpoints.eagle import random_config, random_head
+from checkpoints.presets import model_config
+from checkpoints.weights import DTYPES, load_model
 from cli import Parser, run
-from eagle import random_config, random_head
 from engine.core import Engine
 from engine.limits import EngineLimits
 from engine.tuning import tune
 from options import TUNE_SECONDS, ModelOptions, add_options, dtype_name, rank_options, whole_number
-from presets import model_config
 from tp import World, init_world
 
 SEQUENCES, CONTEXT = 8, 2048

@@ -35,10 +35,11 @@ import msgspec
 import torch
 from tqdm import tqdm
 
-from checkpoint import DTYPES, load_model
+from checkpoints.eagle import EagleHead
+from checkpoints.presets import has_random_weights, model_config
+from checkpoints.weights import DTYPES, load_model
 from cli import Parser, run
 from comm.table import digest
-from eagle import EagleHead
 from engine.core import Engine
 from engine.draft_models import EMBEDDED, find_draft
 from engine.limits import EngineLimits
@@ -49,7 +50,6 @@ from engine.sequence import Sequence
 from errors import UserError
 from files import check_folder
 from options import MOST_DRAFT_TOKENS, ModelOptions, add_options, dtype_name, whole_number
-from presets import has_random_weights, model_config
 from processes import die_with_parent, is_rank
 from scripts.corpus.documents import KINDS, documents
 from scripts.lib.machine import describe, machine
@@ -67,7 +67,7 @@ RANDOM_IDS = "random ids"  # the task of a model without a tokenizer
 LONG = "story", "request"  # tasks with answers of up to --new-tokens; those of the others have a few tokens
 GOAL = 0.97  # the least ratio that is wanted where drafts do not help
 START = 15.0  # seconds of a job before it measures, about
-MODULES = "comm", "engine", "kernels", "quantized", "scripts/corpus", "text"
+MODULES = "checkpoints", "comm", "engine", "kernels", "quantized", "scripts/corpus", "text"
 CODE = ("*.py", *(f"{name}/*.py" for name in MODULES), "scripts/lib/workers.py", "scripts/bench/serving/speculation.py")
 
 

@@ -18,7 +18,8 @@ from typing import Any
 import torch
 
 import engine.bench as bench
-from checkpoint import DTYPES, load_model
+from checkpoints.presets import model_config
+from checkpoints.weights import DTYPES, load_model
 from cli import Parser, run
 from engine.core import Engine
 from engine.limits import EngineLimits
@@ -26,7 +27,6 @@ from engine.step_tokens import TABLE, Entry, entries, kind
 from errors import UserError
 from model import Transformer
 from options import ModelOptions, add_options, dtype_name, rank_options, whole_number
-from presets import model_config
 from scripts.lib.machine import machine
 from scripts.lib.markdown import table_lines
 from scripts.lib.results import write_text

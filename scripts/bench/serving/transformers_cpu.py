@@ -18,11 +18,11 @@ import torch
 from tqdm import tqdm
 from transformers import AutoModelForCausalLM
 
-from checkpoint import load_model
+from checkpoints.presets import model_config
+from checkpoints.weights import load_model
 from cli import Parser, run
 from engine import LLM, SamplingParams
 from errors import UserError
-from presets import model_config
 from scripts.lib.machine import describe, machine
 from scripts.lib.markdown import captioned
 from scripts.lib.results import ROOT, add_write_option, results_folder, write_table

@@ -36,9 +36,9 @@ from pathlib import Path
 
 import torch
 
+from checkpoints.presets import preset
 from cli import Parser, run
 from errors import UserError
-from presets import preset
 from scripts.bench.training.launches import Row, measure_all
 from scripts.bench.training.rank import SYSTEMS, add_trace_and_tuning_options
 from scripts.bench.training.tables import table

@@ -13,9 +13,9 @@ from typing import Any
 import numpy as np
 from tqdm import tqdm
 
+from checkpoints.presets import preset
 from cli import note
 from errors import UserError
-from presets import preset
 from processes import on_ranks
 from scripts.lib.failures import reason
 from scripts.lib.process_tree import end

@@ -25,10 +25,10 @@ import torch.distributed as dist
 from torch.distributed.device_mesh import init_device_mesh
 from torch.profiler import ProfilerActivity, profile, schedule
 
+from checkpoints.presets import preset
 from cli import Parser, run
 from config import ModelConfig
 from errors import UserError
-from presets import preset
 from profiling import Span, intersection, length, read_trace, span_of, union
 from scripts.bench.training.fsdp2 import PREFETCH, Fsdp2Trainer, prefetch, shard
 from tp import World, init_world

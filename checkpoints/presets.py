@@ -5,11 +5,11 @@ from difflib import get_close_matches
 from pathlib import Path
 from typing import Any
 
+from checkpoints.hf_config import read_config
 from cli import note
 from config import ModelConfig, with_variant
 from errors import UserError
 from files import model_folder
-from hf_config import read_config
 from quantized.scheme import QUANTIZATIONS, on_load
 from rope_scaling import Llama3Scaling
 from variants import VARIANTS

@@ -28,12 +28,12 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from attention import AttentionContext
-from checkpoint import Place, Source, check_names, fill_all, linear_place, open_files, whole_place
+from checkpoints.hf_config import config_from_hf
+from checkpoints.weights import Place, Source, check_names, fill_all, linear_place, open_files, whole_place
 from comm import Communicator, Local, Residual
 from config import ModelConfig
 from errors import UserError
 from files import CONFIG_BYTES, read_json
-from hf_config import config_from_hf
 from json_fields import count, get, shown
 from kernels.linear import linear
 from model import Factory, RMSNorm, Transformer, attention_heads

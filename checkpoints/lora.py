@@ -15,7 +15,7 @@ import torch
 from safetensors import SafetensorError, safe_open
 from torch import Tensor
 
-from checkpoint import full_shape
+from checkpoints.weights import full_shape
 from config import ModelConfig
 from errors import UserError, first_line
 from files import CONFIG_BYTES, descriptor_path, open_regular, read_json

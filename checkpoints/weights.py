@@ -19,16 +19,16 @@ from torch import Tensor, nn
 from tqdm import tqdm
 
 import determinism
+from checkpoints.hf_config import unread_keys
+from checkpoints.memory import check_memory, free_bytes, shortage, weight_bytes
+from checkpoints.presets import config_file, has_random_weights
 from cli import note
 from config import ModelConfig
 from errors import UserError, first_line
 from files import INDEX_BYTES, check_regular, model_folder, read_json
-from hf_config import unread_keys
 from json_fields import SHOWN, shown
-from memory import check_memory, free_bytes, shortage, weight_bytes
 from model import RMSNorm, Transformer
 from options import DTYPE_NAMES
-from presets import config_file, has_random_weights
 from quantized.formats import FORMATS, Shapes, Slice, Tensors
 from quantized.weight import Quantized, QuantizedWeight, joined, quantize
 from sharded_linear import ShardedLinear

@@ -1,0 +1,1 @@
+"""What `--model` and `--lora` name: presets, config.json, weights in their formats, adapters and draft heads; the memory they take."""
