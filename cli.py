@@ -10,7 +10,7 @@ from difflib import get_close_matches
 from typing import Any, NoReturn
 
 from errors import OverflowedError, RankError, UserError, first_line
-from processes import is_rank, join_launcher
+from ranks.processes import is_rank, join_launcher
 
 USER_ERROR, OVERFLOWED, LOST_RANK, INTERRUPTED = 2, 1, 1, 130  # exit codes
 PRINT_SECONDS = 1.0  # time for the first rank of a host to print what all know, because a launcher ends all once one has ended
@@ -59,8 +59,8 @@ def run(main: Callable[[], None]) -> NoReturn:
     except RuntimeError as e:
         if not ((is_rank() or _in_process_group()) and lost_connection(str(e))):
             raise
-        if "hosts" in sys.modules:
-            sys.modules["hosts"].await_cause(e)
+        if "ranks.hosts" in sys.modules:
+            sys.modules["ranks.hosts"].await_cause(e)
         what = f"rank {rank()} lost the connection to another rank, which ended or was killed"
         print(f"error: {what} ({first_line(e)})", file=sys.stderr)
         code = LOST_RANK
@@ -95,8 +95,8 @@ def leave(code: int) -> NoReturn:
     """Exit now. Skip the destructors of a process group, since those of a broken one may wait for ranks that ended."""
     sys.stdout.flush()
     sys.stderr.flush()
-    if code != LOST_RANK and "hosts" in sys.modules:  # not imported here, as torch is not
-        sys.modules["hosts"].say_goodbye()
+    if code != LOST_RANK and "ranks.hosts" in sys.modules:  # not imported here, as torch is not
+        sys.modules["ranks.hosts"].say_goodbye()
     if _in_process_group():
         os._exit(code)
     sys.exit(code)

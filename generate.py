@@ -40,8 +40,8 @@ from engine.llm import Completion, Timing, check_prompts, encode_chat, encode_te
 from errors import UserError
 from model import Transformer
 from options import ModelOptions, SpeculationOptions, add_options, dtype_name, rank_options, whole_number
-from processes import is_rank
 from profiling import annotate, profiled
+from ranks.processes import is_rank
 from text.tokenizer import Tokenizer
 from tp import World, agree_on_error, init_world, stream_shards
 

@@ -9,7 +9,7 @@
 torch's elastic agent starts and monitors the ranks. torchrun gives it a rendezvous for several hosts: two stores that
 listen on all interfaces without a password, one of which unpickles the data that it receives. Ranks of one host meet over a
 file in a folder that only this user can enter. Ranks of several hosts meet at the host that --meet names: it has rank 0,
-and its store listens on that address only and admits nobody without a secret (`meeting.py`). Signals are forwarded to the ranks, which then end by themselves.
+and its store listens on that address only and admits nobody without a secret (`ranks/meeting.py`). Signals are forwarded to the ranks, which then end by themselves.
 The exit code is that of the rank that failed first.
 """
 
@@ -35,9 +35,9 @@ from torch.distributed.elastic.rendezvous.api import RendezvousHandler, Rendezvo
 
 from cli import LOST_RANK, Parser, leave, note, run
 from errors import UserError
-from meeting import MeetingServer, MeetingStore, connect, read_secret
 from options import whole_number
-from processes import LAUNCHER, MEETING, listen_on_loopback, run_folder, signal_child
+from ranks.meeting import MeetingServer, MeetingStore, connect, read_secret
+from ranks.processes import LAUNCHER, MEETING, listen_on_loopback, run_folder, signal_child
 
 LOOPBACK = "127.0.0.1"
 SIGNALS = (signal.SIGTERM, signal.SIGINT, signal.SIGHUP)
@@ -86,7 +86,7 @@ class SeveralHosts(OneHost):
     use_agent_store = True  # the ranks connect to the agent's store and open none themselves
 
     def __init__(self, hosts: int, meet: str, secret: str) -> None:
-        """meet: HOST:PORT. secret: see `meeting.py`. Raises UserError."""
+        """meet: HOST:PORT. secret: see `ranks/meeting.py`. Raises UserError."""
         host, _, port = meet.rpartition(":")
         if not host or not port.isdecimal() or not 0 < int(port) < 65536:
             raise UserError(

@@ -17,14 +17,14 @@ from torch import Tensor
 from torch.distributed import FileStore, PrefixStore, Store  # type: ignore[attr-defined]
 
 import determinism
-import hosts
 import shared_gpus
 from comm import Communicator, Local
 from comm.private_gloo import PRIVATE_GLOO
 from communicators import choose
 from config import ModelConfig
 from errors import UserError
-from processes import MEETING, listen_on_loopback, shared_folder
+from ranks import hosts
+from ranks.processes import MEETING, listen_on_loopback, shared_folder
 
 PATIENCE = timedelta(minutes=10)  # of ranks for each other
 

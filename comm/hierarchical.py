@@ -21,7 +21,7 @@ from comm.interface import Communicator, Done, PendingAllReduce, Schedule, on_si
 from comm.process_group import HostAllReduce, ProcessGroupCommunicator, all_gather, gather_objects
 from comm.quantized import Worker
 from errors import UserError
-from processes import boot_id
+from ranks.processes import boot_id
 
 HOST_ID = "RUNG_HOST_ID"  # environment variable: names this rank's host, whatever NCCL is told
 SIZES = tuple(1 << i for i in range(12, 27, 2))  # bytes of the messages with which `fastest_between_hosts` measures

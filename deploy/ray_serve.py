@@ -40,8 +40,8 @@ from deploy.routing import Call
 from deploy.server_log import ServerLog
 from errors import UserError
 from options import whole_number
-from ports import check_port
-from processes import PR_SET_PDEATHSIG
+from ranks.ports import check_port
+from ranks.processes import PR_SET_PDEATHSIG
 
 ROOT = Path(__file__).resolve().parent.parent
 OWN_PYTHON = ROOT / ".venv" / "bin" / "python"

@@ -22,7 +22,6 @@ import torch.nn.functional as F
 import determinism
 from argument_types import check_types
 from attention import Causal
-from bounded import bounded
 from checkpoints.presets import has_random_weights, model_config
 from checkpoints.weights import DTYPES, load_model
 from cli import note
@@ -44,6 +43,7 @@ from json_fields import shown
 from kernels.sampling import log_softmax
 from model import Transformer
 from options import MOST_DRAFT_TOKENS, draft_limit, dtype_name
+from ranks.bounded import bounded
 from text.tokenizer import Tokenizer, check_fits
 from text.tokenizer_files import find_tokenizer, load_tokenizer
 from tp import World, init_world

@@ -22,8 +22,8 @@ from checkpoints.memory import cache_bytes, loading_bytes, weight_bytes
 from checkpoints.presets import model_config
 from cli import Parser, run
 from errors import UserError
-from processes import on_ranks
 from quantized.scheme import SCHEMES
+from ranks.processes import on_ranks
 from scripts.lib.results import ROOT
 from scripts.lib.steps import Step, add_step_options, run_steps, script, sweep, vllm_flags
 from scripts.sweep.rows import VLLM

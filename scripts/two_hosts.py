@@ -20,7 +20,7 @@ import torch
 
 from cli import Parser, run
 from errors import UserError
-from ports import free_port
+from ranks.ports import free_port
 from scripts.lib.process_tree import end
 from scripts.lib.results import ROOT
 

@@ -10,8 +10,8 @@ and token ids, so that this work does not delay the engine's steps, and so that 
 import sys
 
 from cli import leave, run
-from ports import check_port
-from processes import is_rank
+from ranks.ports import check_port
+from ranks.processes import is_rank
 from server.journal_file import check_journal
 from server.settings import load_settings
 

@@ -27,10 +27,10 @@ from engine.scheduler import Scheduler
 from engine.tuning import Tuning, tune
 from engine.worker import FrontendLink, serve
 from errors import UserError
-from hosts import DRAIN, Watch, await_cause, model_fact, watch
 from options import ModelOptions, SharedTextOptions, SpeculationOptions, StandInOptions, draft_limit, dtype_name, rank_options
-from ports import check_port
-from processes import LAUNCHER, run_folder, start_ticks
+from ranks.hosts import DRAIN, Watch, await_cause, model_fact, watch
+from ranks.ports import check_port
+from ranks.processes import LAUNCHER, run_folder, start_ticks
 from server import logs
 from server.journal_file import check_journal
 from server.logs import log

@@ -18,7 +18,7 @@ import zmq
 from cli import USER_ERROR, note
 from engine.protocol import Fatal, encode
 from errors import UserError
-from processes import kill_ranks, name_process, parent_pid, when_ended
+from ranks.processes import kill_ranks, name_process, parent_pid, when_ended
 from server.settings import Settings
 
 FRONTEND = "RUNG_FRONTEND"  # environment variable of ranks: the folder with the sockets of a frontend that runs already

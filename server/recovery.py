@@ -25,7 +25,7 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Literal, Protocol
 
-from processes import is_running
+from ranks.processes import is_running
 from server.error_types import NO_RETRY
 from server.logs import log
 from server.metrics import Metrics

@@ -12,7 +12,7 @@ from torch.distributed.elastic.multiprocessing.errors import ProcessFailure
 from cli import USER_ERROR, note
 from engine.protocol import Fatal
 from launch import Ranks, start_ranks
-from processes import run_folder
+from ranks.processes import run_folder
 from server.process import FRONTEND, JOIN_SECONDS, SIGNALLED, STARTED, Frontend, Restarts, describe_end, tell
 from server.settings import Settings
 

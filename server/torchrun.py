@@ -16,7 +16,7 @@ from functools import partial
 from pathlib import Path
 
 from cli import USER_ERROR, leave, note
-from processes import (
+from ranks.processes import (
     LAUNCHER,
     folder_name,
     hold,

@@ -11,9 +11,9 @@ import socket
 import traceback
 from typing import Any
 
-from bounded import MEMORY, limit_memory
 from errors import UserError, first_line, is_panic
-from processes import die_with_parent
+from ranks.bounded import MEMORY, limit_memory
+from ranks.processes import die_with_parent
 from server.problems import ApiError
 from text.tokenizer import Tokenizer
 from text.tokenizer_files import tokenizer_of

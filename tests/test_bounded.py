@@ -12,10 +12,10 @@ from typing import Any
 
 import pytest
 
-import bounded
 from engine import LLM
 from engine.llm import encode_chat
 from errors import UserError
+from ranks import bounded
 from tests import MODELS
 from tests.support import server_thread
 from tests.support.command_line import Here, launch

@@ -24,8 +24,8 @@ from torch.distributed.elastic.multiprocessing.errors import ProcessFailure
 
 import launch as launcher
 from errors import UserError
-from ports import check_port
-from processes import folder_name, on_ranks, shared_folder
+from ranks.ports import check_port
+from ranks.processes import folder_name, on_ranks, shared_folder
 from tests import ROOT
 from tests.support import quick_start
 from tests.support.command_line import HYBRID, command, environment, launch
@@ -152,7 +152,7 @@ def test_a_killed_process_leaves_nothing_behind(victim: str, tmp_path: Path) -> 
         assert "ZMQError" not in log and "Traceback" not in log
         assert "error: rank 1 was killed by SIGKILL" in log
     quick_start.run(
-        [sys.executable, "-c", "import processes; processes.remove_abandoned()"],
+        [sys.executable, "-c", "from ranks import processes; processes.remove_abandoned()"],
         cwd=ROOT,
         env=environment(**own_folder),
         check=True,

@@ -14,12 +14,12 @@ from types import ModuleType
 
 import pytest
 
-import processes
 from errors import UserError
+from ranks import processes
 from tests import ROOT
 from tests.support.server_process import runs, wait_until
 
-CHILD = "import processes, time; processes.die_with_parent(); print('up', flush=True); {then}"
+CHILD = "import time; from ranks import processes; processes.die_with_parent(); print('up', flush=True); {then}"
 PARENT = """
 import multiprocessing, subprocess, sys, time
 child = subprocess.Popen([sys.executable, "-c", sys.argv[1]], stdout=subprocess.PIPE)
@@ -45,7 +45,8 @@ def test_a_child_ends_with_its_killed_parent(then: str) -> None:
 
 def test_a_child_whose_parent_had_ended_before(tmp_path: Path) -> None:
     code = """
-import pathlib, processes, sys, time
+import pathlib, sys, time
+from ranks import processes
 folder, parent = pathlib.Path(sys.argv[1]), int(sys.argv[2])
 while pathlib.Path(f"/proc/{parent}").exists():
     time.sleep(0.05)
@@ -60,7 +61,7 @@ processes.die_with_parent(parent)
     assert not (tmp_path / "after").exists()
 
 
-HOLD = "import processes, time\nwith processes.run_folder() as path:\n    print(path, flush=True)\n    time.sleep(600)"
+HOLD = "import time\nfrom ranks import processes\nwith processes.run_folder() as path:\n    print(path, flush=True)\n    time.sleep(600)"
 
 
 def test_a_killed_owners_folder_is_removed_by_the_next_start(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

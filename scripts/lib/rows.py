@@ -19,6 +19,7 @@ FOLDERS = (
     "engine",
     "kernels",
     "quantized",
+    "ranks",
     "text",
     "training",
     "training/planner",

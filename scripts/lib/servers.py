@@ -13,7 +13,7 @@ import httpx
 
 from cli import note
 from errors import UserError
-from ports import free_port
+from ranks.ports import free_port
 from scripts.lib.process_tree import end
 from scripts.lib.results import ROOT
 

@@ -31,7 +31,7 @@ from communicators import choose
 from engine import LLM
 from errors import UserError
 from files import check_folder
-from processes import on_ranks
+from ranks.processes import on_ranks
 from scripts.lib.machine import describe, machine
 from scripts.lib.markdown import captioned
 from scripts.lib.results import OUT, ROOT, add_write_option, results_folder, write_table

@@ -28,7 +28,7 @@ from engine.draft_models import AUTO, EMBEDDED, TEXT
 from engine.llm import Completion
 from errors import UserError
 from options import DTYPE_NAMES, whole_number
-from processes import on_ranks
+from ranks.processes import on_ranks
 from scripts.corpus.documents import documents, render
 from scripts.lib.machine import describe, machine
 from scripts.lib.markdown import captioned

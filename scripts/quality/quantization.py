@@ -29,7 +29,7 @@ from comm.quantize import WIDTHS, Format, dequantize_sum, hadamard_transform, qu
 from communicators import choose
 from engine import LLM
 from errors import UserError
-from processes import on_ranks
+from ranks.processes import on_ranks
 from scripts.lib.machine import describe, machine
 from scripts.lib.markdown import table_lines
 from scripts.lib.results import ROOT, add_write_option, results_folder, write_table

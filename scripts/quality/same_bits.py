@@ -49,8 +49,8 @@ from kernels.optional_triton import triton
 from kernels.sampling import log_softmax
 from model import Transformer
 from options import DTYPE_NAMES, whole_number
-from processes import on_ranks
 from quantized.scheme import SCHEMES
+from ranks.processes import on_ranks
 from scripts.lib.machine import describe, machine
 from scripts.lib.markdown import captioned
 from scripts.lib.results import OUT, ROOT, add_write_option, results_folder, write_table
@@ -81,6 +81,7 @@ CODE = (
     "engine/*.py",
     "kernels/*.py",
     "quantized/*.py",
+    "ranks/*.py",
     "text/*.py",
     "training/*.py",
     "scripts/quality/same_bits.py",

@@ -29,7 +29,7 @@ from cli import Parser, note, run
 from errors import UserError
 from files import check_folder
 from options import whole_number
-from processes import die_with_parent
+from ranks.processes import die_with_parent
 from scripts.corpus import train_tiny
 from scripts.corpus.tokens import write_corpus
 from scripts.lib import results

@@ -19,7 +19,7 @@ import torch
 
 from errors import UserError
 from files import writing
-from processes import on_ranks
+from ranks.processes import on_ranks
 from scripts.lib.failures import reason
 from scripts.lib.machine import machine
 from scripts.lib.process_tree import end

@@ -4,7 +4,7 @@ import subprocess
 
 import pytest
 
-from processes import on_ranks
+from ranks.processes import on_ranks
 from tests import ROOT
 from tests.engine.lone_rank import check, hand_out_on_cpu
 from tests.support.gpus import most_ranks, ranks_errors

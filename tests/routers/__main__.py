@@ -29,7 +29,7 @@ from prometheus_client.parser import text_string_to_metric_families
 
 from cli import Parser, note, run
 from errors import UserError
-from ports import free_port
+from ranks.ports import free_port
 from scripts.lib.markdown import table_lines
 from scripts.lib.process_tree import end, kill, process_tree
 from scripts.lib.results import OUT, RESULTS, ROOT, add_write_option, results_folder, write_table, write_text

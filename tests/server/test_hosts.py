@@ -1,5 +1,5 @@
 """A server on two hosts, which are network namespaces of this machine: its answers, and how it ends when a host leaves, is late or
-disagrees. The parts of `hosts.py` and `launch.py` that need no network follow."""
+disagrees. The parts of `ranks/hosts.py` and `launch.py` that need no network follow."""
 
 import contextlib
 import os
@@ -22,14 +22,14 @@ import pytest
 import torch
 from torch.distributed import HashStore, PrefixStore  # type: ignore[attr-defined]
 
-import hosts
 import launch
 from comm import Local
 from engine.llm import LLM
 from engine.protocol import SamplingParams
 from errors import UserError
 from launch import MEET_SECONDS, PRESENT_SECONDS, SeveralHosts
-from meeting import BYTES, MeetingServer, MeetingStore, connect, read_secret
+from ranks import hosts
+from ranks.meeting import BYTES, MeetingServer, MeetingStore, connect, read_secret
 from scripts.lib.process_tree import process_tree
 from server.launch import shared_facts
 from server.settings import Settings

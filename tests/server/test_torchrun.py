@@ -12,9 +12,9 @@ from typing import Any
 
 import pytest
 
-import processes as processes_module
 from cli import USER_ERROR
-from processes import PREFIX, remove_abandoned
+from ranks import processes as processes_module
+from ranks.processes import PREFIX, remove_abandoned
 from server import process, torchrun
 from server.process import Restarts
 from server.torchrun import PID, TorchrunFrontend, folder_of, leave_after_wrong_input, restarting_agent_pid

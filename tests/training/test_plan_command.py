@@ -10,7 +10,7 @@ import pytest
 from checkpoints.presets import preset
 from cluster import load_cluster
 from errors import UserError
-from processes import on_ranks
+from ranks.processes import on_ranks
 from tests import ROOT
 from tests.support import quick_start
 from tests.support.command_line import Finished, Here, environment

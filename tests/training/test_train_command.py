@@ -26,7 +26,7 @@ from comm import Local
 from config import with_variant
 from errors import RankError, UserError
 from model import Transformer
-from processes import on_ranks
+from ranks.processes import on_ranks
 from tests import ROOT
 from tests.support import quick_start
 from tests.support.clock import Clock

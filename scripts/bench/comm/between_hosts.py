@@ -25,7 +25,7 @@ from cli import Parser, note, run
 from comm import GlooCommunicator, HierarchicalCommunicator
 from comm.interface import Communicator
 from errors import UserError
-from ports import free_port
+from ranks.ports import free_port
 from scripts.lib.machine import describe, machine
 from scripts.lib.markdown import captioned
 from scripts.lib.namespaces import DEVICE, TwoHosts

@@ -41,7 +41,7 @@ from tqdm import tqdm
 
 from cli import Parser, note, run
 from errors import UserError
-from processes import RANK_NAME
+from ranks.processes import RANK_NAME
 from scripts.bench.serving.leftovers import Watch, gpu_memory, name_of
 from scripts.lib.machine import machine
 from scripts.lib.markdown import table_lines

@@ -25,8 +25,8 @@ from cli import Parser, run
 from engine.protocol import Abort, Outputs, Ready, Shutdown, Submit, SubmitAll, TokenOutput, decode_to_engine
 from engine.worker import FrontendLink
 from errors import UserError
-from ports import free_port
-from processes import run_folder
+from ranks.ports import free_port
+from ranks.processes import run_folder
 from scripts.lib.load_generator import offer, plan, summary
 from scripts.lib.results import ROOT
 from scripts.lib.servers import STOP_SECONDS, is_healthy

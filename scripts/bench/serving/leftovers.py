@@ -10,7 +10,7 @@ from contextlib import suppress
 from dataclasses import dataclass, field
 from pathlib import Path
 
-from processes import PREFIX, RANK_NAME
+from ranks.processes import PREFIX, RANK_NAME
 from scripts.lib.process_tree import process_tree
 
 SHARED = Path("/dev/shm")

@@ -39,8 +39,8 @@ from checkpoints.presets import has_random_weights, model_config
 from cli import Parser, note, run
 from errors import UserError
 from options import ModelOptions, SpeculationOptions, StandInOptions, add_options, whole_number
-from ports import free_port
-from processes import on_ranks
+from ranks.ports import free_port
+from ranks.processes import on_ranks
 from scripts.lib.load_generator import Range, keep_busy, offer, plan, summary
 from scripts.lib.machine import machine
 from scripts.lib.markdown import table_lines

@@ -50,7 +50,7 @@ from engine.sequence import Sequence
 from errors import UserError
 from files import check_folder
 from options import MOST_DRAFT_TOKENS, ModelOptions, add_options, dtype_name, whole_number
-from processes import die_with_parent, is_rank
+from ranks.processes import die_with_parent, is_rank
 from scripts.corpus.documents import KINDS, documents
 from scripts.lib.machine import describe, machine
 from scripts.lib.markdown import captioned
@@ -67,7 +67,7 @@ RANDOM_IDS = "random ids"  # the task of a model without a tokenizer
 LONG = "story", "request"  # tasks with answers of up to --new-tokens; those of the others have a few tokens
 GOAL = 0.97  # the least ratio that is wanted where drafts do not help
 START = 15.0  # seconds of a job before it measures, about
-MODULES = "checkpoints", "comm", "engine", "kernels", "quantized", "scripts/corpus", "text"
+MODULES = "checkpoints", "comm", "engine", "kernels", "quantized", "scripts/corpus", "ranks", "text"
 CODE = ("*.py", *(f"{name}/*.py" for name in MODULES), "scripts/lib/workers.py", "scripts/bench/serving/speculation.py")
 
 

@@ -25,7 +25,7 @@ import httpx
 
 from cli import Parser, note, run
 from errors import UserError
-from processes import RANK_NAME
+from ranks.processes import RANK_NAME
 from scripts.bench.serving.leftovers import name_of
 from scripts.lib.machine import describe, machine
 from scripts.lib.markdown import captioned

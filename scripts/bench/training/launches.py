@@ -16,7 +16,7 @@ from tqdm import tqdm
 from checkpoints.presets import preset
 from cli import note
 from errors import UserError
-from processes import on_ranks
+from ranks.processes import on_ranks
 from scripts.lib.failures import reason
 from scripts.lib.process_tree import end
 from scripts.lib.results import ROOT

@@ -69,7 +69,7 @@ def listen_on_loopback() -> None:
 
 def on_ranks(count: int) -> list[str]:
     """The first words of a command line that runs `count` ranks on this host. The program and its arguments follow."""
-    return [sys.executable, str(Path(__file__).resolve().with_name("launch.py")), "--ranks", str(count)]
+    return [sys.executable, str(Path(__file__).resolve().parent.with_name("launch.py")), "--ranks", str(count)]
 
 
 def parent_pid() -> int:

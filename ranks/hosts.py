@@ -32,12 +32,12 @@ import torch.distributed as dist
 from torch.distributed import PrefixStore, Store  # type: ignore[attr-defined]
 from torch.distributed.rendezvous import rendezvous
 
-import meeting
 from cli import LOST_RANK, local_rank, lost_connection, rank
 from comm.table import digest
 from errors import UserError
 from files import model_folder
-from processes import LAUNCHER
+from ranks import meeting
+from ranks.processes import LAUNCHER
 
 MEET_SECONDS = 120.0  # time for the ranks of all hosts to import what they need, once their launchers have met
 CONNECT_SECONDS = 30.0
@@ -52,6 +52,7 @@ CODE = (
     "engine/*.py",
     "kernels/*.py",
     "quantized/*.py",
+    "ranks/*.py",
     "server/*.py",
     "text/*.py",
 )  # of which hosts need the same
