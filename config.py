@@ -8,8 +8,8 @@ from dataclasses import dataclass, fields, replace
 
 from errors import UserError
 from json_fields import shown
+from layers.rope_scaling import RopeScaling, attention_factor
 from quantized.scheme import Quantization
-from rope_scaling import RopeScaling, attention_factor
 from variants import KINDS, VARIANTS, Kind, parse_variant
 
 FAMILIES = ("llama", "mistral", "qwen2", "qwen3")

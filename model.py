@@ -27,13 +27,13 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 import determinism
-from attention import AttentionContext, Heads
 from comm import Communicator, Local, NoCommunication, Residual
 from config import ModelConfig
 from kernels.embedding import embedding_shard
 from kernels.norm import rms_norm
-from rope import rope_frequencies
-from sharded_linear import ShardedLinear, StepAdapters
+from layers.attention import AttentionContext, Heads
+from layers.linear import ShardedLinear, StepAdapters
+from layers.rope import rope_frequencies
 from tp import Shard, stream_shards
 
 

@@ -16,8 +16,8 @@ from torch import nn
 from torch.profiler import ProfilerActivity, profile, record_function
 
 from errors import UserError
+from layers.linear import ShardedLinear
 from model import MLP, Attention, ParallelBlock, Transformer
-from sharded_linear import ShardedLinear
 
 Span = tuple[float, float]  # begin and end, µs
 Event = dict[str, Any]  # of the Chrome trace format

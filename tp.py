@@ -1,6 +1,6 @@
 """Tensor parallelism: the table `SPLITS` that says how each weight is split, and the process group of the ranks.
 
-Weights are sharded from the start: a `ShardedLinear` (`sharded_linear.py`) allocates only its shard, and `checkpoints/weights.py` reads only
+Weights are sharded from the start: a `ShardedLinear` (`layers/linear.py`) allocates only its shard, and `checkpoints/weights.py` reads only
 that shard from disk.
 """
 

@@ -27,7 +27,6 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from attention import AttentionContext
 from checkpoints.hf_config import config_from_hf
 from checkpoints.weights import Place, Source, check_names, fill_all, linear_place, open_files, whole_place
 from comm import Communicator, Local, Residual
@@ -36,9 +35,10 @@ from errors import UserError
 from files import CONFIG_BYTES, read_json
 from json_fields import count, get, shown
 from kernels.linear import linear
+from layers.attention import AttentionContext
+from layers.linear import ShardedLinear
+from layers.rope import rope_frequencies
 from model import Factory, RMSNorm, Transformer, attention_heads
-from rope import rope_frequencies
-from sharded_linear import ShardedLinear
 from tp import Shard, World, agree_on_error, stream_shards
 
 ARCHITECTURE = "LlamaForCausalLMEagle3"

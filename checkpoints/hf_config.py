@@ -22,15 +22,15 @@ from config import FAMILIES, ModelConfig, Reduces, validate
 from errors import UserError
 from files import CONFIG_BYTES, read_json
 from json_fields import count, get, one_or_list, positive, shown
-from quantized.hf import read_quantization
-from quantized.scheme import Quantization
-from rope_scaling import (
+from layers.rope_scaling import (
     DynamicScaling,
     LinearScaling,
     read_scaling,
     rope_of,
     scaling_to_hf,
 )
+from quantized.hf import read_quantization
+from quantized.scheme import Quantization
 
 QUANTIZED = {  # files beside config.json that say how a checkpoint is quantized, and the method of those that do not name it
     "hf_quant_config.json": "modelopt",

@@ -20,8 +20,8 @@ from config import ModelConfig
 from errors import UserError, first_line
 from files import CONFIG_BYTES, descriptor_path, open_regular, read_json
 from kernels.lora import LowRank, padded_rank
+from layers.linear import ShardedLinear
 from model import Transformer
-from sharded_linear import ShardedLinear
 from tp import SPLITS, checkpoint_name, stream_shards
 
 CONFIG, WEIGHTS = "adapter_config.json", "adapter_model.safetensors"

@@ -10,8 +10,8 @@ from cli import note
 from config import ModelConfig, with_variant
 from errors import UserError
 from files import model_folder
+from layers.rope_scaling import Llama3Scaling
 from quantized.scheme import QUANTIZATIONS, on_load
-from rope_scaling import Llama3Scaling
 from variants import VARIANTS
 
 _LLAMA31_ROPE = Llama3Scaling(8.0, 1.0, 4.0, 8192)

@@ -27,11 +27,11 @@ from config import ModelConfig
 from errors import UserError, first_line
 from files import INDEX_BYTES, check_regular, model_folder, read_json
 from json_fields import SHOWN, shown
+from layers.linear import ShardedLinear
 from model import RMSNorm, Transformer
 from options import DTYPE_NAMES
 from quantized.formats import FORMATS, Shapes, Slice, Tensors
 from quantized.weight import Quantized, QuantizedWeight, joined, quantize
-from sharded_linear import ShardedLinear
 from tp import SPLITS, Shard, World, agree_on_error, checkpoint_name
 
 INDEX, SINGLE, PTH = "model.safetensors.index.json", "model.safetensors", "model.pth"

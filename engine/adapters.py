@@ -20,8 +20,8 @@ from checkpoints.lora import AdapterFiles, LoraLimits, adapted_layers, open_adap
 from engine.protocol import Abort, AdapterDone, LoadAdapter, Submit, SubmitAll, UnloadAdapter
 from errors import UserError
 from kernels.lora import PREFILL_TILE, Groups, LowRank, group_rows, padded_rank
+from layers.linear import LayerAdapters, ShardedLinear, StepAdapters
 from model import Transformer
-from sharded_linear import LayerAdapters, ShardedLinear, StepAdapters
 from tp import World, agree_on_error
 
 READING_SECONDS = 120.0  # for which a rank reads an adapter at most, with those that wait before it

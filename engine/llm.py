@@ -21,7 +21,6 @@ import torch.nn.functional as F
 
 import determinism
 from argument_types import check_types
-from attention import Causal
 from checkpoints.presets import has_random_weights, model_config
 from checkpoints.weights import DTYPES, load_model
 from cli import note
@@ -41,6 +40,7 @@ from errors import OverflowedError, UserError
 from files import model_folder
 from json_fields import shown
 from kernels.sampling import log_softmax
+from layers.attention import Causal
 from model import Transformer
 from options import MOST_DRAFT_TOKENS, draft_limit, dtype_name
 from ranks.bounded import bounded

@@ -13,12 +13,12 @@ import torch.nn.functional as F
 from torch import Tensor
 
 import determinism
-from attention import AttentionContext, Heads, causal_mask
 from engine.transfers import to_device
 from kernels import exact
 from kernels.dispatch import on_gpu
 from kernels.paged_attention import paged_decode, paged_prefill
 from kernels.rope_cache import rope_store, store
+from layers.attention import AttentionContext, Heads, causal_mask
 
 CODES = torch.float8_e4m3fn
 SCALES = torch.float32

@@ -21,7 +21,6 @@ import torch
 from torch import Tensor
 from tqdm import tqdm
 
-from attention import AttentionContext
 from comm.faults import fault_word, raise_fault
 from comm.fused_buckets import bucket
 from engine.graphs import Captured, Graphs
@@ -46,6 +45,7 @@ from engine.step_inputs import ROUND, Capacity, DecodeInputs, SpanInputs
 from engine.transfers import to_device, to_host
 from kernels.graph_times import successive_seconds
 from kernels.sampling import NO_TOKEN, combine_best, local_best
+from layers.attention import AttentionContext
 from model import Transformer
 
 Key = tuple[str, int]  # of a graph: `decode` or `prefill`, and its rows

@@ -23,8 +23,8 @@ from kernels.linear_config import MAX_ROWS, PROMPT_ROWS, Config, format_config, 
 from kernels.linear_quantized import Packed, has_scaled_product
 from kernels.linear_quantized_tuning import QuantizedProblem, QuantizedShape
 from kernels.linear_tuning import ROWS, Problem, Shape, compile_kernels, measure, row_counts, winner
+from layers.linear import ShardedLinear
 from model import Transformer
-from sharded_linear import ShardedLinear
 from tp import World
 
 CODE = ("kernels/linear*.py", "kernels/dispatch.py", "kernels/graph_times.py")

@@ -51,6 +51,7 @@ CODE = (
     "comm/*.py",
     "engine/*.py",
     "kernels/*.py",
+    "layers/*.py",
     "quantized/*.py",
     "ranks/*.py",
     "server/*.py",

@@ -32,7 +32,6 @@ from safetensors.torch import load_file
 from torch import Tensor, nn
 from tqdm import tqdm
 
-from attention import Causal
 from checkpoints.hf_config import config_to_hf
 from checkpoints.presets import has_random_weights, model_config
 from checkpoints.weights import (
@@ -53,6 +52,9 @@ from config import ModelConfig
 from engine.draft_models import EMBEDDED
 from errors import UserError
 from files import CONFIG_BYTES, check_folder, model_folder, read_file, read_json, write_whole, writing
+from layers.attention import Causal
+from layers.linear import ShardedLinear
+from layers.rope import rope_frequencies
 from model import BLOCKS, Factory
 from options import dtype_name, whole_number
 from quantized.compressed import compressed_tensors, scheme_to_hf
@@ -60,9 +62,7 @@ from quantized.formats import FORMATS, Slice, Tensors
 from quantized.gptq import gptq
 from quantized.scheme import LEAST_GROUP, SCHEMES, Scheme
 from quantized.weight import Quantized, check_finite, dequantize, joined, quantize
-from rope import rope_frequencies
 from scripts.corpus.documents import documents, render
-from sharded_linear import ShardedLinear
 from text.tokenizer_files import load_tokenizer
 from tp import SPLITS, World, stream_shards
 from training.export import add_modeling, save_config, save_tensors

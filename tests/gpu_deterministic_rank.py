@@ -15,7 +15,6 @@ import torch
 from torch import Tensor
 
 import determinism
-from attention import Causal
 from checkpoints.presets import model_config
 from checkpoints.weights import load_model
 from comm import Communicator, Local
@@ -26,6 +25,7 @@ from engine.graphs import Graphs
 from engine.limits import EngineLimits
 from kernels.norm import add_rms_norm
 from kernels.sampling import log_softmax
+from layers.attention import Causal
 from tests.test_deterministic import requests, trained, tree_of
 from tp import World, init_world
 from training.batches import IGNORED, Batch

@@ -16,7 +16,6 @@ import transformers
 from safetensors.torch import load_file, save_file
 from torch import Tensor
 
-from attention import Causal
 from checkpoints import weights
 from checkpoints.hf_config import config_from_hf, config_to_hf
 from checkpoints.presets import model_config, preset
@@ -34,8 +33,9 @@ from checkpoints.weights import (
 from comm import Communicator, Local, NoCommunication
 from config import ModelConfig, with_variant
 from errors import UserError
+from layers.attention import Causal
+from layers.linear import ShardedLinear
 from model import Transformer
-from sharded_linear import ShardedLinear
 from tests import ROOT
 from tp import SPLITS, World
 from training import export

@@ -17,7 +17,6 @@ from torch import Tensor
 
 import determinism
 import generate
-from attention import Causal, causal_mask
 from checkpoints import weights
 from checkpoints.presets import model_config
 from comm import Local, TreeCommunicator
@@ -32,10 +31,11 @@ from engine.protocol import SamplingParams, Submit
 from errors import UserError
 from kernels import exact
 from kernels.sampling import exponential_noise, gumbel_noise
+from layers.attention import Causal, causal_mask
+from layers.linear import ShardedLinear
 from model import Transformer
 from ranks import hosts
 from server.settings import load_settings
-from sharded_linear import ShardedLinear
 from tests.engine.test_engine import ALONE, CPU, Answer, config_of, draws, plain_logits, random_model, random_submits, serve
 from tests.support.gpus import most_ranks, torchrun
 from tests.support.ranks import Ranks

@@ -13,7 +13,6 @@ import torch
 from safetensors.torch import load_file, save_file
 from torch import Tensor
 
-from attention import Causal
 from checkpoints import eagle
 from checkpoints.eagle import check_head, is_head, read_head
 from checkpoints.hf_config import config_to_hf
@@ -21,6 +20,7 @@ from comm import Local
 from comm.interface import SCHEDULES, Schedule
 from config import ModelConfig, with_variant
 from errors import UserError
+from layers.attention import Causal
 from tests.support.paged import CachedSequences
 from tests.support.ranks import RankError, Ranks
 from tests.test_model import Reference, random_split, write_checkpoint

@@ -18,13 +18,13 @@ import torch
 import transformers
 
 import generate as command_module
-from attention import Causal
 from checkpoints.presets import model_config, preset
 from checkpoints.weights import build_model
 from comm import Local
 from engine import LLM, SamplingParams
 from engine.llm import Timing
 from errors import UserError
+from layers.attention import Causal
 from model import Transformer
 from options import ModelOptions
 from scripts.corpus.documents import documents

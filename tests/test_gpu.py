@@ -6,11 +6,11 @@ import os
 import pytest
 import torch
 
-from attention import Causal
 from checkpoints.presets import PRESETS
 from checkpoints.weights import load_model
 from comm import Local
 from config import with_variant
+from layers.attention import Causal
 from tests.support.gpus import most_ranks, torchrun
 from tp import World
 

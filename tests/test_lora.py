@@ -14,7 +14,6 @@ from safetensors.torch import load_file, save_file
 from torch import Tensor
 
 import files
-from attention import Causal
 from checkpoints import lora
 from checkpoints.lora import LoraLimits, open_adapter
 from checkpoints.presets import model_config
@@ -23,6 +22,7 @@ from engine import LLM, SamplingParams
 from engine.adapters import Adapters
 from errors import UserError
 from kernels.lora import Groups, group_rows
+from layers.attention import Causal
 from tests import MODELS
 from tests.support.adapters import PARTS, merged, write_adapter
 from tests.support.ranks import Ranks

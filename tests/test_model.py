@@ -18,11 +18,11 @@ from torch import Tensor
 
 import comm
 import model as model_file
-from attention import Causal, Heads
 from checkpoints import weights
 from checkpoints.hf_config import config_to_hf
 from checkpoints.presets import model_config
 from config import ModelConfig, Reduces, desync_pattern, with_variant
+from layers.attention import Causal, Heads
 from model import Transformer
 from scripts.lib.results import ROOT
 from tests.support.paged import CachedSequences

@@ -16,7 +16,6 @@ from torch import Tensor
 from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS
 
 import determinism
-from attention import Causal
 from checkpoints import weights
 from checkpoints.hf_config import config_from_hf, config_to_hf
 from checkpoints.presets import model_config
@@ -25,7 +24,8 @@ from engine.core import Engine
 from engine.limits import EngineLimits
 from engine.protocol import SamplingParams, Submit
 from errors import UserError
-from rope import rope_frequencies
+from layers.attention import Causal
+from layers.rope import rope_frequencies
 from tests.engine.test_engine import ALONE, serve
 from tests.engine.test_runner import as_on_a_gpu
 from tests.support.paged import CachedSequences

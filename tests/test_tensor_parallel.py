@@ -15,12 +15,12 @@ from safetensors.torch import load_file
 from torch import Tensor
 
 import comm
-from attention import Causal
 from checkpoints import weights
 from checkpoints.presets import model_config
 from comm.interface import SCHEDULES
 from config import ModelConfig, with_variant
 from errors import UserError
+from layers.attention import Causal
 from model import Transformer
 from tests.support.models import custom_desync
 from tests.support.paged import CachedSequences

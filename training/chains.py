@@ -10,8 +10,8 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from attention import AttentionContext, Causal, Heads
 from checkpoints.eagle import EagleHead
+from layers.attention import AttentionContext, Causal, Heads
 from model import Transformer
 from training.batches import IGNORED, Batch
 

@@ -25,10 +25,10 @@ from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
 import determinism
-from attention import Causal
 from kernels.linear import linear
+from layers.attention import Causal
+from layers.linear import ShardedLinear
 from model import Transformer
-from sharded_linear import ShardedLinear
 from training.groups import Groups, make_groups
 from training.reducer import Reducer
 from training.sharding import Mesh, Sharding

@@ -10,8 +10,8 @@ from checkpoints.weights import Source, check_names, fill, module_places, places
 from comm import Local
 from config import ModelConfig
 from errors import UserError
+from layers.rope import rope_frequencies
 from model import RMSNorm, Transformer
-from rope import rope_frequencies
 
 
 def empty_model(config: ModelConfig, device: torch.device, dtype: torch.dtype) -> Transformer:

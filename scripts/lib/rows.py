@@ -18,6 +18,7 @@ FOLDERS = (
     "comm",
     "engine",
     "kernels",
+    "layers",
     "quantized",
     "ranks",
     "text",

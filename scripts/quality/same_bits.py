@@ -80,6 +80,7 @@ CODE = (
     "comm/*.py",
     "engine/*.py",
     "kernels/*.py",
+    "layers/*.py",
     "quantized/*.py",
     "ranks/*.py",
     "text/*.py",

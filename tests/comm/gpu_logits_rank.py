@@ -12,10 +12,10 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from attention import Causal
 from checkpoints.presets import model_config
 from checkpoints.weights import load_model
 from communicators import choose
+from layers.attention import Causal
 from model import Transformer
 from tp import World, init_world
 

@@ -12,12 +12,12 @@ from dataclasses import replace
 import torch
 import torch.distributed as dist
 
-from attention import Causal
 from checkpoints.presets import PRESETS
 from checkpoints.weights import load_model
 from comm import Residual
 from communicators import choose
 from config import with_variant
+from layers.attention import Causal
 from model import Transformer
 from tp import World, init_world
 

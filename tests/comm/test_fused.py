@@ -612,10 +612,10 @@ def test_the_best_of_random_times(seed: int) -> None:
 def difference_from_one_rank(world: World, name: str, ids: list[int]) -> tuple[float, int]:
     """The largest difference of an embedded model's logits from those of one rank, and how many of its all-reduces were
     fused."""
-    from attention import Causal
     from checkpoints.presets import model_config
     from checkpoints.weights import load_model
     from comm import Local
+    from layers.attention import Causal
 
     path = str(MODELS / name)
     comm = fused(world, capacity=1 << 20)
@@ -662,10 +662,10 @@ def communicators(world: World) -> dict[str, Any]:
 @torch.inference_mode()
 def biased_differences_from_one_rank(world: World, folders: list[Path], ids: list[int]) -> dict[str, float]:
     """The largest difference of each checkpoint's logits from one rank's, by checkpoint and communicator."""
-    from attention import Causal
     from checkpoints.presets import model_config
     from checkpoints.weights import load_model
     from comm import Local
+    from layers.attention import Causal
 
     tokens, context, found = torch.tensor([ids]), Causal(len(ids), world.device), {}
     kinds = communicators(world)

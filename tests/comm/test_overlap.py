@@ -15,13 +15,13 @@ import torch
 from torch import Tensor, nn
 
 import profiling
-from attention import Causal
 from checkpoints.weights import random_weights
 from comm import Communicator, GlooCommunicator, Local, NoCommunication, PendingAllReduce
 from comm.interface import Schedule
 from config import ModelConfig, Reduces, with_variant
+from layers.attention import Causal
+from layers.linear import ShardedLinear
 from model import MLP, Attention, ParallelBlock, Transformer
-from sharded_linear import ShardedLinear
 from tests.support.paged import CachedSequences
 from tests.support.ranks import Ranks
 from tp import World

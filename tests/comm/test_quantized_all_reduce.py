@@ -11,7 +11,6 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from attention import Causal
 from checkpoints.presets import PRESETS
 from checkpoints.weights import load_model
 from comm import QuantizedGlooCommunicator, parse_scheme
@@ -20,6 +19,7 @@ from comm.quantized import CHUNK, Worker, quantized_all_reduce
 from communicators import choose
 from config import with_variant
 from errors import UserError
+from layers.attention import Causal
 from model import Transformer
 from tests.kernels.test_quantize import defined
 from tests.support.command_line import HYBRID, launch

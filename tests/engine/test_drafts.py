@@ -18,7 +18,6 @@ import numpy as np
 import pytest
 import torch
 
-from attention import Causal
 from checkpoints.eagle import EagleConfig, EagleHead
 from checkpoints.presets import model_config
 from comm import Local
@@ -32,6 +31,7 @@ from engine.sequence import Chunk, Sequence, common_prefix
 from engine.speculation import GRANT
 from errors import UserError
 from kernels.sampling import exponential_noise
+from layers.attention import Causal
 from model import Transformer
 from tests import MODELS
 from tests.engine.test_engine import (

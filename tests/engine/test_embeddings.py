@@ -12,7 +12,6 @@ import transformers
 from tokenizers import processors
 from torch import Tensor
 
-from attention import Causal
 from checkpoints.presets import model_config
 from checkpoints.weights import check_source, fill_model
 from comm import Local
@@ -21,6 +20,7 @@ from engine.logits import SamplingState
 from engine.pooling import pool
 from engine.protocol import Abort, Pooling, Refused, SamplingParams, Submit
 from engine.sequence import Chunk, Sequence
+from layers.attention import Causal
 from model import Transformer
 from server.pooling_file import checkpoint_embedder
 from tests.engine.test_engine import (

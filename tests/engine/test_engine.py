@@ -19,7 +19,6 @@ import torch
 from torch import Tensor
 
 import comm
-from attention import Causal
 from checkpoints import weights
 from checkpoints.eagle import EagleHead
 from checkpoints.presets import model_config
@@ -33,8 +32,9 @@ from engine.meter import Meter
 from engine.paged_cache import PagedCache, Rows, _Reader
 from engine.protocol import Abort, Refused, SamplingParams, Submit, ThinkingBudget, TokenLogprobs, TokenOutput
 from engine.sampler import SamplingBatch, sample
+from layers.attention import Causal
+from layers.rope_scaling import YarnScaling
 from model import Transformer
-from rope_scaling import YarnScaling
 from tests import MODELS
 from tests.support.masks import allowed
 from tests.support.models import custom_desync

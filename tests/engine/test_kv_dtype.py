@@ -9,13 +9,13 @@ import pytest
 import torch
 from torch import Tensor
 
-from attention import Causal, Heads
 from engine import LLM, SamplingParams
 from engine.core import Engine
 from engine.limits import EngineLimits
 from engine.paged_cache import CODES, PagedCache
 from engine.protocol import Submit
 from errors import UserError
+from layers.attention import Causal, Heads
 from model import Transformer
 from tests.engine import test_engine
 from tests.engine.test_engine import ALONE, TINY, assert_same, config_of, load, random_model, random_submits, serve

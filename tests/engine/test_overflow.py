@@ -13,12 +13,12 @@ import pytest
 import torch
 from torch import Tensor
 
-from attention import Causal
 from engine import LLM, SamplingParams
 from engine.core import Engine
 from engine.llm import Completion
 from engine.protocol import Submit
 from errors import OverflowedError
+from layers.attention import Causal
 from model import Transformer
 from tests.engine.test_drafts import replace_params
 from tests.engine.test_embeddings import expected

@@ -23,10 +23,10 @@ from kernels.linear_config import PROMPT_ROWS, Config, Gemv, Mma, Stream, shippe
 from kernels.linear_quantized_config import Format, QuantizedGemv, QuantizedStream, QuantizedTiles
 from kernels.linear_quantized_tuning import TILES, QuantizedProblem, QuantizedShape
 from kernels.linear_tuning import GEMV_IN_A_MODEL, KEPT_MARGIN, ROWS, TIE, USUAL_MARGIN, Problem, Shape, candidates, winner
+from layers.linear import ShardedLinear
 from model import Transformer
 from scripts.bench.kernels import linear as bench_linear
 from server.launch import log_tuning
-from sharded_linear import ShardedLinear
 from tests.engine.test_drafts import draft_for
 from tests.engine.test_engine import ALONE, config_of, random_model
 from tests.support.ranks import Ranks
@@ -236,7 +236,7 @@ QUANTIZED = {  # the formats of a tiny model's layers, with the numbers of rows;
 def test_quantized_layers_are_measured_and_their_configs_used(
     weights: str, measured: list[str], monkeypatch: pytest.MonkeyPatch, seed: int
 ) -> None:
-    monkeypatch.setattr("sharded_linear.quantized_supports", lambda dtype: True)
+    monkeypatch.setattr("layers.linear.quantized_supports", lambda dtype: True)
     model = load_model("tiny:2", model_config("tiny:2", None, 1, weights), ALONE, torch.bfloat16)
     for module in model.modules():
         if isinstance(module, ShardedLinear):

@@ -23,9 +23,9 @@ from config import ModelConfig
 from kernels.linear_config import Config, Gemv, Mma
 from kernels.linear_quantized import Packed
 from kernels.linear_quantized_config import QuantizedConfig, QuantizedGemv, QuantizedStream
+from layers.linear import ShardedLinear
 from quantized.scheme import on_load
 from quantized.weight import dequantize, quantize
-from sharded_linear import ShardedLinear
 from tests.comm.test_symmetric import CPU, bits_by_rank, run_programs_in_threads, symmetric
 from tests.kernels.test_linear_quantized import (
     GEMV,
@@ -255,7 +255,7 @@ def test_a_communicator_pushes_what_few_rows_of_quantized_layers_sum(interpreter
 
 
 def test_what_a_kernel_may_multiply_instead_of_a_layer(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("sharded_linear.quantized_supports", lambda dtype: True)
+    monkeypatch.setattr("layers.linear.quantized_supports", lambda dtype: True)
     config = ModelConfig(
         vocab_size=96, hidden_size=64, n_layers=1, n_heads=4, n_kv_heads=2, head_dim=16, intermediate_size=256, max_seq_len=64
     )

@@ -8,16 +8,16 @@ import pytest
 import torch
 from torch import Tensor
 
-from attention import AttentionContext
 from comm import Local, Residual
 from config import ModelConfig
 from kernels import activation, linear_quantized, norm
 from kernels.linear_quantized_config import Format
 from kernels.row_codes import RowCodes, quantize_rows
+from layers.attention import AttentionContext
+from layers.linear import ShardedLinear
 from model import Transformer
 from quantized.scheme import SCHEMES, on_load
 from quantized.weight import quantize, quantized_input
-from sharded_linear import ShardedLinear
 from tests.support.gpus import needs_hopper
 from tests.support.kernels import codes_as_on_a_gpu, kernels_always
 from tests.support.ranks import Ranks
@@ -140,7 +140,7 @@ def residual_streams(seed: int, device: str, variant: str) -> list[str]:
     model = Transformer(config, Local(), torch.device(device), torch.bfloat16).eval().requires_grad_(False)
     layers = [module for module in model.modules() if isinstance(module, ShardedLinear)]
     product = torch._scaled_mm if device == "cuda" else exact_product
-    supported = mock.patch("sharded_linear.quantized_supports", return_value=True)
+    supported = mock.patch("layers.linear.quantized_supports", return_value=True)
     always = kernels_always(norm, activation, linear_quantized)
     with always, codes_as_on_a_gpu(), supported, mock.patch("torch._scaled_mm", product):
         for layer in layers:

@@ -9,11 +9,11 @@ from pathlib import Path
 import pytest
 import torch
 
-from attention import Causal
 from checkpoints.presets import model_config
 from checkpoints.weights import load_model
 from comm.interface import SCHEDULES
 from config import ModelConfig, with_variant
+from layers.attention import Causal
 from tests.quantized.writers import FORMATS, write
 from tests.support.ranks import Ranks
 from tp import World

@@ -15,19 +15,19 @@ from safetensors.torch import load_file, save_file
 from torch import Tensor
 
 import determinism
-from attention import Causal
 from checkpoints.memory import weight_bytes
 from checkpoints.presets import model_config
 from checkpoints.weights import load_model
 from comm import Local
 from config import ModelConfig, with_variant
 from errors import UserError
+from layers.attention import Causal
+from layers.linear import ShardedLinear
 from model import Transformer
 from quantized import formats
 from quantized.formats import Slice, Tensors
 from quantized.scheme import ON_LOAD, SCHEMES
 from quantized.weight import dequantize, quantize
-from sharded_linear import ShardedLinear
 from tests.quantized.writers import FORMATS, FP8, write
 from tests.support.ranks import Ranks
 from tp import World, checkpoint_name

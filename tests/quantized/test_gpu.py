@@ -11,12 +11,12 @@ from pathlib import Path
 import pytest
 import torch
 
-from attention import Causal
 from checkpoints.presets import model_config
 from checkpoints.weights import load_model
 from comm import Local
 from config import ModelConfig
 from engine import LLM, SamplingParams
+from layers.attention import Causal
 from quantized.scheme import SCHEMES
 from scripts.corpus.documents import documents, render
 from scripts.quantize import calibration, quantize_model

@@ -18,7 +18,6 @@ from safetensors.torch import load_file, save_file
 from torch import Tensor
 
 import scripts.quantize
-from attention import Causal
 from checkpoints.hf_config import config_to_hf
 from checkpoints.memory import weight_bytes
 from checkpoints.presets import model_config
@@ -27,6 +26,7 @@ from comm import Local
 from config import ModelConfig, with_variant
 from engine.draft_models import EMBEDDED
 from errors import UserError
+from layers.attention import Causal
 from model import Transformer
 from quantized.gptq import DAMPING, best_scales, gptq
 from quantized.scheme import SCHEMES, on_load

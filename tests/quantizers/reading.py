@@ -7,10 +7,10 @@ import torch
 from safetensors.torch import load_file
 from torch import Tensor
 
-from attention import Causal
 from checkpoints.presets import model_config
 from checkpoints.weights import load_model
 from errors import UserError, first_line
+from layers.attention import Causal
 from tp import World
 
 REFERENCE = "reference.safetensors"  # `tokens` and the tool's logits, in the folder of a checkpoint that Rung reads

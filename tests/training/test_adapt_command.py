@@ -11,13 +11,13 @@ import pytest
 import torch
 import torch.nn.functional as F
 
-from attention import Causal
 from checkpoints.hf_config import read_config
 from checkpoints.presets import model_config, preset
 from checkpoints.weights import load_model, random_weights
 from comm import Local
 from config import ModelConfig, with_variant
 from errors import UserError
+from layers.attention import Causal
 from model import Transformer
 from tests.support.ranks import Ranks
 from tp import World

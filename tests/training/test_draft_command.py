@@ -13,13 +13,13 @@ import pytest
 import torch
 from torch import Tensor
 
-from attention import Causal
 from checkpoints.eagle import EagleConfig, EagleHead, read_head
 from checkpoints.presets import preset
 from checkpoints.weights import load_model
 from comm import Local
 from config import ModelConfig, with_variant
 from errors import UserError
+from layers.attention import Causal
 from model import Transformer
 from tests.support.clock import Clock
 from tests.support.paged import CachedSequences

@@ -14,13 +14,13 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from attention import Causal
 from checkpoints.hf_config import read_config
 from checkpoints.presets import preset
 from checkpoints.weights import load_model
 from comm import Local
 from config import ModelConfig, with_variant
 from errors import UserError
+from layers.attention import Causal
 from tests.support.ranks import Ranks
 from tp import World
 from training.executor import Execution, Executor, Overlap

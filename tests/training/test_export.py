@@ -12,12 +12,12 @@ import torch
 import transformers
 from torch import Tensor
 
-from attention import Causal
 from checkpoints.hf_config import config_from_hf, read_config
 from checkpoints.presets import preset
 from checkpoints.weights import load_model, random_weights
 from comm import Local
 from config import FAMILIES, ModelConfig, with_variant
+from layers.attention import Causal
 from model import Transformer
 from tests import MODELS, ROOT
 from tests.support.command_line import environment

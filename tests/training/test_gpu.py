@@ -18,9 +18,9 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from attention import Causal
 from checkpoints.presets import preset
 from config import ModelConfig
+from layers.attention import Causal
 from profiling import length, union
 from scripts.bench.training.rank import covered, kernels
 from training.batches import Batch

@@ -10,12 +10,12 @@ import pytest
 import torch
 from torch import Tensor
 
-from attention import Causal
 from checkpoints.presets import preset
 from cluster import load_cluster
 from comm import Done, Local, Residual
 from config import ModelConfig, with_variant
 from errors import UserError
+from layers.attention import Causal
 from model import Transformer
 from training import losses
 from training.batches import Batch

@@ -18,13 +18,13 @@ import pytest
 import torch
 
 import cli
-from attention import Causal
 from checkpoints.hf_config import read_config
 from checkpoints.presets import preset
 from checkpoints.weights import load_model, random_weights
 from comm import Local
 from config import with_variant
 from errors import RankError, UserError
+from layers.attention import Causal
 from model import Transformer
 from ranks.processes import on_ranks
 from tests import ROOT

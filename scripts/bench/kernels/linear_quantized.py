@@ -34,11 +34,11 @@ from engine.tuning import tune
 from errors import UserError
 from kernels.linear_tuning import CHAIN, seconds_per_layer
 from kernels.row_codes import RowCodes, quantize_rows
+from layers.linear import ShardedLinear
 from model import Transformer
 from options import TUNE_SECONDS, whole_number
 from scripts.lib.machine import machine
 from scripts.lib.results import check_output
-from sharded_linear import ShardedLinear
 from tp import World
 
 RANKS = {"llama-3-8b": (1,), "llama-3-70b": (1, 2)}  # of each model

@@ -67,7 +67,7 @@ RANDOM_IDS = "random ids"  # the task of a model without a tokenizer
 LONG = "story", "request"  # tasks with answers of up to --new-tokens; those of the others have a few tokens
 GOAL = 0.97  # the least ratio that is wanted where drafts do not help
 START = 15.0  # seconds of a job before it measures, about
-MODULES = "checkpoints", "comm", "engine", "kernels", "quantized", "scripts/corpus", "ranks", "text"
+MODULES = "checkpoints", "comm", "engine", "kernels", "layers", "quantized", "scripts/corpus", "ranks", "text"
 CODE = ("*.py", *(f"{name}/*.py" for name in MODULES), "scripts/lib/workers.py", "scripts/bench/serving/speculation.py")
 
 

@@ -17,12 +17,12 @@ from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy, fully_shard
 from torch.distributed.tensor import DTensor, distribute_tensor
 from torch.utils.checkpoint import checkpoint
 
-from attention import Causal
 from comm import Residual
 from config import ModelConfig
 from errors import UserError
+from layers.attention import Causal
+from layers.rope import rope_frequencies
 from model import Transformer
-from rope import rope_frequencies
 from tp import World
 from training.batches import Batch, GlobalBatches
 from training.initialize import empty_model, materializer

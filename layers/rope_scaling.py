@@ -1,7 +1,7 @@
 """How a checkpoint extends RoPE beyond its first training context: reading and writing `rope_scaling` of `config.json`.
 
 The types are those of transformers: `linear` (Chen et al., arXiv:2306.15595), `dynamic` (NTK-aware scaling by length), `yarn` (Peng
-et al., arXiv:2309.00071), `longrope` (Ding et al., arXiv:2402.13753) and `llama3`. `rope.py` computes with them.
+et al., arXiv:2309.00071), `longrope` (Ding et al., arXiv:2402.13753) and `llama3`. `layers/rope.py` computes with them.
 
 `dynamic` and `longrope` depend on a length. Here it is the length of the process's context, not that of a sequence. So the
 tokens of a sequence depend neither on the other sequences of a batch nor on how its prompt was cut into chunks, and cached

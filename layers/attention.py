@@ -18,7 +18,7 @@ from config import ModelConfig
 from kernels import exact
 from kernels.lora import Groups
 from kernels.rope_cache import rope_store
-from rope import rotate
+from layers.rope import rotate
 
 
 class Heads(nn.Module):

@@ -11,7 +11,7 @@ from torch import Tensor
 
 import determinism
 from config import ModelConfig
-from rope_scaling import DynamicScaling, LinearScaling, Llama3Scaling, LongRopeScaling, YarnScaling
+from layers.rope_scaling import DynamicScaling, LinearScaling, Llama3Scaling, LongRopeScaling, YarnScaling
 
 
 def rope_frequencies(config: ModelConfig) -> Tensor:
