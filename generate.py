@@ -28,7 +28,6 @@ from typing import TYPE_CHECKING, Any
 import torch
 import torch.distributed as dist
 
-import determinism
 from checkpoints.lora import open_adapter
 from checkpoints.presets import model_config, warn_of_noise
 from checkpoints.weights import DTYPES, load_model
@@ -37,10 +36,11 @@ from config import ModelConfig, limit_context
 from engine import LLM, SamplingParams
 from engine.draft_models import Draft, find_draft
 from engine.llm import Completion, Timing, check_prompts, encode_chat, encode_texts, read_tokenizer
+from engine.profiling import annotate, profiled
 from errors import UserError
+from kernels import determinism
 from model import Transformer
 from options import ModelOptions, SpeculationOptions, add_options, dtype_name, rank_options, whole_number
-from profiling import annotate, profiled
 from ranks.processes import is_rank
 from text.tokenizer import Tokenizer
 from tp import World, agree_on_error, init_world, stream_shards

@@ -26,9 +26,9 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-import determinism
 from comm import Communicator, Local, NoCommunication, Residual
 from config import ModelConfig
+from kernels import determinism
 from kernels.embedding import embedding_shard
 from kernels.norm import rms_norm
 from layers.attention import AttentionContext, Heads

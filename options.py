@@ -7,7 +7,7 @@ from collections.abc import Callable, Collection
 from dataclasses import MISSING, dataclass, field, fields
 from typing import Any
 
-from communicators import KNOWN
+from comm.registry import KNOWN
 from quantized.scheme import QUANTIZATIONS
 from variants import usage
 

@@ -16,13 +16,12 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.distributed import FileStore, PrefixStore, Store  # type: ignore[attr-defined]
 
-import determinism
-import shared_gpus
-from comm import Communicator, Local
+from comm import Communicator, Local, shared_gpus
 from comm.private_gloo import PRIVATE_GLOO
-from communicators import choose
+from comm.registry import choose
 from config import ModelConfig
 from errors import UserError
+from kernels import determinism
 from ranks import hosts
 from ranks.processes import MEETING, listen_on_loopback, shared_folder
 

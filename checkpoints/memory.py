@@ -8,9 +8,9 @@ from pathlib import Path
 
 import torch
 
-import determinism
 from config import ModelConfig
 from errors import UserError
+from kernels import determinism
 from quantized.scheme import ON_LOAD
 from quantized.weight import rounding_bytes
 from tp import SPLITS, Shard, World, agree_on_error, checkpoint_name, stream_shards

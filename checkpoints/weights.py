@@ -18,7 +18,6 @@ from safetensors import SafetensorError, safe_open
 from torch import Tensor, nn
 from tqdm import tqdm
 
-import determinism
 from checkpoints.hf_config import unread_keys
 from checkpoints.memory import check_memory, free_bytes, shortage, weight_bytes
 from checkpoints.presets import config_file, has_random_weights
@@ -27,6 +26,7 @@ from config import ModelConfig
 from errors import UserError, first_line
 from files import INDEX_BYTES, check_regular, model_folder, read_json
 from json_fields import SHOWN, shown
+from kernels import determinism
 from layers.linear import ShardedLinear
 from model import RMSNorm, Transformer
 from options import DTYPE_NAMES

@@ -1,6 +1,6 @@
 """All-reduces and all-gathers between tensor-parallel ranks: one interface (`comm/interface.py`) and several communicators.
 
-`communicators.py` builds them by name. `comm/residual.py` is what the model uses.
+`comm/registry.py` builds them by name. `comm/residual.py` is what the model uses.
 """
 
 from comm.hierarchical import HierarchicalCommunicator, fastest_between_hosts

@@ -9,7 +9,6 @@ import sys
 import torch
 import torch.distributed as dist
 
-import determinism
 from comm.auto import CODE, AutoCommunicator, measure_times, size_table
 from comm.fused import FusedCommunicator
 from comm.hierarchical import fastest_between_hosts
@@ -24,6 +23,7 @@ from comm.table import from_rank_0, machine_key
 from comm.tree import TreeCommunicator
 from comm.workspace import Memory, check_reachable, memory_between, on_several_hosts
 from errors import UserError
+from kernels import determinism
 
 
 def exact(kind: Kind, device: torch.device, memory: Memory | None = None) -> Communicator:

@@ -16,7 +16,7 @@ import torch.distributed as dist
 import torch.nn.functional as F
 from torch import Tensor
 
-import shared_gpus
+from comm import shared_gpus
 from comm.interface import Communicator, Done, PendingAllReduce, Schedule, on_side_stream
 from comm.process_group import HostAllReduce, ProcessGroupCommunicator, all_gather, gather_objects
 from comm.quantized import Worker

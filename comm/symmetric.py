@@ -13,13 +13,12 @@ from typing import Any, Literal
 import torch
 from torch import Tensor
 
-import determinism
 from comm.copy_engines import CopyEngines
 from comm.interface import LEAST_COPIED, Done, Input, Linear, PendingAllReduce, Schedule, on_side_stream
 from comm.process_group import GlooCommunicator, NcclCommunicator, ProcessGroupCommunicator
 from comm.tree import TreeCommunicator
 from comm.workspace import Memory, Workspace, open_workspace
-from kernels import all_reduce, linear_push
+from kernels import all_reduce, determinism, linear_push
 from kernels.all_reduce import Tiling
 from kernels.device import MAX_PROGRAMS
 from kernels.dispatch import on_gpu

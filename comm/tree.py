@@ -1,4 +1,4 @@
-"""All-reduces for `--deterministic`: the rest of the tree of sums that each rank's row-parallel layers begin (`determinism.py`)."""
+"""All-reduces for `--deterministic`: the rest of the tree of sums that each rank's row-parallel layers begin (`kernels/determinism.py`)."""
 
 from collections.abc import Callable
 
@@ -9,7 +9,7 @@ from torch import Tensor
 
 from comm.interface import OverlappedAllReduce, PendingAllReduce
 from comm.process_group import HostAllReduce, ProcessGroupCommunicator, all_gather
-from determinism import tree_sum
+from kernels.determinism import tree_sum
 
 FEW_BYTES = 1 << 16  # of a message, up to which one collective takes less time than two that send less
 

@@ -28,10 +28,10 @@ from cli import Parser, run
 from engine.core import Engine
 from engine.draft_models import find_draft
 from engine.limits import EngineLimits
+from engine.profiling import gpu_time, kernel_idle_share, profiled, read_trace
 from engine.protocol import SamplingParams, Submit
 from errors import UserError
 from options import ModelOptions, SpeculationOptions, add_options, draft_limit, dtype_name, rank_options, whole_number
-from profiling import gpu_time, kernel_idle_share, profiled, read_trace
 from tp import World, init_world
 
 TRACED = range(20, 100)  # steps that --trace profiles

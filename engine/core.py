@@ -13,7 +13,6 @@ import msgspec
 import torch
 from torch import Tensor
 
-import determinism
 from checkpoints.eagle import EagleHead
 from engine.adapters import Adapter, Adapters
 from engine.block_manager import BlockManager
@@ -47,6 +46,7 @@ from engine.step import InFlightStep, StepResult
 from engine.step_inputs import Capacity
 from engine.step_tokens import step_tokens
 from errors import RankError, UserError
+from kernels import determinism
 from model import Transformer
 from text.tokenizer import Tokenizer
 from tp import World

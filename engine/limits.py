@@ -4,9 +4,9 @@ from dataclasses import dataclass
 
 import torch
 
-from argument_types import check_types
 from checkpoints.memory import free_bytes
 from config import ModelConfig
+from engine.argument_types import check_types
 from engine.head_model import HeadModel
 from engine.paged_cache import CODES, PagedCache
 from errors import UserError

@@ -19,13 +19,12 @@ import msgspec
 import torch
 import torch.nn.functional as F
 
-import determinism
-from argument_types import check_types
 from checkpoints.presets import has_random_weights, model_config
 from checkpoints.weights import DTYPES, load_model
 from cli import note
 from config import ModelConfig
 from engine.adapters import ADAPTER, single_adapter
+from engine.argument_types import check_types
 from engine.core import OVERFLOW, Engine
 from engine.draft_models import find_draft
 from engine.limits import EngineLimits
@@ -39,6 +38,7 @@ from engine.tuning import tune
 from errors import OverflowedError, UserError
 from files import model_folder
 from json_fields import shown
+from kernels import determinism
 from kernels.sampling import log_softmax
 from layers.attention import Causal
 from model import Transformer

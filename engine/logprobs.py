@@ -6,10 +6,10 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-import determinism
 from engine.protocol import Logprob, TokenLogprobs
 from engine.sequence import Chunk
 from engine.transfers import to_device, to_host
+from kernels import determinism
 from kernels.sampling import log_softmax
 
 SCORE_CHUNK = 512  # tokens whose logits are held at once while scoring

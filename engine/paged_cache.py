@@ -12,9 +12,8 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-import determinism
 from engine.transfers import to_device
-from kernels import exact
+from kernels import determinism, exact
 from kernels.dispatch import on_gpu
 from kernels.paged_attention import paged_decode, paged_prefill
 from kernels.rope_cache import rope_store, store

@@ -18,7 +18,7 @@ from typing import Literal
 
 import msgspec
 
-from argument_types import check_types
+from engine.argument_types import check_types
 from errors import UserError
 
 Pooling = Literal["mean", "last"]  # of the hidden states of a prompt: of all tokens, or only the last one's

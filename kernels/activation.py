@@ -4,8 +4,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-import determinism
-from kernels import exact
+from kernels import determinism, exact
 from kernels.dispatch import as_rows, on_gpu, pdl_options
 from kernels.optional_triton import tl, triton
 from kernels.row_codes import RowCodes, empty_codes, row_warps, store_codes

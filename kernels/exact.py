@@ -21,7 +21,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-import determinism
+from kernels import determinism
 
 FACTOR_BITS, CHUNK = 22, 1 << 9  # of a product's factors; terms that are added at once: 2^(22 + 22) * 2^9 = 2^53
 SUM_BITS = 33  # of the terms of a plain sum, which may have 2^20 of them

@@ -25,8 +25,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-import determinism
-from kernels import exact
+from kernels import determinism, exact
 from kernels.activation import swiglu
 from kernels.dispatch import on_gpu, pdl_options
 from kernels.linear_config import DTYPES, MAX_TILES, Config, Gemv, Mma, Stream, config

@@ -10,8 +10,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-import determinism
-from kernels import exact
+from kernels import determinism, exact
 from kernels.dispatch import as_rows, on_gpu, pdl_options
 from kernels.norm_backward import TrainedRMSNorm
 from kernels.optional_triton import tl, triton

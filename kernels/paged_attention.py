@@ -26,7 +26,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-import determinism
+from kernels import determinism
 from kernels.dispatch import on_gpu, pdl_options
 from kernels.optional_triton import tl, triton
 from kernels.prefill_schedule import prefill_schedule

@@ -10,7 +10,7 @@ codes depend on nothing but the token.
 import torch
 from torch import Tensor
 
-import determinism
+from kernels import determinism
 from kernels.dispatch import as_rows, on_gpu, pdl_options
 from kernels.norm import rms_norm_reference
 from kernels.optional_triton import tl, triton

@@ -13,9 +13,8 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-import determinism
 from config import ModelConfig
-from kernels import exact
+from kernels import determinism, exact
 from kernels.lora import Groups
 from kernels.rope_cache import rope_store
 from layers.rope import rotate

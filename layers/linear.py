@@ -7,8 +7,8 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-import determinism
 from config import ModelConfig
+from kernels import determinism
 from kernels.activation import swiglu, swiglu_codes
 from kernels.dispatch import on_gpu
 from kernels.linear import linear, linear_swiglu

@@ -9,8 +9,8 @@ import math
 import torch
 from torch import Tensor
 
-import determinism
 from config import ModelConfig
+from kernels import determinism
 from layers.rope_scaling import DynamicScaling, LinearScaling, Llama3Scaling, LongRopeScaling, YarnScaling
 
 

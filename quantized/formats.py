@@ -10,8 +10,8 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-import determinism
 from errors import UserError
+from kernels import determinism
 from quantized.scheme import ON_LOAD, Scheme
 from quantized.weight import FP8, Quantized, local_group, pack, quantize, unpack
 

@@ -30,9 +30,7 @@ from checkpoints.weights import DTYPES, load_model
 from cli import Parser, note, rank, run
 from engine import LLM, SamplingParams
 from engine.llm import MAX_SEQUENCES, Completion, Timing
-from errors import UserError
-from options import ModelOptions, add_options, dtype_name, rank_options
-from profiling import (
+from engine.profiling import (
     COMMUNICATES,
     DEVICE,
     Event,
@@ -48,6 +46,8 @@ from profiling import (
     span_of,
     union,
 )
+from errors import UserError
+from options import ModelOptions, add_options, dtype_name, rank_options
 from scripts.lib.machine import machine
 from scripts.lib.markdown import table_lines
 from scripts.lib.results import check_output, write_text

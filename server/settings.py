@@ -8,7 +8,6 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 
-import determinism
 from checkpoints.presets import has_random_weights
 from cli import Parser
 from engine.protocol import ADAPTER_NAME
@@ -16,6 +15,7 @@ from engine.thinking import REASONING
 from errors import UserError
 from files import model_folder
 from json_fields import shown
+from kernels import determinism
 from options import (
     TUNE_SECONDS,
     ModelOptions,

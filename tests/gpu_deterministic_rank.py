@@ -14,15 +14,15 @@ from typing import Any
 import torch
 from torch import Tensor
 
-import determinism
 from checkpoints.presets import model_config
 from checkpoints.weights import load_model
 from comm import Communicator, Local
 from comm.interface import SCHEDULES
-from communicators import choose
+from comm.registry import choose
 from engine import LLM
 from engine.graphs import Graphs
 from engine.limits import EngineLimits
+from kernels import determinism
 from kernels.norm import add_rms_norm
 from kernels.sampling import log_softmax
 from layers.attention import Causal

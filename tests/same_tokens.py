@@ -30,7 +30,6 @@ import msgspec
 import torch
 from tqdm import tqdm
 
-import determinism
 import tests.conftest  # noqa: F401, one thread, and the scheduling that gloo's threads need
 from checkpoints.presets import model_config
 from checkpoints.weights import load_model
@@ -39,6 +38,7 @@ from comm import TreeCommunicator
 from config import ModelConfig
 from engine.protocol import Submit
 from errors import UserError
+from kernels import determinism
 from options import whole_number
 from scripts.lib.machine import machine
 from scripts.lib.results import add_write_option, results_folder, write_json

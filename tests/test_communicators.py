@@ -5,7 +5,7 @@ import torch
 
 from comm.private_gloo import PRIVATE_GLOO
 from comm.quantize import WIDTHS
-from communicators import COMMUNICATORS, KNOWN, choose
+from comm.registry import COMMUNICATORS, KNOWN, choose
 from errors import UserError
 from tests.support.ranks import Ranks
 from tp import World

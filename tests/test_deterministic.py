@@ -15,12 +15,11 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-import determinism
 import generate
 from checkpoints import weights
 from checkpoints.presets import model_config
 from comm import Local, TreeCommunicator
-from communicators import choose
+from comm.registry import choose
 from engine.core import Engine
 from engine.draft_costs import Costs
 from engine.limits import EngineLimits
@@ -29,7 +28,7 @@ from engine.logprobs import token_logprobs
 from engine.paged_cache import PagedCache
 from engine.protocol import SamplingParams, Submit
 from errors import UserError
-from kernels import exact
+from kernels import determinism, exact
 from kernels.sampling import exponential_noise, gumbel_noise
 from layers.attention import Causal, causal_mask
 from layers.linear import ShardedLinear

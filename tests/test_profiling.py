@@ -11,8 +11,8 @@ import pytest
 import torch
 
 import engine.bench as bench
+from engine.profiling import IDLE, KINDS, OTHER, Event, gpu_time, kernel_idle_share, kind_of
 from errors import UserError
-from profiling import IDLE, KINDS, OTHER, Event, gpu_time, kernel_idle_share, kind_of
 from tests import ROOT
 
 

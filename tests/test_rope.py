@@ -15,7 +15,6 @@ import transformers
 from torch import Tensor
 from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS
 
-import determinism
 from checkpoints import weights
 from checkpoints.hf_config import config_from_hf, config_to_hf
 from checkpoints.presets import model_config
@@ -24,6 +23,7 @@ from engine.core import Engine
 from engine.limits import EngineLimits
 from engine.protocol import SamplingParams, Submit
 from errors import UserError
+from kernels import determinism
 from layers.attention import Causal
 from layers.rope import rope_frequencies
 from tests.engine.test_engine import ALONE, serve

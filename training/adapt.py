@@ -16,13 +16,13 @@ from pathlib import Path
 import torch
 from torch import Tensor
 
-import determinism
 from checkpoints.hf_config import read_config
 from checkpoints.weights import build_model, open_source, weights_fingerprint
 from cli import Parser, run
 from comm import Local
 from config import ModelConfig
 from errors import UserError
+from kernels import determinism
 from layers.attention import Causal
 from model import Transformer
 from tp import World, init_world

@@ -24,7 +24,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
-import determinism
+from kernels import determinism
 from kernels.linear import linear
 from layers.attention import Causal
 from layers.linear import ShardedLinear

@@ -11,7 +11,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-import determinism
+from kernels import determinism
 from kernels.linear import linear
 from kernels.sampling import log_softmax
 from model import Transformer

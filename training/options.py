@@ -8,7 +8,7 @@ from pathlib import Path
 import torch
 
 from checkpoints.weights import DTYPES
-from cluster import shipped_clusters
+from comm.cluster import shipped_clusters
 from errors import UserError
 from options import above_zero, dtype_name
 from training.executor import BUCKET_BYTES

@@ -21,7 +21,7 @@ from typing import Any
 
 from checkpoints.presets import PRESETS, model_config
 from cli import Parser, run
-from cluster import load_cluster, shipped_clusters
+from comm.cluster import load_cluster, shipped_clusters
 from errors import UserError
 from options import zero_or_more
 from training.options import add_exchange_options

@@ -5,7 +5,7 @@ from dataclasses import dataclass, replace
 
 import torch
 
-from cluster import Cluster, load_cluster, shipped_clusters
+from comm.cluster import Cluster, load_cluster, shipped_clusters
 from config import ModelConfig
 from errors import UserError
 from training.executor import Execution, Overlap

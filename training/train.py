@@ -14,11 +14,11 @@ from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
 
-import determinism
 from checkpoints.presets import PRESETS, has_random_weights, model_config, named_config
 from checkpoints.weights import open_source
 from cli import Parser, run
 from errors import UserError
+from kernels import determinism
 from tp import init_world
 from training.loop import Setup, prepare, together, train
 from training.losses import cross_entropy

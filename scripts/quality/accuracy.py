@@ -27,7 +27,7 @@ from checkpoints.weights import load_model
 from cli import Parser, note, run
 from comm import Local
 from comm.quantize import WIDTHS
-from communicators import choose
+from comm.registry import choose
 from engine import LLM
 from errors import UserError
 from files import check_folder

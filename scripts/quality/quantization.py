@@ -26,7 +26,7 @@ from checkpoints.weights import load_model
 from cli import Parser, run
 from comm import Communicator, PendingAllReduce, Scheme, parse_scheme
 from comm.quantize import WIDTHS, Format, dequantize_sum, hadamard_transform, quantize
-from communicators import choose
+from comm.registry import choose
 from engine import LLM
 from errors import UserError
 from ranks.processes import on_ranks

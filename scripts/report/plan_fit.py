@@ -8,7 +8,7 @@ from typing import Any
 from tqdm import tqdm
 
 from checkpoints.presets import preset
-from cluster import Cluster
+from comm.cluster import Cluster
 from config import ModelConfig
 from training.planner.collectives import Profile, link_seconds
 from training.planner.cost import forward_flops, predict

@@ -18,7 +18,7 @@ from tqdm import tqdm
 
 from checkpoints.presets import preset
 from cli import Parser, run
-from cluster import Cluster, load_cluster
+from comm.cluster import Cluster, load_cluster
 from scripts.lib.markdown import table_lines
 from scripts.lib.results import add_write_option, results_folder, write_table
 from scripts.report.plan_fit import FITTED, TABLE_IV, flops_of_table_v, report_fit

@@ -30,7 +30,7 @@ from tqdm import tqdm
 from checkpoints.presets import PRESETS
 from checkpoints.weights import DTYPES
 from cli import Parser, note, run
-from communicators import KNOWN
+from comm.registry import KNOWN
 from errors import UserError
 from options import KV_DTYPES, OVERLAPS
 from quantized.scheme import QUANTIZATIONS

@@ -28,15 +28,15 @@ from checkpoints.presets import model_config
 from checkpoints.weights import DTYPES, load_model
 from cli import run
 from comm import Communicator, PendingAllReduce, SimulatedLink, parse_link
+from comm.registry import choose
 from comm.simulated import sent_bytes
-from communicators import choose
 from engine import LLM
 from engine.llm import MAX_SEQUENCES, Timing
+from engine.profiling import read_trace
 from engine.tuning import tune
 from errors import UserError
 from generate import measure
 from options import TUNE_SECONDS
-from profiling import read_trace
 from scripts.sweep.rows import Setting, interconnect
 from scripts.trace import by_phase, generate_together, gpu_record, gpu_times, random_prompts, record, timeline
 from tp import World, agree_on_error, init_world

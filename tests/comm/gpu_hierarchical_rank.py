@@ -14,7 +14,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from comm.hierarchical import HOST_ID
-from communicators import choose
+from comm.registry import choose
 from tp import World, init_world
 
 DTYPES = (torch.float32, torch.float16, torch.bfloat16)

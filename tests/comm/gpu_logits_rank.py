@@ -14,7 +14,7 @@ from torch import Tensor
 
 from checkpoints.presets import model_config
 from checkpoints.weights import load_model
-from communicators import choose
+from comm.registry import choose
 from layers.attention import Causal
 from model import Transformer
 from tp import World, init_world

@@ -15,7 +15,7 @@ import torch.distributed as dist
 from checkpoints.presets import PRESETS
 from checkpoints.weights import load_model
 from comm import Residual
-from communicators import choose
+from comm.registry import choose
 from config import with_variant
 from layers.attention import Causal
 from model import Transformer

@@ -10,8 +10,8 @@ from functools import partial
 import torch
 import torch.distributed as dist
 
+from comm.registry import choose
 from comm.table import graph_microseconds
-from communicators import choose
 from tp import init_world
 
 SIZE = 4096  # values of bf16: 8 KiB

@@ -9,9 +9,9 @@ from torch import Tensor
 
 from comm import GlooCommunicator, HierarchicalCommunicator, fastest_between_hosts
 from comm.hierarchical import HOST_ID, BySize, host_of_each_rank
-from communicators import choose
+from comm.registry import choose
+from comm.shared_gpus import VARIABLE
 from errors import UserError
-from shared_gpus import VARIABLE
 from tests.support.ranks import Ranks
 from tp import World
 

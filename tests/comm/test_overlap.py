@@ -14,11 +14,11 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-import profiling
 from checkpoints.weights import random_weights
 from comm import Communicator, GlooCommunicator, Local, NoCommunication, PendingAllReduce
 from comm.interface import Schedule
 from config import ModelConfig, Reduces, with_variant
+from engine import profiling
 from layers.attention import Causal
 from layers.linear import ShardedLinear
 from model import MLP, Attention, ParallelBlock, Transformer

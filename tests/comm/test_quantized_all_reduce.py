@@ -16,7 +16,7 @@ from checkpoints.weights import load_model
 from comm import QuantizedGlooCommunicator, parse_scheme
 from comm.quantize import hadamard_transform
 from comm.quantized import CHUNK, Worker, quantized_all_reduce
-from communicators import choose
+from comm.registry import choose
 from config import with_variant
 from errors import UserError
 from layers.attention import Causal

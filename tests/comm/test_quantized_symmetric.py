@@ -15,7 +15,7 @@ from torch import Tensor
 
 from comm import parse_scheme
 from comm.quantized import quantized_all_reduce
-from communicators import choose
+from comm.registry import choose
 from errors import UserError
 from tests.comm.test_symmetric import bits_by_rank
 from tests.support.gpus import most_ranks, torchrun

@@ -16,8 +16,8 @@ from comm import (
     parse_link,
     parse_scheme,
 )
+from comm.registry import choose
 from comm.simulated import sent_bytes
-from communicators import choose
 from errors import UserError
 from tests.support.command_line import HYBRID, Here
 from tests.support.ranks import Ranks

@@ -123,7 +123,7 @@ def test_a_sum_with_addition_and_norm(interpreters: Ranks, kind: str, n: int, me
 def not_trees(world: World, kind: Any, seed: int) -> list[str]:
     """With --deterministic: sums, and norms after an addition, whose bits are not those of the definition. The interpreter does not
     round to bf16."""
-    import determinism
+    from kernels import determinism
 
     torch.manual_seed(seed)
     found, draw = [], random.Random(seed)

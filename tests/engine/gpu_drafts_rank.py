@@ -15,7 +15,7 @@ from checkpoints import eagle
 from checkpoints.eagle import EagleHead
 from checkpoints.presets import model_config
 from checkpoints.weights import load_model
-from communicators import choose
+from comm.registry import choose
 from engine import SamplingParams, draft_models
 from engine.core import Engine
 from engine.draft_costs import Costs

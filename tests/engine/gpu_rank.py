@@ -9,7 +9,7 @@ import torch
 
 from checkpoints.presets import model_config
 from checkpoints.weights import load_model
-from communicators import choose
+from comm.registry import choose
 from engine import LLM, SamplingParams
 from tests import MODELS
 from text.tokenizer_files import load_tokenizer

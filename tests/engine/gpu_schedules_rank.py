@@ -10,7 +10,7 @@ import torch
 
 from checkpoints.presets import model_config
 from checkpoints.weights import load_model
-from communicators import choose
+from comm.registry import choose
 from engine import LLM, SamplingParams
 from engine.limits import EngineLimits
 from options import OVERLAPS

@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 
-from communicators import choose
+from comm.registry import choose
 from engine import LLM, SamplingParams
 from engine.draft_costs import Costs
 from engine.protocol import Submit

@@ -15,9 +15,9 @@ import torch.nn.functional as F
 from msgspec import structs
 
 import comm
-import shared_gpus
 from checkpoints.presets import PRESETS, model_config
 from checkpoints.weights import load_model
+from comm import shared_gpus
 from comm.interface import SCHEDULES
 from config import with_variant
 from engine import LLM, SamplingParams

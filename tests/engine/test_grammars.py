@@ -14,7 +14,6 @@ import llguidance
 import pytest
 import torch
 
-import determinism
 from checkpoints import weights
 from checkpoints.presets import model_config
 from comm import Local
@@ -24,6 +23,7 @@ from engine.grammars import CACHED, CACHED_TEXT, MAX_COMPILING, MAX_DIGITS, MAX_
 from engine.limits import EngineLimits
 from engine.protocol import Abort, Refused, SamplingParams, Submit, Turn, joined
 from errors import UserError
+from kernels import determinism
 from tests import MODELS
 from tests.engine.test_logits import MODEL_VOCAB
 from tests.support.ranks import Ranks

@@ -14,13 +14,13 @@ import transformers
 from safetensors.torch import load_file, save_file
 from torch import Tensor
 
-import determinism
 from checkpoints.memory import weight_bytes
 from checkpoints.presets import model_config
 from checkpoints.weights import load_model
 from comm import Local
 from config import ModelConfig, with_variant
 from errors import UserError
+from kernels import determinism
 from layers.attention import Causal
 from layers.linear import ShardedLinear
 from model import Transformer

@@ -12,7 +12,7 @@ from typing import Any
 import pytest
 
 from checkpoints.presets import preset
-from cluster import load_cluster
+from comm.cluster import load_cluster
 from scripts.lib import results
 from scripts.lib.results import RESULTS
 from scripts.report import plan_paper

@@ -15,7 +15,7 @@ import numpy as np
 import pytest
 
 import figures
-import profiling
+from engine import profiling
 from errors import UserError
 from scripts import trace
 from scripts.lib.load_generator import Answer, summary

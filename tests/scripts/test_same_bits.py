@@ -11,9 +11,9 @@ from typing import Any
 import pytest
 import torch
 
-import determinism
 from comm import Local, TreeCommunicator
 from errors import UserError
+from kernels import determinism
 from scripts.quality import same_bits
 from tests.engine.test_engine import config_of, random_model
 from tests.support.ranks import Ranks

@@ -14,11 +14,11 @@ import engine.core
 import engine.llm
 from engine import LLM
 from engine.llm import Timing
+from engine.profiling import annotate, read_trace
 from engine.runner import Runner
 from engine.sequence import Chunk
 from engine.step import InFlightStep
 from errors import UserError
-from profiling import annotate, read_trace
 from scripts import trace
 from scripts.sweep import worker
 from scripts.sweep.rows import Setting

@@ -11,7 +11,7 @@ from typing import TextIO
 import pytest
 import torch
 
-import shared_gpus
+from comm import shared_gpus
 from tests import ROOT
 
 MOST = 4

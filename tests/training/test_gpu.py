@@ -20,8 +20,8 @@ from torch import Tensor
 
 from checkpoints.presets import preset
 from config import ModelConfig
+from engine.profiling import length, union
 from layers.attention import Causal
-from profiling import length, union
 from scripts.bench.training.rank import covered, kernels
 from training.batches import Batch
 from training.executor import Execution, Executor, Overlap

@@ -5,7 +5,7 @@ from dataclasses import dataclass, field
 from functools import cached_property
 from typing import NamedTuple
 
-from cluster import Cluster
+from comm.cluster import Cluster
 from config import ModelConfig
 from errors import UserError
 from training.planner.collectives import Profile

@@ -28,8 +28,8 @@ from torch.profiler import ProfilerActivity, profile, schedule
 from checkpoints.presets import preset
 from cli import Parser, run
 from config import ModelConfig
+from engine.profiling import Span, intersection, length, read_trace, span_of, union
 from errors import UserError
-from profiling import Span, intersection, length, read_trace, span_of, union
 from scripts.bench.training.fsdp2 import PREFETCH, Fsdp2Trainer, prefetch, shard
 from tp import World, init_world
 from training import profile_collectives

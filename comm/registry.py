@@ -11,8 +11,8 @@ from dataclasses import dataclass
 from itertools import groupby
 from typing import TYPE_CHECKING, Any
 
-import determinism
 from errors import UserError
+from kernels import determinism
 
 if TYPE_CHECKING:
     import torch

@@ -12,7 +12,7 @@ from typing import Any
 
 from errors import UserError
 
-CLUSTERS = Path(__file__).parent / "clusters"
+CLUSTERS = Path(__file__).parent.parent / "clusters"
 
 
 @dataclass(frozen=True)
