@@ -8,8 +8,8 @@ from dataclasses import MISSING, dataclass, field, fields
 from typing import Any
 
 from comm.registry import KNOWN
+from config import usage
 from quantized.scheme import QUANTIZATIONS
-from variants import usage
 
 DTYPE_NAMES = ("float32", "bfloat16", "float16")
 KV_DTYPES = ("auto", "fp8")

@@ -32,8 +32,7 @@ from checkpoints.weights import Place, Source, check_names, fill_all, linear_pla
 from comm import Communicator, Local, Residual
 from config import ModelConfig
 from errors import UserError
-from files import CONFIG_BYTES, read_json
-from json_fields import count, get, shown
+from files import CONFIG_BYTES, count, get, read_json, shown
 from kernels.linear import linear
 from layers.attention import AttentionContext
 from layers.linear import ShardedLinear

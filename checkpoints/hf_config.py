@@ -20,8 +20,7 @@ from typing import Any
 
 from config import FAMILIES, ModelConfig, Reduces, validate
 from errors import UserError
-from files import CONFIG_BYTES, read_json
-from json_fields import count, get, one_or_list, positive, shown
+from files import CONFIG_BYTES, count, get, one_or_list, positive, read_json, shown
 from layers.rope_scaling import (
     DynamicScaling,
     LinearScaling,

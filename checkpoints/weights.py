@@ -24,8 +24,7 @@ from checkpoints.presets import config_file, has_random_weights
 from cli import note
 from config import ModelConfig
 from errors import UserError, first_line
-from files import INDEX_BYTES, check_regular, model_folder, read_json
-from json_fields import SHOWN, shown
+from files import INDEX_BYTES, SHOWN, check_regular, model_folder, read_json, shown
 from kernels import determinism
 from layers.linear import ShardedLinear
 from model import RMSNorm, Transformer

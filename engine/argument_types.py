@@ -8,7 +8,7 @@ from types import UnionType
 from typing import Any, Literal, Union, get_args, get_origin, get_type_hints
 
 from errors import UserError
-from json_fields import shown
+from files import shown
 
 TAKEN = {
     int: (int, Integral),

@@ -36,8 +36,7 @@ from engine.text import AnswerStream, Delta, banned_by
 from engine.thinking import budget_after, reasoning_of
 from engine.tuning import tune
 from errors import OverflowedError, UserError
-from files import model_folder
-from json_fields import shown
+from files import model_folder, shown
 from kernels import determinism
 from kernels.sampling import log_softmax
 from layers.attention import Causal

@@ -14,7 +14,7 @@ from dataclasses import asdict, dataclass
 from typing import Any
 
 from errors import UserError
-from json_fields import count, get, positive, shown
+from files import count, get, positive, shown
 
 MAX_LENGTH = 1 << 27  # of a context, in tokens
 

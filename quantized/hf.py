@@ -9,7 +9,7 @@ from typing import Any
 from pydantic_core import SchemaError
 
 from errors import UserError
-from json_fields import count, get, shown
+from files import count, get, shown
 from quantized.scheme import GROUPS, Quantization, Rule, Scheme, matcher
 
 MOST_NAMES = 10_000  # of layers; a list for every layer of a 405B has 900

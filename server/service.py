@@ -13,7 +13,7 @@ from starlette.types import Receive
 
 from engine.protocol import Pooling
 from errors import UserError
-from json_fields import shown
+from files import shown
 from server.admission import Admission
 from server.backlog import Backlog
 from server.bounds import MAX_VALUES, BodyBounds, parse

@@ -13,8 +13,7 @@ from cli import Parser
 from engine.protocol import ADAPTER_NAME
 from engine.thinking import REASONING
 from errors import UserError
-from files import model_folder
-from json_fields import shown
+from files import model_folder, shown
 from kernels import determinism
 from options import (
     TUNE_SECONDS,

@@ -9,12 +9,11 @@ import pytest
 from checkpoints.presets import PRESETS
 from cli import Parser
 from comm.interface import SCHEDULES
-from config import with_variant
+from config import usage, with_variant
 from errors import UserError
 from generate import parse_args
 from options import OVERLAPS, ModelOptions, above_zero, add_options, option, whole_number, zero_or_more
 from server.settings import Settings, load_settings
-from variants import usage
 
 
 @dataclass(frozen=True, kw_only=True)

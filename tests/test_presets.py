@@ -11,12 +11,11 @@ import transformers
 import figures
 from checkpoints.hf_config import config_to_hf
 from checkpoints.presets import PRESETS, preset
-from config import Reduces, desync_pattern, limit_context, validate, with_variant
+from config import KINDS, TRAINABLE, VARIANTS, Reduces, desync_pattern, limit_context, usage, validate, with_variant
 from errors import UserError
 from model import BLOCKS
 from tests import ROOT
 from tests.test_checkpoint import fails
-from variants import KINDS, TRAINABLE, VARIANTS, usage
 
 VARIANT_NAMES = [
     "standard",

@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 
 from errors import UserError
-from json_fields import shown
+from files import shown
 from training.token_file import TokenFile
 
 IGNORED = -100  # PyTorch's ignore_index

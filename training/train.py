@@ -17,6 +17,7 @@ from pathlib import Path
 from checkpoints.presets import PRESETS, has_random_weights, model_config, named_config
 from checkpoints.weights import open_source
 from cli import Parser, run
+from config import TRAINABLE, usage
 from errors import UserError
 from kernels import determinism
 from tp import init_world
@@ -24,7 +25,6 @@ from training.loop import Setup, prepare, together, train
 from training.losses import cross_entropy
 from training.options import add_batch_options, add_execution_options, add_run_options, check_numbers
 from training.token_file import tokenizer_folder
-from variants import TRAINABLE, usage
 
 
 def parse_args(argv: Sequence[str] | None = None) -> argparse.Namespace:

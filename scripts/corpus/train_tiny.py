@@ -23,7 +23,7 @@ import torch.distributed as dist
 
 from checkpoints.presets import preset
 from cli import Parser, note, run
-from config import ModelConfig, with_variant
+from config import TRAINABLE, ModelConfig, with_variant
 from scripts.corpus.tokenizer import train_tokenizer
 from scripts.corpus.tokens import write_corpus
 from tp import World, init_world
@@ -31,7 +31,6 @@ from training import train as command
 from training.loop import Setup, prepare, train
 from training.losses import cross_entropy
 from training.metrics import read_metrics, seconds_of
-from variants import TRAINABLE
 
 STREAMS = 4  # of the desync variants, so that they run on 1, 2 and 4 ranks
 BOS, EOS = 0, 1

@@ -28,6 +28,7 @@ from cli import Parser, note, run
 from comm import Local
 from comm.quantize import WIDTHS
 from comm.registry import choose
+from config import TRAINABLE
 from engine import LLM
 from errors import UserError
 from files import check_folder
@@ -41,7 +42,6 @@ from scripts.quality.heldout import TASKS, matches, perplexity
 from text.tokenizer import Tokenizer
 from text.tokenizer_files import load_tokenizer
 from tp import World, init_world
-from variants import TRAINABLE
 
 PROBE_SHARE = 20  # one in so many items, from which the duration is estimated
 

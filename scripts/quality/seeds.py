@@ -26,6 +26,7 @@ import torch
 
 from checkpoints.presets import model_config
 from cli import Parser, note, run
+from config import TRAINABLE
 from errors import UserError
 from files import check_folder
 from options import whole_number
@@ -42,7 +43,6 @@ from scripts.lib.workers import Workers, same_command, time_left, visible_gpus
 from scripts.quality.heldout import TASKS, difference, evaluate, free, nats, opened, prompts_error, share, stories_error
 from training.metrics import read_metrics
 from training.token_file import open_tokens
-from variants import TRAINABLE
 
 CORPUS_SEED = 1
 MODELS = results.ROOT / "models"

@@ -24,6 +24,7 @@ from tqdm import tqdm
 
 from checkpoints.presets import model_config
 from cli import Parser, note, run
+from config import TRAINABLE
 from engine import LLM
 from errors import UserError
 from options import dtype_name, whole_number
@@ -35,7 +36,6 @@ from scripts.lib.statistics import ratio_error
 from scripts.quality.heldout import TASKS, held_out_stories, likelihoods, matches
 from scripts.quantize import LENGTH, SAMPLES, quantize_model
 from text.tokenizer_files import load_tokenizer
-from variants import TRAINABLE
 
 PLAIN = "16 bits"
 LOADED: dict[str, dict[str, str]] = {  # arguments of LLM

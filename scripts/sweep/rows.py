@@ -12,9 +12,9 @@ from statistics import median
 from typing import Any
 
 from comm import parse_link
+from config import VARIANTS
 from errors import UserError
 from scripts.lib.results import ROOT
-from variants import VARIANTS
 
 ORDER = tuple(VARIANTS)
 VLLM = "vllm"  # in place of a variant: vLLM was measured instead of Rung

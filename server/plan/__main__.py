@@ -23,10 +23,10 @@ from typing import Any
 
 from checkpoints.presets import PRESETS, is_preset, named_config
 from cli import Parser, note, run
+from config import usage
 from errors import UserError
 from options import above_zero, whole_number
 from quantized.scheme import SCHEMES
-from variants import usage
 
 PLOTS = (".png", ".svg", ".pdf")
 WIDTHS = ("bf16", *SCHEMES)

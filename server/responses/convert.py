@@ -8,7 +8,7 @@ from typing import Any, NamedTuple
 import msgspec
 from pydantic import ValidationError
 
-from json_fields import shown
+from files import shown
 from server.http import to_json
 from server.problems import ApiError, bad, from_model
 from server.responses.items import input_items

@@ -3,7 +3,7 @@
 from fastapi import FastAPI, Request
 from starlette.responses import Response
 
-from json_fields import shown
+from files import shown
 from server import replies
 from server.chat import ChatRequest, read_conversation
 from server.clients import owner

@@ -18,7 +18,7 @@ import httpx
 import openai
 import pytest
 
-from json_fields import SHOWN, shown
+from files import SHOWN, shown
 from server import middleware, replies
 from server.embedding_bodies import EmbeddingBody
 from server.limits import MAX_LOGPROBS
