@@ -127,7 +127,7 @@ def test_a_text_has_the_vector_of_sentence_transformers(family: str, around: str
     world = World(0, 1, CPU, Local())
     source = check_source(str(tmp_path), ours := model_config(str(tmp_path), None, 1), world, torch.float32, embeds=True)
     model = fill_model(str(tmp_path), source, ours, world, torch.float32, seed=0)
-    own, embedder, texts = load_tokenizer(tmp_path), checkpoint_embedder(str(tmp_path)), [*random.sample(LINES, 3), ""]
+    own, embedder, texts = load_tokenizer(tmp_path), checkpoint_embedder(str(tmp_path)), list({*random.sample(LINES, 3), ""})
     params = SamplingParams(pooling=embedder.pooling)
     submits = [Submit(text, own.encode(embedder.prompt + text), params) for text in texts]
     found, _ = embeddings(engine_of(model), submits)
