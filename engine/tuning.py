@@ -112,7 +112,7 @@ def tune(
     table = Table("linear", machine_key(world.device, 1, model.norm.weight.dtype, CODE))
     if world.rank == 0 and not rebuild:
         table = read(table, names_of)
-    table = from_rank_0(table, world.control) if world.world_size > 1 else table
+    table = Table(**from_rank_0(vars(table), world.control)) if world.world_size > 1 else table
     known = set() if rebuild else {*shipped_now(table.key["gpu"]), *table.times}
     wanted = {problem.key: problem for problem in problems(model, rows)}
     if draft is not None:
