@@ -17,7 +17,7 @@ from weakref import WeakKeyDictionary, WeakSet
 import torch
 
 from engine.block_manager import BlockManager
-from engine.logits import SamplingState, sibling
+from engine.logits import SamplingState
 from engine.protocol import SamplingParams
 from engine.runner import Runner
 from engine.sequence import Chunk, Sequence, common_prefix
@@ -115,7 +115,7 @@ class ModelDrafter:
         if shadow is None or shadow.sequence.blocks is not sequence.blocks:  # new, or preempted since
             held = self._count_held(sequence)
             copy = Sequence(sequence.request_id, self._tokens(sequence), 0, plain(sequence.params), blocks=sequence.blocks)
-            copy.state = sibling(sequence.state)
+            copy.state = SamplingState(bias=sequence.state.bias)  # no rule that reads tokens, which the host does not know
             shadow = self._shadows[sequence] = Shadow(copy, held * self.blocks.block_size, held)
         return shadow
 
