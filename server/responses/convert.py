@@ -129,7 +129,7 @@ class _Messages:
         if role == "assistant":
             self._assistant(answers=True)["content"] = text
             return
-        if role == "user" and self._reasoning:  # an answer that ended in its reasoning
+        if self._reasoning:  # an answer that ended in its reasoning
             self._assistant(answers=True)["content"] = ""
         self._append({"role": role, "content": text})
 

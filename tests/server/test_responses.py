@@ -299,14 +299,21 @@ def test_items_that_share_an_id_are_listed_once_each(site: Site) -> None:
         assert (len(listed["data"]), listed["has_more"]) == (min(limit, 10), limit < 10)
 
 
-def test_what_is_left_of_answers_that_are_cut_off() -> None:
+@pytest.mark.parametrize("role", ["user", "system", "developer"])
+def test_what_is_left_of_answers_that_are_cut_off(role: str) -> None:
     """Reasoning alone is an answer without text. A call is one, whatever its status and its arguments are."""
     hi, call = {"role": "user", "content": "Hi"}, {"type": "function_call", "status": "incomplete", "name": "weather"}
     calls = [call | {"call_id": name, "arguments": text} for name, text in (("a", "{}"), ("b", ""), ("c", '{"x": [}'))]
     outputs = [{"type": "function_call_output", "call_id": name, "output": name} for name in "abcd"]
-    given = [hi, {"type": "reasoning", "content": [{"type": "reasoning_text", "text": "hm"}]}, hi, *calls, *outputs]
+    given = [
+        hi,
+        {"type": "reasoning", "content": [{"type": "reasoning_text", "text": "hm"}]},
+        hi | {"role": role},
+        *calls,
+        *outputs,
+    ]
     messages = convert(ResponsesBody.model_validate({"input": given}), [], {}).chat.messages
-    assert [message.role for message in messages] == ["user", "assistant", "user", "assistant", *["tool"] * 4]
+    assert [message.role for message in messages] == ["user", "assistant", role, "assistant", *["tool"] * 4]
     assert messages[1].model_dump(exclude_none=True) == {"role": "assistant", "reasoning_content": "hm", "content": ""}
     assert [one.function.arguments for one in messages[3].tool_calls or []] == ["{}", "", '{"x": [}']
 
