@@ -569,7 +569,9 @@ class ChatMessage(Said):
 
     @model_validator(mode="before")
     @classmethod
-    def _text_only(cls, data: Any) -> Any:
+    def _refuse_what_no_template_reads(cls, data: Any) -> Any:
+        if isinstance(data, dict) and data.get("function_call") is not None:
+            raise field_error("messages", "has a function_call, which templates do not know; send it as tool_calls")
         parts = data.get("content") if isinstance(data, dict) else None
         for part in parts if isinstance(parts, list) else []:
             kind = part.get("type") if isinstance(part, dict) else None

@@ -115,6 +115,7 @@ NAMED = {"type": "function", "function": {"name": "x"}}
         ({"messages": []}, "messages"),
         ({"messages": [{"role": "king", "content": "x"}]}, "messages.0.role"),
         ({"messages": [{"role": "user", "content": [{"type": "image_url", "image_url": {"url": "x"}}]}]}, "messages"),
+        ({"messages": [{"role": "assistant", "content": None, "function_call": NAMED["function"]}]}, "messages"),
         ({"top_logprobs": 2}, "top_logprobs"),
         ({"max_tokens": 1, "max_completion_tokens": 2}, "max_completion_tokens"),
         ({"max_completion_tokens": 10**6}, "max_completion_tokens"),
