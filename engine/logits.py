@@ -244,10 +244,11 @@ def _ban(logits: Tensor, rows: list[int], draws: list[Draw]) -> None:
 def _completing(draw: Draw) -> list[int]:
     """The tokens that would complete a banned sequence of generated tokens."""
     sequence, state = draw.sequence, draw.sequence.state
-    if not state.banned or not draw.generated:
+    if not state.banned:
         return []
     first = max(sequence.prompt_length, len(sequence.tokens) - state.longest_banned)
-    before = [*sequence.tokens[first:], *draw.draft]
+    if not (before := [*sequence.tokens[first:], *draw.draft]):  # also behind a token that a late grammar took back
+        return []
     return [ids[-1] for ids in state.banned.get(before[-1], ()) if before[1 - len(ids) :] == ids[:-1]]
 
 

@@ -299,14 +299,19 @@ def end_of_thinking(output: list[int], budget: ThinkingBudget) -> int | None:
     return next(ends[k] for k in reversed(range(len(ends))) if k <= len(thought) and thought[len(thought) - k :] == ends[:k])
 
 
-def draws(logits: Tensor, positions: list[int], params: SamplingParams, masks: list[Tensor] = ()) -> list[int]:
+def draws(
+    logits: Tensor, positions: list[int], params: SamplingParams, masks: list[Tensor] = (), raw: Tensor | None = None
+) -> list[int]:
     """One token from each row of logits (B, V), drawn with this request's parameters. positions: of the drawn tokens. masks: what
-    a late grammar allows there."""
+    a late grammar allows there. raw: logits (B, V) before any rule, which count if the rules leave nothing that it allows."""
     batch = SamplingBatch.of([params] * len(logits), CPU)
     drawn: list[int] = sample(logits, batch, torch.tensor(positions)[:, None]).tolist()
     for i, mask in enumerate(masks):
         if not mask[drawn[i]]:
-            [drawn[i]] = draws(logits[i : i + 1].masked_fill(~mask, -torch.inf), positions[i : i + 1], params)
+            left = logits[i : i + 1].masked_fill(~mask, -torch.inf)
+            if raw is not None and left.isneginf().all():
+                left = raw[i : i + 1].masked_fill(~mask, -torch.inf)
+            [drawn[i]] = draws(left, positions[i : i + 1], params)
     return drawn
 
 
@@ -360,12 +365,11 @@ def assert_same(model: Transformer, submit: Submit, tokens: list[int], rounding:
     rows = plain_logits(model, prompt + tokens[:-1])[len(prompt) - 1 :]
     logits = torch.stack([bent(row, prompt, tokens[:i], params) for i, row in enumerate(rows)])
     masks = late_masks(tokens, params)
-    drawn = draws(logits, list(range(len(prompt), len(prompt) + len(tokens))), params, masks)
+    drawn = draws(logits, list(range(len(prompt), len(prompt) + len(tokens))), params, masks, rows)
     for i in (i for i, (a, b) in enumerate(zip(tokens, drawn, strict=True)) if a != b):
-        near = torch.stack(
-            [bent(rows[i] + rounding * torch.randn_like(rows[i]), prompt, tokens[:i], params) for _ in range(300)]
-        )
-        assert tokens[i] in draws(near, [len(prompt) + i] * len(near), params, masks[i : i + 1] * len(near)), (
+        raw = rows[i] + rounding * torch.randn(300, rows.shape[-1])
+        near = torch.stack([bent(row, prompt, tokens[:i], params) for row in raw])
+        assert tokens[i] in draws(near, [len(prompt) + i] * len(near), params, masks[i : i + 1] * len(near), raw), (
             f"token {i} of {submit} is {tokens[i]} instead of {drawn[i]}"
         )
 
