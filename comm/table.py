@@ -21,6 +21,10 @@ import torch.distributed as dist
 from comm.process_group import gather_objects
 from kernels.graph_times import replay_seconds
 
+ENGINE = tuple(  # the files that decide what a model computes
+    f"{folder}*.py"
+    for folder in ("", "checkpoints/", "comm/", "engine/", "kernels/", "layers/", "quantized/", "ranks/", "text/")
+)
 PLAUSIBLE = (0.3, 1e6)  # µs
 
 # The algorithms that are measured for a case. Raises ValueError, AttributeError or LookupError if there is no such case.

@@ -33,7 +33,7 @@ from torch.distributed import PrefixStore, Store  # type: ignore[attr-defined]
 from torch.distributed.rendezvous import rendezvous
 
 from cli import LOST_RANK, local_rank, lost_connection, rank
-from comm.table import digest
+from comm.table import ENGINE, digest
 from errors import UserError
 from files import model_folder
 from ranks import meeting
@@ -45,18 +45,7 @@ IDLE, INTERVAL, PROBES = 2, 1, 3  # s, s: without an answer to so many probes, a
 LOSS_SECONDS = IDLE + INTERVAL * PROBES
 GRACE_SECONDS = 1.0  # between another rank's end and this one's, which may be ending by itself for the same reason
 SIOCGIFADDR = 0x8915  # linux/sockios.h
-CODE = (
-    "*.py",
-    "checkpoints/*.py",
-    "comm/*.py",
-    "engine/*.py",
-    "kernels/*.py",
-    "layers/*.py",
-    "quantized/*.py",
-    "ranks/*.py",
-    "server/*.py",
-    "text/*.py",
-)  # of which hosts need the same
+CODE = (*ENGINE, "server/*.py")  # of which hosts need the same
 SAMPLE = 1 << 20  # bytes of each file of a checkpoint that are compared
 BYE, DRAIN = "bye", "drain"  # messages between ranks; any other is the reason for which all ranks end
 

@@ -9,25 +9,12 @@ from functools import cache
 from pathlib import Path
 from typing import Any
 
-from comm.table import digest
+from comm.table import ENGINE, digest
 from errors import UserError
 from files import write_whole
 
-FOLDERS = (
-    "checkpoints",
-    "comm",
-    "engine",
-    "kernels",
-    "layers",
-    "quantized",
-    "ranks",
-    "text",
-    "training",
-    "training/planner",
-    "scripts/corpus",
-    "scripts/quality",
-)
-CODE = ("*.py", *(f"{folder}/*.py" for folder in FOLDERS), "scripts/quantize.py")
+FOLDERS = "training", "training/planner", "scripts/corpus", "scripts/quality"
+CODE = (*ENGINE, *(f"{folder}/*.py" for folder in FOLDERS), "scripts/quantize.py")
 
 
 def row_file(folder: Path, name: str, settings: Mapping[str, Any]) -> Path:

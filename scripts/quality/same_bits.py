@@ -37,7 +37,7 @@ from checkpoints.presets import has_random_weights, model_config
 from checkpoints.weights import DTYPES, build_model, load_model
 from cli import Parser, run
 from comm import Local
-from comm.table import digest
+from comm.table import ENGINE, digest
 from engine import LLM, SamplingParams
 from engine.core import Engine
 from engine.draft_costs import FREE
@@ -74,19 +74,7 @@ SCARCE = 3  # if they are shorter, for so many of a call's longest
 ROWS = 16  # prompts of a batch of training
 MARGIN = 30.0  # seconds below which no launch is started
 DEFAULT = [("models/tiny-hybrid", None), ("llama-3-8b:4", None)]
-CODE = (
-    "*.py",
-    "checkpoints/*.py",
-    "comm/*.py",
-    "engine/*.py",
-    "kernels/*.py",
-    "layers/*.py",
-    "quantized/*.py",
-    "ranks/*.py",
-    "text/*.py",
-    "training/*.py",
-    "scripts/quality/same_bits.py",
-)
+CODE = (*ENGINE, "training/*.py", "scripts/quality/same_bits.py")
 
 
 class Setting(NamedTuple):

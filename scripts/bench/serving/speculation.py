@@ -39,7 +39,7 @@ from checkpoints.eagle import EagleHead
 from checkpoints.presets import has_random_weights, model_config
 from checkpoints.weights import DTYPES, load_model
 from cli import Parser, run
-from comm.table import digest
+from comm.table import ENGINE, digest
 from engine.core import Engine
 from engine.draft_models import EMBEDDED, find_draft
 from engine.limits import EngineLimits
@@ -67,8 +67,7 @@ RANDOM_IDS = "random ids"  # the task of a model without a tokenizer
 LONG = "story", "request"  # tasks with answers of up to --new-tokens; those of the others have a few tokens
 GOAL = 0.97  # the least ratio that is wanted where drafts do not help
 START = 15.0  # seconds of a job before it measures, about
-MODULES = "checkpoints", "comm", "engine", "kernels", "layers", "quantized", "scripts/corpus", "ranks", "text"
-CODE = ("*.py", *(f"{name}/*.py" for name in MODULES), "scripts/lib/workers.py", "scripts/bench/serving/speculation.py")
+CODE = (*ENGINE, "scripts/corpus/*.py", "scripts/lib/workers.py", "scripts/bench/serving/speculation.py")
 
 
 def requests_of(task: str, clients: int, args: argparse.Namespace) -> int:
