@@ -6,11 +6,12 @@ import sys
 import time
 from typing import Any
 
-from server.paths import HEALTH_PATHS, METRIC_PATHS
+HEALTH_PATHS = ("/health", "/health_generate", "/ping")  # polled by probes and routers
+METRIC_PATHS = ("/metrics", "/stats", "/load", "/get_load")  # polled by Prometheus and routers
+PAGE_PATHS = ("/", "/favicon.ico")  # asked for by browsers, beside the files below STATIC
+STATIC = "/static/"
 
 log = logging.getLogger("rung")
-POLLED = HEALTH_PATHS + METRIC_PATHS
-
 access = logging.getLogger("rung.access")
 
 
@@ -57,6 +58,9 @@ def configure(log_format: str, level: str) -> None:
 
 
 def access_line(fields: dict[str, Any]) -> None:
-    """Log one request. A successful request to a path that clients poll is logged at level debug."""
-    level = logging.DEBUG if fields["path"] in POLLED and fields["status"] < 400 else logging.INFO
-    access.log(level, "", extra={"fields": fields})
+    """Log one request: at level debug if it is a poll or for a file of the page, unless it failed. The 503 of a health poll is an answer."""
+    path, status = fields["path"], fields["status"]
+    health = path in HEALTH_PATHS and status == 503
+    frequent = path in HEALTH_PATHS + METRIC_PATHS + PAGE_PATHS or path.startswith(STATIC)
+    quiet = frequent and (status < 400 or health or path == "/favicon.ico")
+    access.log(logging.DEBUG if quiet else logging.INFO, "", extra={"fields": fields})

@@ -15,15 +15,14 @@ from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from server.clients import current_client, digest, read_keys, sender
 from server.held_bytes import Full, HeldBytes
-from server.logs import access_line, log
+from server.logs import HEALTH_PATHS, METRIC_PATHS, PAGE_PATHS, STATIC, access_line, log
 from server.messages.errors import is_messages
-from server.paths import HEALTH_PATHS, METRIC_PATHS
 from server.problems import ApiError, internal_error
 from server.service import Service
 from server.uploads import TooLarge, TooSlow, read_body
 from server.writing import ClientGone
 
-OPEN_PATHS = frozenset({"/", "/version", "/docs", "/openapi.json", "/favicon.ico", *HEALTH_PATHS})
+OPEN_PATHS = frozenset({"/version", "/docs", "/openapi.json", *PAGE_PATHS, *HEALTH_PATHS})
 REQUEST_ID = re.compile(r"[A-Za-z0-9._:-]{1,128}")
 BODIES_BYTES = 1 << 30  # of requests without an answer; one client may have a quarter. Parsed, they take as much again
 FREE_BYTES = 16384  # of each body, which do not count
@@ -143,7 +142,7 @@ class ApiKey:
         await ApiError(401, message, None, "invalid_api_key").response(scope)(scope, receive, send)
 
     def _is_open(self, path: str) -> bool:
-        return not self._clients or path in self._open or path.startswith("/static/")
+        return not self._clients or path in self._open or path.startswith(STATIC)
 
     def _has_key(self, scope: Scope) -> bool:
         headers = Headers(scope=scope)

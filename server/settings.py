@@ -31,7 +31,7 @@ from server.call_syntax import SYNTAXES
 from server.clients import read_keys
 from server.config_sources import parse_environment, parse_file
 from server.journal_file import JournalBounds
-from server.paths import METRIC_PATHS
+from server.logs import METRIC_PATHS
 
 VERSION = "0.1.0"
 MEMORY_UNITS = {"": 1, "k": 2**10, "m": 2**20, "g": 2**30, "t": 2**40}

@@ -614,14 +614,25 @@ def test_the_user_of_a_refused_request_is_logged(site: Site, caplog: pytest.LogC
     assert [record.fields["user"] for record in caplog.records if record.name == "rung.access"] == ["me"] * 2  # type: ignore[attr-defined]
 
 
-def test_what_is_polled_is_logged_at_debug(site: Site, caplog: pytest.LogCaptureFixture) -> None:
-    polled = ["/health", "/health_generate", "/ping", "/metrics", "/stats", "/load", "/get_load"]
+def test_polls_and_the_page_are_logged_at_debug(
+    site: Site, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """So is the 503 of a health poll, but not that of another path, nor a file that is missing."""
+    often = ["/health", "/health_generate", "/ping", "/metrics", "/stats", "/load", "/get_load", "/", "/static/app.js"]
+    wanted = [*((path, 200, logging.DEBUG) for path in often), ("/favicon.ico", 404, logging.DEBUG)]
+    wanted += [("/version", 200, logging.INFO), ("/static/nothing.js", 404, logging.INFO)]
     with caplog.at_level(logging.DEBUG, "rung.access"):
-        for path in (*polled, "/version"):
-            assert site.http.get(path).status_code == 200
-        wait_for(lambda: len([record for record in caplog.records if record.name == "rung.access"]) == len(polled) + 1)
-    lines = [(record.fields["path"], record.levelno) for record in caplog.records if record.name == "rung.access"]  # type: ignore[attr-defined]
-    assert lines == [*((path, logging.DEBUG) for path in polled), ("/version", logging.INFO)]
+        for path, status, _ in wanted:
+            assert site.http.get(path).status_code == status
+        monkeypatch.setattr(site.server.service, "draining", True)
+        for path in ("/health", "/metrics", "/ping"):
+            site.http.get(path)
+        site.refused("/v1/completions", {"prompt": "Hi"}, 503)
+        wanted += [("/health", 503, logging.DEBUG), ("/metrics", 200, logging.DEBUG), ("/ping", 503, logging.DEBUG)]
+        wanted += [("/v1/completions", 503, logging.INFO)]
+        wait_for(lambda: len([record for record in caplog.records if record.name == "rung.access"]) == len(wanted))
+    lines = [(record.fields, record.levelno) for record in caplog.records if record.name == "rung.access"]  # type: ignore[attr-defined]
+    assert sorted((line["path"], line["status"], level) for line, level in lines) == sorted(wanted)
 
 
 def test_a_long_path_is_cut_in_the_log(site: Site, caplog: pytest.LogCaptureFixture) -> None:
