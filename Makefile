@@ -108,28 +108,12 @@ simulate: setup-dev #+ Test: the server against a simulated clock, model and fau
 lint: setup-dev ## Test: ruff, mypy, and that README and docs quote the results as they are
 	@$(PY) -m ruff check . && $(PY) -m ruff format --check . && $(PY) -m mypy && $(PY) -m scripts.report.quote_tables --check && $(PY) -m scripts.report.check_docs
 
-accuracy: setup #+ Measure: perplexity and exact match of every embedded model at tp 1, 2 and 4, then with each quantized all-reduce and with quantized weights, resumable, into out (tracked: ARGS=--write; an hour on 2 cores, 2 GB; several seeds: accuracy-seeds)
+accuracy: setup #+ Measure: perplexity and exact match of every embedded model at tp 1, 2 and 4, then with each quantized all-reduce, resumable, into out (tracked: ARGS=--write; half an hour on 2 cores, 2 GB)
 	@$(PY) -m scripts.quality.accuracy $(ARGS)
 	@$(PY) -m scripts.quality.accuracy --comm gloo int8 int6 int4 fp8 --tp 2 $(ARGS)
-	@$(PY) -m scripts.quality.weights $(filter --write,$(ARGS))
-
-accuracy-weights: setup #+ Measure: what weights in 8 and 4 bits and an 8-bit KV cache cost every embedded model, resumable, into out (tracked: ARGS=--write; an hour, 2 GB)
-	@$(PY) -m scripts.quality.weights $(ARGS)
-
-vllm-reads: setup-dev #+ Measure: what vLLM makes of the checkpoints that scripts.quantize writes, compared with our log-probabilities, into out/vllm-reads.md (tracked: ARGS=--write; a GPU): make vllm-reads ARGS="--vllm-python PYTHON"; without it, what transformers makes of them (any machine)
-	@$(PY) -m scripts.quality.vllm_reads $(ARGS)
-
-accuracy-seeds: setup-dev #+ Measure: train and evaluate every embedded variant with three seeds, resumable; mean, errors and a paired test, into out (tracked: --write). 18 models, together 10 min on four H200s, on a CPU days: ARGS="--processes 18 --minutes 9 -- --compile --cuda-graph" stops in time and goes on when repeated (--install: the median seeds' models become the embedded ones)
-	@$(PY) -m scripts.quality.seeds $(ARGS)
-
-divergence: setup-dev #+ Measure: how many greedy answers differ between tp 1 and tp RANKS, batch 1 and 64, and with and without drafts, with and without --deterministic, and where, into out (tracked: ARGS=--write; half an hour, 2 GB; drafts only: ARGS="--compare drafts")
-	@$(PY) -m scripts.quality.divergence --model $(MODEL) --tp $(RANKS) $(ARGS)
 
 same-bits: setup-dev #+ Measure: how many of 1,000 prompts have other log-probabilities in batches, chunks, on RANKS ranks and in training than alone, with --deterministic, resumable, into out (tracked: ARGS=--write; 2 GPUs: ARGS="--device cuda"; a CPU: ARGS="--items 24 --models models/tiny-hybrid")
 	@$(PY) -m scripts.quality.same_bits --tp $(RANKS) $(ARGS)
-
-quantization: setup #+ Measure: error of real partial sums, bytes and perplexity by width, group and scheme, into out/quantization.json (tracked: ARGS=--write; 12 min, 2 GB)
-	@$(PY) -m scripts.quality.quantization $(ARGS)
 
 bench-cpu: setup-dev #+ Measure: decode speed compared with transformers.generate, same weights and threads, into out/bench-cpu.json (tracked: ARGS=--write; 1.5 min)
 	@$(PY) -m scripts.bench.serving.transformers_cpu $(ARGS)
@@ -203,23 +187,14 @@ measure-gpus: setup-dev ## Measure: sweeps, server load, drafts, all-reduces, st
 plot: setup-dev #+ Measure: the paper's figures 2, 3 and 4 and the parts of a step, from out/sweep.jsonl into out/plots
 	@$(PY) -m scripts.report.plots $(ARGS)
 
-report: setup-dev ## Measure: one HTML page of sweep, plots, paper and server under load, into out/report.html
-	@$(PY) -m scripts.report.page $(ARGS)
-
 trace: setup #+ Measure: a trace for ui.perfetto.dev with hidden and exposed communication marked, and a table of both: make trace MODEL=models/tiny-ladder
 	@$(ON_RANKS) $(RANKS) -m scripts.trace --model $(MODEL) $(ARGS)
-
-paper-tables: setup #+ Measure: the paper's tables 1, 2 and 6 next to this machine's sweep
-	@$(PY) -m scripts.report.paper_tables $(ARGS)
 
 dashboard: setup #+ Set up: write the Grafana dashboard deploy/grafana/rung.json from the server's metrics
 	@$(PY) -m scripts.report.dashboard --write
 
 plan: setup ## Train: how to shard P, G and OS of MODEL: make plan MODEL=llama-30b ARGS="--gpus 1024 --cluster a800 --recompute"
 	@$(PY) -m training.plan --model $(MODEL) $(ARGS)
-
-plan-paper: setup-dev #+ Train: the planner compared with AMSP's own choices, into out/plan-paper.json and .md (tracked: ARGS=--write; 3 min)
-	@$(PY) -m scripts.report.plan_paper $(ARGS)
 
 profile-collectives: setup #+ Train: time all-gather, reduce-scatter, all-reduce and broadcast on RANKS ranks, into PROFILE
 	@$(ON_RANKS) $(RANKS) -m training.profile_collectives --out $(PROFILE) $(ARGS)

@@ -9,7 +9,7 @@ documents share no operands or lists with the training corpus, and no cast with 
 and accuracy.md into out (with --write into docs/results), or accuracy-quantized.json and .md if --comm names communicators other
 than gloo. Ranks are started once for each number of ranks and communicator. Each evaluation is kept in out/accuracy-rows as soon
 as it is done, so a command that was stopped goes on with the others. It first measures a few items and says how long it will
-take. One rank sends nothing, so tp 1 is evaluated only with gloo. scripts/quality/weights.py measures quantized weights.
+take. One rank sends nothing, so tp 1 is evaluated only with gloo.
 """
 
 import argparse
@@ -39,16 +39,10 @@ from scripts.lib.results import OUT, ROOT, add_write_option, results_folder, wri
 from scripts.lib.rows import code_digest, row_file, weights_checksum, write_row
 from scripts.quality.embedded import EXACT
 from scripts.quality.heldout import TASKS, matches, perplexity
-from text.tokenizer import Tokenizer
 from text.tokenizer_files import load_tokenizer
 from tp import World, init_world
 
 PROBE_SHARE = 20  # one in so many items, from which the duration is estimated
-
-
-def exact_match(llm: LLM, tokenizer: Tokenizer, task: str, items: int) -> float:
-    """Share (0 to 1) of `matches`."""
-    return sum(matches(llm, tokenizer, task, items)) / items
 
 
 def evaluate(path: Path, world: World, items: int) -> dict[str, Any]:
@@ -65,7 +59,7 @@ def evaluate(path: Path, world: World, items: int) -> dict[str, Any]:
         "items_per_task": items,
         "perplexity": perplexity(llm, tokenizer, items),
     }
-    return row | {task: exact_match(llm, tokenizer, task, items) for task in TASKS}
+    return row | {task: sum(matches(llm, tokenizer, task, items)) / items for task in TASKS}
 
 
 def file_of(path: Path, ranks: int, comm: str, args: argparse.Namespace) -> Path:

@@ -1,6 +1,6 @@
 """The data of a sweep: a `Setting` is one configuration, a `Row` is one line of the JSON-lines file.
 
-The plots, the report and the comparison with the paper's tables read only these rows.
+The plots and tables read only these rows.
 """
 
 import argparse

@@ -2,44 +2,47 @@
 
 import math
 import random
+import subprocess
 import sys
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import pytest
 
-from engine import LLM
-from engine.core import Engine
+from engine import LLM, SamplingParams
+from scripts.lib.rows import CODE
 from scripts.quality import accuracy, heldout
+from tests import ROOT
 from tests.support.command_line import MODELS
 from text.tokenizer_files import load_tokenizer
 
 
-def test_likelihoods_are_those_of_each_story_alone_and_give_the_perplexity(seed: int) -> None:
+def test_the_perplexity_is_that_of_all_tokens_but_each_story_s_first(seed: int) -> None:
     path = MODELS / random.choice(("tiny-hybrid", "tiny-desync-4x", "tiny-standard"))
     tokenizer = load_tokenizer(path)
     llm, count = LLM(path, tokenizer, dtype="float32"), random.randint(2, 5)
-    found = heldout.likelihoods(llm, stories := heldout.held_out_stories(tokenizer, count))
-    for story, likelihoods in zip(stories, found, strict=True):
-        assert [None, *likelihoods] == pytest.approx(llm.score(story).logprobs, abs=1e-4)
-    expected = math.exp(-sum(map(sum, found)) / sum(map(len, found)))
-    assert heldout.perplexity(llm, tokenizer, count) == pytest.approx(expected, rel=1e-5)
-    assert heldout.held_out_stories(tokenizer, count, seed=heldout.SEED + 1) != stories
+    stories = heldout.held_out_stories(tokenizer, count)
+    params = SamplingParams(max_tokens=1, temperature=0, prompt_logprobs=0)
+    scored = [answer.prompt_logprobs or [] for answer in llm.generate(stories, params)]
+    assert [len(found) for found in scored] == [len(story) for story in stories]
+    logprobs = [token.chosen.logprob for found in scored for token in found if token is not None]
+    assert len(logprobs) == sum(map(len, stories)) - count
+    assert heldout.perplexity(llm, tokenizer, count) == pytest.approx(math.exp(-sum(logprobs) / len(logprobs)), rel=1e-5)
 
 
-def test_an_evaluation_has_one_engine(monkeypatch: pytest.MonkeyPatch, seed: int) -> None:
-    """Prompts and stories are computed by the same engine, and answered as by engines of their own."""
-    path, made = MODELS / random.choice(("tiny-ladder", "tiny-desync-2x")), list[Engine]()
-    stories, items = random.randint(2, 4), random.randint(3, 6)
-    start = Engine.__init__
-    monkeypatch.setattr(Engine, "__init__", lambda self, *args: made.append(self) or start(self, *args))
-    found = heldout.evaluate(heldout.opened(path), stories, items)
-    assert len(made) == 1
+def test_answers_match_if_they_equal_the_document_s_exactly(monkeypatch: pytest.MonkeyPatch) -> None:
+    path = MODELS / "tiny-hybrid"
     llm, tokenizer = LLM(path), load_tokenizer(path)
-    told = heldout.likelihoods(llm, heldout.held_out_stories(tokenizer, stories))
-    assert [value for value, _ in found["stories"]] == pytest.approx([sum(one) for one in told], abs=1e-3)
-    assert [length for _, length in found["stories"]] == [len(one) for one in told]
-    assert found["answers"] == {task: heldout.matches(llm, tokenizer, task, items) for task in heldout.TASKS}
+    asked = heldout.held_out("copying", 6)
+    right = heldout.matches(llm, tokenizer, "copying", 6)
+    assert sum(right) >= 4
+    others = [
+        replace(document, messages=(*document.prompt_messages, {"role": "assistant", "content": f"{document.answer}."}))
+        for document in asked
+    ]
+    monkeypatch.setattr(heldout, "held_out", lambda kind, count: [*asked[:3], *others[3:]])
+    assert heldout.matches(llm, tokenizer, "copying", 6) == [*right[:3], False, False, False]
 
 
 @pytest.mark.usefixtures("forked_commands")
@@ -75,3 +78,20 @@ def test_a_stopped_command_goes_on(monkeypatch: pytest.MonkeyPatch, tmp_path: Pa
     with pytest.raises(KeyboardInterrupt):
         accuracy.main()
     assert [Path(path).name for path in launched.pop()] == ["tiny-ladder"]
+
+
+def test_rows_know_all_code_that_decides_about_quality() -> None:
+    """All modules of this repository that the command imports, but those that only keep and show what is found."""
+    files = "print(*(m.__file__ for m in list(sys.modules.values()) if getattr(m, '__file__', None)), sep='\\n')"
+    done = subprocess.run(
+        [sys.executable, "-c", f"import sys; import scripts.quality.accuracy; {files}"],
+        cwd=ROOT,
+        capture_output=True,
+        text=True,
+        check=True,
+    )
+    ours = {Path(line).relative_to(ROOT) for line in done.stdout.splitlines() if Path(line).is_relative_to(ROOT)}
+    needed = {str(path) for path in ours if path.parts[0] not in (".venv", "tests") and path.name != "__init__.py"}
+    needed -= {name for name in needed if name.startswith(("scripts/lib/", "scripts/sweep/"))}
+    assert "engine/llm.py" in needed
+    assert needed <= {str(path.relative_to(ROOT)) for pattern in CODE for path in ROOT.glob(pattern)}

@@ -25,6 +25,7 @@ from scripts.corpus.plots import PLOTS
 from scripts.corpus.tokenizer import CHAT_TEMPLATE, MAX_LENGTH, load_tokenizer, train_tokenizer
 from tests import ROOT
 from tests.support import quick_start
+from training.metrics import seconds_of
 from training.token_file import open_tokens
 
 CHAT_KINDS = [kind for kind in corpus.KINDS if kind != "story"]
@@ -398,3 +399,9 @@ def test_command_writes_a_file_and_stats(
     main()
     table = capsys.readouterr().out
     assert all(kind in table for kind in corpus.KINDS)
+
+
+def test_the_seconds_of_a_resumed_run_include_those_before() -> None:
+    lines = [{"step": 20, "step_ms": 50.0}, {"step": 30, "step_ms": 100.0}, {"step": 50, "step_ms": 10.0}]
+    assert seconds_of(lines) == pytest.approx(1.0 + 1.0 + 0.2)
+    assert seconds_of([]) == 0

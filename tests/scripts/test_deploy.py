@@ -10,14 +10,13 @@ from fnmatch import fnmatch
 from pathlib import Path
 from typing import Any
 
-import httpx
 import pytest
 import yaml
 from prometheus_client.parser import text_string_to_metric_families
 
 from engine.protocol import Drafted, Stats
 from errors import UserError
-from scripts.report import dashboard, draw_dashboard
+from scripts.report import dashboard
 from server.metrics import Metrics
 from server.middleware import OPEN_PATHS
 from server.settings import load_settings
@@ -64,22 +63,6 @@ def test_dashboard_refuses_a_metric_that_does_not_exist() -> None:
     gone = dashboard.Panel("Gone", "short", [dashboard.rate("tokens_of_yesterday", "")])
     with pytest.raises(UserError, match="rung:tokens_of_yesterday_total"):
         dashboard.used(gone, dashboard.families())
-
-
-def test_a_query_is_sent_without_grafana_s_variables_and_its_legend_filled_in() -> None:
-    asked = []
-
-    def prometheus(request: httpx.Request) -> httpx.Response:
-        asked.append(request.url.params["query"])
-        result = {"metric": {"instance": "here:1"}, "values": [[86400, "0.5"], [172800, "NaN"]]}
-        return httpx.Response(200, json={"status": "success", "data": {"result": [result]}})
-
-    with httpx.Client(base_url="http://prometheus", transport=httpx.MockTransport(prometheus)) as client:
-        for target in (t for panel in dashboard.dashboard()["panels"] for t in panel.get("targets", ())):
-            ((legend, days, values),) = draw_dashboard.series(client, target, 0.0, 600.0)
-            assert legend == target["legendFormat"].replace("{{instance}}", "here:1")
-            assert (days, values[0]) == ([1.0, 2.0], 0.5)
-    assert [query for query in asked if "$" in query] == []
 
 
 def test_alerts_name_metrics_that_exist() -> None:

@@ -11,7 +11,7 @@ MAKEFILE = (ROOT / "Makefile").read_text()
 
 
 def test_the_makefile_names_the_scripts() -> None:
-    for target in ("sweep", "latency", "throughput", "draft-times", "plot", "report", "trace", "paper-tables"):
+    for target in ("sweep", "latency", "throughput", "draft-times", "plot", "trace"):
         recipe = re.search(rf"^{target}: .* #[#+] .*\n\t(.*)$", MAKEFILE, re.MULTILINE)
         assert recipe and importlib.util.find_spec(re.findall(r"-m (scripts[.\w]+)", recipe[1])[0])
 
@@ -27,7 +27,7 @@ def test_targets_that_need_setup_alone_import_nothing_that_setup_dev_installs() 
     recipes = "".join(re.findall(r"^[\w-]+: setup #.*\n((?:\t.*\n)+)", MAKEFILE, re.MULTILINE))
     commands = set(re.findall(r"(?:\(PY\)|-m) (\w[\w.]*)", recipes)) | {"scripts.sweep.worker", "scripts.two_hosts"}
     names = {name.removesuffix(".py") for name in commands}
-    assert {"generate", "server", "scripts.sweep", "scripts.quality.weights", "scripts.bench.comm.fused"} <= names
+    assert {"generate", "server", "scripts.sweep", "scripts.quality.accuracy", "scripts.bench.comm.fused"} <= names
     started = sorted(name + ".__main__" * (ROOT / name.replace(".", "/")).is_dir() for name in names)
     packages = re.findall(r"^[\w-]+", (ROOT / "requirements-dev.txt").read_text(), re.MULTILINE)
     absent = {name.replace("-", "_") for name in packages} - {"triton"}  # which torch brings along where there is a GPU

@@ -1,10 +1,7 @@
-"""scripts/report/page.py and what it uses: the split of a traced step, the figures of a sweep's rows, the plots and the page."""
+"""The split of a traced step, the figures of a sweep's rows, and the plots of them."""
 
-import json
 import random
-import re
 from dataclasses import replace
-from html.parser import HTMLParser
 from itertools import pairwise
 from pathlib import Path
 from typing import Any
@@ -18,9 +15,7 @@ import figures
 from engine import profiling
 from errors import UserError
 from scripts import trace
-from scripts.lib.load_generator import Answer, summary
-from scripts.report import page as report
-from scripts.report import paper_tables, plots
+from scripts.report import plots
 from scripts.sweep import tables
 from scripts.sweep.rows import Interconnect, Row, Setting, baseline, finished, interconnect, ratio, read_rows, row_line
 
@@ -211,39 +206,7 @@ def test_interconnects() -> None:
             interconnect(bad)
 
 
-# --- comparison with the paper -------------------------------------------------------------------------------------------
-
-
-def test_the_papers_own_figures_fit_together() -> None:
-    """Table 2's batch-1 run is nearly all decoding, so its tokens/s must follow from its decode latency."""
-    tables = {t["table"]: t for t in json.loads(paper_tables.PAPER.read_text())["tables"]}
-    assert sorted(tables) == [1, 2, 6]
-    assert [len(tables[n]["rows"]) for n in (1, 2, 6)] == [7, 3, 4]
-    for entry in tables[2]["rows"]:
-        for link in ("nvlink", "no-nvlink"):
-            _, decode, throughput = entry[link]
-            assert (1 / (1 - decode / 100) - 1) * 100 == pytest.approx(throughput, rel=0.03)
-    for entry in tables[6]["rows"]:
-        for link in ("nvlink", "no-nvlink"):  # the gain lies between those of prefill alone and decode alone
-            *latencies, throughput = entry[link]
-            low, high = sorted((1 / (1 - percent / 100) - 1) * 100 for percent in latencies)
-            assert low - 1 <= throughput <= high + 1
-
-
-def test_paper_tables_show_only_what_was_run() -> None:
-    rows = [steady(100, 10), steady(90, 8, variant="ladder"), steady(90, 8, variant="ladder", tp=4), steady(1, 1, batch=4)]
-    text = paper_tables.markdown(rows)
-    (line,) = [one for one in text.splitlines() if "nccl" in one]
-    total = [100 + 511 * 10, 90 + 511 * 8]
-    expected = ["5.78", "10.00", "23.71", "20.00", "30.79", f"{(total[0] / total[1] - 1) * 100:.2f}"]
-    assert [cell.strip() for cell in line.strip("|").split("|")][3:] == expected
-    assert text.count("not run") > 3 * 13
-    on_cpu = [replace(r, setting=replace(r.setting, device="cpu")) for r in rows]
-    assert "nccl" not in paper_tables.markdown(on_cpu)
-    assert "not run |" in paper_tables.markdown(rows[1:2])  # a ladder without a standard model to compare with
-
-
-# --- plots and the page --------------------------------------------------------------------------------------------------
+# --- plots --------------------------------------------------------------------------------------------------
 
 
 def test_the_frontier_is_what_nobody_beats(seed: int) -> None:
@@ -369,97 +332,6 @@ def test_bytes_have_binary_units() -> None:
         "1.5 MiB",
         "128 MiB",
     ]
-
-
-def test_rows_that_were_not_run_are_folded_away() -> None:
-    table = "| a | ours |\n|---|---|\n| x | 1.00 |\n| y | not run |\n| z | not run |"
-    text = report.folded(table)
-    before, _, inside = text.partition("<details>")
-    assert "1.00" in before and "not run</td>" not in before
-    assert "2 of 3 rows not run here" in inside and inside.count("not run</td>") == 2
-    assert "<details>" not in report.folded(table.replace("not run", "2.00"))
-    assert report.folded(table.replace("1.00", "not run")).startswith("<details>")
-
-
-class Page(HTMLParser):
-    """Checks that tags close in order, and collects ids, references and text."""
-
-    VOID = {"meta", "br", "use", "path", "rect", "circle", "line"}
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.open: list[str] = []
-        self.ids: list[str] = []
-        self.references: list[str] = []
-        self.text = ""
-
-    def handle_starttag(self, tag: str, attrs: list[tuple[str, str | None]]) -> None:
-        self._note(attrs)
-        if tag not in self.VOID:
-            self.open.append(tag)
-
-    def handle_startendtag(self, tag: str, attrs: list[tuple[str, str | None]]) -> None:
-        self._note(attrs)
-
-    def handle_endtag(self, tag: str) -> None:
-        if tag not in self.VOID:
-            assert self.open.pop() == tag
-
-    def handle_data(self, data: str) -> None:
-        self.text += data
-
-    def _note(self, attrs: list[tuple[str, str | None]]) -> None:
-        for name, value in attrs:
-            if name == "id":
-                self.ids.append(value or "")
-            if name in ("src", "href", "xlink:href"):
-                self.references.append(value or "")
-
-
-def test_the_page_holds_everything_and_needs_no_network(seed: int) -> None:
-    rows = [*sweep_of(random.Random(seed)), replace(steady(1, 1, tp=4), samples=[], split=None, error="out <of> memory")]
-    answers = [Answer(0.5, 0.0, 0.1, [0.02], 0.2, 2, "complete"), Answer(1.0, outcome="status 503")]
-    loaded = {
-        "machine": MACHINE,
-        "settings": {"model": "models/x", "url": None, "ranks": 2, "requests": 2, "ttft_limit": 200, "itl_limit": 50},
-        "rates": [{"rate": 2.0, "summary": summary(answers, 200, 50), "answers": []}],
-    }
-    page = Page()
-    text = report.page(rows, loaded, "A <title>")
-    page.feed(text)
-    assert page.open == []
-    assert len(page.ids) == len(set(page.ids))
-    assert page.references and all(ref.startswith("#") and ref[1:] in page.ids for ref in page.references)
-    for target in re.findall(r"url\(#([^)]+)\)", text):
-        assert target in page.ids
-    for part in (
-        "A <title>",
-        "8 x a GPU",
-        "out <of> memory",
-        "1 of 2",
-        "abc",
-        "Table 6",
-        f"{rows[0].median('throughput'):.1f}",
-    ):
-        assert part in page.text
-    assert text.count("<svg") == 4
-
-
-def test_a_page_of_one_part_alone() -> None:
-    assert "Beside the paper" not in report.page([], {"machine": MACHINE, "settings": {"model": "m", "url": None, "ranks": 1,
-        "requests": 1, "ttft_limit": 1, "itl_limit": 1}, "rates": []}, "t")  # fmt: skip
-    assert "under load" not in report.page([steady(1, 1)], None, "t")
-
-
-def test_the_page_shows_clients_in_place_of_rates(tmp_path: Path) -> None:
-    path = tmp_path / "load.json"
-    settings = {"model": "models/x", "url": None, "ranks": 2, "requests": 7, "accept_rate": 0.75}
-    one = {"clients": 3, "summary": summary([Answer(1.0, outcome="status 503")], 200, 50), "accepted": 5, "drafts": 4}
-    path.write_text(json.dumps({"machine": MACHINE, "settings": settings, "clients": [one]}))
-    page = Page()
-    page.feed(report.page([], report.read_load(path), "t"))
-    for part in ("7 requests of each client", "1.25", "with probability 0.75", "1 of 1"):
-        assert part in page.text
 
 
 def test_tables_name_every_variant_once() -> None:

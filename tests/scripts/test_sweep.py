@@ -26,7 +26,6 @@ from files import check_folder
 from scripts.bench.serving import load
 from scripts.lib import results
 from scripts.lib.process_tree import end, kill
-from scripts.report import page as report
 from scripts.report import plots
 from scripts.sweep import __main__ as sweep
 from scripts.sweep import grids, launches, tables, vllm_worker, worker
@@ -583,7 +582,7 @@ def test_a_full_disk_is_found_before_the_work(tmp_path: Path, monkeypatch: pytes
         results.check_output(tmp_path / "rows.jsonl")
 
 
-@pytest.mark.parametrize("script", [sweep, load, plots, report])
+@pytest.mark.parametrize("script", [sweep, load, plots])
 @pytest.mark.parametrize("which", [0, 1])
 def test_scripts_refuse_outputs_that_cannot_be(
     script: Any, which: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
@@ -598,7 +597,6 @@ def test_scripts_refuse_outputs_that_cannot_be(
         sweep: ["--device", "cpu", "--models", "tiny"],
         load: ["--model", "tiny"],
         plots: ["--sweep", str(rows)],
-        report: ["--sweep", str(rows), "--load", str(tmp_path / "none.json")],
     }[script]
     monkeypatch.setattr(subprocess, "Popen", lambda *_, **__: pytest.fail("something was started"))
     monkeypatch.setattr(launches, "machine", dict)
@@ -632,8 +630,6 @@ WRITERS = [
     "bench/serving/transformers_cpu",
     "quality/accuracy",
     "quality/lm_eval",
-    "quality/quantization",
-    "quality/weights",
     "report/performance",
 ]
 
