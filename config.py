@@ -115,6 +115,7 @@ class ModelConfig:
     mlp_bias: bool = False  # of all three layers
     qk_norm: bool = False
     windows: tuple[int | None, ...] = ()  # sliding window of each layer, in tokens; empty: no layer has one
+    causal: bool = True  # False: tokens attend in both directions, so that the model only makes embeddings
     # residual variant
     variant: str = "standard"  # one of KINDS
     ladder_layers: tuple[int, ...] = ()  # for `ladder` only; all layers or some of them (hybrid)
@@ -207,6 +208,7 @@ def validate(config: ModelConfig) -> ModelConfig:
     require(len(config.windows) in (0, config.n_layers), "windows must name one sliding window a layer")
     require(len(sizes) <= 1 and min(sizes, default=1) >= 1, f"sliding_window must be one positive size, not {sorted(sizes)}")
     require(config.family != "llama" or not sizes, "sliding_window is not a feature of the llama family; use mistral")
+    require(config.causal or not sizes, "a sliding window together with is_causal false is not supported")
     if config.variant == "ladder":
         known = sorted(set(config.ladder_layers) & set(range(config.n_layers)))
         require(
@@ -244,6 +246,14 @@ def with_variant(config: ModelConfig, name: str) -> ModelConfig:
         pattern = desync_pattern(layers, variant.period)
         return replace(plain, desync_streams=number or config.desync_streams, desync_pattern=pattern)
     return plain
+
+
+def require_causal(config: ModelConfig) -> None:
+    """Raises UserError for a model that cannot predict a next token."""
+    if not config.causal:
+        raise UserError(
+            "the model attends in both directions (is_causal is false in config.json), so it only makes embeddings (/v1/embeddings)"
+        )
 
 
 def limit_context(config: ModelConfig, length: int | None) -> ModelConfig:

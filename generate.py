@@ -32,7 +32,7 @@ from checkpoints.lora import open_adapter
 from checkpoints.presets import model_config, warn_of_noise
 from checkpoints.weights import DTYPES, load_model
 from cli import Parser, check_ranks, leave, note, run
-from config import ModelConfig, limit_context
+from config import ModelConfig, limit_context, require_causal
 from engine import LLM, SamplingParams
 from engine.draft_models import Draft, find_draft
 from engine.llm import Completion, Timing, check_prompts, encode_chat, encode_texts, read_tokenizer
@@ -174,6 +174,7 @@ class Job:
 def prepare(args: argparse.Namespace, world_size: int) -> Job:
     """Read config and tokenizer and encode the prompt. Raises UserError for anything wrong in them."""
     config = limit_context(model_config(args.model, args.variant, world_size, args.quantize), args.max_model_len)
+    require_causal(config)
     stream_shards(config, 0, world_size)  # raises UserError if the model cannot be split over the ranks
     if args.lora:
         open_adapter(Path(args.lora), config)

@@ -50,7 +50,6 @@ MOST = {
 # Keys that change what other models compute, or a supported one with other code, and the values that change nothing.
 NEUTRAL: dict[str, tuple[Any, ...]] = {
     # read by transformers for any model
-    "is_causal": (True,),
     "attention_chunk_size": (),
     "is_heterogeneous": (False,),
     "per_layer_config": ({}, []),
@@ -215,6 +214,7 @@ def config_from_hf(raw: dict[str, Any]) -> ModelConfig:
         **_biases(raw, family),
         qk_norm=family == "qwen3",
         windows=_windows(raw, family, n_layers),
+        causal=get(raw, "is_causal", bool, True),
         eos_token_ids=(eos,) if isinstance(eos, int) else tuple(eos),
         bos_token_id=get(raw, "bos_token_id", int, None),
         quantization=_quantization(raw),
@@ -337,6 +337,8 @@ def config_to_hf(config: ModelConfig) -> dict[str, Any]:
         "eos_token_id": config.eos_token_ids[0] if len(config.eos_token_ids) == 1 else list(config.eos_token_ids) or None,
         "torch_dtype": "bfloat16",
     }
+    if not config.causal:
+        raw["is_causal"] = False
     if config.family in ("llama", "qwen3"):
         raw["attention_bias"] = config.o_bias
     if config.family == "llama":

@@ -14,6 +14,7 @@ import torch
 from torch import Tensor
 
 from checkpoints.eagle import EagleHead
+from config import require_causal
 from engine.adapters import Adapter, Adapters
 from engine.block_manager import BlockManager
 from engine.draft_costs import measure
@@ -93,12 +94,16 @@ class Engine:
         self.vocab_size, self.world, self.adapters = config.vocab_size, world, adapters
         schedules = Schedules.of(model, world, limits.kv_dtype)
         batch_tokens = limits.max_batch_tokens or step_tokens(config, world)
+        if not config.causal:  # a step computes whole prompts, and needs no room for an answer
+            self.max_model_len = min(self.max_model_len, batch_tokens)
         # of a drafter: at least 2, because `Costs` needs two measured points
         sequences, tokens = max(2, limits.max_num_seqs), max(2, batch_tokens)
         drafting = HeadModel(draft, model, sequences + tokens) if isinstance(draft, EagleHead) else draft
         blocks = BlockManager(count_blocks(model, drafting, limits, world), limits.block_size)
-        whole, drafted = limits.whole_sequences, limits.drafted
-        self.scheduler = Scheduler(blocks, limits.max_num_seqs, batch_tokens, self.max_model_len, whole, drafted)
+        whole, drafted = limits.whole_sequences or not config.causal, limits.drafted
+        self.scheduler = Scheduler(
+            blocks, limits.max_num_seqs, batch_tokens, self.max_model_len, whole, drafted, whole_prompts=not config.causal
+        )
 
         text_ids = min(tokenizer.vocab_size if tokenizer else config.vocab_size, config.vocab_size)
         longest = blocks.blocks_for(self.max_model_len)
@@ -183,6 +188,8 @@ class Engine:
     def _sequences(self, submits: list[Submit]) -> list[Sequence]:
         """A sequence for each request. What the requests share is checked and created once. Raises UserError."""
         adapter = self._adapter(submits[0].adapter)
+        if submits[0].params.pooling is None:
+            require_causal(self.runner.model.config)
         state = new_state(submits[0].params, self.vocab_size, self.world.device, self.grammars.tokenizer)
         checked: list[int] | None = None
         sequences = []

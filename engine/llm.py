@@ -22,7 +22,7 @@ import torch.nn.functional as F
 from checkpoints.presets import has_random_weights, model_config
 from checkpoints.weights import DTYPES, load_model
 from cli import note
-from config import ModelConfig
+from config import ModelConfig, require_causal
 from engine.adapters import ADAPTER, single_adapter
 from engine.argument_types import check_types
 from engine.core import OVERFLOW, Engine
@@ -206,6 +206,7 @@ class LLM:
     @torch.inference_mode()
     def score(self, prompt: str | Sequence[int]) -> Scores:
         """Log-probabilities of a text's tokens. Raises UserError for a prompt that does not fit, OverflowedError if one is not finite."""
+        require_causal(self.model.config)
         ids = self.encode(prompt)
         check_prompts(self.model.config, [ids], [0])
         tokens = torch.tensor([ids], device=self.world.device)

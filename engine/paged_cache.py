@@ -5,6 +5,7 @@ tokens of S spans, one span a sequence, one after the other.
 """
 
 from collections.abc import Sequence
+from itertools import pairwise
 from typing import NamedTuple
 
 import numpy as np
@@ -17,7 +18,7 @@ from kernels import determinism, exact
 from kernels.dispatch import on_gpu
 from kernels.paged_attention import paged_decode, paged_prefill
 from kernels.rope_cache import rope_store, store
-from layers.attention import AttentionContext, Heads, causal_mask
+from layers.attention import AttentionContext, Heads, attend_to_all, causal_mask
 
 CODES = torch.float8_e4m3fn
 SCALES = torch.float32
@@ -99,10 +100,13 @@ class PagedContext(AttentionContext):
         self.cache, self.positions, self.cache_rows = cache, positions, cache_rows
         self.tables, self.lengths, self.starts, self.bound = tables, lengths, starts, bound
         self._schedules: dict[int, Tensor] = {}  # of prefill, the same for all layers
+        self._bounds: list[int] | None = None  # `starts` on the host, for `_attend_to_all`
         self._on_cpu = None if on_gpu(positions) else _Spans(self)
 
     def attend(self, heads: Heads, qkv: Tensor, frequencies: Tensor) -> Tensor:
         """(1, T, (H + 2K) * D) to (1, T, H * D)."""
+        if not heads.causal:
+            return self._attend_to_all(heads, qkv, frequencies)
         if self._on_cpu is not None:
             return self._attend_on_cpu(self._on_cpu, heads, qkv, frequencies)
         keys, values = self.cache.keys_values[heads.slot]
@@ -114,6 +118,18 @@ class PagedContext(AttentionContext):
             spans = self.starts, self.lengths, heads.window, self.bound
             out = paged_prefill(q, keys, values, self.tables, *spans, self._schedules, scales)
         return out.flatten(1)[None]
+
+    def _attend_to_all(self, heads: Heads, qkv: Tensor, frequencies: Tensor) -> Tensor:
+        """In both directions. Each span is a whole prompt, so that nothing has to be stored. Padding gets zeros."""
+        if self._bounds is None:
+            assert self.starts is not None, "a decode step has no whole prompts"
+            self._bounds = self.starts.tolist()
+        q, k, v = (x.transpose(1, 2) for x in self.split(heads, qkv, frequencies))
+        out = torch.zeros_like(q)
+        for start, stop in pairwise(self._bounds):
+            if start < stop:
+                out[:, :, start:stop] = attend_to_all(*(x[:, :, start:stop] for x in (q, k, v)))
+        return out.transpose(1, 2).flatten(-2)
 
     def _store(
         self, heads: Heads, qkv: Tensor, frequencies: Tensor, keys: Tensor, values: Tensor, scales: Tensor | None

@@ -272,6 +272,7 @@ class Ready(msgspec.Struct, frozen=True, tag=True):
     pid: int = 0  # rank 0's process; 0: not to be watched
     hidden_size: int = 0  # the width of embeddings
     max_batch_tokens: int = 0  # of a step
+    causal: bool = True  # False: the model only makes embeddings
     max_num_seqs: int = 1  # of a step
     adapters: dict[str, str] = {}  # their folders, by name
     longest_start: float = 0.0  # seconds, of this start of the ranks and those before it

@@ -160,11 +160,14 @@ class Runner:
         """Capture all graphs before requests arrive, the largest first, so that the smaller ones share its memory. Collective."""
         if self.graphs is None:
             return
+        if not self.model.config.causal:  # its steps have no graphs
+            self._try_long_steps(0)
+            return
         for rows in tqdm(self._decode_sizes[::-1], desc="decode graphs", disable=quiet):
             self._capture_decode(self.graphs, rows)
         for rows in tqdm(self._prefill_sizes[::-1], desc="prefill graphs", disable=quiet):
             self._capture_prefill(self.graphs, rows)
-        self._try_long_steps()
+        self._try_long_steps(self._prefill_sizes[-1])
 
     def is_captured(self, sequences: int) -> bool:
         """Whether a decode step of so many sequences needs no capture."""
@@ -187,12 +190,12 @@ class Runner:
         invent = partial(inputs.invent, rows, self.text_ids, self.cache)
         graphs.keep((kind, rows), self.schedules.fastest(f"{kind} {rows}", lambda: graphs.capture(step), invent))
 
-    def _try_long_steps(self) -> None:
-        """Run steps that are too large for a graph, one of each bucket up to the capacity.
+    def _try_long_steps(self, largest: int) -> None:
+        """Run steps that have no graph, of more than `largest` tokens, one of each bucket up to the capacity.
 
         This compiles kernels, and a communicator may measure the fastest algorithm for such all-reduces.
         """
-        for rows in long_steps(self._prefill_sizes[-1], self.capacity.rows):
+        for rows in long_steps(largest, self.capacity.rows):
             self._schedule_long_step(rows)
             self._padding_step(rows)()
 
@@ -276,7 +279,7 @@ class Runner:
         sampling, tokens = [c for c in chunks if c.samples], sum([c.count for c in chunks])
         draws = len(sampling) + (sum([len(c.draft) for c in chunks]) if self.capacity.drafted else 0)
         pooling = {c.sequence.params.pooling for c in chunks} - {None}
-        scored = "mean" in pooling or any(map(scores_prompt, chunks))
+        scored = "mean" in pooling or any(map(scores_prompt, chunks)) or not self.model.config.causal
         compute: Callable[[], Output]
         launches: Key = ("prefill", tokens)
         if self.graphs is None:
@@ -319,7 +322,7 @@ class Runner:
     ) -> tuple[Key, Callable[[], Output]]:
         """Write the inputs of a step with prompt chunks. Returns the key of its graph, or of one that it had, and what launches it."""
         self.decode.forget()
-        graph_rows = next((n for n in self._prefill_sizes if n >= tokens), None)
+        graph_rows = next((n for n in self._prefill_sizes if n >= tokens), None) if self.model.config.causal else None
         rows = graph_rows or -(-tokens // ROUND) * ROUND
         if graph_rows is None:
             self._schedule_long_step(rows)

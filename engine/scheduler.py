@@ -57,8 +57,11 @@ class Scheduler:
         max_model_len: int,
         whole_sequences: bool = False,
         max_drafted: int = 0,
+        whole_prompts: bool = False,
     ) -> None:
-        """whole_sequences: see `EngineLimits`. max_drafted: the most drafted tokens of a step."""
+        """whole_sequences: see `EngineLimits`. max_drafted: the most drafted tokens of a step. whole_prompts: a prompt is computed in
+        one step, because its tokens attend in both directions."""
+        self.whole_prompts = whole_prompts
         self.blocks, self.whole_sequences, self.max_drafted = blocks, whole_sequences, max_drafted
         self.max_num_seqs, self.max_batch_tokens, self.max_model_len = max_num_seqs, max_batch_tokens, max_model_len
         self.waiting = WaitingQueue()
@@ -118,7 +121,7 @@ class Scheduler:
         if in_flight and self._reserved(going) > len(self.blocks.free):
             return []
         ahead: list[Sequence] = []
-        if self.waiting:
+        if self.waiting and not self.whole_prompts:
             if (preferred := self._make_room(most, in_flight)) is None:
                 return []
             ahead, going = [] if self._others_waited else preferred, self._going()
@@ -131,7 +134,8 @@ class Scheduler:
                 chunks.append(self._chunk(sequence, count))
                 budget -= count
         while not ahead and budget and len(self.running) < most:
-            if not (first := self.waiting.first(self.running)) or not self._admit(first):
+            first = self.waiting.first(self.running)
+            if not first or (self.whole_prompts and first.wanted > budget) or not self._admit(first):
                 break
             chunks.append(self._chunk(first, min(first.wanted, budget)))
             budget -= chunks[-1].count

@@ -24,6 +24,7 @@ class Heads(nn.Module):
     """The part of an attention module between its two projections: split into heads, QK norm, RoPE, attention.
 
     slot: the module's number on this rank; each has its own keys and values. window: a query sees only the last `window` tokens.
+    causal: whether it sees only tokens before it and its own.
     rope_factor: queries and keys are multiplied by it where they are rotated.
     """
 
@@ -31,7 +32,7 @@ class Heads(nn.Module):
         """n_heads, n_kv_heads: of this rank."""
         super().__init__()
         self.slot, self.window, self.head_dim = slot, config.window(layer), config.head_dim
-        self.rope_factor = config.rope_factor
+        self.rope_factor, self.causal = config.rope_factor, config.causal
         self.n_heads, self.n_kv_heads = n_heads, n_kv_heads
         self.q_norm: Any = None  # an RMSNorm of single heads; both or none
         self.k_norm: Any = None
@@ -60,7 +61,7 @@ class AttentionContext(ABC):
 
     @abstractmethod
     def attend(self, heads: Heads, qkv: Tensor, frequencies: Tensor) -> Tensor:
-        """Causal attention of the queries in qkv (B, T, (H + 2K) * D) to earlier keys and values and to those in qkv.
+        """Attention of the queries in qkv (B, T, (H + 2K) * D) to earlier keys and values and to those in qkv that `heads` may see.
 
         frequencies: (D / 2,) fp32, radians a token. Returns (B, T, H * D).
         """
@@ -103,6 +104,15 @@ def causal_mask(positions: Tensor, length: int, window: int | None) -> Tensor:
     return seen if window is None else seen & (keys > positions[:, None] - window)
 
 
+def attend_to_all(q: Tensor, keys: Tensor, values: Tensor) -> Tensor:
+    """Attention of each token to all tokens: q (B, H, T, D), keys and values (B, K, T, D). Returns (B, H, T, D)."""
+    plain = partial(F.scaled_dot_product_attention, enable_gqa=True)
+    if not determinism.enabled():
+        return plain(q, keys, values)
+    mask = torch.ones(q.shape[2], keys.shape[2], dtype=torch.bool, device=q.device)
+    return exact.differentiable(partial(exact.attention, mask=mask), plain, q, keys, values)
+
+
 class Causal(AttentionContext):
     """No cache: T tokens from position 0, for training and scoring."""
 
@@ -111,7 +121,9 @@ class Causal(AttentionContext):
 
     def attend(self, heads: Heads, qkv: Tensor, frequencies: Tensor) -> Tensor:
         q, k, v = (x.transpose(1, 2) for x in self.split(heads, qkv, frequencies))
-        if determinism.enabled():
+        if not heads.causal:
+            out = attend_to_all(q, k, v)
+        elif determinism.enabled():
             mask = causal_mask(self.positions, len(self.positions), heads.window)
             plain = partial(F.scaled_dot_product_attention, attn_mask=mask, enable_gqa=True)
             forward = partial(exact.attention, mask=mask)

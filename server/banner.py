@@ -14,12 +14,13 @@ def banner(service: Service, ready: Ready, address: str) -> str:
     noise = "\n  random weights: the text is noise" if service.settings.random_weights else ""
     own = service.examples or {"chat": [], "completion": []}  # prompts that this model can answer
     prompt, question = (*own["completion"], "Once upon a time")[0], (*own["chat"], "Tell me a story about a fox.")[0]
-    requests: list[tuple[str, dict[str, Any]]] = [("completions", {"prompt": prompt})]
-    if service.chat_template is not None or "default" in service.tokenizer.chat_templates:
-        requests.append(("chat/completions", {"messages": [{"role": "user", "content": question}]}))
+    requests: list[tuple[str, dict[str, Any]]] = [("completions", {"prompt": prompt, "max_tokens": 40})]
+    if not ready.causal:
+        requests = [("embeddings", {"input": prompt})]
+    elif service.chat_template is not None or "default" in service.tokenizer.chat_templates:
+        requests.append(("chat/completions", {"messages": [{"role": "user", "content": question}], "max_tokens": 40}))
     curls = "\n\n".join(
-        curl(f"{address}/v1/{path}", {"model": name, **body, "max_tokens": 40}, bool(service.settings.api_key))
-        for path, body in requests
+        curl(f"{address}/v1/{path}", {"model": name, **body}, bool(service.settings.api_key)) for path, body in requests
     )
     return f"""
 Serving {name}: {ready.variant}, {ready.world_size} rank{"s" * (ready.world_size > 1)} on {ready.device}, {ready.communicator}, {ready.dtype}

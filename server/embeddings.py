@@ -98,7 +98,8 @@ async def _embeddings(
     service: Service, request: Request, body: PoolingBody, turn: Turn, given: Given
 ) -> tuple[list[Vector], int]:
     """The vector of each text, not normalized, and how many tokens all texts have."""
-    limits = Limits.without_answer(service.max_model_len, body.truncate_prompt_tokens)
+    context = min(service.max_model_len, service.embedder.longest or service.max_model_len)
+    limits = Limits.without_answer(context, body.truncate_prompt_tokens)
     prompts, tokens = list[list[int]](), 0
     for field, texts in given.items():
         texts = [service.embedder.prompt + text if isinstance(text, str) else text for text in texts]

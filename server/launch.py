@@ -107,6 +107,7 @@ def describe(settings: Settings, engine: Engine, config: ModelConfig, world: Wor
         hidden_size=config.hidden_size,
         max_batch_tokens=engine.scheduler.max_batch_tokens,
         max_num_seqs=engine.scheduler.max_num_seqs,
+        causal=config.causal,
     )
 
 

@@ -6,20 +6,23 @@ from typing import Any, NamedTuple
 
 from engine.protocol import Pooling
 from errors import UserError
-from files import CONFIG_BYTES, model_folder, read_file, read_json
+from files import CONFIG_BYTES, count, model_folder, read_file, read_json
 from server.logs import log
 
 POOLINGS: dict[str, Pooling] = {"mean_tokens": "mean", "mean": "mean", "lasttoken": "last"}
+SETTINGS = "sentence_bert_config.json"
 OWN = "sentence_transformers."  # beginning of a module's type: other ones are programs of the checkpoint
 ADVICE = "--embedding-pooling mean or last serves the model all the same"
 
 
 class Embedder(NamedTuple):
-    """`prompt`: in front of each text. `normalize`: whether vectors are scaled to length 1."""
+    """`prompt`: in front of each text. `normalize`: whether vectors are scaled to length 1. `longest`: the most tokens of a text; None:
+    those of the context."""
 
     pooling: Pooling = "mean"
     prompt: str = ""
     normalize: bool = True
+    longest: int | None = None
 
 
 def checkpoint_embedder(model: str, pooling: Pooling | None = None) -> Embedder:
@@ -35,8 +38,8 @@ def checkpoint_embedder(model: str, pooling: Pooling | None = None) -> Embedder:
             unknown := [one for one in modules if one[0] not in ("Transformer", "Pooling", "Normalize")]
         ):
             raise UserError(f"{folder / 'modules.json'} has modules that are not computed here ({unknown[0][0]}); {ADVICE}")
-        if _read(folder / "sentence_bert_config.json").get("do_lower_case"):
-            raise UserError(f"{folder / 'sentence_bert_config.json'} has do_lower_case, which is not computed here; {ADVICE}")
+        if _read(folder / SETTINGS).get("do_lower_case"):
+            raise UserError(f"{folder / SETTINGS} has do_lower_case, which is not computed here; {ADVICE}")
         prompt = _prompt(folder / "config_sentence_transformers.json")
         places = [path for kind, path in modules or () if kind == "Pooling"] or ["1_Pooling"]
         found = _pooling(folder, folder / places[0] / "config.json", bool(prompt))
@@ -45,7 +48,8 @@ def checkpoint_embedder(model: str, pooling: Pooling | None = None) -> Embedder:
             raise
         log.warning("%s", e)
         found, prompt = pooling, ""
-    return Embedder(pooling or found, prompt, modules is None or any(kind == "Normalize" for kind, _ in modules))
+    normalize = modules is None or any(kind == "Normalize" for kind, _ in modules)
+    return Embedder(pooling or found, prompt, normalize, _longest(folder / SETTINGS))
 
 
 def _modules(folder: Path) -> list[tuple[str, str]] | None:
@@ -60,6 +64,14 @@ def _modules(folder: Path) -> list[tuple[str, str]] | None:
         return None
     except (KeyError, TypeError, AttributeError, ValueError, RecursionError) as e:
         raise UserError(f"{folder / 'modules.json'} is malformed ({e!r}); download the file again") from e
+
+
+def _longest(file: Path) -> int | None:
+    found = _read(file)
+    try:
+        return count(found, "max_seq_length") if found.get("max_seq_length") is not None else None
+    except UserError as e:
+        raise UserError(f"{file}: {e}") from None
 
 
 def _prompt(file: Path) -> str:

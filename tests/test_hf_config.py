@@ -344,6 +344,16 @@ def test_a_key_of_another_computation_is_refused(key: str) -> None:
     assert config_from_hf(HYBRID_LADDER | {key: None}) == config_from_hf(HYBRID_LADDER)
 
 
+def test_both_directions_are_read_and_written() -> None:
+    raw = HYBRID_LADDER | {"is_causal": False}
+    assert not (config := config_from_hf(raw)).causal and config_from_hf(HYBRID_LADDER).causal
+    assert config_from_hf(config_to_hf(config)) == config and config_to_hf(config)["is_causal"] is False
+    fails(lambda: config_from_hf(raw | {"is_causal": "no"}), "is_causal")
+    windowed = {"model_type": "mistral", "sliding_window": 9, "is_causal": False}
+    plain = {key: value for key, value in HYBRID_LADDER.items() if key != "ladder_layers"}
+    fails(lambda: config_from_hf(plain | windowed), "sliding window")
+
+
 # what transformers reads of any config to run a model: how to compute, how to split, what to return, other kinds of models
 INFRASTRUCTURE = {
     "base_model_ep_plan", "base_model_fsdp_plan", "base_model_pp_plan", "base_model_tp_plan", "decoder", "encoder", "generator",

@@ -20,7 +20,7 @@ from checkpoints.hf_config import read_config
 from checkpoints.weights import build_model, open_source, weights_fingerprint
 from cli import Parser, run
 from comm import Local
-from config import ModelConfig
+from config import ModelConfig, require_causal
 from errors import UserError
 from kernels import determinism
 from layers.attention import Causal
@@ -61,7 +61,7 @@ def parse_args(argv: Sequence[str] | None = None) -> argparse.Namespace:
 
 def setup(args: argparse.Namespace, world: World) -> Setup:
     """Read and check everything that needs no other rank. Raises UserError."""
-    original = read_config(args.model / "config.json")
+    require_causal(original := read_config(args.model / "config.json"))
     config = to_hybrid_ladder(original, parse_layers(args.ladder_layers))
     source = open_source(str(args.model), original)
     loss = cross_entropy if args.distill == 0 else Distillation(args, original, world)

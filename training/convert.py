@@ -25,7 +25,7 @@ from checkpoints.hf_config import config_to_hf, read_config
 from checkpoints.weights import ORDER, check_source, open_files
 from cli import Parser, run
 from comm import Local
-from config import ModelConfig, validate
+from config import ModelConfig, require_causal, validate
 from errors import UserError
 from tp import World
 from training.export import MODELING, TOKENIZER_FILES, add_modeling, copy_tokenizer, save_config
@@ -34,8 +34,9 @@ from training.export import MODELING, TOKENIZER_FILES, add_modeling, copy_tokeni
 def to_hybrid_ladder(config: ModelConfig, ladder_layers: int | Sequence[int]) -> ModelConfig:
     """`config` with the ladder residual in its last `ladder_layers` layers, or in the layers that `ladder_layers` lists.
 
-    Raises UserError if `config` is not standard, is quantized, or does not have these layers.
+    Raises UserError if `config` is not standard, is quantized, is not causal, or does not have these layers.
     """
+    require_causal(config)
     if config.quantization is not None:
         raise UserError(f"the checkpoint is quantized ({config.quantization.description}); convert the one in 16 bits")
     if config.variant != "standard":

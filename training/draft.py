@@ -35,7 +35,7 @@ from checkpoints.presets import has_random_weights, model_config
 from checkpoints.weights import load_model, open_source, weights_fingerprint
 from cli import Parser, note, run
 from comm import Local
-from config import ModelConfig
+from config import ModelConfig, require_causal
 from errors import UserError, first_line
 from files import check_folder, model_folder
 from model import Transformer
@@ -238,7 +238,7 @@ def prepare(args: argparse.Namespace, world: World) -> tuple[ModelConfig, Global
     """Check everything that needs no weights. Raises UserError."""
     if has_random_weights(args.model):
         raise UserError(f"--model {args.model} has random weights, of which a head can learn nothing; name a checkpoint")
-    base = model_config(args.model, None, world.world_size)
+    require_causal(base := model_config(args.model, None, world.world_size))
     if args.sequence_length > base.max_seq_len:
         raise UserError(f"--sequence-length {args.sequence_length} is beyond the model's {base.max_seq_len} positions")
     drafted = args.draft_vocab or base.vocab_size

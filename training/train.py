@@ -17,7 +17,7 @@ from pathlib import Path
 from checkpoints.presets import PRESETS, has_random_weights, model_config, named_config
 from checkpoints.weights import open_source
 from cli import Parser, run
-from config import TRAINABLE, usage
+from config import TRAINABLE, require_causal, usage
 from errors import UserError
 from kernels import determinism
 from tp import init_world
@@ -57,7 +57,7 @@ def setup(args: argparse.Namespace) -> Setup:
         raise UserError(f"--tokenizer {args.tokenizer} is no directory; name one with tokenizer.json or tokenizer.model")
     random = has_random_weights(args.model)
     streams = named_config(args.model).n_kv_heads if random else 1  # for a desync variant without a number of streams
-    config = model_config(args.model, args.variant, streams)
+    require_causal(config := model_config(args.model, args.variant, streams))
     if random:  # no checkpoint limits the positions to those that were trained
         config = replace(config, max_seq_len=max(config.max_seq_len, args.sequence_length))
     return Setup(

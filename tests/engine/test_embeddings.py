@@ -3,6 +3,7 @@
 import random
 from collections.abc import Callable
 from contextlib import nullcontext
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -101,9 +102,12 @@ def test_they_are_those_of_transformers(tmp_path: Path, seed: int) -> None:
 
 
 @pytest.mark.parametrize(
-    ("family", "around"), [("Qwen3", "$A <|end|>"), ("Mistral", "<|begin|> $A <|end|>"), ("Qwen2", "$A <|end|>")]
+    ("family", "around", "causal"),
+    [("Qwen3", "$A <|end|>", True), ("Mistral", "<|begin|> $A <|end|>", True), ("Qwen2", "$A <|end|>", False)],
 )
-def test_a_text_has_the_vector_of_sentence_transformers(family: str, around: str, tmp_path: Path, seed: int) -> None:
+def test_a_text_has_the_vector_of_sentence_transformers(
+    family: str, around: str, causal: bool, tmp_path: Path, seed: int
+) -> None:
     """Checkpoints like Qwen3-Embedding, e5-mistral and gte-Qwen2: an end behind each text, the last token's state, a prompt."""
     tokenizer = train_bytes(["<|begin|>", "<|end|>"])
     tokenizer.post_processor = processors.TemplateProcessing(single=around, special_tokens=[("<|begin|>", 0), ("<|end|>", 1)])
@@ -112,7 +116,7 @@ def test_a_text_has_the_vector_of_sentence_transformers(family: str, around: str
     write_json(tmp_path / "tokenizer_config.json", flags)
     sizes = dict(hidden_size=64, intermediate_size=96, num_hidden_layers=2, num_attention_heads=4, num_key_value_heads=2)
     config = getattr(transformers, f"{family}Config")(
-        vocab_size=tokenizer.get_vocab_size(), head_dim=16, eos_token_id=1, **sizes
+        vocab_size=tokenizer.get_vocab_size(), head_dim=16, eos_token_id=1, **sizes, **({} if causal else {"is_causal": False})
     )
     theirs = getattr(transformers, f"{family}Model")(config)
     for parameter in theirs.parameters():
@@ -150,6 +154,34 @@ def test_beside_answers_in_chunks_with_preemptions_and_drafts(kind: int, in_turn
     check(found, model, submits)
     for submit in answered:
         assert_same(model, submit, tokens[submit.request_id])
+
+
+@pytest.mark.parametrize("on_a_gpu", [False, True])
+def test_in_both_directions_whole_prompts_in_any_batch(
+    on_a_gpu: bool, in_turn: Callable[..., Any], tmp_path: Path, seed: int
+) -> None:
+    """A model with `is_causal` false has the vectors of transformers, whatever is in a step, and answers nothing."""
+    model = random_model(replace(config_of("standard"), causal=False))
+    save_checkpoint(model, tmp_path, torch.float32)
+    reference = transformers.AutoModel.from_pretrained(tmp_path, dtype=torch.float32)
+    submits = wanted(12)
+    with as_on_a_gpu() if on_a_gpu else nullcontext():
+        engine = engine_of(model, max_num_seqs=in_turn((1, 5), int(on_a_gpu)), max_batch_tokens=64, draft_tokens=3)
+        engine.capture()
+        found, _ = embeddings(engine, submits)
+        again, _ = embeddings(engine, submits[:3])
+    for submit in submits:
+        with torch.inference_mode():
+            hidden = reference(torch.tensor([submit.prompt_ids])).last_hidden_state[0]
+        pooled = hidden.mean(0) if submit.params.pooling == "mean" else hidden[-1]
+        torch.testing.assert_close(found[submit.request_id], pooled, atol=TOLERANCE, rtol=1e-4)
+    check(found | again, model, submits)  # `Causal`, for quantization, attends in both directions, too
+    for submit, words in (
+        (Submit("a", [1, 2], SamplingParams()), "only makes embeddings"),
+        (Submit("b", [1] * 65, SamplingParams(pooling="last")), "context of 64"),
+    ):
+        refused = engine.submit(submit)
+        assert isinstance(refused, Refused) and words in refused.message
 
 
 def test_a_mean_takes_nothing_from_the_prefix_cache_but_fills_it(seed: int) -> None:

@@ -186,6 +186,16 @@ def test_modules_and_prompts_of_sentence_transformers(tmp_path: Path) -> None:
     write(tmp_path / "config_sentence_transformers.json", {**prompts, "default_prompt_name": "passage"})
     with pytest.raises(UserError, match="no prompt 'passage'"):
         checkpoint_embedder(str(tmp_path))
+    write(tmp_path / "config_sentence_transformers.json", {})
+    write(tmp_path / "1_Pooling" / "config.json", {"pooling_mode_lasttoken": True})
+    for longest in (512, None):
+        write(tmp_path / "sentence_bert_config.json", {"max_seq_length": longest, "do_lower_case": False})
+        assert checkpoint_embedder(str(tmp_path)) == Embedder("last", "", True, longest)
+    for longest in (0, "512", 1.5):
+        write(tmp_path / "sentence_bert_config.json", {"max_seq_length": longest})
+        with pytest.raises(UserError, match=r"sentence_bert_config\.json: max_seq_length"):
+            checkpoint_embedder(str(tmp_path))
+    (tmp_path / "sentence_bert_config.json").unlink()
     own = [{"type": "custom_st.Transformer", "path": ""}]
     for wrong in (modules("Transformer", "Pooling", "Dense"), own, [1], {"a": 1}, [{}]):
         write(tmp_path / "modules.json", wrong)
@@ -208,3 +218,8 @@ def test_the_prompt_and_the_length_of_a_checkpoint_are_the_default(site: Site, m
     assert site.post(PATH, {"input": "a fox", "normalize": True})["data"][0]["embedding"] == unit(embedding(site.last()))
     site.post(PATH, {"input": [1, 2]})
     assert site.last().prompt_ids == [1, 2]
+    monkeypatch.setattr(site.server.service, "embedder", Embedder(longest=5))
+    site.post(PATH, {"input": [1] * 5})
+    assert "maximum context length is 5 tokens" in site.refused(PATH, {"input": [1] * 6})["message"]
+    site.post(PATH, {"input": [1, 2, 3, 4, 5, 6], "truncate_prompt_tokens": -1})
+    assert site.last().prompt_ids == [2, 3, 4, 5, 6]
