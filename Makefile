@@ -45,7 +45,7 @@ serve: setup ## Use: an OpenAI-compatible server for MODEL on RANKS ranks, with 
 	@$(PY) -m server --tp $(RANKS) --model $(MODEL) --speculate auto $(ARGS)
 
 plan-serving: setup ## Use: which tp, replicas, weights, variant and batch for your latencies, and the load: make plan-serving MODEL=llama-3-70b ARGS="--gpus 8 --ttft 500 --itl 20"
-	@$(PY) -m server.plan --model $(MODEL) $(ARGS)
+	@$(PY) -m deploy.plan --model $(MODEL) $(ARGS)
 
 cluster: setup ray ## Use: 2 replicas of MODEL on RANKS ranks each behind one address, on a local Ray: make cluster ARGS="--replicas 3"
 	@.venv-ray/bin/python -m deploy.ray_serve --tp $(RANKS) $(ARGS) -- --model $(MODEL)

@@ -35,7 +35,7 @@ DRAWS = {
     "sampled": ["--temperature", "0.9", "--top-p", "0.95", "--top-k", "50", "--seed", "7"],
 }
 COMMANDS = [
-    ["generate.py"], ["launch.py"], ["-m", "server"], ["-m", "engine.bench"], ["-m", "training.convert"], ["-m", "server.plan"],
+    ["generate.py"], ["launch.py"], ["-m", "server"], ["-m", "engine.bench"], ["-m", "training.convert"], ["-m", "deploy.plan"],
     ["-m", "training.train"], ["-m", "training.adapt"], ["-m", "training.plan"], ["-m", "scripts.quantize"], ["-m", "scripts.sweep"],
 ]  # fmt: skip
 CHANGING = {"created", "created_at", "completed_at", "started", "last_seen", "version", "root"}

@@ -119,7 +119,7 @@ def in_image(path: str) -> bool:
 
 def test_the_image_has_what_the_planner_reads(tmp_path: Path) -> None:
     tracked = subprocess.check_output(["git", "ls-files"], cwd=ROOT, text=True).splitlines()
-    assert in_image("server/plan/steps.py") and not in_image("docs/deploy.md") and not in_image("tests/__init__.py")
+    assert in_image("deploy/plan/steps.py") and not in_image("docs/deploy.md") and not in_image("tests/__init__.py")
     assert not re.search(r"^!.*/.*\*", (ROOT / ".dockerignore").read_text(), re.MULTILINE)  # buildah looks into no such folder
     assert {Path(name).suffix for name in tracked if name.startswith("docs/") and in_image(name)} == {".jsonl"}
     for name in filter(in_image, tracked):
@@ -127,7 +127,7 @@ def test_the_image_has_what_the_planner_reads(tmp_path: Path) -> None:
             (tmp_path / name).parent.mkdir(parents=True, exist_ok=True)
             shutil.copy(ROOT / name, tmp_path / name)
     goals = "--model llama-3-8b --gpus 1 --gpu h100 --ttft 500 --itl 50 --widths bf16 --variants standard --json"
-    command, alone = [sys.executable, "-m", "server.plan", *goals.split()], os.environ | {"PYTHONPATH": ""}
+    command, alone = [sys.executable, "-m", "deploy.plan", *goals.split()], os.environ | {"PYTHONPATH": ""}
     planned = subprocess.run(command, cwd=tmp_path, env=alone, capture_output=True, text=True)
     assert planned.returncode == 0, planned.stderr
     assert json.loads(planned.stdout)["plans"][0]["times"] == "measured"

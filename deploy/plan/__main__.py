@@ -1,8 +1,8 @@
 """Choose how to serve a model on some GPUs, so that answers come as fast as you want, and predict the load that this allows.
 
-    python -m server.plan --model llama-3-70b --gpus 8 --gpu h200 --ttft 500 --itl 20 --prompt 2000 --answer 300
-    python -m server.plan --model llama-3-8b --gpus 1 --gpu h100 --ttft 200 --itl 15 --widths bf16 fp8 --plot plan.png
-    python -m server.plan --model ~/checkpoints/Llama-3.1-70B --gpus 4 --ttft 1000 --itl 25 --tp 2 4 --json
+    python -m deploy.plan --model llama-3-70b --gpus 8 --gpu h200 --ttft 500 --itl 20 --prompt 2000 --answer 300
+    python -m deploy.plan --model llama-3-8b --gpus 1 --gpu h100 --ttft 200 --itl 15 --widths bf16 fp8
+    python -m deploy.plan --model ~/checkpoints/Llama-3.1-70B --gpus 4 --ttft 1000 --itl 25 --tp 2 4 --json
 
 A plan is a number of tensor-parallel ranks (tp), as many replicas as the GPUs then allow, the width of the weights, the residual
 variant, and the batch (--max-num-seqs). Each replica gets its share of the requests, which arrive at random (a Poisson process).
@@ -28,7 +28,6 @@ from errors import UserError
 from options import above_zero, whole_number
 from quantized.scheme import SCHEMES
 
-PLOTS = (".png", ".svg", ".pdf")
 WIDTHS = ("bf16", *SCHEMES)
 
 
@@ -64,7 +63,6 @@ def parse_args(argv: Sequence[str] | None = None) -> argparse.Namespace:
     out.add_argument("--sweeps", type=Path, nargs="+", default=[], metavar="FILE", help="more rows, from make sweep")
     out.add_argument("--seed", type=int, default=0, help="of the arrivals (default: 0)")
     out.add_argument("--json", action="store_true", help="print one JSON object with all plans instead of a table")
-    out.add_argument("--plot", type=Path, metavar="FILE", help="draw latencies by load (png, svg or pdf)")
     args = parser.parse_args(argv)
     _check(args)
     return args
@@ -77,8 +75,6 @@ def _check(args: argparse.Namespace) -> None:
         raise UserError(
             f"--prompt {args.prompt} and --answer {args.answer} exceed the context of {args.model}, {config.max_seq_len} tokens"
         )
-    if args.plot and args.plot.suffix not in PLOTS:
-        raise UserError(f"--plot {args.plot}: give a name that ends in {', '.join(PLOTS)}")
     if args.share > 1:
         raise UserError(f"--share {args.share:g} is above 1; 0.9 is nine of ten requests")
     bad = [tp for tp in args.tp or () if args.gpus % tp]
@@ -159,18 +155,12 @@ def _none(args: argparse.Namespace, plans: Sequence[dict[str, Any]]) -> UserErro
 
 def main() -> None:
     args = parse_args()
-    from server.plan.choice import candidates, curves  # imported here: wrong flags need not wait for torch
+    from deploy.plan.choice import candidates  # imported here: wrong flags need not wait for torch
 
-    found = candidates(args)
-    plans = [plan for _, plan in found]
+    plans = candidates(args)
     if not plans[0]["requests_per_second"]:
         raise _none(args, plans)
     best, asked = plans[0], f"{args.prompt} + {args.answer} tokens"
-    if args.plot:
-        from server.plan.plot import draw
-
-        title = f"{args.model} on {args.gpus} x {args.gpu}, {asked}; dashed: the goals"
-        draw(curves(args, found), {"ttft_ms": args.ttft, "itl_ms": args.itl}, "p90", title, args.plot)
     if args.json:
         print(json.dumps({"settings": vars(args), "plans": plans}, default=str))
         return

@@ -14,7 +14,7 @@ from typing import Any
 
 import numpy as np
 
-from server.plan.steps import Steps
+from deploy.plan.steps import Steps
 
 HOST_SECONDS = 0.003  # until the first token, of frontend and client: fastest quarter of `make bench-frontend`, 1,024 ids each
 LEAD = 0.004  # before the end of a step, the next one is scheduled; an estimate: hosts of 2 H200s needed 3 ms for one with a prompt

@@ -1,4 +1,4 @@
-"""server/plan: the simulated replica against the real scheduler and queueing theory, step times against raw sweeps, memory, command."""
+"""deploy/plan: the simulated replica against the real scheduler and queueing theory, step times against raw sweeps, memory, command."""
 
 import json
 import random
@@ -13,6 +13,10 @@ import pytest
 import torch
 from safetensors import safe_open
 
+from deploy.plan import __main__ as program
+from deploy.plan.choice import RESERVE, largest_batch, measured
+from deploy.plan.load import HOST_SECONDS, LEAD, Goals, largest_rate, poisson, simulate
+from deploy.plan.steps import RESULTS, Steps, Tables, gpu, read_rows, setup_of
 from engine.block_manager import BlockManager
 from engine.limits import EngineLimits, cache_memory
 from engine.protocol import SamplingParams
@@ -20,10 +24,6 @@ from engine.scheduler import Scheduler
 from engine.sequence import Chunk
 from engine.sequence import Sequence as Request
 from scripts.sweep.rows import Setting
-from server.plan import __main__ as program
-from server.plan.choice import RESERVE, largest_batch, measured
-from server.plan.load import HOST_SECONDS, LEAD, Goals, largest_rate, poisson, simulate
-from server.plan.steps import RESULTS, Steps, Tables, gpu, read_rows, setup_of
 from tests import MODELS, ROOT
 from tests.support.command_line import Here
 
@@ -184,17 +184,14 @@ def plan(monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]) -> 
     return Here(monkeypatch, capfd, program.main, ())
 
 
-def test_the_command_plans_prints_and_draws(plan: Here, tmp_path: Path) -> None:
+def test_the_command_plans_and_prints(plan: Here) -> None:
     asked = (*LLAMA, "--widths", "bf16", "fp8", "--variants", "standard", "--max-num-seqs", 8, "--prompt", 256, "--answer", 16)
-    done = plan(*asked, "--json", "--plot", tmp_path / "plan.svg")
+    done = plan(*asked, "--json")
     plans = done.record["plans"]
     assert done.code == 0 and [p["width"] for p in plans] == ["fp8", "bf16"]
     for one in plans:
         assert one["ttft_ms"]["p90"] <= 300 and one["itl_ms"]["p90"] <= 15 and one["times"] == "measured"
         assert one["tokens_per_second"] == pytest.approx(16 * one["requests_per_second"], rel=1e-3)
-    assert "requests/s" in (tmp_path / "plan.svg").read_text()
-    assert done.record["settings"]["plot"] == str(tmp_path / "plan.svg")
-    assert plan(*asked, "--widths", "fp8", "--json").record["settings"]["plot"] is None
     text = plan(*asked, "--widths", "fp8").out
     assert f"{plans[0]['requests_per_second']:.2f}" in text
     assert "python -m server --tp 1 --model llama-3-8b" in text and "--quantize fp8" in text
@@ -247,18 +244,18 @@ def test_the_variant_of_a_checkpoint_is_its_own(plan: Here, tmp_path: Path) -> N
     assert "--variant ladder" in plan(*few, "--variants", "ladder").out
 
 
-def test_a_quantized_checkpoint_is_drawn(plan: Here, tmp_path: Path) -> None:
+def test_a_quantized_checkpoint_is_not_quantized_once_more(plan: Here) -> None:
     model = ("--model", MODELS / "tiny-hybrid-int4", "--gpus", 1, "--gpu", "h100", "--ttft", 500, "--itl", 20)
-    flags = (*model, "--prompt", 64, "--answer", 8, "--max-num-seqs", 8, "--plot")
-    assert plan(*flags, tmp_path / "plan.svg").code == 0
-    assert "int4, hybrid, tp 1 x 1" in (tmp_path / "plan.svg").read_text()
-    assert "plan.svg cannot be written" in plan.refuses(*flags, tmp_path / "none" / "plan.svg")
+    flags = (*model, "--prompt", 64, "--answer", 8, "--max-num-seqs", 8)
+    (found,) = plan(*flags, "--json").record["plans"]
+    assert (found["width"], found["variant"], found["tp"]) == ("int4", "hybrid", 1)
+    assert "is quantized already" in plan.refuses(*flags, "--widths", "bf16")
 
 
 def test_docs_quote_what_the_command_prints_now(plan: Here) -> None:
     """docs/planner.md leaves lines out, but changes none and keeps their order."""
     page = (ROOT / "docs" / "planner.md").read_text()
-    (flags,) = re.findall(r"^    python -m server\.plan (.*)", page, re.MULTILINE)
+    (flags,) = re.findall(r"^    python -m deploy\.plan (.*)", page, re.MULTILINE)
     (quoted,) = re.findall(r"```\n(weights .*?)```", page, re.DOTALL)
     printed = plan(*flags.split()).out.splitlines()
     assert quoted.splitlines() == [line for line in printed if line in quoted.splitlines()], "\n".join(printed)
@@ -274,7 +271,6 @@ def test_docs_quote_what_the_command_prints_now(plan: Here) -> None:
         (("--ttft", "0"), "no number above 0"),
         (("--widths", "int2"), "known are bf16"),
         (("--variants", "ladders"), "unknown variant 'ladders'"),
-        (("--plot", "plan.txt"), "ends in .png"),
         (("--itl", "0.5", "--widths", "bf16", "--variants", "standard"), "raise the goals above that"),
         (("--model", "llama-3.1-405b", "--widths", "bf16"), "GB"),
         (("--sweeps", "README.md"), "`make sweep` writes one"),

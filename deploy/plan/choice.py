@@ -7,17 +7,16 @@ from typing import Any
 
 import numpy as np
 
+from deploy.plan.load import Answers, Goals, at_rate, highest_rate, largest_rate
+from deploy.plan.steps import RESULTS, WIDTHS, Setup, Steps, Tables, gpu, read_rows, setup_of
 from engine.limits import EngineLimits, default_memory
 from engine.step_tokens import default_tokens, entries
 from errors import UserError
-from server.plan.load import Answers, Goals, at_rate, highest_rate, largest_rate
-from server.plan.steps import RESULTS, WIDTHS, Setup, Steps, Tables, gpu, read_rows, setup_of
 
 RESERVE = 2e9  # bytes of a GPU for CUDA's context and NCCL, for which there is no formula
 SMALLEST_BATCH = 4
 LIGHT = 1e-3  # share of the highest rate, at which requests hardly meet
 GAIN = 1.01  # by which a smaller batch must raise the load, or no even smaller one is tried
-CURVES, POINTS = 6, 8  # of a plot, and the loads of each
 
 
 def measured(more: Sequence[Path] = ()) -> Tables:
@@ -33,9 +32,8 @@ def largest_batch(setup: Setup, tokens: int, most: int) -> int:
     return max(0, min(most, int(free // (-(-tokens // block) * block * setup.kv_bytes))))
 
 
-def candidates(args: argparse.Namespace) -> list[tuple[Setup, dict[str, Any]]]:
-    """All plans that `args` allows and that fit into memory, each with its setup, the one with the largest load first. Raises
-    UserError if none fits."""
+def candidates(args: argparse.Namespace) -> list[dict[str, Any]]:
+    """All plans that `args` allows and that fit into memory, the one with the largest load first. Raises UserError if none fits."""
     tables = measured(args.sweeps)
     setups, refused = list[Setup](), list[str]()
     for width in args.widths:
@@ -54,8 +52,8 @@ def candidates(args: argparse.Namespace) -> list[tuple[Setup, dict[str, Any]]]:
                     refused.append(str(e))
     if not setups:
         raise UserError(f"no plan is possible: {'; '.join(dict.fromkeys(refused))}")
-    plans = [(setup, _plan(args, tables, setup)) for setup in setups]
-    return sorted(plans, key=lambda found: -found[1]["requests_per_second"])
+    plans = [_plan(args, tables, setup) for setup in setups]
+    return sorted(plans, key=lambda plan: -plan["requests_per_second"])
 
 
 def _plan(args: argparse.Namespace, tables: Tables, setup: Setup) -> dict[str, Any]:
@@ -80,7 +78,7 @@ def _plan(args: argparse.Namespace, tables: Tables, setup: Setup) -> dict[str, A
         "batch": steps.most,
         "requests_per_second": round(rate * replicas, 3),
         "tokens_per_second": round(rate * replicas * args.answer, 1),
-        **latencies(answers),
+        **_latencies(answers),
         "weights_gb": round(setup.weights / 1e9, 2),
         "largest_batch": largest_batch(setup, args.prompt + args.answer, args.max_num_seqs),
         "times": tables.source(setup),
@@ -93,19 +91,7 @@ def _budget(args: argparse.Namespace, setup: Setup) -> int:
     return args.max_batch_tokens or default_tokens(setup.gpu.name.upper(), weights, setup.tp, entries())
 
 
-def latencies(answers: Answers) -> dict[str, dict[str, float]]:
+def _latencies(answers: Answers) -> dict[str, dict[str, float]]:
     """Percentiles of the time to the first token and of answers' mean time between tokens, ms."""
     figures = {"ttft_ms": answers.first[answers.steady], "itl_ms": answers.mean_gap[answers.steady]}
     return {name: {f"p{p}": round(float(np.percentile(x, p)) * 1e3, 2) for p in (50, 90, 99)} for name, x in figures.items()}
-
-
-def curves(args: argparse.Namespace, plans: Sequence[tuple[Setup, dict[str, Any]]]) -> dict[str, list[dict[str, Any]]]:
-    """Latencies by the load on all GPUs, of the first plans of `candidates`, up to a load somewhat above their largest."""
-    tables, found = measured(args.sweeps), dict[str, list[dict[str, Any]]]()
-    for setup, plan in plans[:CURVES]:
-        steps = Steps(tables, setup, plan["batch"], _budget(args, setup))
-        name = f"{plan['width']}, {plan['variant']}, tp {plan['tp']} x {plan['replicas']}"
-        for load in np.linspace(0.1, 1.15, POINTS) * plan["requests_per_second"]:
-            answers = at_rate(steps, load / plan["replicas"], args.prompt, args.answer, args.seed)
-            found.setdefault(name, []).append({"requests_per_second": float(load), **latencies(answers)})
-    return found
