@@ -2,12 +2,17 @@
 
 It is for what the files of a checkpoint can make endless or enormous: chat templates, normalizers and decoders. A thread could not be
 stopped, and would hold the GIL. The server has workers for that (server/workers.py), which have the same limit of memory.
+
+The caller does not wait for ever either: a lock that another thread held at the fork is never released in the child.
 """
 
 import os
 import pickle
 import resource
+import select
 import signal
+import threading
+import time
 import traceback
 import warnings
 from collections.abc import Callable
@@ -18,43 +23,69 @@ from errors import UserError
 
 T = TypeVar("T")
 
+_FORK = (
+    threading.Lock()
+)  # one thread forks at a time: filters of warnings are global, and a child must not inherit another's pipe
+
 SECONDS = 5  # of processor time, which passes more slowly on a busy machine
+PATIENCE = 60  # seconds that the caller waits in any case
+BUSY = 10  # more of them for each second of processor time that is allowed
 MEMORY = 1 << 30  # bytes of address space, added to those that the process has
 RESULT = 1 << 28  # most bytes of a pickled result
+REPLY = 8  # more of them for each character
 SPEED = 100_000  # characters of a text that are worth a second more
 BYTES = 1000  # of memory more for each character
 ADVICE = "mend the checkpoint's tokenizer or chat template, or shorten the text"
 
 
-def bounded(what: str, function: Callable[..., T], *arguments: Any, characters: int = 0, **options: Any) -> T:
+def bounded(what: str, function: Callable[..., T], *arguments: Any, characters: int = 0, times: int = 1, **options: Any) -> T:
     """The result of `function`, which a fork of this process computes. It must not need torch, another thread, or an open file.
 
-    what: for an error, such as "the prompt". characters: of the text that it works on, whose length raises the limits.
+    what: for an error, such as "the prompt". characters: of the text that it works on, whose length raises the limits. times: how
+    often it reads that text, which raises the limit of time.
     Raises UserError if it exceeds a limit, and what it raises itself: a UserError as it is, another one as a RuntimeError.
     """
-    seconds, memory = SECONDS + characters // SPEED, MEMORY + BYTES * characters
-    reader, writer = os.pipe()
-    with warnings.catch_warnings():
+    seconds, memory = SECONDS + characters * times // SPEED, MEMORY + BYTES * characters
+    patience = PATIENCE + BUSY * seconds
+    with _FORK, warnings.catch_warnings():
         warnings.simplefilter("ignore", DeprecationWarning)  # of a fork beside threads, whose locks the function does not need
+        reader, writer = os.pipe()
         child = os.fork()
-    if child == 0:
-        _compute(writer, seconds, memory, lambda: function(*arguments, **options))
-    os.close(writer)
+        if child == 0:
+            _compute(writer, seconds, memory, lambda: function(*arguments, **options))
+        os.close(writer)
     try:
-        with open(reader, "rb") as file:
-            reply = file.read(RESULT + 1)
+        reply = _receive(reader, patience, RESULT + characters * REPLY)
     finally:
         os.kill(child, signal.SIGKILL)  # if this process was interrupted
         _, status = os.waitpid(child, 0)
     if os.WIFSIGNALED(status) and os.WTERMSIG(status) == signal.SIGXCPU:
         raise UserError(f"{what} takes more than {seconds} s of processor time to prepare; {ADVICE}")
-    if not reply or len(reply) > RESULT:
+    if reply is None:
+        raise UserError(f"{what} is not prepared after {patience:g} s, as on a busy machine; try again, or {ADVICE}")
+    if not reply:
         raise _needs_memory(what, memory)
     good, value = pickle.loads(reply)
     if not good:
         raise _needs_memory(what, memory) if isinstance(value, MemoryError) else value
     result: T = value
     return result
+
+
+def _receive(reader: int, seconds: float, most: int) -> bytes | None:
+    """What the child writes until it closes its end; empty if that is more than `most` bytes, None if it takes more than `seconds`."""
+    reply, deadline = bytearray(), time.monotonic() + seconds
+    readable = select.poll()
+    readable.register(reader, select.POLLIN)
+    with open(reader, "rb", buffering=0) as pipe:
+        while readable.poll(max(0, deadline - time.monotonic()) * 1000):
+            block = pipe.read(1 << 20)
+            if not block:
+                return bytes(reply)
+            reply += block
+            if len(reply) > most:
+                return b""
+    return None
 
 
 def _compute(writer: int, seconds: int, memory: int, function: Callable[[], Any]) -> NoReturn:
