@@ -43,6 +43,7 @@ from layers.attention import Causal
 from model import Transformer
 from options import MOST_DRAFT_TOKENS, draft_limit, dtype_name
 from ranks.bounded import bounded
+from text.chat_form import Message
 from text.tokenizer import Tokenizer, check_fits
 from text.tokenizer_files import find_tokenizer, load_tokenizer
 from tp import World, init_world
@@ -385,16 +386,16 @@ def check_prompts(config: ModelConfig, prompts: Sequence[Sequence[int]], new_tok
             )
 
 
-def encode_texts(tokenizer: Tokenizer, texts: Sequence[str]) -> list[list[int]]:
+def encode_texts(tokenizer: Tokenizer, texts: Sequence[str], add_special_tokens: bool = True) -> list[list[int]]:
     """The ids of each text. Raises UserError for what a tokenizer makes endless or enormous."""
 
     def encode() -> list[list[int]]:
-        return [tokenizer.encode(text) for text in texts]
+        return [tokenizer.encode(text, add_special_tokens) for text in texts]
 
     return encode() if tokenizer.covers is not None else bounded("the prompt", encode, characters=sum(map(len, texts)))
 
 
-def encode_chat(tokenizer: Tokenizer, messages: Sequence[Mapping[str, str]]) -> list[int]:
+def encode_chat(tokenizer: Tokenizer, messages: Sequence[Message]) -> list[int]:
     """The ids of a conversation. Raises UserError for what a chat template or a tokenizer makes endless or enormous."""
     length = sum(len(message["content"]) for message in messages)
     return bounded("the conversation", tokenizer.encode_chat, messages, characters=length)

@@ -50,6 +50,7 @@ from cli import Parser, note, run
 from comm import Local, Residual
 from config import ModelConfig
 from engine.draft_models import EMBEDDED
+from engine.llm import encode_texts
 from errors import UserError
 from files import CONFIG_BYTES, check_folder, model_folder, read_file, read_json, write_whole, writing
 from layers.attention import Causal
@@ -126,7 +127,7 @@ def scheme_of(weights: str, config: ModelConfig) -> Scheme:
 
 def calibration(model: str, text: str, config: ModelConfig, samples: int, length: int) -> Tensor:
     """Token ids (samples, length) of a text; fewer samples if it is short. Raises UserError if it has not even one."""
-    ids = load_tokenizer(Path(model)).encode(text)
+    [ids] = encode_texts(load_tokenizer(Path(model)), [text])
     length = min(length, config.max_seq_len)
     count = min(samples, len(ids) // length)
     if not count:

@@ -6,9 +6,11 @@ import re
 import resource
 import shutil
 import tempfile
+import threading
+import time
 from collections.abc import Callable
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 
 import pytest
 
@@ -16,10 +18,14 @@ from engine import LLM
 from engine.llm import encode_chat
 from errors import UserError
 from ranks import bounded
+from scripts import quantize
+from scripts.bench.serving import speculation
+from scripts.quality import heldout, lm_eval
 from tests import MODELS
 from tests.support import server_thread
 from tests.support.command_line import Here, launch
 from text.tokenizer_files import load_tokenizer
+from training import encode
 
 ENDLESS = "{% for i in range(99999) %}{% for j in range(99999) %}{% endfor %}{% endfor %}"
 ENORMOUS = "{{ 'a' * 10 ** 11 }}"
@@ -72,6 +78,34 @@ def test_the_result_and_the_errors_of_a_function_come_back() -> None:
         bounded.bounded("it", bytes, 1 << 31)
     with pytest.raises(UserError, match=r"^it needs more than"):  # as when a library written in Rust cannot allocate
         bounded.bounded("it", os.abort)
+
+
+def test_a_caller_does_not_wait_for_a_lock_that_is_never_released(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The child has a copy of the lock, which a thread of the parent held at the fork."""
+    monkeypatch.setattr(bounded, "PATIENCE", 0.3)
+    monkeypatch.setattr(bounded, "BUSY", 0)
+    lock = threading.Lock()
+    with lock, pytest.raises(UserError, match=r"^it is not prepared after 0\.3 s"):
+        bounded.bounded("it", lock.acquire, timeout=60)
+
+
+def test_long_results_come_whole_or_not_at_all(monkeypatch: pytest.MonkeyPatch) -> None:
+    assert len(bounded.bounded("it", bytes, 5_000_000)) == 5_000_000
+    monkeypatch.setattr(bounded, "RESULT", 1000)
+    with pytest.raises(UserError, match=r"^it needs more than"):
+        bounded.bounded("it", bytes, 2000)
+    assert len(bounded.bounded("it", bytes, 2000, characters=1000)) == 2000
+
+
+def test_a_text_that_is_read_often_has_more_time() -> None:
+    def compute() -> str:
+        while time.process_time() < 1.2:
+            pass
+        return "done"
+
+    with pytest.raises(UserError, match="takes more than 1 s"):
+        bounded.bounded("it", compute, characters=1000)
+    assert bounded.bounded("it", compute, characters=1000, times=200) == "done"
 
 
 def test_limits_of_the_user_stay() -> None:
@@ -143,6 +177,37 @@ def test_the_command_refuses_a_template_without_a_bound(
     here = Here(monkeypatch, capfd)
     assert "the conversation needs more than" in here.refuses("--model", folder, "--chat", "--prompt", "hi")
     assert "the prompt" in here.refuses("--model", folder, "--prompt", "e")
+
+
+def test_tokenizing_for_training_refuses_what_has_no_end_or_bound(
+    checkpoint: Callable[..., Path], monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    chats, texts = tmp_path / "chats.jsonl", tmp_path / "texts.jsonl"
+    chats.write_text(json.dumps({"messages": [*HI, {"role": "assistant", "content": "ho"}]}))
+    texts.write_text('{"text": "e"}\n' * 3)
+    monkeypatch.setattr(encode, "ITEM_BYTES", 16)
+    task = encode.Task(checkpoint(ENDLESS), chat=True, window=99)
+    with pytest.raises(UserError, match=r"the text of .*chats\.jsonl takes more than 1 s of processor time"):
+        list(encode.encode_all(task, encode.work_items([chats], chat=True), 1))
+    task = encode.Task(checkpoint(normalizer=doubled(34)), chat=False)
+    with pytest.raises(UserError, match=r"the text of .*texts\.jsonl (needs|takes) more than"):
+        list(encode.encode_all(task, encode.work_items([texts], chat=False), 2))
+
+
+def test_scripts_refuse_texts_without_a_bound(checkpoint: Callable[..., Path]) -> None:
+    folder = checkpoint(ENORMOUS, normalizer=doubled(34))
+    tokenizer = load_tokenizer(folder)
+    for encode_it in (
+        lambda: heldout.held_out_stories(tokenizer, 1),
+        lambda: heldout.matches(cast(Any, None), tokenizer, "question", 1),
+        lambda: lm_eval.sums(tokenizer, 1),
+        lambda: lm_eval.greedy(cast(Any, None), tokenizer, "e"),
+        lambda: quantize.calibration(str(folder), "e", cast(Any, None), 1, 1),
+        lambda: speculation.prompts_of("story", tokenizer, 0, 1, 0),
+        lambda: speculation.prompts_of("question", tokenizer, 0, 1, 0),
+    ):
+        with pytest.raises(UserError, match=r"(needs|takes) more than"):
+            encode_it()
 
 
 def test_ranks_refuse_a_template_without_a_bound_once(checkpoint: Callable[..., Path]) -> None:

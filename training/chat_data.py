@@ -22,10 +22,10 @@ SHAREGPT_ROLES = {"human": "user", "gpt": "assistant", "system": "system"}  # `f
 
 @dataclass(frozen=True)
 class Example:
-    """One conversation."""
+    """One conversation or document."""
 
     ids: list[int]
-    mask: list[int]  # 1 where the loss counts the token
+    mask: list[int]  # 1 where the loss counts the token; empty for a document, of which it counts all
 
 
 def read_messages(record: Mapping[str, Any]) -> list[Message]:

@@ -1,13 +1,14 @@
 """Encodes text and conversations as token ids, in as many processes as there are cores.
 
-Inputs are cut into work items of about equal size. The result does not depend on the number of processes.
+Inputs are cut into work items of about equal size. Each is encoded in a process of its own with limits of time and memory, because
+the tokenizer and the chat template of a checkpoint are not trusted. The result does not depend on the number of processes.
 """
 
 import json
-import multiprocessing
 from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -15,14 +16,13 @@ import numpy as np
 from tqdm import tqdm
 
 from errors import UserError
+from ranks.bounded import bounded
+from text.tokenizer import Tokenizer
 from text.tokenizer_files import load_tokenizer
-from training.chat_data import encode_example, read_messages
+from training.chat_data import Example, encode_example, read_messages
 
 ITEM_BYTES = 1 << 20  # of input in one work item
 SUFFIXES = (".jsonl", ".txt")
-
-
-# --- the work of one process ---------------------------------------------------------------------------------------------
 
 
 @dataclass(frozen=True)
@@ -56,53 +56,59 @@ class Encoded:
     skipped: int = 0
 
 
-class Encoder:
-    """Encodes work items; each process has one."""
+def encode_item(task: Task, tokenizer: Tokenizer, item: WorkItem) -> Encoded:
+    """Encode a work item, within limits of time and memory. Raises UserError, which names file and line if an example is wrong."""
+    documents = list(_documents(item))
+    if not documents:
+        return _encode(task, tokenizer, item.path, documents)
+    answers = max((line.count(b"assistant") + line.count(b"gpt") for _, line in documents))
+    times = max(1, 2 * answers) if task.chat else 1  # a conversation is rendered twice for each of its answers
+    size = sum(len(text) for _, text in documents)
+    return bounded(f"the text of {item.path}", _encode, task, tokenizer, item.path, documents, characters=size, times=times)
 
-    def __init__(self, task: Task) -> None:
-        self.task, self.tokenizer = task, load_tokenizer(task.model)
 
-    def encode(self, item: WorkItem) -> Encoded:
-        """Encode a work item. Raises UserError that names file and line."""
-        ids: list[int] = []
-        mask: list[int] = []
-        lengths: list[int] = []
-        truncated = skipped = 0
-        for offset, text in _documents(item):
-            try:
-                example_ids, example_mask = self._example(text, item.path.suffix == ".txt")
-            except UserError as e:
-                raise UserError(f"{_where(item.path, offset)}: {e}") from None
-            if self.task.chat and len(example_ids) > self.task.window:
-                example_ids, example_mask = example_ids[: self.task.window], example_mask[: self.task.window]
-                if not self.task.truncate or not any(example_mask):
-                    skipped += 1
-                    continue
-                truncated += 1
-            ids += example_ids
-            mask += example_mask
-            lengths.append(len(example_ids))
-        arrays = np.array(ids, np.uint32), np.array(mask, np.uint8), np.array(lengths, np.int64)
-        return Encoded(*arrays, truncated, skipped)
+def _encode(task: Task, tokenizer: Tokenizer, path: Path, documents: Sequence[tuple[int, bytes]]) -> Encoded:
+    ids: list[int] = []
+    mask: list[int] = []
+    lengths: list[int] = []
+    truncated = skipped = 0
+    for offset, text in documents:
+        try:
+            example = _example(task, tokenizer, text, path.suffix == ".txt")
+        except UserError as e:
+            raise UserError(f"{_where(path, offset)}: {e}") from None
+        if task.chat and len(example.ids) > task.window:
+            example = Example(example.ids[: task.window], example.mask[: task.window])
+            if not task.truncate or not any(example.mask):
+                skipped += 1
+                continue
+            truncated += 1
+        ids += example.ids
+        mask += example.mask
+        lengths.append(len(example.ids))
+    arrays = np.array(ids, np.uint32), np.array(mask, np.uint8), np.array(lengths, np.int64)
+    return Encoded(*arrays, truncated, skipped)
 
-    def _example(self, text: bytes, is_document: bool) -> tuple[list[int], list[int]]:
-        decoded = _decode(text)
-        if is_document:
-            return self._document(decoded), []
-        record = _record(decoded)
-        if self.task.chat:
-            example = encode_example(self.tokenizer, read_messages(record), _tools(record), self.task.last_answer)
-            return example.ids, example.mask
-        if not isinstance(record.get("text"), str):
-            raise UserError('there is no "text"; for conversations ("messages") add --chat')
-        return self._document(record["text"]), []
 
-    def _document(self, text: str) -> list[int]:
-        if not text.strip():
-            raise UserError("the document is empty; leave it out")
-        end = self.tokenizer.eos_ids[0]
-        ids = self.tokenizer.encode(text, parse_special=False)
-        return ids if ids[-1] == end else [*ids, end]
+def _example(task: Task, tokenizer: Tokenizer, text: bytes, is_document: bool) -> Example:
+    decoded = _decode(text)
+    if is_document:
+        return document(tokenizer, decoded)
+    record = _record(decoded)
+    if task.chat:
+        return encode_example(tokenizer, read_messages(record), _tools(record), task.last_answer)
+    if not isinstance(record.get("text"), str):
+        raise UserError('there is no "text"; for conversations ("messages") add --chat')
+    return document(tokenizer, record["text"])
+
+
+def document(tokenizer: Tokenizer, text: str) -> Example:
+    """The tokens of a document with one end token, and no mask. Raises UserError if it is empty."""
+    if not text.strip():
+        raise UserError("the document is empty; leave it out")
+    end = tokenizer.eos_ids[0]
+    ids = tokenizer.encode(text, parse_special=False)
+    return Example(ids if ids[-1] == end else [*ids, end], [])
 
 
 def _documents(item: WorkItem) -> Iterator[tuple[int, bytes]]:
@@ -158,20 +164,6 @@ def _tools(record: dict[str, Any]) -> list[dict[str, Any]] | None:
     return tools
 
 
-# --- many processes ------------------------------------------------------------------------------------------------------
-
-_encoder: Encoder  # of this process
-
-
-def _start_process(task: Task) -> None:
-    global _encoder
-    _encoder = Encoder(task)
-
-
-def _encode_item(item: WorkItem) -> Encoded:
-    return _encoder.encode(item)
-
-
 def work_items(inputs: Sequence[Path], chat: bool) -> list[WorkItem]:
     """The work items of the inputs, in the order of the output. Raises UserError if an input is missing or has an unknown
     suffix."""
@@ -196,18 +188,12 @@ def _cut(file: Path, size: int) -> Iterator[WorkItem]:
 
 def encode_all(task: Task, items: Sequence[WorkItem], processes: int) -> Iterator[Encoded]:
     """Encode the work items. Yields each item's examples in order, for any number of processes."""
-    total = sum(item.stop - item.start for item in items)
-    with _results(task, items, processes) as results, tqdm(total=total, desc="tokenizing", unit="B", unit_scale=True) as bar:
-        for item, encoded in zip(items, results, strict=True):
-            yield encoded
-            bar.update(item.stop - item.start)
-
-
-@contextmanager
-def _results(task: Task, items: Sequence[WorkItem], processes: int) -> Iterator[Iterator[Encoded]]:
-    if processes == 1 or len(items) <= 1:
-        yield map(Encoder(task).encode, items)
-        return
-    context = multiprocessing.get_context("spawn")
-    with context.Pool(min(processes, len(items)), _start_process, (task,)) as pool:
-        yield pool.imap(_encode_item, items)
+    encode = partial(encode_item, task, load_tokenizer(task.model))
+    pool = ThreadPoolExecutor(processes)  # each thread waits for a process
+    try:
+        with tqdm(total=sum(item.stop - item.start for item in items), desc="tokenizing", unit="B", unit_scale=True) as bar:
+            for item, encoded in zip(items, pool.map(encode, items), strict=True):
+                yield encoded
+                bar.update(item.stop - item.start)
+    finally:
+        pool.shutdown(cancel_futures=True)

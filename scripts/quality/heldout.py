@@ -4,6 +4,7 @@ import math
 from functools import cache
 
 from engine import LLM, SamplingParams
+from engine.llm import encode_chat, encode_texts
 from scripts.corpus.documents import Document, documents, render
 from text.tokenizer import Tokenizer
 
@@ -20,7 +21,7 @@ def held_out(kind: str, count: int) -> list[Document]:
 
 def held_out_stories(tokenizer: Tokenizer, count: int) -> list[list[int]]:
     """Token ids of held-out stories, without begin tokens."""
-    return [tokenizer.encode(render(document), add_special_tokens=False) for document in held_out("story", count)]
+    return encode_texts(tokenizer, [render(document) for document in held_out("story", count)], add_special_tokens=False)
 
 
 def perplexity(llm: LLM, tokenizer: Tokenizer, items: int) -> float:
@@ -37,6 +38,6 @@ def perplexity(llm: LLM, tokenizer: Tokenizer, items: int) -> float:
 def matches(llm: LLM, tokenizer: Tokenizer, task: str, items: int) -> list[bool]:
     """Whether the greedy answer to each held-out prompt equals the expected text exactly."""
     asked = held_out(task, items)
-    prompts = [tokenizer.encode_chat(document.prompt_messages) for document in asked]
+    prompts = [encode_chat(tokenizer, document.prompt_messages) for document in asked]
     answers = llm.generate(prompts, SamplingParams(max_tokens=MAX_ANSWER, temperature=0))
     return [answer.text == document.answer for answer, document in zip(answers, asked, strict=True)]

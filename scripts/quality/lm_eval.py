@@ -21,14 +21,16 @@ import shutil
 import subprocess
 import sys
 import tempfile
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
 from cli import Parser, run
 from engine import LLM, SamplingParams
+from engine.llm import encode_texts
 from errors import UserError
-from scripts.corpus.documents import documents
+from ranks.bounded import bounded
+from scripts.corpus.documents import Document, documents
 from scripts.lib.machine import describe, machine
 from scripts.lib.markdown import table_lines
 from scripts.lib.results import ROOT, add_write_option, results_folder, write_json
@@ -67,19 +69,23 @@ def questions(tokenizer: Tokenizer, items: int) -> list[Item]:
     found = list(documents(SEED, items, split="heldout", kind="question"))
     answers = sorted({document.answer for document in documents(SEED, max(items, 40), split="heldout", kind="question")})
     rows = []
-    for document in found:
+    for document, prompt in zip(found, rendered(tokenizer, found), strict=True):
         choices = [document.answer, *rng.sample([a for a in answers if a != document.answer], CHOICES - 1)]
         rng.shuffle(choices)
         gold = choices.index(document.answer)
-        rows.append({"prompt": tokenizer.render_chat(document.prompt_messages), "choices": choices, "gold": gold})
+        rows.append({"prompt": prompt, "choices": choices, "gold": gold})
     return rows
 
 
 def sums(tokenizer: Tokenizer, items: int) -> list[Item]:
-    return [
-        {"prompt": tokenizer.render_chat(document.prompt_messages), "gold": document.answer}
-        for document in documents(SEED, items, split="heldout", kind="arithmetic")
-    ]
+    found = list(documents(SEED, items, split="heldout", kind="arithmetic"))
+    prompts = rendered(tokenizer, found)
+    return [{"prompt": prompt, "gold": document.answer} for document, prompt in zip(found, prompts, strict=True)]
+
+
+def rendered(tokenizer: Tokenizer, asked: Sequence[Document]) -> list[str]:
+    """The prompts, as the checkpoint's chat template writes them. Raises UserError for a template without an end or a bound."""
+    return bounded("the prompts", lambda: [tokenizer.render_chat(document.prompt_messages) for document in asked])
 
 
 def write_tasks(folder: Path, data: dict[str, list[Item]]) -> None:
@@ -131,15 +137,15 @@ def run_harness(command: str, model: Path, url: str, folder: Path) -> tuple[dict
 
 def likelihood(llm: LLM, tokenizer: Tokenizer, prompt: str, answer: str) -> tuple[float, bool]:
     """The log-probability (nats) of `answer` after `prompt`, and whether greedy decoding would generate it."""
-    start = len(tokenizer.encode(prompt, add_special_tokens=False))
-    ids = tokenizer.encode(prompt + answer, add_special_tokens=False)
+    before, ids = encode_texts(tokenizer, [prompt, prompt + answer], add_special_tokens=False)
+    start = len(before)
     scores = llm.score(ids)
     return sum(p for p in scores.logprobs[start:] if p is not None), scores.argmax[start - 1 : -1] == ids[start:]
 
 
 def greedy(llm: LLM, tokenizer: Tokenizer, prompt: str) -> str:
-    ids = tokenizer.encode(prompt, add_special_tokens=False)
-    return llm.generate([ids], SamplingParams(max_tokens=MAX_ANSWER, temperature=0))[0].text
+    ids = encode_texts(tokenizer, [prompt], add_special_tokens=False)
+    return llm.generate(ids, SamplingParams(max_tokens=MAX_ANSWER, temperature=0))[0].text
 
 
 def compare_scores(

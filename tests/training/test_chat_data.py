@@ -346,10 +346,9 @@ def test_processes_change_nothing(command: Command, tmp_path: Path, monkeypatch:
 
 def test_a_document_has_one_end(seed: int) -> None:
     """Also if the tokenizer itself adds one."""
-    encoder = object.__new__(encode.Encoder)
     for ids in ([5, 6], [5, 6, 1]):
-        encoder.tokenizer = cast(Any, SimpleNamespace(eos_ids=(1, 2), encode=lambda text, parse_special, ids=ids: [*ids]))
-        assert encoder._document("text") == [5, 6, 1]
+        tokenizer = SimpleNamespace(eos_ids=(1, 2), encode=lambda text, parse_special, ids=ids: [*ids])
+        assert encode.document(cast(Any, tokenizer), "text").ids == [5, 6, 1]
 
 
 def test_documents_lie_one_after_the_other(

@@ -43,7 +43,7 @@ from comm.table import ENGINE, digest
 from engine.core import Engine
 from engine.draft_models import EMBEDDED, find_draft
 from engine.limits import EngineLimits
-from engine.llm import read_tokenizer
+from engine.llm import encode_chat, encode_texts, read_tokenizer
 from engine.model_drafter import ModelDrafter
 from engine.protocol import SamplingParams, Submit
 from engine.sequence import Sequence
@@ -83,9 +83,9 @@ def prompts_of(task: str, tokenizer: Tokenizer | None, vocab_size: int, count: i
     prompts = []
     for document in documents(seed, count, split="heldout", kind=task):
         if document.text is None:
-            prompts.append(tokenizer.encode_chat([dict(message) for message in document.messages[:-1]]))
+            prompts.append(encode_chat(tokenizer, document.messages[:-1]))
         else:
-            prompts.append(tokenizer.encode(" ".join(document.text.split()[:STORY_WORDS])))
+            prompts += encode_texts(tokenizer, [" ".join(document.text.split()[:STORY_WORDS])])
     return prompts
 
 

@@ -22,6 +22,7 @@ from checkpoints.presets import model_config
 from checkpoints.weights import load_model
 from cli import Parser, run
 from engine import LLM, SamplingParams
+from engine.llm import encode_texts
 from errors import UserError
 from scripts.lib.machine import describe, machine
 from scripts.lib.markdown import captioned
@@ -99,7 +100,7 @@ def main() -> None:
     args = parse_args()
     folder = results_folder(args)
     torch.set_num_threads(args.threads)
-    prompt = load_tokenizer(args.model).encode("Once upon a time")
+    [prompt] = encode_texts(load_tokenizer(args.model), ["Once upon a time"])
     programs = {"rung": load_rung(args, prompt), "transformers": load_transformers(args, prompt)}
     rows = [compare(programs, batch, args) for batch in args.batch_size]
     where = machine()
