@@ -3,19 +3,17 @@
 python -m scripts.report.check_docs             # exits with 2 and prints a line for each figure without a source
 python -m scripts.report.check_docs docs/x.md   # only that page
 
-A paragraph, list or table that states measured figures has a comment below it, which is not visible on the rendered page:
+A section that states measured figures has an entry in docs/results/figures.txt:
 
-    64 MiB take NCCL 326 µs and `int8` 181, 1.80 times as fast; the paper says 1.9.
-    <!-- figures
-    from results/h200-4-quantized.md
-    1.80 = 325.5 / 180.6
+    communication.md: The quantized all-reduce
+    from h200-4-quantized.md h200-4/quantized.json
     stated 1.9: Li et al., table 3
-    -->
+    1.80 = 325.5 / 180.6
 
-`from` names tables or raw files, relative to the page or to the root. Every number of the text must meet one of three conditions:
-it is in one of these files, rounded as in the text; it is computed from such numbers (`=`); or it is declared to come from
-elsewhere (`stated`). Numbers that describe a setting (batch sizes, bytes, tokens, ranks: `SETTING`) need no source. A paragraph
-with a measured unit (`MEASURED`) but no such comment is an error.
+The first line names the page and the heading. `from` names tables or raw files in docs/results. Every number of the section must
+meet one of three conditions: it is in one of these files, rounded as in the text; it is computed from such numbers (`=`); or it is
+declared to come from elsewhere (`stated`). Numbers that describe a setting (batch sizes, bytes, tokens, ranks: `SETTING`) need no
+source. A section with a measured unit (`MEASURED`) but no entry is an error, and so is an entry of which the page says nothing.
 
 Tables and plots in docs/results are compared with `made-from.json`, which the scripts that write them update
 (`scripts/lib/results.py`). A table or plot that was changed by hand or is older than its raw files is an error. So is a table to
@@ -26,7 +24,7 @@ import ast
 import json
 import operator
 import re
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from statistics import median
@@ -45,12 +43,13 @@ SETTING = re.compile(
     r"|layers?\b|prompts?\b|sequences?\b|heads?\b|hosts?\b|nodes?\b|cores?\b|windows?\b|streams?\b|values?\b|micro-batch(?:es)?\b|requests?\b"
     r"|arrivals?\b|replays?\b|features?\b|steps?\b|runs?\b|items?\b|launches\b|chunks?\b|programs?\b|graphs?\b|models?\b|seeds?\b))"
 )
-UNCHECKED = re.compile(r"```.*?```|`[^`\n]*`|\]\([^)]*\)|<!--.*?-->|https?://\S+|^#.*$|arXiv:\S+", re.DOTALL | re.MULTILINE)
+UNCHECKED = re.compile(r"```.*?```|`[^`\n]*`|\]\([^)]*\)|<!--.*?-->|https?://\S+|^#[^\n]*$|arXiv:\S+", re.DOTALL | re.MULTILINE)
 QUOTED = re.compile(r"<!-- docs/results/\S+ -->.*?<!-- end -->", re.DOTALL)  # checked by scripts/report/quote_tables.py
-COMMENT = re.compile(r"<!-- figures\n(.*?)-->", re.DOTALL)
+HEADING = re.compile(r"^#+ (.*)$", re.MULTILINE)
 LONE_NUMBER = re.compile(rf"(?<![\w.:/-]){NUMBER}(?!\w|:\w|-\w)")
+FIGURES = RESULTS / "figures.txt"
 MOST = {  # budgets, which only fall: say in a page what its reader decides by, and keep the raw files that pages quote
-    "words of README.md and docs": 31_000,  # tables included, comments not
+    "words of README.md and docs": 31_000,  # tables included
     "bytes of docs/results": 6_000_000,
     "bytes of README.md": 8_000,
     "lines of README.md": 110,
@@ -65,11 +64,14 @@ ARITHMETIC: dict[type, Callable[[float, float], float]] = {
 
 @dataclass
 class Claims:
-    """The contents of one comment, which describe the paragraph above it."""
+    """What an entry says of the numbers in its section."""
 
     values: list[float] = field(default_factory=list)  # all numbers in the files that `from` names
-    derived: dict[str, str] = field(default_factory=dict)  # number as written in the text: expression
+    derived: list[tuple[str, str]] = field(default_factory=list)  # number as written in the text, expression
     stated: set[str] = field(default_factory=set)
+
+
+Entries = dict[tuple[str, str], Claims]  # by the names of page and section
 
 
 def numbers_in(value: Any) -> Iterator[float]:
@@ -107,23 +109,32 @@ def rounds_to(value: float, text: str) -> bool:
     return abs(value - _float(text)) <= 0.5 * 10**-decimals * (1 + 1e-9)
 
 
-def parse(comment: str, page: Path) -> Claims:
+def read_entries(path: Path) -> Entries:
+    """The entries of a file like FIGURES, whose sources lie in the same folder. Raises UserError for a line that has no meaning."""
+    entries: Entries = {}
+    for block in path.read_text().split("\n\n"):
+        head, *lines = block.strip().splitlines()
+        page, _, section = head.partition(": ")
+        if not page.endswith(".md") or not section or (page, section) in entries:
+            raise UserError(f"{path.name}: an entry begins with {head!r}, which is no new PAGE.md: HEADING")
+        entries[page, section] = parse(lines, path)
+    return entries
+
+
+def parse(lines: Sequence[str], path: Path) -> Claims:
     claims = Claims()
-    for line in filter(None, map(str.strip, comment.splitlines())):
+    for line in lines:
         if line.startswith("from "):
-            for name in line.split()[1:]:
-                path = next((p for p in (page.parent / name, ROOT / name) if p.is_file()), None)
-                if path is None:
-                    raise UserError(f"{page.name}: a comment names {name}, which does not exist")
-                claims.values += read_numbers(path)
+            for source in (path.parent / name for name in line.split()[1:]):
+                if not source.is_file():
+                    raise UserError(f"{path.name} names {source.relative_to(path.parent)}, which does not exist")
+                claims.values += read_numbers(source)
         elif line.startswith("stated "):
             claims.stated |= set(re.findall(NUMBER, line.partition(":")[0]))
         elif match := re.fullmatch(rf"({NUMBER}) = (.+)", line):
-            claims.derived[match[1]] = match[2]
+            claims.derived.append((match[1], match[2]))
         else:
-            raise UserError(
-                f"{page.name}: a comment has the line {line!r}; say from FILE …, NUMBER = EXPRESSION or stated NUMBER: WHY"
-            )
+            raise UserError(f"{path.name} has the line {line!r}; say from FILE …, stated NUMBER: WHY or NUMBER = EXPRESSION")
     return claims
 
 
@@ -143,51 +154,67 @@ def evaluate(expression: str, known: Callable[[str], bool]) -> float:
     return value(ast.parse(expression, mode="eval").body)
 
 
+def plain_text(text: str) -> str:
+    """Markdown without code, links, comments and the numbers that describe a setting."""
+    return SETTING.sub(" ", UNCHECKED.sub(" ", text))
+
+
 def unbacked(text: str, claims: Claims) -> Iterator[str]:
-    """The numbers of a paragraph that have no source, and other errors in its comment."""
-    plain = SETTING.sub(" ", UNCHECKED.sub(" ", text))
-    written = {match[0] for match in LONE_NUMBER.finditer(plain)} | set(re.findall(NUMBER, " ".join(claims.derived.values())))
-    for number in (claims.derived.keys() | claims.stated) - written:
-        yield f"{number}: the comment speaks of it, but the text has no such figure"
+    """The numbers of a section that have no source."""
+    plain, derived = plain_text(text), {number for number, _ in claims.derived}
     for match in LONE_NUMBER.finditer(plain):
-        number = match[0]
         percent = plain[match.end() :].lstrip()[:1] == "%"
-
-        def known(text: str, percent: bool = percent) -> bool:
-            return text in claims.stated or any(
-                rounds_to(v, text) or (percent and rounds_to(100 * v, text)) for v in claims.values
-            )
-
-        if number in claims.derived:
-            try:
-                value = evaluate(claims.derived[number], known)
-            except UserError as e:
-                yield f"{number}: {e}"
-                continue
-            if not rounds_to(value, number):
-                yield f"{number}, but {claims.derived[number]} = {value:.6g}"
-        elif not known(number):
-            yield number
+        if match[0] not in derived and not is_known(match[0], claims, percent):
+            yield match[0]
 
 
-def blocks(text: str) -> Iterator[tuple[int, str]]:
-    """The first line's number and the text of each paragraph, including the comment that follows it."""
-    masked = QUOTED.sub(lambda m: "\n" * m[0].count("\n"), text)
-    masked = re.sub(r"```.*?```", lambda m: "\n" * m[0].count("\n"), masked, flags=re.DOTALL)
-    for match in re.finditer(r"(?:^(?!\s*$).*\n?)+", masked, re.MULTILINE):
-        yield masked.count("\n", 0, match.start()) + 1, match[0]
+def is_known(number: str, claims: Claims, percent: bool = False) -> bool:
+    """Whether a number is in the sources or stated. percent: it may be a share there."""
+    return number in claims.stated or any(
+        rounds_to(v, number) or (percent and rounds_to(100 * v, number)) for v in claims.values
+    )
 
 
-def check_page(page: Path) -> list[str]:
-    """An error line for each figure of one page that has no source."""
-    found = []
-    for line, block in blocks(page.read_text()):
-        where = f"{page.relative_to(ROOT) if page.is_relative_to(ROOT) else page}:{line}"
-        if match := COMMENT.search(block):
-            found += [f"{where}: {problem}" for problem in unbacked(block, parse(match[1], page))]
-        elif not block.startswith("    ") and (figure := MEASURED.search(UNCHECKED.sub(" ", block))):
-            found.append(f"{where}: {figure[0]!r} has no source: add a comment `<!-- figures`")
-    return found
+def wrong(text: str, claims: Claims) -> Iterator[str]:
+    """What is wrong with the entry of a section: numbers that the section does not have, and expressions with another result."""
+    percent = "%" in text
+    written = {match[0] for match in LONE_NUMBER.finditer(plain_text(text))}
+    used = written | {number for _, expression in claims.derived for number in re.findall(NUMBER, expression)}
+    for number in sorted({number for number, _ in claims.derived} - written | claims.stated - used):
+        yield f"{number}: {FIGURES.name} speaks of it, but the section has no such figure"
+    for number, expression in claims.derived:
+        try:
+            value = evaluate(expression, lambda text: is_known(text, claims, percent))
+        except UserError as e:
+            yield f"{number}: {e}"
+            continue
+        if not rounds_to(value, number):
+            yield f"{number}, but {expression} = {value:.6g}"
+
+
+def sections(text: str) -> Iterator[tuple[int, str, str]]:
+    """The first line's number, the heading and the text of each section. Quoted tables and code blocks are empty lines."""
+    for hidden in (QUOTED, re.compile(r"```.*?```", re.DOTALL), re.compile(r"(?<=\n\n)(?: {4}.*\n|\n)+")):
+        text = hidden.sub(lambda m: "\n" * m[0].count("\n"), text)
+    places = [*HEADING.finditer(text)]
+    for match, after in zip(places, [*(place.start() for place in places[1:]), len(text)], strict=True):
+        yield text.count("\n", 0, match.start()) + 1, match[1], text[match.start() : after]
+
+
+def check_page(page: Path, entries: Entries) -> list[str]:
+    """An error line for each figure of one page that has no source, and for each claim that the page does not make."""
+    found, text = list[str](), page.read_text()
+    where = page.relative_to(ROOT) if page.is_relative_to(ROOT) else page
+    parts = [*sections(text)]
+    for line, heading, section in parts:
+        claims = entries.get((page.name, heading))
+        if claims is None:
+            if figure := MEASURED.search(UNCHECKED.sub(" ", section)):
+                found.append(f"{where}:{line}: {figure[0]!r} has no source: add an entry to {FIGURES.name}")
+            continue
+        found += [f"{where}:{line}: {problem}" for problem in (*unbacked(section, claims), *wrong(section, claims))]
+    gone = {section for name, section in entries if name == page.name} - {heading for _, heading, _ in parts}
+    return found + [f"{where}: has no section {section!r}, of which {FIGURES.name} speaks" for section in sorted(gone)]
 
 
 def unlisted(page: Path, tables: Path) -> list[str]:
@@ -199,7 +226,7 @@ def unlisted(page: Path, tables: Path) -> list[str]:
 def over_budget(root: Path) -> list[str]:
     """An error line for each figure of MOST that the repository in `root` exceeds."""
     readme, results = root / "README.md", root / "docs" / "results"
-    pages = [re.sub(r"<!--.*?-->", "", page.read_text(), flags=re.DOTALL) for page in (readme, *(root / "docs").glob("*.md"))]
+    pages = [page.read_text() for page in (readme, *(root / "docs").glob("*.md"))]
     found = {
         "words of README.md and docs": sum(len(page.split()) for page in pages),
         "bytes of docs/results": sum(path.stat().st_size for path in results.rglob("*") if path.is_file()),
@@ -214,7 +241,8 @@ def main() -> None:
     parser.add_argument("pages", nargs="*", type=Path, help="default: README.md and docs/*.md, and all tables and plots")
     args = parser.parse_args()
     pages = args.pages or [ROOT / "README.md", *sorted((ROOT / "docs").glob("*.md"))]
-    found = [problem for page in pages for problem in check_page(page)]
+    entries = read_entries(FIGURES)
+    found = [problem for page in pages for problem in check_page(page, entries)]
     found += [] if args.pages else [*stale(RESULTS), *unlisted(ROOT / "docs" / "results.md", RESULTS), *over_budget(ROOT)]
     if found:
         print("\n".join(found))

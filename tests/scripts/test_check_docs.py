@@ -6,6 +6,7 @@ from pathlib import Path
 
 import pytest
 
+from errors import UserError
 from scripts.lib import results
 from scripts.report import check_docs
 from scripts.report.check_docs import ROOT, check_page
@@ -19,14 +20,17 @@ def page(tmp_path: Path) -> Path:
     return tmp_path / "page.md"
 
 
-def problems(page: Path, text: str, comment: str = "") -> list[str]:
-    page.write_text(text + (f"\n<!-- figures\n{comment}\n-->\n" if comment else "\n"))
-    return [problem.rpartition("page.md:1: ")[2] for problem in check_page(page)]
+def problems(page: Path, text: str, *claims: str) -> list[str]:
+    page.write_text(f"# Times\n\n{text}\n")
+    figures = page.parent / "figures.txt"
+    figures.write_text("\n".join(["page.md: Times", *claims, "", "other.md: Times", "stated 7: nothing"]) + "\n")
+    entries = check_docs.read_entries(figures) if claims else {}
+    return [problem.rpartition("page.md:1: ")[2] for problem in check_page(page, entries)]
 
 
-@pytest.mark.parametrize("path", [ROOT / "README.md", *sorted((ROOT / "docs").glob("*.md"))], ids=lambda path: path.name)
-def test_the_documentation_s_figures_are_those_of_its_files(path: Path) -> None:
-    assert check_page(path) == []
+def test_the_documentation_s_figures_are_those_of_its_files() -> None:
+    entries, pages = check_docs.read_entries(check_docs.FIGURES), [ROOT / "README.md", *(ROOT / "docs").glob("*.md")]
+    assert [problem for page in pages for problem in check_page(page, entries)] == []
 
 
 def test_figures_of_the_file_pass_however_they_are_rounded(page: Path) -> None:
@@ -39,31 +43,54 @@ def test_another_figure_is_named(page: Path, figure: str) -> None:
     assert problems(page, f"NCCL takes {figure}.", "from raw.json") == [figure.split()[0]]
 
 
+def test_a_share_may_be_written_in_percent(page: Path) -> None:
+    (page.parent / "raw.json").write_text("[0.125]")
+    assert problems(page, "It takes 12.5 %.", "from raw.json") == []
+    assert problems(page, "It takes 12.5 ms.", "from raw.json") == ["12.5"]
+
+
 def test_a_figure_with_a_measured_unit_needs_a_source(page: Path) -> None:
-    assert problems(page, "NCCL takes 253 µs.") == ["'253 µs' has no source: add a comment `<!-- figures`"]
-    assert problems(page, "It takes `253 µs`, runs on 2 GPUs and reads 64 MiB.") == []
+    assert problems(page, "NCCL takes 253 µs.") == ["'253 µs' has no source: add an entry to figures.txt"]
+    hidden = "It takes `253 µs`, runs on 2 GPUs and reads 64 MiB.\n\n    a command that takes 253 µs\n\n```\n1.5 ms\n```"
+    quoted = "<!-- docs/results/x.md -->\n| 7.5 ms |\n<!-- end -->"
+    assert problems(page, f"{hidden}\n\n{quoted}") == []
+    assert problems(page, f"{hidden}\n\nThen 3.5.\n\n{quoted}", "from raw.json") == ["3.5"]
 
 
 def test_what_follows_from_the_file_is_worked_out(page: Path) -> None:
     text = "`int8` is 1.85 times as fast."
-    assert problems(page, text, "from raw.json\n1.85 = 253.05 / 136.51") == []
-    (wrong,) = problems(page, "`int8` is 1.95 times as fast.", "from raw.json\n1.95 = 253.05 / 136.51")
+    assert problems(page, text, "from raw.json", "1.85 = 253.05 / 136.51") == []
+    (wrong,) = problems(page, "`int8` is 1.95 times as fast.", "from raw.json", "1.95 = 253.05 / 136.51")
     assert wrong.startswith("1.95, but 253.05 / 136.51 = 1.853")
-    (unknown,) = problems(page, text, "from raw.json\n1.85 = 300.5 / 162.4")
+    twice = problems(page, text, "from raw.json", "1.85 = 253.05 / 136.51", "1.85 = 136.51 / 253.05")
+    assert [problem.partition(",")[0] for problem in twice] == ["1.85"]
+    (unknown,) = problems(page, text, "from raw.json", "1.85 = 300.5 / 162.4")
     assert "300.5" in unknown
-    (forbidden,) = problems(page, text, "from raw.json\n1.85 = abs(253.05)")
+    assert problems(page, text, "stated 300.5, 162.4: elsewhere", "1.85 = 300.5 / 162.4") == []
+    (forbidden,) = problems(page, text, "from raw.json", "1.85 = abs(253.05)")
     assert "more than sums and products" in forbidden
 
 
-def test_a_comment_that_speaks_of_no_figure_is_named(page: Path) -> None:
-    (left,) = problems(page, "NCCL takes 253 µs.", "from raw.json\nstated 12: the paper")
-    assert left.startswith("12: the comment speaks of it")
+def test_an_entry_that_speaks_of_no_figure_or_section_is_named(page: Path) -> None:
+    found = problems(page, "NCCL takes 253 µs.", "from raw.json", "stated 12: the paper", "9 = 7.5 - 4.0")
+    assert [problem.partition(":")[0] for problem in found] == ["12", "9", "9, but 7.5 - 4.0 = 3.5"]
+    page.write_text("# Time\n")
+    (gone,) = check_page(page, {("page.md", "Times"): check_docs.Claims()})
+    assert gone.endswith("page.md: has no section 'Times', of which figures.txt speaks")
 
 
-@pytest.mark.parametrize("comment", ["from nowhere.json", "about 253"])
-def test_a_comment_that_cannot_be_read_is_one_error(page: Path, comment: str) -> None:
-    with pytest.raises(check_docs.UserError, match=r"nowhere\.json|about 253"):
-        problems(page, "NCCL takes 253 µs.", comment)
+def test_each_section_has_figures_of_its_own(page: Path) -> None:
+    page.write_text("# Times\n\nNCCL takes 253 µs.\n\n## Later\n\nNCCL takes 253 µs, then 12.\n")
+    times, later = check_docs.Claims([253.05]), check_docs.Claims(stated={"12"})
+    found = check_page(page, {("page.md", "Times"): times, ("page.md", "Later"): later})
+    assert [problem.rpartition("page.md:")[2] for problem in found] == ["5: 253"]
+
+
+@pytest.mark.parametrize("line", ["from nowhere.json", "about 253", "", "page.md Times"])
+def test_a_file_of_figures_that_cannot_be_read_is_one_error(page: Path, line: str) -> None:
+    said = {"": "'stated 1: x'"}.get(line, line.removeprefix("from "))
+    with pytest.raises(UserError, match=said):
+        problems(page, "NCCL takes 253 µs.", "from raw.json", line, "stated 1: x")
 
 
 def test_tables_and_plots_that_are_not_their_raw_files(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -95,10 +122,10 @@ def test_a_table_that_the_results_do_not_list_is_named(tmp_path: Path) -> None:
 
 def test_more_words_or_bytes_than_the_budget_are_named(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     (tmp_path / "docs" / "results" / "gpu").mkdir(parents=True)
-    (tmp_path / "README.md").write_text("one two\n<!-- figures\nfrom x.json\n-->\n")
+    (tmp_path / "README.md").write_text("one\ntwo\n")
     (tmp_path / "docs" / "page.md").write_text("| three | four |")
     (tmp_path / "docs" / "results" / "gpu" / "x.json").write_text("12345")
-    found = (7, 5, len((tmp_path / "README.md").read_text()), 4)
+    found = (7, 5, len((tmp_path / "README.md").read_text()), 2)
     for most in (found, [figure - 1 for figure in found]):
         monkeypatch.setattr(check_docs, "MOST", dict(zip(check_docs.MOST, most, strict=True)))
         lines = [
