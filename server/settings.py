@@ -21,10 +21,10 @@ from options import (
     SharedTextOptions,
     SpeculationOptions,
     StandInOptions,
-    above_zero,
     add_options,
+    count,
     option,
-    whole_number,
+    positive,
     zero_or_more,
 )
 from server.call_syntax import SYNTAXES
@@ -56,112 +56,98 @@ def memory_size(text: str) -> float:
 @dataclass(frozen=True, kw_only=True)
 class NameOptions:
     served_model_name: tuple[str, ...] = option(
-        default=(),
+        (),
+        "what clients call the model; may be repeated, the first one appears in answers (default: the directory's name)",
         metavar="NAME",
-        help="what clients call the model; may be repeated, the first one appears in answers (default: the directory's name)",
     )
     chat_template: str | None = option(
-        default=None,
-        metavar="FILE|NAME",
-        help="a Jinja file, or the name of one of the checkpoint's templates (default: its own)",
+        None, "a Jinja file, or the name of one of the checkpoint's templates (default: its own)", metavar="FILE|NAME"
     )
     parse_control_tokens: bool = option(
-        default=False,
-        help="read control tokens such as <|end|> in messages as those tokens, as transformers does. A message can then forge other "
-        "turns (default: they are text, and only the chat template writes control tokens)",
+        False,
+        "read control tokens such as <|end|> in messages as those tokens, as transformers does. A message can then forge "
+        "other turns (default: they are text, and only the chat template writes control tokens)",
     )
     reasoning_parser: str = option(
-        default="auto",
+        "auto",
+        "how the model marks its reasoning, which answers have as reasoning_content. think (also called qwen3): "
+        "<think>…</think>; deepseek_r1: the same, and an answer that does not begin with <think> is reasoning up to "
+        "</think>, or to its end; thinking, reasoning: tags of these names; mistral: [THINK]…[/THINK]; gemma4: "
+        "<|channel>thought…<channel|>; none: reasoning is text. auto: the one that the chat template has",
         choices=("auto", *REASONING, "none"),
-        help="how the model marks its reasoning, which answers have as reasoning_content. think (also called qwen3): "
-        "<think>…</think>; deepseek_r1: the same, and an answer that does not begin with <think> is reasoning up to </think>, or to its "
-        "end; thinking, reasoning: tags of these names; mistral: [THINK]…[/THINK]; gemma4: <|channel>thought…<channel|>; none: reasoning is text. auto: the one that the chat "
-        "template has (default: auto)",
     )
     tool_parser: str = option(
-        default="auto",
+        "auto",
+        "how the model writes tool calls. hermes (also Qwen): <tool_call>; llama3_json: JSON with parameters, also after "
+        "<|python_tag|>; mistral: [TOOL_CALLS]name[ARGS]; mistral_list: [TOOL_CALLS] and a JSON list; json: JSON, also in a "
+        "code block; qwen3_coder, glm45, glm47, kimi_k2, deepseek_v3, deepseek_v31, gemma4, granite, olmo3, lfm2: as these "
+        "models do; pythonic, llama4_pythonic: [name(key=value)]; none: calls that tool_choice does not force are text. "
+        "auto: as the chat template writes them",
         choices=("auto", *SYNTAXES, "none"),
-        help="how the model writes tool calls. hermes (also Qwen): <tool_call>; llama3_json: JSON with parameters, also after "
-        "<|python_tag|>; mistral: [TOOL_CALLS]name[ARGS]; mistral_list: [TOOL_CALLS] and a JSON list; json: JSON, also in a code "
-        "block; qwen3_coder, glm45, glm47, kimi_k2, deepseek_v3, deepseek_v31, gemma4, granite, olmo3, lfm2: as these models do; "
-        "pythonic, llama4_pythonic: [name(key=value)]; none: calls that tool_choice does not force are text. auto: as the chat "
-        "template writes them (default: auto)",
     )
     trust_request_chat_template: bool = option(
-        default=False,
-        help="render the chat_template of a request. A template is a program. It runs in a sandbox, in a process with limits, but "
+        False,
+        "render the chat_template of a request. A template is a program. It runs in a sandbox, in a process with limits, but "
         "such programs can still keep those processes busy (default: refused with a 400)",
     )
 
 
 @dataclass(frozen=True, kw_only=True)
 class BatchOptions:
-    max_num_seqs: int = option(
-        default=64,
-        type=whole_number(1, 1 << 16),
-        metavar="N",
-        help="most sequences in a step; more give more tokens/s in all and a slower stream for each (default: 64)",
+    max_num_seqs: int = count(
+        64, "most sequences in a step; more give more tokens/s in all and a slower stream for each", high=1 << 16
     )
-    max_batch_tokens: int | None = option(
-        default=None,
-        type=whole_number(1, 1 << 20),
-        metavar="N",
-        help="most tokens in a step; longer prompts are computed in parts, so a smaller number keeps streams smooth (default: the "
+    max_batch_tokens: int | None = count(
+        None,
+        "most tokens in a step; longer prompts are computed in parts, so a smaller number keeps streams smooth (default: the "
         "fewest with 98 %% of the throughput on such a GPU with layers of about this size, else 2048)",
+        high=1 << 20,
     )
-    block_size: int = option(
-        default=16,
-        type=whole_number(1),
-        metavar="N",
-        help="tokens in a block of the KV cache; whole blocks are reused for common prefixes (default: 16)",
-    )
-    tune_seconds: int = option(
-        default=TUNE_SECONDS,
-        type=whole_number(0),
+    block_size: int = count(16, "tokens in a block of the KV cache; whole blocks are reused for common prefixes")
+    tune_seconds: int = count(
+        TUNE_SECONDS,
+        "at a model's first start on a GPU, measure for at most about S seconds which kernels make its linear layers "
+        "fastest. The result is kept in $RUNG_CACHE or ~/.cache/rung; 0 measures nothing",
+        low=0,
         metavar="S",
-        help="at a model's first start on a GPU, measure for at most about S seconds which kernels make its linear layers fastest. "
-        f"The result is kept in $RUNG_CACHE or ~/.cache/rung; 0 measures nothing (default: {TUNE_SECONDS})",
     )
     kv_memory: float | None = option(  # up to 1: a share of the free memory; above 1: bytes
-        default=None,
+        None,
+        "memory of the KV cache on each rank: bytes such as 2G or 512M, or a share of the free memory such as 0.9. A request "
+        "has at most the tokens that fit into it (default: on a GPU 0.9, but 2 GiB stay free for graphs, and 2 more for a "
+        "draft model's; 1 GiB on a CPU)",
         type=memory_size,
         metavar="SIZE",
-        help="memory of the KV cache on each rank: bytes such as 2G or 512M, or a share of the free memory such as 0.9. A "
-        "request has at most the tokens that fit into it (default: on a GPU 0.9, but 2 GiB stay free for graphs, and 2 more for a "
-        "draft model's; 1 GiB on a CPU)",
     )
 
 
 @dataclass(frozen=True, kw_only=True)
 class LoraOptions:
     lora: tuple[str, ...] = option(
-        default=(),
+        (),
+        "serve the LoRA adapter in folder DIR, as PEFT saves it, as model NAME beside the base; may be repeated",
         metavar="NAME=DIR",
-        help="serve the LoRA adapter in folder DIR, as PEFT saves it, as model NAME beside the base; may be repeated",
     )
-    max_loras: int | None = option(
-        default=None,
-        type=whole_number(1, 256),
-        metavar="N",
-        help="most adapters at once; memory for so many is taken at the start (default: those of --lora; with --allow-lora-updates at "
-        "least 4)",
+    max_loras: int | None = count(
+        None,
+        "most adapters at once; memory for so many is taken at the start (default: those of --lora; with "
+        "--allow-lora-updates at least 4)",
+        high=256,
     )
-    max_lora_rank: int | None = option(
-        default=None,
-        type=whole_number(1, 1024),
+    max_lora_rank: int | None = count(
+        None,
+        "largest rank of an adapter; each takes the memory of this rank, rounded up to a power of two from 16 on (default: "
+        "the largest of --lora; with --allow-lora-updates at least 64)",
+        high=1024,
         metavar="R",
-        help="largest rank of an adapter; each takes the memory of this rank, rounded up to a power of two from 16 on (default: the "
-        "largest of --lora; with --allow-lora-updates at least 64)",
     )
     allow_lora_updates: bool = option(
-        default=False,
-        help="let clients load and unload adapters, with /v1/load_lora_adapter and /v1/unload_lora_adapter; needs --lora-root "
+        False,
+        "let clients load and unload adapters, with /v1/load_lora_adapter and /v1/unload_lora_adapter; needs --lora-root "
         "(default: those of --lora, while the server runs)",
     )
     lora_root: str | None = option(
-        default=None,
-        metavar="DIR",
-        help="the folder in which all adapters lie that clients may load; links out of it are refused",
+        None, "the folder in which all adapters lie that clients may load; links out of it are refused", metavar="DIR"
     )
 
     @property
@@ -184,189 +170,134 @@ class LoraOptions:
 
 @dataclass(frozen=True, kw_only=True)
 class HttpOptions:
-    host: str = option(
-        default="127.0.0.1",
-        help="address to listen on; 0.0.0.0 lets other machines connect: then set --api-key, too (default: 127.0.0.1)",
-    )
-    port: int = option(
-        default=8000, type=whole_number(0, 65535), metavar="N", help="port to listen on; 0 takes a free one (default: 8000)"
-    )
+    host: str = option("127.0.0.1", "address to listen on; 0.0.0.0 lets other machines connect: then set --api-key, too")
+    port: int = count(8000, "port to listen on; 0 takes a free one", low=0, high=65535)
     api_key: tuple[str, ...] = option(
-        default=(),
+        (),
+        "clients must send it as a bearer token; may be repeated. 'KEY name=NAME weight=N' names its client in the log and "
+        "gives it a share of N against others' 1. All users of this machine see it in the list of processes: prefer "
+        "RUNG_API_KEY or --api-key-file",
         repr=False,
         metavar="KEY",
-        help="clients must send it as a bearer token; may be repeated. 'KEY name=NAME weight=N' names its client in the log and gives it a "
-        "share of N against others' 1. All users of this machine see it in the list of processes: prefer RUNG_API_KEY or --api-key-file",
     )
-    api_key_file: str | None = option(
-        default=None, metavar="FILE", help="file with one key a line; lines that start with # are comments"
-    )
+    api_key_file: str | None = option(None, "file with one key a line; lines that start with # are comments", metavar="FILE")
     protect_metrics: bool = option(
-        default=False, help=f"require the key for {', '.join(METRIC_PATHS)}, too (default: these are open to all)"
+        False, f"require the key for {', '.join(METRIC_PATHS)}, too (default: these are open to all)"
     )
     cors_origin: tuple[str, ...] = option(
-        default=(),
-        metavar="ORIGIN",
-        help="let web pages from this origin call the API, such as https://chat.example.org, or * for all; may be repeated "
+        (),
+        "let web pages from this origin call the API, such as https://chat.example.org, or * for all; may be repeated "
         "(default: none)",
+        metavar="ORIGIN",
     )
     trusted_proxy: tuple[str, ...] = option(
-        default=(),
+        (),
+        "for connections from this address or network, such as 127.0.0.1 or 10.0.0.0/8, the client is the one that "
+        "X-Forwarded-For names, in the access log and for --fairness; may be repeated (default: none: the connection's own "
+        "address)",
         type=network,
         metavar="ADDRESS",
-        help="for connections from this address or network, such as 127.0.0.1 or 10.0.0.0/8, the client is the one that "
-        "X-Forwarded-For names, in the access log and for --fairness; may be repeated (default: none: the connection's own address)",
     )
     embedding_pooling: str | None = option(
-        default=None,
+        None,
+        "what /v1/embeddings and /v1/score take where a request does not say it: the mean of all tokens' hidden states, or "
+        "the last token's (default: as the checkpoint's files of sentence-transformers say, else mean)",
         choices=("mean", "last"),
-        help="what /v1/embeddings and /v1/score take where a request does not say it: the mean of all tokens' hidden states, or the "
-        "last token's (default: as the checkpoint's files of sentence-transformers say, else mean)",
     )
     strict_requests: bool = option(
-        default=False,
-        help="refuse requests with unknown parameters (default: ignore them, and name them in the header X-Rung-Ignored and in the "
-        "log)",
+        False,
+        "refuse requests with unknown parameters (default: ignore them, and name them in the header X-Rung-Ignored and in "
+        "the log)",
     )
 
 
 @dataclass(frozen=True, kw_only=True)
 class LimitOptions:
-    max_queue: int = option(
-        default=1024,
-        type=whole_number(0),
-        metavar="N",
-        help="most waiting sequences, in addition to --max-num-seqs; further clients get a 429 with Retry-After (default: 1024)",
+    max_queue: int = count(
+        1024, "most waiting sequences, in addition to --max-num-seqs; further clients get a 429 with Retry-After", low=0
     )
-    max_queue_per_client: int | None = option(
-        default=None,
-        type=whole_number(0),
-        metavar="N",
-        help="the same for the sequences of one client (default: seven eighths of --max-queue, with --fairness off all of it)",
+    max_queue_per_client: int | None = count(
+        None,
+        "the same for the sequences of one client (default: seven eighths of --max-queue, with --fairness off all of it)",
+        low=0,
     )
     fairness: str = option(
-        default="clients",
+        "clients",
+        "clients: each client gets an equal share of the batch and the queue, whatever others send, or a share by its key's "
+        "weight. A client is an API key, or without keys an address. off: in the order of arrival",
         choices=("clients", "off"),
-        help="clients: each client gets an equal share of the batch and the queue, whatever others send, or a share by its key's weight. "
-        "A client is an API key, or without keys an address. off: in the order of arrival (default: clients)",
     )
     allow_priority: bool = option(
-        default=False,
-        help="let requests have a priority, which takes them past other clients' requests (default: one other than 0 is a 400)",
+        False,
+        "let requests have a priority, which takes them past other clients' requests (default: one other than 0 is a 400)",
     )
-    request_timeout: float = option(
-        default=600.0, type=above_zero, metavar="S", help="longest time of a request, in seconds (default: 600)"
+    request_timeout: float = positive(600.0, "longest time of a request, in seconds", "S")
+    idle_timeout: float = positive(
+        30.0, "close a connection that sends no request, or reads no answer, for this many seconds", "S"
     )
-    idle_timeout: float = option(
-        default=30.0,
-        type=above_zero,
-        metavar="S",
-        help="close a connection that sends no request, or reads no answer, for this many seconds (default: 30)",
+    drain_timeout: float = positive(30.0, "after SIGTERM, running requests have this many seconds to end", "S")
+    max_body_mb: float = positive(16.0, "largest body of a request, in MiB; a larger one gets a 413", "MIB")
+    workers: int = count(
+        2,
+        "worker processes for chat templates, long texts, schemas and large bodies; with two or more, one of them takes only "
+        "short jobs",
     )
-    drain_timeout: float = option(
-        default=30.0,
-        type=above_zero,
-        metavar="S",
-        help="after SIGTERM, running requests have this many seconds to end (default: 30)",
-    )
-    max_body_mb: float = option(
-        default=16.0,
-        type=above_zero,
-        metavar="MIB",
-        help="largest body of a request, in MiB; a larger one gets a 413 (default: 16)",
-    )
-    workers: int = option(
-        default=2,
-        type=whole_number(1),
-        metavar="N",
-        help="worker processes for chat templates, long texts, schemas and large bodies; with two or more, one of them takes only "
-        "short jobs (default: 2)",
-    )
-    worker_seconds: float = option(
-        default=10.0,
-        type=above_zero,
-        metavar="S",
-        help="longest time of a job in a worker process, in seconds; then the process is killed (default: 10)",
+    worker_seconds: float = positive(
+        10.0, "longest time of a job in a worker process, in seconds; then the process is killed", "S"
     )
 
 
 @dataclass(frozen=True, kw_only=True)
 class FaultOptions:
-    max_restarts: int = option(
-        default=8,
-        type=whole_number(0),
-        metavar="N",
-        help="start ranks that died or hang again, and a frontend that died, at most N times in 10 minutes; accepted requests go on. "
-        "With 0 the server ends (default: 8)",
+    max_restarts: int = count(
+        8,
+        "start ranks that died or hang again, and a frontend that died, at most N times in 10 minutes; accepted requests go "
+        "on. With 0 the server ends",
+        low=0,
     )
     hang_seconds: float | None = option(
-        default=None,
+        None,
+        "ranks that report nothing for S seconds hang and are killed, and so is a frontend that does not run; 0: never "
+        "(default: for ranks 10 times as long as the largest step can take, from the measured steps, and at least 30; for "
+        "the frontend 30)",
         type=zero_or_more,
         metavar="S",
-        help="ranks that report nothing for S seconds hang and are killed, and so is a frontend that does not run; 0: never (default: "
-        "for ranks 10 times as long as the largest step can take, from the measured steps, and at least 30; for the frontend 30)",
     )
     journal: str | None = option(
-        default=None,
+        None,
+        "write accepted requests to FILE before their clients get anything, so that they outlive the server: the next start "
+        "with the same FILE finishes them. GET /v1/results/ID then has the answer; ID is the answer's id or the request's "
+        "X-Request-Id. FILE has prompts and answers. It is made if it does not exist, and belongs to one server at a time "
+        "(default: none)",
         metavar="FILE",
-        help="write accepted requests to FILE before their clients get anything, so that they outlive the server: the next start with "
-        "the same FILE finishes them. GET /v1/results/ID then has the answer; ID is the answer's id or the request's X-Request-Id. FILE "
-        "has prompts and answers. It is made if it does not exist, and belongs to one server at a time (default: none)",
     )
-    journal_hours: float = option(
-        default=24.0,
-        type=above_zero,
-        metavar="H",
-        help="results stay in --journal for H hours after the request came (default: 24)",
-    )
-    journal_results: int = option(
-        default=10_000,
-        type=whole_number(1),
-        metavar="N",
-        help="most requests and results in --journal; old results go (default: 10000)",
-    )
-    journal_mb: float = option(
-        default=1024.0,
-        type=above_zero,
-        metavar="MIB",
-        help="largest size of --journal in MiB; old results go (default: 1024)",
-    )
+    journal_hours: float = positive(24.0, "results stay in --journal for H hours after the request came", "H")
+    journal_results: int = count(10_000, "most requests and results in --journal; old results go")
+    journal_mb: float = positive(1024.0, "largest size of --journal in MiB; old results go", "MIB")
 
 
 @dataclass(frozen=True, kw_only=True)
 class ResponsesOptions:
-    responses_hours: float = option(
-        default=24.0,
-        type=above_zero,
-        metavar="H",
-        help="answers of /v1/responses stay in memory for H hours, for GET and previous_response_id (default: 24)",
+    responses_hours: float = positive(
+        24.0, "answers of /v1/responses stay in memory for H hours, for GET and previous_response_id", "H"
     )
-    responses_kept: int = option(
-        default=1000, type=whole_number(1), metavar="N", help="most of these answers; old ones go (default: 1000)"
-    )
-    responses_mb: float = option(
-        default=64.0,
-        type=above_zero,
-        metavar="MIB",
-        help="most memory of these answers and their conversations in MiB; old ones go (default: 64)",
-    )
+    responses_kept: int = count(1000, "most of these answers; old ones go")
+    responses_mb: float = positive(64.0, "most memory of these answers and their conversations in MiB; old ones go", "MIB")
 
 
 @dataclass(frozen=True, kw_only=True)
 class LogOptions:
-    log_format: str = option(
-        default="text", choices=("text", "json"), help="format of the access log, one line a request (default: text)"
-    )
+    log_format: str = option("text", "format of the access log, one line a request", choices=("text", "json"))
     log_level: str = option(
-        default="info",
+        "info",
+        "least severe messages that are logged; warning omits the access log",
         choices=("debug", "info", "warning", "error"),
-        help="least severe messages that are logged; warning omits the access log (default: info)",
     )
     otlp_traces_endpoint: str | None = option(
-        default=None,
+        None,
+        "send OpenTelemetry spans of requests to the collector at URL over HTTP, such as http://localhost:4318/v1/traces; "
+        "needs pip install opentelemetry-sdk opentelemetry-exporter-otlp-proto-http (default: none)",
         metavar="URL",
-        help="send OpenTelemetry spans of requests to the collector at URL over HTTP, such as http://localhost:4318/v1/traces; needs "
-        "pip install opentelemetry-sdk opentelemetry-exporter-otlp-proto-http (default: none)",
     )
 
 

@@ -2,7 +2,7 @@
 
 import argparse
 from collections.abc import Callable
-from dataclasses import dataclass, fields
+from dataclasses import MISSING, dataclass, fields
 
 import pytest
 
@@ -12,21 +12,21 @@ from comm.interface import SCHEDULES
 from config import usage, with_variant
 from errors import UserError
 from generate import parse_args
-from options import OVERLAPS, ModelOptions, above_zero, add_options, option, whole_number, zero_or_more
+from options import OVERLAPS, ModelOptions, above_zero, add_options, count, option, zero_or_more
 from server.settings import Settings, load_settings
 
 
 @dataclass(frozen=True, kw_only=True)
 class Base:
-    inherited: int = option(default=1, help="of another group")
+    inherited: int = option(1, "of another group")
 
 
 @dataclass(frozen=True, kw_only=True)
 class Example(Base):
-    name: str = option(help="required")
-    count: int = option(default=3, type=whole_number(2, 5), help="a number")
-    fast_one: bool = option(default=False, help="a switch")
-    word: tuple[str, ...] = option(default=(), help="may be repeated")
+    name: str = option(MISSING, "required")
+    number: int = count(3, "a number", low=2, high=5)
+    fast_one: bool = option(False, "a switch")
+    word: tuple[str, ...] = option((), "may be repeated")
     plain: int = 0  # no flag
 
 
@@ -37,11 +37,26 @@ def parser(**options: object) -> argparse.ArgumentParser:
 
 
 def test_fields_become_flags() -> None:
-    assert vars(parser().parse_args(["--name", "x"])) == {"name": "x", "count": 3, "fast_one": False}
-    assert vars(parser().parse_args(["--name=x", "--fast-one", "--count", "5"])) == {"name": "x", "count": 5, "fast_one": True}
+    assert vars(parser().parse_args(["--name", "x"])) == {"name": "x", "number": 3, "fast_one": False}
+    assert vars(parser().parse_args(["--name=x", "--fast-one", "--number", "5"])) == {
+        "name": "x",
+        "number": 5,
+        "fast_one": True,
+    }
     given = parser(argument_default=argparse.SUPPRESS)
     assert vars(given.parse_args([])) == {}
     assert vars(given.parse_args(["--no-fast-one", "--word", "a", "--word", "b"])) == {"fast_one": False, "word": ["a", "b"]}
+
+
+def test_help_ends_with_the_default_unless_it_says_it() -> None:
+    texts = {one.name: one.metadata["help"] for one in fields(Example) if one.metadata}
+    assert texts == {
+        "inherited": "of another group (default: 1)", "name": "required", "number": "a number (default: 3)",
+        "fast_one": "a switch", "word": "may be repeated",
+    }  # fmt: skip
+    for default, text in ((2.5, "s (default: 2.5)"), (30.0, "s (default: 30)"), ("auto", "s (default: auto)"), (None, "s")):
+        assert option(default, "s").metadata["help"] == text
+    assert option(0.0, "s (default: 0, exact)").metadata["help"] == "s (default: 0, exact)"
 
 
 def test_the_schedules_have_the_names_of_the_flag() -> None:
@@ -62,8 +77,8 @@ def test_a_required_flag_can_be_made_optional() -> None:
         (["--name", "x", "--plain", "1"], "--plain"),
         (["--name", "x", "--inherited", "1"], "--inherited"),
         (["--name", "x", "--word", "1"], "--word"),
-        (["--name", "x", "--count", "1"], "1 is not from 2 to 5"),
-        (["--name", "x", "--count", "many"], "invalid int value: 'many'"),
+        (["--name", "x", "--number", "1"], "1 is not from 2 to 5"),
+        (["--name", "x", "--number", "many"], "invalid int value: 'many'"),
     ],
 )
 def test_wrong_flags(argv: list[str], message: str) -> None:
