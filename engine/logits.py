@@ -337,5 +337,4 @@ def _runs_on(sequence: Sequence, matcher: Any, token: int) -> bool:
 def is_plain(sequence: Sequence) -> bool:
     """Whether the next token depends only on the logits, the temperature and the seed, so that a graph can draw it."""
     params = sequence.params
-    filtered = params.top_k or params.top_p < 1 or params.min_p
-    return not (filtered or params.min_tokens or params.logprobs is not None or needs_processing(sequence))
+    return not (params.is_filtered or params.min_tokens or params.logprobs is not None or needs_processing(sequence))

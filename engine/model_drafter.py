@@ -114,7 +114,7 @@ class ModelDrafter:
         shadow = self._shadows.get(sequence)
         if shadow is None or shadow.sequence.blocks is not sequence.blocks:  # new, or preempted since
             held = self._count_held(sequence)
-            copy = Sequence(sequence.request_id, self._tokens(sequence), 0, plain(sequence.params), blocks=sequence.blocks)
+            copy = Sequence(sequence.request_id, self._tokens(sequence), 0, sequence.params.of_draft(), blocks=sequence.blocks)
             copy.state = SamplingState(bias=sequence.state.bias)  # no rule that reads tokens, which the host does not know
             shadow = self._shadows[sequence] = Shadow(copy, held * self.blocks.block_size, held)
         return shadow
@@ -185,9 +185,3 @@ class ModelDrafter:
         """A step that has computed all tokens of each sequence but the last."""
         chunks = [Chunk(s, 0, s.computed, samples=True, is_known=True) for s in sequences]
         return InFlightStep(chunks, chunks, torch.empty(0), has_drafts=False)
-
-
-def plain(params: SamplingParams) -> SamplingParams:
-    """What a draw depends on besides the tokens before it."""
-    p = params
-    return SamplingParams(temperature=p.temperature, top_k=p.top_k, top_p=p.top_p, min_p=p.min_p, seed=p.seed)

@@ -98,6 +98,17 @@ class SamplingParams(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=Tr
     kept_special: list[int] = []  # but not these
     ignore_eos: bool = False  # `LLM` adds the model's EOS tokens to `stop_token_ids` unless this is set
 
+    @property
+    def is_filtered(self) -> bool:
+        """Whether tokens are dropped before the draw."""
+        return bool(self.top_k or self.top_p < 1 or self.min_p)
+
+    def of_draft(self) -> "SamplingParams":
+        """What a draw depends on besides the tokens before it: a draft model draws with these."""
+        return SamplingParams(
+            temperature=self.temperature, top_k=self.top_k, top_p=self.top_p, min_p=self.min_p, seed=self.seed
+        )
+
     def of_answer(self, number: int) -> "SamplingParams":
         """Those of the answer with this number among all that share the parameters: it draws with seed + number, which wraps around."""
         seed = (self.seed + number + 2**63) % 2**64 - 2**63

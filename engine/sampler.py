@@ -46,7 +46,7 @@ class SamplingBatch:
             log_min_p=column(math.log(p.min_p) if p.min_p else -math.inf for p in params),
             seed=column((p.seed for p in params), torch.int64),
             all_greedy=all(p.temperature == 0 for p in params),
-            any_filter=any(p.top_k or p.top_p < 1 or p.min_p for p in params),
+            any_filter=any(p.is_filtered for p in params),
         )
 
 

@@ -21,8 +21,8 @@ from engine.grammars import limits
 from server.argument_grammar import ArgumentGrammar
 from server.argument_values import regex
 from server.call_syntax import JSON, CallSyntax, Marks
+from server.formats import Constraint, StructuralTagFormat
 from server.json_schema import CallableTool, Compiled, SchemaError, check_grammar, check_matcher, compile_calls, compile_schema
-from server.schemas import Constraint, StructuralTagFormat
 
 LARK = re.compile(r"^\s*(%llguidance\b|\??start\b[^:\n]*:(?!:=))", re.MULTILINE)  # otherwise GBNF, whose rules are `name ::= …`
 GAP = r"/\n{1,4}/?"  # between reasoning and what follows it

@@ -5,8 +5,9 @@ from typing import Any, Literal
 from pydantic import Field, model_validator
 
 from engine.protocol import Pooling
+from server.body import Body
 from server.problems import field_error
-from server.schemas import INT64, Body, Prompts, Salt, Texts
+from server.schemas import INT64, Prompts, Salt, Texts, Truncation
 
 
 class PoolingBody(Body):
@@ -15,7 +16,7 @@ class PoolingBody(Body):
     pooling: Pooling | None = Field(
         None, description="Take the mean of all tokens' hidden states, or the last token's. Default: `--embedding-pooling`."
     )
-    truncate_prompt_tokens: int | None = Field(
+    truncate_prompt_tokens: Truncation = Field(
         None, ge=-1, lt=2**31, description="Keep the last k tokens of each text; -1 keeps as many as the context can hold."
     )
     add_special_tokens: bool | None = Field(None, description="Put BOS in front as the checkpoint does. Default true.")
@@ -24,12 +25,6 @@ class PoolingBody(Body):
     )
     cache_salt: Salt | None = Field(None, description="As of /v1/completions, with which it shares the prefix cache.")
     user: str | None = Field(None, description="The first 256 characters are written to the access log.")
-
-    @model_validator(mode="after")
-    def _check_length(self) -> "PoolingBody":
-        if self.truncate_prompt_tokens == 0:
-            raise field_error("truncate_prompt_tokens", "is 0; give at least 1, or -1 for what the context can hold")
-        return self
 
 
 class EmbeddingBody(PoolingBody):

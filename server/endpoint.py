@@ -9,6 +9,7 @@ from starlette.responses import Response
 from engine.protocol import Turn
 from server import grammar
 from server.answers import GenerationRequest
+from server.body import Body
 from server.clients import Client, owner, sender
 from server.embedding_bodies import PoolingBody
 from server.generation import Prompt
@@ -17,7 +18,7 @@ from server.json_schema import Compiled
 from server.parsers import syntax_for
 from server.problems import bad
 from server.resume import record
-from server.schemas import MAX_USER, Body, GenerationBody
+from server.schemas import MAX_USER, GenerationBody
 from server.service import Service
 from server.sse import EventStream
 

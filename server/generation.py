@@ -16,11 +16,12 @@ from server.engine_client import OutputQueue
 from server.error_types import NO_RETRY
 from server.limits import Limits, check_ids, check_prompts
 from server.problems import ApiError, bad
-from server.schemas import GenerationBody
+from server.schemas import SAMPLED, GenerationBody
 from server.service import Service
 from text.tokenizer import Tokenizer
 
 SMALLEST_TOP_P = 1e-9  # replaces top_p 0; keeps only the likeliest token
+TEXT_FORMS = {"bad_words", "ignore_eos", "thinking_token_budget"}  # become `banned`, `stop_token_ids` and `thinking`
 
 
 @dataclass
@@ -90,38 +91,30 @@ def make_params(
     stop_ids = {*(body.stop_token_ids or []), *(() if body.ignore_eos else tokenizer.eos_ids)}
     if body.min_tokens and stop_ids.issuperset(body.allowed_token_ids or range(vocab_size)):
         raise bad("min_tokens", "excludes all allowed tokens, because each ends the answer; allow another, or set it to 0")
+    asked = {name: value for name in SAMPLED if (value := getattr(body, name)) is not None}
     logprobs, prompt_logprobs = body.engine_logprobs
+    asked |= {
+        "top_k": max(body.top_k or 0, 0),
+        "top_p": 1.0 if body.top_p is None else max(body.top_p, SMALLEST_TOP_P),
+        "seed": random.getrandbits(62) if body.seed is None else body.seed,
+        "logit_bias": bias,
+        "stop_token_ids": sorted(stop_ids),
+        "stop": body.stops,
+    }
     shared = SamplingParams(
-        max_tokens=1,
-        temperature=_given(body.temperature, 1.0),
-        top_k=max(body.top_k or 0, 0),
-        top_p=max(_given(body.top_p, 1.0), SMALLEST_TOP_P),
-        min_p=body.min_p or 0.0,
-        seed=random.getrandbits(62) if body.seed is None else body.seed,
-        presence_penalty=body.presence_penalty or 0.0,
-        frequency_penalty=body.frequency_penalty or 0.0,
-        repetition_penalty=_given(body.repetition_penalty, 1.0),
-        logit_bias=bias,
-        allowed_token_ids=body.allowed_token_ids,
-        stop_token_ids=sorted(stop_ids),
+        **{name: value for name, value in asked.items() if name not in TEXT_FORMS},
         logprobs=logprobs,
         prompt_logprobs=prompt_logprobs,
         prediction=prediction,
-        cache_salt=body.cache_salt,
         grammar=grammar,
         late_grammar=grammar is not None and body.is_mostly_free,
         grammar_optional=grammar is not None and not body.insists,
         banned=banned_by(tokenizer, body.bad_words or []),
-        stop=list(body.stops),
         include_stop=bool(body.include_stop_str_in_output),
         skip_special=body.skip_special_tokens is not False,
         kept_special=kept_special,
     )
     return [shared.changed(max_tokens=max(limit, 1), min_tokens=min(body.min_tokens or 0, limit)) for limit in max_tokens]
-
-
-def _given(value: float | None, default: float) -> float:
-    return default if value is None else value
 
 
 class Usage:

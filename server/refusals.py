@@ -10,7 +10,7 @@ _ONLY_BEAMS = "only matters for beam search, which is not supported; leave it ou
 _SAMPLER = "is not supported; use temperature, top_k, top_p or min_p"
 NOT_HERE = "is not a parameter of this endpoint"
 _COMPLETIONS = f"{NOT_HERE}; leave it out, or use /v1/completions"
-_CHAT = f"{NOT_HERE}; leave it out, or use /v1/chat/completions"
+ABSENT = f"{NOT_HERE}; leave it out, or use /v1/chat/completions"
 
 LENGTHS = ("max_new_tokens", "max_tokens_to_sample", "n_predict", "num_predict")
 Refusals = dict[str, tuple[tuple[Any, ...], str]]
@@ -19,6 +19,13 @@ Refusals = dict[str, tuple[tuple[Any, ...], str]]
 def refusals(*entries: tuple[tuple[str, ...], tuple[Any, ...], str]) -> Refusals:
     """Names that would change the answer, each with its neutral values and the error of others, which follows the name and a colon."""
     return {name: (neutral, why) for names, neutral, why in entries for name in names}
+
+
+def neutral(default: Any) -> tuple[Any, ...]:
+    """The values that change nothing for a parameter with this default. None has no value of its own."""
+    if default is None:
+        return ()
+    return (default,) if isinstance(default, (bool, list, dict)) else (int(default), float(default))
 
 
 REFUSED = refusals(
@@ -61,24 +68,20 @@ REFUSED = refusals(
     (("prompt",), (), _COMPLETIONS),
     (("echo",), (False,), _COMPLETIONS),
     (("best_of",), (1,), _COMPLETIONS),
-    (("messages", "chat_template"), (), _CHAT),
-    (("tools", "documents"), ([],), _CHAT),
-    (("tool_choice",), ("none", "auto"), _CHAT),
-    (("top_logprobs",), (0,), _CHAT),
+    (("messages", "chat_template"), (), ABSENT),
+    (("tools", "documents"), ([],), ABSENT),
+    (("tool_choice",), ("none", "auto"), ABSENT),
+    (("top_logprobs",), (0,), ABSENT),
 )
 # Parameters of both generating endpoints, for the bodies of other APIs. There they would change the answer, too, or are part of it.
+# Most sampling parameters are not here: schemas.py adds them.
 GENERATION_REFUSED = refusals(
-    (("n", "repetition_penalty"), (1, 1.0), _CHAT),
-    (("presence_penalty", "frequency_penalty", "min_p", "min_tokens", "priority"), (0, 0.0), _CHAT),
-    (
-        ("seed", "allowed_token_ids", "cache_salt", "thinking_token_budget", "truncate_prompt_tokens", "prompt_logprobs"),
-        (),
-        _CHAT,
-    ),
-    (("stop_token_ids", "bad_words"), ([],), _CHAT),
-    (("logit_bias", "chat_template_kwargs"), ({},), _CHAT),
-    (("ignore_eos", "include_stop_str_in_output", "logprobs", "add_special_tokens"), (False,), _CHAT),
-    (("return_token_ids", "return_drafted", "return_tokens_as_token_ids", "continue_final_message"), (False,), _CHAT),
-    (("skip_special_tokens", "include_reasoning", "add_generation_prompt"), (True,), _CHAT),
-    (("structured_outputs", "guided_regex", "guided_choice", "guided_grammar", "guided_whitespace_pattern"), (), _CHAT),
+    (("n",), (1, 1.0), ABSENT),
+    (("priority",), (0, 0.0), ABSENT),
+    (("seed", "truncate_prompt_tokens", "prompt_logprobs"), (), ABSENT),
+    (("chat_template_kwargs",), ({},), ABSENT),
+    (("include_stop_str_in_output", "logprobs", "add_special_tokens"), (False,), ABSENT),
+    (("return_token_ids", "return_drafted", "return_tokens_as_token_ids", "continue_final_message"), (False,), ABSENT),
+    (("skip_special_tokens", "include_reasoning", "add_generation_prompt"), (True,), ABSENT),
+    (("structured_outputs", "guided_regex", "guided_choice", "guided_grammar", "guided_whitespace_pattern"), (), ABSENT),
 )

@@ -5,6 +5,7 @@ from typing import Any, ClassVar
 
 from pydantic import Field, PrivateAttr, ValidationError, model_validator
 
+from server.body import Body, StopText, shown_names, without_effect
 from server.messages.convert import (
     EFFORTS,
     chat_format,
@@ -33,14 +34,14 @@ from server.messages.schemas import (
     refuse_unsupported,
 )
 from server.problems import field_error
-from server.refusals import GENERATION_REFUSED, REFUSED, Refusals
-from server.schemas import MAX_STOPS, MAX_TOOLS, Body, ChatBody, StopText, shown_names, without_effect
+from server.refusals import Refusals
+from server.schemas import FOREIGN_REFUSED, MAX_STOPS, MAX_TOOLS, ChatBody
 
 
 class CountBody(Body):
     """The fields that make the prompt."""
 
-    refused: ClassVar[Refusals] = REFUSED | GENERATION_REFUSED | REFUSED_HERE
+    refused: ClassVar[Refusals] = FOREIGN_REFUSED | REFUSED_HERE
     messages: list[Message] = Field(
         min_length=1, fail_fast=True, description="A last one of role assistant is continued, unless it calls."
     )

@@ -5,9 +5,9 @@ from typing import Annotated, Any, Literal
 
 from pydantic import ConfigDict, Discriminator, Field, Tag
 
+from server.body import MAX_NAME, STRICT, Cacheable, Checked, Said, kind_of, without_effect
 from server.problems import field_error
 from server.refusals import NOT_HERE, refusals
-from server.schemas import MAX_NAME, STRICT, Cacheable, Checked, Said, kind_of, without_effect
 
 TEXT_ONLY = "this server reads text alone"
 OWN_TOOLS = "this server runs no tools and knows none; describe it with input_schema"

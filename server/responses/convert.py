@@ -9,6 +9,7 @@ import msgspec
 from pydantic import ValidationError
 
 from files import shown
+from server.body import shown_names
 from server.http import to_json
 from server.problems import ApiError, bad, from_model
 from server.responses.items import input_items
@@ -26,7 +27,7 @@ from server.responses.schemas import (
     ResponsesBody,
     joined_name,
 )
-from server.schemas import ChatBody, SamplingBody, shown_names
+from server.schemas import ChatBody, SamplingBody
 
 # Fields of the chat request whose names differ from those of the Responses body, for errors.
 NAMES = {

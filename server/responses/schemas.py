@@ -7,22 +7,11 @@ from pydantic import ConfigDict, Discriminator, Field, Tag, model_validator
 from pydantic_core import PydanticCustomError
 
 from engine.protocol import LIST_LIMIT
+from server.body import MAX_NAME, STRICT, Checked, Off, Said, kind_of, without_effect
+from server.formats import JsonSchemaFormat
 from server.problems import field_error
-from server.refusals import GENERATION_REFUSED, LENGTHS, NOT_HERE, REFUSED, Refusals, refusals
-from server.schemas import (
-    INT64,
-    MAX_NAME,
-    MAX_TOOLS,
-    STRICT,
-    Checked,
-    JsonSchemaFormat,
-    Off,
-    RefusalPart,
-    Said,
-    SamplingBody,
-    kind_of,
-    without_effect,
-)
+from server.refusals import LENGTHS, NOT_HERE, Refusals, refusals
+from server.schemas import FOREIGN_REFUSED, INT64, MAX_TOOLS, RefusalPart, SamplingBody
 
 MAX_PAIRS = 16  # of metadata
 OWN_TOOLS = "this server runs no tools itself; offer a function of your own"
@@ -374,7 +363,7 @@ Includable = Literal[
 class ResponsesBody(SamplingBody):
     model_config = ConfigDict(json_schema_extra={"examples": [{"input": "Hi", "max_output_tokens": 1}]})
 
-    refused: ClassVar[Refusals] = REFUSED | GENERATION_REFUSED | REFUSED_HERE
+    refused: ClassVar[Refusals] = FOREIGN_REFUSED | REFUSED_HERE
     input: str | Annotated[list[AnyItem], Field(min_length=1)] | None = Field(None, description="A text, or items.")
     instructions: str | None = Field(None, description="A system message of this turn alone.")
     previous_response_id: Id | None = Field(None, examples=[None], description="Continue the conversation of a stored answer.")

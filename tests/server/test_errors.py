@@ -20,13 +20,14 @@ import pytest
 
 from files import SHOWN, shown
 from server import middleware, replies
+from server.body import Body
 from server.embedding_bodies import EmbeddingBody
 from server.limits import MAX_LOGPROBS
 from server.messages.bodies import MessagesBody
 from server.problems import MAX_MESSAGE
 from server.refusals import REFUSED
 from server.responses.schemas import ResponsesBody
-from server.schemas import Body, ChatBody, CompletionBody, TokenizeBody
+from server.schemas import ChatBody, CompletionBody, TokenizeBody
 from server.settings import HttpOptions
 from tests.support.quiet_clock import quiet_seconds
 from tests.support.server_thread import CHAT, CONTEXT, EOS, TOKENIZER, TOOL, Site, raw_request, wait_for
