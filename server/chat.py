@@ -4,7 +4,7 @@ from collections.abc import Sequence
 from typing import Any
 
 from engine.text import Delta
-from server.answers import Chunks, GenerationRequest, StreamWriter, WholeChoice
+from server.endpoint import Chunks, GenerationRequest, StreamWriter, WholeChoice
 from server.generation import Prompt
 from server.limits import Limits, fit_answer, fit_prompt
 from server.parsers import PartReader, parser_for

@@ -5,7 +5,7 @@ from typing import Any
 
 from engine.text import Delta
 from errors import UserError
-from server.answers import Chunks, GenerationRequest, StreamWriter, WholeChoice
+from server.endpoint import Chunks, GenerationRequest, StreamWriter, WholeChoice
 from server.generation import Prompt
 from server.limits import Limits, check_characters, fit_answer, fit_prompt
 from server.logprobs import completion_layout, text_offsets

@@ -1,16 +1,14 @@
 """Finish the requests of the journal that have no client any more, because an earlier server ended, or because they asked for it."""
 
 import asyncio
-import os
 from collections import Counter, deque
 from functools import partial
 
 import msgspec
 
-from engine.protocol import Turn
-from server.answers import GenerationRequest
 from server.chat import ChatRequest
 from server.completions import CompletionRequest
+from server.endpoint import Accepted, GenerationRequest, checkpoint_of
 from server.generation import Prompt
 from server.journal import Kept, is_for_later
 from server.logs import log
@@ -24,34 +22,6 @@ from server.schemas import ChatBody, CompletionBody
 from server.service import Service
 
 AGAIN_SECONDS = 1.0  # until a request comes again for which there is no room
-
-
-class Accepted(msgspec.Struct, frozen=True, array_like=True):
-    """All that a request's answer depends on, apart from the checkpoint's files and the server's flags."""
-
-    model: str  # the checkpoint
-    kind: str  # of the answer, which says the endpoint
-    answer_id: str
-    created: int
-    body: bytes  # JSON
-    prompts: list[tuple[list[int], bytes | None, list[int]]]  # they are not made again: a template may write the date
-    grammar: str
-    seed: int
-    turn: Turn
-
-
-def record(request: GenerationRequest, body: bytes, grammar: str) -> bytes:
-    """The request, as `Resumer` reads it. body: of the HTTP request."""
-    plan, model = request.plan, _checkpoint(request.service)
-    seed, turn = plan.params[0].seed, plan.turn
-    prompts = [(p.ids, None if p.text is None else p.text.encode(errors="surrogatepass"), p.prediction) for p in plan.prompts]
-    accepted = Accepted(model, request.kind, request.id, request.created, body, prompts, grammar, seed, turn)
-    return msgspec.msgpack.encode(accepted)
-
-
-def _checkpoint(service: Service) -> str:
-    model = service.settings.model
-    return os.path.realpath(model) if os.path.exists(model) else model  # a preset is no path
 
 
 class Resumer:
@@ -139,7 +109,7 @@ class Resumer:
     async def _again(self, accepted: Accepted) -> GenerationRequest:
         """The request as it was accepted. Raises ApiError if this server cannot run it."""
         service = self._service
-        if accepted.model != _checkpoint(service):
+        if accepted.model != checkpoint_of(service):
             message = f"the server was started with another model before the request was finished: {service.model_name}"
             raise ApiError(503, message, None, "model_changed")
         prompts = [

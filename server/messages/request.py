@@ -5,7 +5,7 @@ from collections.abc import Sequence
 from typing import Any
 
 from engine.text import Delta
-from server.answers import GenerationRequest, StreamWriter, WholeChoice
+from server.endpoint import GenerationRequest, StreamWriter, WholeChoice
 from server.generation import Prompt
 from server.messages.bodies import MessagesBody
 from server.messages.errors import error_body

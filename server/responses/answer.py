@@ -7,8 +7,8 @@ from typing import Any
 import msgspec
 
 from engine.text import Delta
-from server.answers import GenerationRequest, StreamWriter, WholeChoice
 from server.chat import read_conversation
+from server.endpoint import GenerationRequest, StreamWriter, WholeChoice
 from server.generation import Prompt
 from server.http import to_json
 from server.limits import Limits, fit_answer

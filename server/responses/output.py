@@ -8,7 +8,7 @@ from typing import Any, Literal
 
 import msgspec
 
-from server.answers import JsonLists
+from server.endpoint import JsonLists
 from server.http import to_json
 from server.parts import Arguments, Call, Part, Text
 from server.parts import Reasoning as Thought

@@ -12,9 +12,9 @@ import pytest
 
 from engine.protocol import Logprob, TokenLogprobs
 from engine.text import Delta
-from server.answers import GenerationRequest
 from server.chat import ChatRequest
 from server.completions import CompletionRequest
+from server.endpoint import GenerationRequest
 from server.generation import Prompt
 from server.parts import Arguments, Call, Part, Reasoning, Text
 from server.problems import ApiError

@@ -17,8 +17,8 @@ from starlette.types import Send
 
 from engine.protocol import Logprob, Outputs, SamplingParams, Submit, TokenLogprobs, TokenOutput
 from engine.text import TextStream
-from server.answers import Chunks
 from server.backlog import Backlog
+from server.endpoint import Chunks
 from server.engine_client import COUNTED_BYTES, LOGPROB_BYTES, OUTPUT_BYTES, SLICE_BYTES, EngineClient
 from server.generation import Usage
 from server.http import ClientGone, to_json
