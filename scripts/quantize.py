@@ -380,9 +380,7 @@ def quantize_model(
     """Quantize checkpoint `model` into the folder `out`. text: GPTQ's calibration, None for the default. Returns what it took, for the
     user. Raises UserError."""
     if has_random_weights(model):
-        raise UserError(
-            f"{model} has no weights; name a checkpoint, use --quantize to serve a preset, or scripts.random_checkpoint"
-        )
+        raise UserError(f"{model} has no weights; name a checkpoint, or use --quantize to serve a preset")
     draft = (model_folder(model) / EMBEDDED).resolve()
     if out.resolve().is_relative_to(draft):
         raise UserError(f"--out {out} is in {draft}, the model's draft head, which is copied; name a folder elsewhere")
