@@ -190,9 +190,6 @@ plot: setup-dev #+ Measure: the paper's figures 2, 3 and 4 and the parts of a st
 trace: setup #+ Measure: a trace for ui.perfetto.dev with hidden and exposed communication marked, and a table of both: make trace MODEL=models/tiny-ladder
 	@$(ON_RANKS) $(RANKS) -m scripts.trace --model $(MODEL) $(ARGS)
 
-dashboard: setup #+ Set up: write the Grafana dashboard deploy/grafana/rung.json from the server's metrics
-	@$(PY) -m scripts.report.dashboard --write
-
 plan: setup ## Train: how to shard P, G and OS of MODEL: make plan MODEL=llama-30b ARGS="--gpus 1024 --cluster a800 --recompute"
 	@$(PY) -m training.plan --model $(MODEL) $(ARGS)
 
