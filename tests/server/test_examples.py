@@ -3,6 +3,7 @@
 import json
 from pathlib import Path
 
+import msgspec
 import pytest
 import torch
 
@@ -75,3 +76,5 @@ def test_the_banner_s_requests_are_ones_that_the_model_can_answer(tmp_path: Path
     service.examples = None
     assert banner(service, ready(), "http://127.0.0.1:1").partition("Try it")[2] == some
     assert '"prompt": "Once upon a time"' in some and '"content": "Tell me a story about a fox."' in some
+    embeds = banner(service, msgspec.structs.replace(ready(), causal=False), "http://127.0.0.1:1").partition("Try it")[2]
+    assert embeds.count("curl") == 1 and "/v1/embeddings" in embeds and '"input": "Once upon a time"' in embeds

@@ -41,7 +41,8 @@ AMBIGUOUS = """start: a
 a: a a | "a" | "b" | "c" | WORD
 WORD: /[a-z ]+/
 """
-STREAM = {"prompt": [7] * 8, "max_tokens": 900, "ignore_eos": True, "stream": True, "seed": 1}
+# a piece for each token, also for those without text
+STREAM = {"prompt": [7] * 8, "max_tokens": 900, "ignore_eos": True, "stream": True, "seed": 1, "return_token_ids": True}
 
 
 # --- the stream that is watched -----------------------------------------------------------------------------------------------
@@ -185,16 +186,20 @@ def cases() -> dict[str, Attack]:
         "64 answers with 16 long stop strings": post("/v1/completions", many(stop=[chr(97 + i) * 1000 for i in range(16)])),
         "64 answers with log-probabilities": post("/v1/completions", many(logprobs=20)),
         "64 answers with all of it": post("/v1/completions", many(**all_of_it)),
+        "7 x 128 answers to 900 tokens": post("/v1/completions", completion(prompt=prompts[:1] * 7, n=128, max_tokens=1)),
         "7 x 128 answers with 998 biases": post(
             "/v1/completions", completion(prompt=prompts[:1] * 7, n=128, max_tokens=1, logit_bias=bias)
         ),
-        "1,000 prompts": post("/v1/completions", completion(prompt=[[i] * 4 for i in ids], max_tokens=1)),
+        "900 prompts": post("/v1/completions", completion(prompt=[[i] * 4 for i in ids[:900]], max_tokens=1)),
         "6 prompts of 900 tokens": post("/v1/completions", completion(prompt=prompts, max_tokens=1)),
         "log-probabilities of 6 prompts of 900 tokens": post(
             "/v1/completions", completion(prompt=prompts, max_tokens=1, prompt_logprobs=20)
         ),
         "their echo": post("/v1/completions", completion(prompt=prompts, max_tokens=0, echo=True, logprobs=20)),
-        "4,096 embeddings": post("/v1/embeddings", {"input": [words] * 4096}),
+        "900 prompts of 40 words": post(
+            "/v1/completions", completion(prompt=[f"{i} {words}" for i in ids[:900]], max_tokens=1)
+        ),
+        "4,096 embeddings of 40 words": post("/v1/embeddings", {"input": [words] * 4096}),
         # what the frontend reads and writes
         "200 slow readers of log-probabilities": connections(
             [whole(chat(stream=True, **listed), "/v1/chat/completions")], 200, 8.0
