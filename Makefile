@@ -62,12 +62,6 @@ bench-offline: setup #+ Measure: throughput of the serving engine without HTTP, 
 startup: setup-dev #+ Measure: seconds from the server's command to its first token, cold and warm, into out/startup.json
 	@$(PY) -m scripts.bench.serving.startup --model $(MODEL) --ranks $(RANKS) $(ARGS)
 
-step-tokens: setup #+ Measure: throughput and steps of MODEL on RANKS ranks by --max-batch-tokens, the source of its default (ARGS="--tokens 1024 2048"), into out/step-tokens.json
-	@$(ON_RANKS) $(RANKS) -m scripts.bench.serving.step_tokens --model $(MODEL) $(ARGS)
-
-fairness: setup-dev #+ Measure: how long a client waits for its first token while another one has 1,000 requests in the server, by places in the batch, into out/fairness.json (tracked: ARGS=--write; 3 min on a CPU)
-	@$(PY) -m scripts.bench.serving.fairness --model $(MODEL) $(ARGS)
-
 stalls: setup-dev #+ Measure: how long a stream stops while another client sends a costly request or many connections, into out/stalls.json (tracked: ARGS=--write; 10 min on a CPU, ARGS="--only penalties")
 	@$(PY) -m scripts.bench.serving.stalls $(ARGS)
 
@@ -115,20 +109,11 @@ accuracy: setup #+ Measure: perplexity and exact match of every embedded model a
 same-bits: setup-dev #+ Measure: how many of 1,000 prompts have other log-probabilities in batches, chunks, on RANKS ranks and in training than alone, with --deterministic, resumable, into out (tracked: ARGS=--write; 2 GPUs: ARGS="--device cuda"; a CPU: ARGS="--items 24 --models models/tiny-hybrid")
 	@$(PY) -m scripts.quality.same_bits --tp $(RANKS) $(ARGS)
 
-bench-cpu: setup-dev #+ Measure: decode speed compared with transformers.generate, same weights and threads, into out/bench-cpu.json (tracked: ARGS=--write; 1.5 min)
-	@$(PY) -m scripts.bench.serving.transformers_cpu $(ARGS)
-
 speculation: setup-dev #+ Measure: accepted tokens of drafts and tokens/s with and without speculation by task on the embedded models, into out/speculation.md (tracked: ARGS=--write; over an hour; 8 min on 24 cores: ARGS="--jobs 12 --pair-seconds 160 --repeats 3 --long-requests 8", resumable)
 	@$(PY) -m scripts.bench.serving.speculation $(ARGS)
 
-draft-times: setup #+ Measure: µs of a step by its rows, and of a chain of drafted tokens by an EAGLE-3 head, with random weights on RANKS ranks, a JSON line for each model (GPUs with 32 GB for weights): make draft-times RANKS=1 ARGS="--models llama-3-8b"
-	@$(ON_RANKS) $(RANKS) -m scripts.bench.serving.draft_times $(ARGS)
-
 comm-table: setup #+ Measure: how fast all-reduces are on RANKS ranks by message size and algorithm, and what --comm auto chooses
 	@$(ON_RANKS) $(RANKS) -m scripts.bench.comm.auto_table $(ARGS)
-
-bench-hosts: setup #+ Measure: all-reduces of two hosts, which are network namespaces, over a ring and hierarchically, with a slow network and without, into out/between-hosts.md (tracked: ARGS=--write; 1 min, root)
-	@$(PY) -m scripts.bench.comm.between_hosts $(ARGS)
 
 bench-comm: setup #+ Measure: every all-reduce on RANKS GPUs: correctness, 10,000 replays, latency by size, into out/comm.json
 	@$(ON_RANKS) $(RANKS) -m scripts.bench.comm.all_reduce --out out/comm.json $(ARGS)
@@ -148,17 +133,8 @@ bench-kernels: setup #+ Measure: norms, RoPE, attention and sampling on one GPU 
 tune: setup #+ Measure: which kernels make MODEL's linear layers fastest on RANKS GPUs, kept in ~/.cache/rung (servers do this at their first start)
 	@$(ON_RANKS) $(RANKS) -m scripts.tune --model $(MODEL) $(ARGS)
 
-bench-read: setup #+ Measure: how fast one GPU reads its memory, the ceiling of a decode step, into out/read.json
-	@$(PY) -m scripts.bench.kernels.read --out out/read.json $(ARGS)
-
 bench-linear: setup #+ Measure: linear layers of few rows on RANKS GPUs compared with cuBLAS, into out/linear-RANK.json, the source of kernels/linear_configs
 	@$(ON_RANKS) $(RANKS) -m scripts.bench.kernels.linear --out out/linear.json $(ARGS)
-
-bench-one-row: setup #+ Measure: which kernels of one row make chains of whole layers fastest on one GPU, into out/one-row.json, which is merged into kernels/linear_configs after that of bench-linear (1 min; one model: ARGS="--models llama-70b-tp4")
-	@$(PY) -m scripts.bench.kernels.one_row --out out/one-row.json $(ARGS)
-
-bench-linear-quantized: setup #+ Measure: linear layers of few rows in 8 and 4 bits on one GPU compared with 16 bits, µs and TB/s, into out/linear-quantized.json (10 min; one model: ARGS="--models llama-3-8b")
-	@$(PY) -m scripts.bench.kernels.linear_quantized --out out/linear-quantized.json $(ARGS)
 
 sanitize: setup-dev #+ Test: compute-sanitizer's memcheck, of CUDA's toolkit, over the GPU tests of the kernels and all all-reduce algorithms on one rank, resumable, into out/sanitizer/sanitizer.txt
 	@$(PY) -m scripts.sanitize $(ARGS)

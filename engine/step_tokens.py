@@ -2,7 +2,8 @@
 
 A running sequence waits for each step, so few tokens keep streams smooth, and many give more tokens/s, up to a point. The default
 is the fewest with which a GPU reached ENOUGH of its best. `step_tokens.json` has what was measured, by the kind of GPU and the size of a
-rank's layers, which says from how many rows on a GPU is busy. `make step-tokens` measures a model, and its --merge adds entries.
+rank's layers, which says from how many rows on a GPU is busy. `scripts/bench/serving/step_tokens.py` of commit
+4a2e01f measured them, as `make bench-offline` does for one value of `--max-batch-tokens`.
 """
 
 import json

@@ -1,8 +1,8 @@
 """Launch configurations of linear layers of few rows.
 
 The fastest config of a shape comes from what was measured on this machine (`engine/tuning.py`), else from the table of this GPU
-in `linear_configs/`, which `scripts/bench/kernels/linear.py` and, for one row, `one_row.py` make, else from that of another GPU,
-else from a heuristic.
+in `linear_configs/`, which `scripts/bench/kernels/linear.py` and, for one row, `one_row.py` of commit 4a2e01f made, else from that of
+another GPU, else from a heuristic.
 """
 
 import json

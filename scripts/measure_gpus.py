@@ -96,17 +96,12 @@ def serving(args: argparse.Namespace) -> Iterator[Step]:
 
 
 def drafts(args: argparse.Namespace) -> Iterator[Step]:
-    """Closed loops of clients without drafts and with those of a random head, and what a draft and its verification take. Of the model
-    with fewer layers: tokens/s by the most tokens of a step."""
-    large, cut, _ = args.models
+    """Closed loops of clients without drafts and with those of a random head."""
+    large, *_ = args.models
     load = f"--model {large} --ranks {args.ranks} --clients 1 4 16 64 --requests 2 --max-num-seqs 64"
     load += " --prompt-length 256 --new-tokens 128"
     for file, more in (("clients", ""), ("clients-speculate", " --speculate random-head --accept-rate 0.75")):
         yield Step(file, 110, script("bench.serving.load", load + more, "--out", args.raw / f"{file}.json"))
-    flags = f"-m scripts.bench.serving.draft_times --models {large} --tune-seconds 10"
-    yield Step("draft times", 60, (*on_ranks(args.ranks), *flags.split()), args.raw / "draft-times.jsonl")
-    flags = f"-m scripts.bench.serving.step_tokens --model {cut} --out"
-    yield Step("tokens of a step", 90, (*on_ranks(args.ranks), *flags.split(), str(args.raw / "step-tokens.json")))
 
 
 def all_reduces(args: argparse.Namespace) -> Iterator[Step]:

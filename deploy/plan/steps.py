@@ -31,7 +31,7 @@ from engine.runner import LARGEST_GRAPH, decode_buckets, prefill_buckets
 from errors import UserError
 
 RESULTS = Path(__file__).parents[2] / "docs" / "results"
-# bytes/s that a kernel that only reads reaches (make bench-read, docs/kernels.md)
+# bytes/s that a kernel that only reads reaches (docs/kernels.md)
 READ = {"h100": 3.11e12, "h200": 4.34e12}
 WIDTHS: dict[str, str | None] = {"bf16": None, "fp8": "fp8", "int8": "int8", "int4": "int4"}  # and their --quantize
 LIKE = {"int8": "int4"}  # widths whose layers work alike, where only the other one was measured

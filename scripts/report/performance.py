@@ -15,7 +15,6 @@ NAME-comm.png and NAME-comm-no-p2p.png. NAME is the name of the --raw folder. Th
     comm.json, quantized*.json          make bench-comm, the latter with --parts "nccl|quantized"
     gemm-overlap.json, push.json        make bench-fused, make bench-push
     linear.json, linear-N.json          make bench-linear
-    linear-quantized*.json              make bench-linear-quantized
     kernels.json, decode.json           make bench-kernels
     training/rows.jsonl, traces.jsonl   make bench-training with --out
 """
@@ -39,7 +38,7 @@ from scripts.lib.machine import describe
 from scripts.lib.markdown import captioned
 from scripts.lib.results import RESULTS, add_write_option, made, results_folder, write_text
 from scripts.lib.rows import read_row
-from scripts.report import linear_quantized, step_profile
+from scripts.report import step_profile
 from scripts.report.compare import compare, lengths_of
 from scripts.sweep.rows import VLLM, Row, Setting, place
 
@@ -58,7 +57,7 @@ QUANTIZED = {
     **{f"µs quantized {width}": width for width in WIDTHS},
     **{f"µs portable quantized {width}": f"{width}, over NCCL" for width in WIDTHS},
 }
-LINEAR = ("linear.json", "linear-[0-9]*.json")  # not linear-quantized.json
+LINEAR = ("linear.json", "linear-[0-9]*.json")
 TRAINING = "training/rows.jsonl training/traces.jsonl"
 PUSHED = {"o": "wo", "down": "w_down", "o and down": "both in turn"}  # layer names in push.json: names in the table
 
@@ -390,7 +389,6 @@ TABLES: dict[str, Table] = {
     "widths": (widths, "widths*.jsonl"),
     "comm": of(comm, "comm.json", "quantized.json"),
     "linear": (linear, " ".join(LINEAR)),
-    "linear-quantized": (linear_quantized.table, linear_quantized.FILES),
     "kernels": of(kernels, "kernels.json"),
     "attention": of(attention, "decode.json"),
     "long-attention": of(long_attention, "kernels.json"),

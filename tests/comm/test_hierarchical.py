@@ -5,6 +5,7 @@ import random
 
 import pytest
 import torch
+import torch.distributed as dist
 from torch import Tensor
 
 from comm import GlooCommunicator, HierarchicalCommunicator, fastest_between_hosts
@@ -61,6 +62,28 @@ def test_bf16_is_summed_in_fp32_and_rounded_once(ranks: Ranks, seed: int) -> Non
         assert torch.equal(total, parts.float().sum(0).bfloat16())
     for total in ranks.run(4, flat_sum, parts):
         assert torch.equal(total, parts.float().sum(0).bfloat16())
+
+
+def crossing(world: World, hosts: list[str], size: int) -> list[tuple[int, list[str]]]:
+    """For each sum between hosts in an all-reduce of `size` numbers: how many are summed, and the hosts of the ranks that sum them."""
+    on_hosts(world, hosts)
+    found, summed_by_torch = list[tuple[int, list[str]]](), dist.all_reduce
+
+    def noted(shard: Tensor, group: dist.ProcessGroup) -> None:
+        found.append((shard.numel(), sorted(hosts[rank] for rank in dist.get_process_group_ranks(group))))
+        summed_by_torch(shard, group=group)
+
+    try:
+        with pytest.MonkeyPatch.context() as patch:
+            patch.setattr(dist, "all_reduce", noted)
+            HierarchicalCommunicator(CPU).all_reduce(torch.ones(size))
+        return found
+    finally:
+        del os.environ["NCCL_HOSTID"]
+
+
+def test_each_rank_sends_its_share_of_a_message_to_other_hosts(ranks: Ranks) -> None:
+    assert ranks.run(4, crossing, list("abab"), 1001) == [[(501, ["a", "b"])]] * 4
 
 
 def named(world: World) -> list[tuple[str, str]]:

@@ -1,9 +1,6 @@
-"""The default of `--max-batch-tokens`: by GPU and layers, the same on all ranks, and how it is measured."""
+"""The default of `--max-batch-tokens`: by GPU and layers, the same on all ranks."""
 
-import json
-import sys
 from dataclasses import replace
-from pathlib import Path
 from typing import Any
 
 import pytest
@@ -14,8 +11,6 @@ from engine import step_tokens as module
 from engine.core import Engine
 from engine.limits import EngineLimits
 from engine.step_tokens import USUAL, Entry, default_tokens, entries, kind, step_tokens
-from errors import UserError
-from scripts.bench.serving import step_tokens as bench
 from tests.engine.test_engine import ALONE, config_of, random_model
 from tp import World
 
@@ -68,31 +63,3 @@ def chosen(world: World) -> int:
 
 def test_all_ranks_take_rank_0s(ranks: Any) -> None:
     assert ranks.run(3, chosen) == [100] * 3
-
-
-def test_a_measurement_enters_the_table(
-    monkeypatch: pytest.MonkeyPatch, tmp_path: Path, capsys: pytest.CaptureFixture[str], seed: int
-) -> None:
-    path, table = tmp_path / "measured.json", tmp_path / "table.json"
-    flags = f"--requests 3 --prompt-length 20 --new-tokens 4 --max-num-seqs 4 --tokens 8 32 --device cpu --out {path}"
-    monkeypatch.setattr(sys, "argv", ["bench", "--model", "tiny", *flags.split()])
-    bench.main()
-    content = json.loads(path.read_text())
-    assert [run["max_batch_tokens"] for run in content["runs"]] == [8, 32]
-    assert content["runs"][0]["steps"] > content["runs"][1]["steps"]
-    assert all(run["p99_step_ms"] >= run["median_step_ms"] > 0 for run in content["runs"])
-    with pytest.raises(UserError, match="measured without a GPU"):
-        bench.merge([path])
-    content["machine"]["gpus"] = f"2 x {H100}"
-    path.write_text(json.dumps(content))
-    monkeypatch.setattr(bench, "TABLE", table)
-    before = entries()
-    bench.merge([path])
-    rates = {run["max_batch_tokens"]: run["generated_tokens_per_second"] for run in content["runs"]}
-    monkeypatch.setattr(module, "TABLE", table)
-    entries.cache_clear()
-    try:
-        added = [entry for entry in entries() if entry not in before]
-        assert len(entries()) == len(before) + 1 and added == [Entry("H100", "tiny", 1, content["layer_weights"], rates)]
-    finally:
-        entries.cache_clear()

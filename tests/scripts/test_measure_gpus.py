@@ -14,7 +14,7 @@ from errors import UserError
 from scripts import measure_gpus
 from scripts.bench.comm.all_reduce import __main__ as all_reduce
 from scripts.bench.comm.fused import __main__ as fused
-from scripts.bench.serving import draft_times, load, startup, step_tokens
+from scripts.bench.serving import load, startup
 from scripts.bench.training import __main__ as bench_training
 from scripts.lib.steps import Step, perform
 from scripts.sweep import __main__ as sweep
@@ -30,8 +30,6 @@ PARSERS: dict[str, Any] = {
 LAUNCHED: dict[str, tuple[Any, str]] = {  # modules of ranks, and what a rank calls after it has read its flags
     "scripts.bench.comm.all_reduce": (all_reduce, "join_ranks"),
     "scripts.bench.comm.fused": (fused, "join_ranks"),
-    "scripts.bench.serving.draft_times": (draft_times, "init_world"),
-    "scripts.bench.serving.step_tokens": (step_tokens, "init_world"),
     "engine.bench": (bench, "init_world"),
 }
 

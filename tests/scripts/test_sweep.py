@@ -627,7 +627,6 @@ def test_an_interrupted_sweep_says_how_to_go_on(
 
 WRITERS = [
     "bench/serving/soak",
-    "bench/serving/transformers_cpu",
     "quality/accuracy",
     "quality/lm_eval",
     "report/performance",

@@ -8,15 +8,14 @@ from typing import Any
 import pytest
 
 from errors import UserError
-from scripts.lib import namespaces
 from tests import ROOT
-from tests.support import quick_start
+from tests.support import network, quick_start
 from tests.support.command_line import environment
 
 SECRET = "a secret of the tests"
 
 
-class TwoHosts(namespaces.TwoHosts):
+class TwoHosts(network.TwoHosts):
     def __init__(self) -> None:
         try:
             super().__init__()
@@ -31,11 +30,11 @@ class TwoHosts(namespaces.TwoHosts):
 
     def plug(self, state: str) -> None:
         """Set the cable `up` or `down` at the second host."""
-        assert not namespaces.ip("-n", self.names[1], "link", "set", namespaces.DEVICE, state).returncode
+        assert not network.ip("-n", self.names[1], "link", "set", network.DEVICE, state).returncode
 
     def on(self, host: int, function: Callable[[], Any]) -> Any:
         """`function()` in a thread of this process that is in a host's namespace."""
-        with ThreadPoolExecutor(1, initializer=lambda: namespaces.enter(self.names[host])) as thread:
+        with ThreadPoolExecutor(1, initializer=lambda: network.enter(self.names[host])) as thread:
             return thread.submit(function).result()
 
     def start(self, host: int, *program: object, **environ: object) -> quick_start.Popen:

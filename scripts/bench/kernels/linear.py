@@ -8,7 +8,6 @@
 the L2 cache, so that every weight is read from HBM. Shapes that end in -swiglu are compared with cuBLAS plus a separate kernel for
 silu(gate) * up. Candidates that give wrong results are dropped, with a message. Writes {"machine", "version",
 "times", "configs"}; on several ranks each writes a file of its own, such as linear-0.json. The version is that of the kernels.
-For one row, run and merge `scripts.bench.kernels.one_row` after the merge, which replaces its earlier choices.
 """
 
 import argparse

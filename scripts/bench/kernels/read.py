@@ -1,23 +1,15 @@
-"""Measure how fast one GPU reads its memory: the ceiling of a decode step, which reads all weights.
-
-    python -m scripts.bench.kernels.read --out out/read.json
+"""How fast one GPU reads its memory: the ceiling of a decode step, which reads all weights.
 
 A kernel adds up 12 GB of random integers, with several launch configurations. Each time is the median of events around single
-launches. Prints the fastest and writes the bytes/s of all as JSON.
+launches.
 """
 
-import json
-from pathlib import Path
+from itertools import product
 from statistics import median
 
 import torch
 import triton
 import triton.language as tl
-
-from cli import Parser, run
-from errors import UserError
-from scripts.lib.machine import machine
-from scripts.lib.results import check_output, write_text
 
 WORDS, LAUNCHES = 3 * 1024**3, 8  # int32
 BLOCKS, PROGRAMS_AN_SM, STAGES = (1024, 2048, 4096, 8192), (2, 4, 8, 16), (1, 4)
@@ -48,37 +40,10 @@ def bytes_per_second(x: torch.Tensor, block: int, programs: int, stages: int) ->
     return x.nbytes / median(seconds[1:])  # the first launch compiles
 
 
-def rates() -> dict[str, float]:
-    """Bytes/s of each launch configuration, by its name."""
+def read_ceiling() -> float:
+    """Bytes/s of the fastest launch configuration."""
     x = torch.randint(-(2**31), 2**31, (WORDS,), dtype=torch.int32, device="cuda")
     sms = torch.cuda.get_device_properties(x.device).multi_processor_count
-    return {
-        f"blocks of {block}, {each} programs an SM, {stages} stages": bytes_per_second(x, block, sms * each, stages)
-        for block in BLOCKS
-        for each in PROGRAMS_AN_SM
-        for stages in STAGES
-    }
-
-
-def read_ceiling() -> float:
-    """Bytes/s of the fastest."""
-    return max(rates().values())
-
-
-def main() -> None:
-    parser = Parser(description=__doc__)
-    parser.add_argument("--out", type=Path, help="JSON file to write")
-    args = parser.parse_args()
-    if not torch.cuda.is_available():
-        raise UserError("this measures the memory of a GPU, and there is none")
-    if args.out:
-        check_output(args.out)
-    found = rates()
-    best = max(found, key=lambda name: found[name])
-    print(f"{found[best] / 1e12:.3f} TB/s ({best})")
-    if args.out:
-        write_text(args.out, json.dumps({"machine": machine(), "bytes_per_second": found}, indent=1) + "\n")
-
-
-if __name__ == "__main__":
-    run(main)
+    return max(
+        bytes_per_second(x, block, sms * each, stages) for block, each, stages in product(BLOCKS, PROGRAMS_AN_SM, STAGES)
+    )

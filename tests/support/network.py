@@ -1,6 +1,6 @@
 """Two network namespaces of this machine with a cable between them, as two hosts. Needs root and the programs of iproute2.
 
-`python -m scripts.lib.namespaces NAME PROGRAM…` runs a Python program, a script or `-m MODULE`, in a namespace.
+`python -m tests.support.network NAME PROGRAM…` runs a Python program, a script or `-m MODULE`, in a namespace.
 """
 
 import ctypes
@@ -62,7 +62,7 @@ class TwoHosts:
 
     def command(self, host: int, *program: object) -> list[str]:
         """The command line that runs a Python program on a host."""
-        return [sys.executable, "-m", "scripts.lib.namespaces", self.names[host], *map(str, program)]
+        return [sys.executable, "-m", "tests.support.network", self.names[host], *map(str, program)]
 
 
 def ip(*words: str) -> "subprocess.CompletedProcess[str]":
