@@ -121,9 +121,6 @@ bench-comm: setup #+ Measure: every all-reduce on RANKS GPUs: correctness, 10,00
 bench-fused: setup #+ Measure: GEMMs fused with their collectives on RANKS GPUs, compared with NCCL and torch: overlap efficiency by rows, into out/gemm-overlap.json
 	@$(ON_RANKS) $(RANKS) -m scripts.bench.comm.fused $(ARGS)
 
-bench-push: setup #+ Measure: linear layers that send their own partial sums on RANKS GPUs, compared with the two kernels that they replace, into out/push.json
-	@$(ON_RANKS) $(RANKS) -m scripts.bench.comm.push --out out/push.json $(ARGS)
-
 bench-frontend: setup-dev #+ Measure: CPU time of the HTTP frontend and the load generator per streamed token, with a fake engine
 	@$(PY) -m scripts.bench.serving.frontend $(ARGS)
 

@@ -13,7 +13,7 @@ NAME-comm.png and NAME-comm-no-p2p.png. NAME is the name of the --raw folder. Th
     load*.json, startup.json            make throughput, make startup
     clients.json, clients-speculate.json    make throughput with --clients, the latter also with --speculate and --accept-rate
     comm.json, quantized*.json          make bench-comm, the latter with --parts "nccl|quantized"
-    gemm-overlap.json, push.json        make bench-fused, make bench-push
+    gemm-overlap.json                   make bench-fused
     linear.json, linear-N.json          make bench-linear
     kernels.json, decode.json           make bench-kernels
     training/rows.jsonl, traces.jsonl   make bench-training with --out
@@ -59,7 +59,6 @@ QUANTIZED = {
 }
 LINEAR = ("linear.json", "linear-[0-9]*.json")
 TRAINING = "training/rows.jsonl training/traces.jsonl"
-PUSHED = {"o": "wo", "down": "w_down", "o and down": "both in turn"}  # layer names in push.json: names in the table
 
 NOT_A_CASE = {"kernel", "us", "peer_us", "gb_per_second", "tflop_per_second", "error", "peer_error", "right", "config"}
 
@@ -170,23 +169,6 @@ def quantized(folder: Path) -> str | None:
 def _faster(times: dict[str, float], nccl: dict[str, float], size: int) -> str:
     us = times.get(str(size))
     return "" if us is None else f"{us:.1f} ({nccl[str(size)] / us:.2f}x)"
-
-
-def push(found: dict[str, Any]) -> str:
-    """A table that compares the linear layer that pushes its partial sums with the two kernels that it replaces."""
-    by_rows = {  # "16", or of quantized layers "fp8 16"
-        name.replace("µs, ", "").removesuffix(" rows"): times for name, times in found["found"].items() if "µs, " in name
-    }
-    lines = [
-        [rows, *(f"{times[f'{layer}: {how}']:.1f}" for layer in PUSHED for how in ("linear, then one-shot", "pushed"))]
-        for rows, times in by_rows.items()
-    ]
-    head = ["rows", *(f"{layer}, {how}" for layer in PUSHED.values() for how in ("then one-shot", "pushed"))]
-    caption = (
-        "µs of a layer, its sum over ranks, residual addition and norm, in CUDA graphs of 20 with weights that no cache holds. Made on "
-        f"{found['ranks']} x {found['gpu']}, torch {found['torch']}."
-    )
-    return captioned(head, lines, caption)
 
 
 def overlap(found: dict[str, Any]) -> str:
@@ -397,7 +379,6 @@ TABLES: dict[str, Table] = {
     "clients": (clients, " ".join(CLIENTS)),
     "compare": (compare, "sweep*.jsonl load*.json"),
     "quantized": (quantized, "quantized*.json"),
-    "push": of(push, "push.json"),
     "overlap": of(overlap, "gemm-overlap.json"),
     "training": (training, TRAINING),
 }

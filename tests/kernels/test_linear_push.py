@@ -420,20 +420,10 @@ def test_every_program_of_a_chosen_config_has_pairs() -> None:
 @pytest.mark.skipif(most_ranks() < 2, reason="needs two GPUs")
 def test_on_gpus(tmp_path: Path) -> None:
     """The bits are those of the layer and the one-shot all-reduce, also in thousands of graph replays, of layers in 16, 8 and 4 bits."""
-    report = gpu_report(tmp_path)
-    assert report["found"]["correct"] > 0 and report["found"]["replays"] >= 2000
-    found = gpu_report(tmp_path, "--quantize", "fp8", "int8", "int4")["found"]
-    assert len([name for name in found if "correct" in name]) == 8
-    assert all(found[f"{kind} replays"] >= 2000 for kind in ("fp8", "int8", "int4"))
-
-
-def gpu_report(folder: Path, *flags: str) -> dict[str, Any]:
-    """What the command finds that checks and times such layers, without times."""
-    out = folder / "push.json"
-    count = min(4, most_ranks())
     environment = {name: value for name, value in os.environ.items() if name != "TRITON_INTERPRET"} | {"NCCL_NVLS_ENABLE": "0"}
-    command = ("-m", "scripts.bench.comm.push", "--out", str(out), "--seconds", "0", *flags)
-    torchrun(count, *command, timeout=600, env=environment)
-    report: dict[str, Any] = json.loads(out.read_text())
+    out = tmp_path / "push.json"
+    torchrun(min(4, most_ranks()), "-m", "tests.kernels.gpu_push_rank", str(out), timeout=1200, env=environment)
+    report = json.loads(out.read_text())
     assert report["errors"] == {}
-    return report
+    assert len([name for name in report["found"] if "correct" in name]) == 9
+    assert all(report["found"][f"replays {kind}"] >= 2000 for kind in (None, "fp8", "int8", "int4"))
