@@ -154,7 +154,7 @@ throughput: setup-dev ## Measure: MODEL on RANKS ranks, offline and through the 
 compare: setup-dev ## Measure: Rung beside vLLM on RANKS GPUs, with ratios: make compare RANKS=2 ARGS="--models llama-3-70b:16 --vllm-python PYTHON"
 	@$(PY) -m scripts.compare --ranks $(RANKS) $(ARGS)
 
-measure-gpus: setup-dev ## Measure: sweeps, server load, drafts, all-reduces, start-up and training on RANKS GPUs, most important first, resumable: make measure-gpus RANKS=8 ARGS="--raw docs/results/gpu-8"
+measure-gpus: setup-dev ## Measure: sweeps, server load, drafts, all-reduces and start-up on RANKS GPUs, most important first, resumable: make measure-gpus RANKS=8 ARGS="--raw docs/results/gpu-8"
 	@$(PY) -m scripts.measure_gpus --ranks $(RANKS) $(ARGS)
 
 plot: setup-dev #+ Measure: the paper's figures 2, 3 and 4 and the parts of a step, from out/sweep.jsonl into out/plots
@@ -171,9 +171,6 @@ profile-collectives: setup #+ Train: time all-gather, reduce-scatter, all-reduce
 
 test-plans: setup-dev #+ Test: every sharding of 4 and 8 ranks against plain training (15 min, 2 GB)
 	@$(PY) -m pytest -m exhaustive tests/training $(ARGS)
-
-bench-training: setup-dev #+ Train: TGS, MFU and memory of our shardings and of FSDP2: make bench-training RANKS=8 ARGS="--models llama-7b --write"
-	@$(PY) -m scripts.bench.training --ranks $(RANKS) $(ARGS)
 
 quote-tables: setup #+ Measure: copy the tables of docs/results into README.md and docs
 	@$(PY) -m scripts.report.quote_tables

@@ -34,7 +34,6 @@ HUGE, HUGE_BATCH = "llama-3.1-405b", 16
 LEAST_TIMEOUT = 150  # seconds for one run of a sweep, with loading or the start of vLLM
 GPU_BYTES = 80e9  # of memory, where no GPU can be asked
 HUGE_SHARE = 0.8  # of it, which the largest model may take beside activations
-TRAINED = {"ladder-1b": 8, "ladder-3b": 3, "llama-7b": 2}  # model: windows in a micro-batch of a rank, which fit into 80 GB
 
 
 def models(args: argparse.Namespace) -> Iterator[Step]:
@@ -125,7 +124,7 @@ def all_reduces(args: argparse.Namespace) -> Iterator[Step]:
 
 
 def others(args: argparse.Namespace) -> Iterator[Step]:
-    """Two simulated hosts, the largest model, start-up, and training."""
+    """Two simulated hosts, the largest model, and start-up."""
     large, cut, _ = args.models
     flags = f"--models {cut} --variants {MAIN} parallel desync-4x desync-2x --batch-sizes 1 --new-tokens 64"
     for comm, seconds in (("nccl", 45), ("hierarchical", 45)):
@@ -136,10 +135,6 @@ def others(args: argparse.Namespace) -> Iterator[Step]:
         yield swept(f"{HUGE} in {scheme}", 200, args, "sweep-huge.jsonl", flags)
     flags = f"--model {large} --ranks {args.ranks} --runs cold warm"
     yield Step("start-up", 120, script("bench.serving.startup", flags, "--out", args.raw / "startup.json"))
-    for model, windows in TRAINED.items():
-        flags = f"--models {model} --ranks {args.ranks} --micro-batch {windows} --micro-batches 1 --steps 10 --unmeasured 3"
-        flags += " --one-launch --retry --timeout 450"
-        yield Step(f"training {model}", 200, script("bench.training", flags, "--out", args.raw / "training"))
 
 
 def widths(args: argparse.Namespace) -> Iterator[Step]:

@@ -16,11 +16,8 @@ NAME-comm.png and NAME-comm-no-p2p.png. NAME is the name of the --raw folder. Th
     gemm-overlap.json                   make bench-fused
     linear.json, linear-N.json          make bench-linear
     kernels.json, decode.json           make bench-kernels
-    training/rows.jsonl, traces.jsonl   make bench-training with --out
 """
 
-import argparse
-import json
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -32,8 +29,6 @@ from figures import byte_axis, communicator_colour, new_figure, plain_log_axis, 
 from scripts.bench.comm.fused.tables import markdown as overlap_table
 from scripts.bench.comm.fused.tables import rows_of as overlap_rows
 from scripts.bench.serving.load import table as load_table
-from scripts.bench.training import launches
-from scripts.bench.training import tables as training_tables
 from scripts.lib.machine import describe
 from scripts.lib.markdown import captioned
 from scripts.lib.results import RESULTS, add_write_option, made, results_folder, write_text
@@ -58,7 +53,6 @@ QUANTIZED = {
     **{f"µs portable quantized {width}": f"{width}, over NCCL" for width in WIDTHS},
 }
 LINEAR = ("linear.json", "linear-[0-9]*.json")
-TRAINING = "training/rows.jsonl training/traces.jsonl"
 
 NOT_A_CASE = {"kernel", "us", "peer_us", "gb_per_second", "tflop_per_second", "error", "peer_error", "right", "config"}
 
@@ -339,24 +333,6 @@ def clients(folder: Path) -> str | None:
     return captioned(head, rows, caption)
 
 
-def trained(folder: Path) -> tuple[list[launches.Row], argparse.Namespace] | None:
-    """The last row of each configuration in training/rows.jsonl, and the settings that table and plot need. None without rows."""
-    rows = {json.dumps(row["settings"]): row for row in launches.read_rows(folder / "training" / "rows.jsonl")}
-    if not rows:
-        return None
-    traces = {json.dumps(row["settings"]): row for row in launches.read_rows(folder / "training" / "traces.jsonl")}
-    windows = {row["settings"]["model"]: row["settings"]["micro_batch"] for row in rows.values()}
-    settings = next(iter(rows.values()))["settings"] | {"models": list(windows), "micro_batch": list(windows.values())}
-    found = [launches.with_trace(row, traces.get(key, {})) for key, row in rows.items()]
-    return found, argparse.Namespace(**settings, ablation=False)
-
-
-def training(folder: Path) -> str | None:
-    """Our shardings beside FSDP2, and the planner's prediction of each."""
-    found = trained(folder)
-    return None if found is None else training_tables.table(*found)
-
-
 Table = tuple[Callable[[Path], str | None], str]  # what makes it from a folder, None without raw files; their glob patterns
 
 
@@ -380,7 +356,6 @@ TABLES: dict[str, Table] = {
     "compare": (compare, "sweep*.jsonl load*.json"),
     "quantized": (quantized, "quantized*.json"),
     "overlap": of(overlap, "gemm-overlap.json"),
-    "training": (training, TRAINING),
 }
 
 

@@ -15,7 +15,6 @@ from scripts import measure_gpus
 from scripts.bench.comm.all_reduce import __main__ as all_reduce
 from scripts.bench.comm.fused import __main__ as fused
 from scripts.bench.serving import load, startup
-from scripts.bench.training import __main__ as bench_training
 from scripts.lib.steps import Step, perform
 from scripts.sweep import __main__ as sweep
 from scripts.sweep import grids
@@ -25,7 +24,6 @@ PARSERS: dict[str, Any] = {
     "scripts.sweep": sweep,
     "scripts.bench.serving.load": load,
     "scripts.bench.serving.startup": startup,
-    "scripts.bench.training": bench_training,
 }
 LAUNCHED: dict[str, tuple[Any, str]] = {  # modules of ranks, and what a rank calls after it has read its flags
     "scripts.bench.comm.all_reduce": (all_reduce, "join_ranks"),

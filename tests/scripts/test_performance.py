@@ -5,14 +5,12 @@ import random
 import sys
 from itertools import product
 from pathlib import Path
-from statistics import median
 
 import pytest
 
 from figures import new_figure, plain_log_axis
 from scripts import trace
 from scripts.bench.kernels import linear
-from scripts.bench.training.rank import SYSTEMS
 from scripts.report import performance
 from scripts.sweep.rows import Row, Setting, row_line
 from tests import ROOT
@@ -127,25 +125,6 @@ def test_profiled_runs_are_shown_by_phase_and_kind(tmp_path: Path, seed: int) ->
     for line, times in zip(lines, us.values(), strict=True):
         assert line[6:10] == [f"{value / 1e3:.3f}" for value in (sum(times), *times)]
         assert line[10] == f"`a b(int)` {times[1] / 1e3:.3f} in 64"
-
-
-def test_training_is_shown_with_the_last_try_of_each_configuration(tmp_path: Path, seed: int) -> None:
-    rows = json.loads((RESULTS / "training-4.json").read_text())["rows"]
-    lines = [json.dumps(row) for row in rows]
-    failed = random.choice(rows)
-    (tmp_path / "training").mkdir()
-    again = json.dumps({"settings": failed["settings"], "machine": failed["machine"], "error": "out of memory"})
-    (tmp_path / "training" / "rows.jsonl").write_text("\n".join([again, *lines]) + "\n")
-    text = performance.TABLES["training"][0](tmp_path)
-    assert text is not None and "out of memory" not in text
-    shown = {tuple(line.strip("| ").split(" | ")[:3]): line for line in text.splitlines() if line.startswith("| ")}
-    assert len(shown) == len(rows) + 1  # and the head
-    for row in rows:
-        s, middle = row["settings"], median(row["step_ms"])
-        line = shown[s["model"], SYSTEMS[s["system"]], str(s["micro_batches"])]
-        assert f"{middle:,.1f}" in line
-        predicted = row.get("predicted_ms")  # only our executor's
-        assert predicted is None or line.endswith(f"| {predicted / middle:.2f} |")
 
 
 def test_a_panel_has_six_lines_at_most(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -4,6 +4,7 @@ all-gathers overlap computation. Skipped without two GPUs."""
 import gc
 import os
 import socket
+import tempfile
 import time
 import traceback
 from collections.abc import Callable, Iterator
@@ -11,18 +12,19 @@ from contextlib import suppress
 from dataclasses import dataclass, replace
 from datetime import timedelta
 from multiprocessing.connection import wait
+from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 import torch.distributed as dist
 from torch import Tensor
+from torch.profiler import ProfilerActivity, profile, schedule
 
 from checkpoints.presets import preset
 from config import ModelConfig
-from engine.profiling import length, union
+from engine.profiling import Span, intersection, length, read_trace, span_of, union
 from layers.attention import Causal
-from scripts.bench.training.rank import covered, kernels
 from training.batches import Batch
 from training.executor import Execution, Executor, Overlap
 from training.initialize import empty_model, materializer
@@ -262,16 +264,40 @@ def test_bf16_replicas_stay_bitwise_equal(gpus: Gpus, meshes: tuple[int, ...], s
 # --- overlap --------------------------------------------------------------------------------------------------------------
 
 
+def kernels(step: Callable[[], object]) -> tuple[dict[str, list[Span]], list[Span]]:
+    """Profile two steps after a warm-up step. Returns the spans (µs) of NCCL's kernels by name, and of all other kernels."""
+    with tempfile.TemporaryDirectory() as folder:
+        path = Path(folder) / "trace.json"
+        with profile(
+            activities=[ProfilerActivity.CUDA],
+            schedule=schedule(wait=0, warmup=1, active=2, repeat=1),
+            on_trace_ready=lambda finished: finished.export_chrome_trace(str(path)),
+        ) as recorder:
+            for number in range(3):
+                step()
+                if number in (0, 2):
+                    torch.cuda.synchronize()  # so that the trace has nothing of the first step and all of the last
+                recorder.step()
+        events = read_trace(path)["traceEvents"]
+    communication: dict[str, list[Span]] = {}
+    computation: list[Span] = []
+    for event in events:
+        if event.get("cat") == "kernel":
+            nccl = event["name"].startswith("nccl")
+            (communication.setdefault(event["name"], []) if nccl else computation).append(span_of(event))
+    return communication, computation
+
+
 def hidden_share(rank: int, run: Run) -> float:
     """The share of the all-gather kernels' time in which any kernel other than NCCL's runs, in a trace of two steps."""
     state = Trained(rank, run)
     for _ in range(3):
         state.train_step()
-    communication, computation = kernels(state.train_step, steps=2)
+    communication, computation = kernels(state.train_step)
     state.close()
-    gathers = [span for name, spans in communication.items() if "AllGather" in name for span in spans]
+    gathers = union([span for name, spans in communication.items() if "AllGather" in name for span in spans])
     assert gathers, f"no all-gather kernel among {sorted(communication)}"
-    return covered(gathers, computation) / length(union(gathers))
+    return length(intersection(gathers, union(computation))) / length(gathers)
 
 
 def test_all_gathers_hide_behind_computation_unless_told_not_to(gpus: Gpus, seed: int) -> None:
