@@ -115,11 +115,8 @@ speculation: setup-dev #+ Measure: accepted tokens of drafts and tokens/s with a
 comm-table: setup #+ Measure: how fast all-reduces are on RANKS ranks by message size and algorithm, and what --comm auto chooses
 	@$(ON_RANKS) $(RANKS) -m scripts.bench.comm.auto_table $(ARGS)
 
-bench-comm: setup #+ Measure: every all-reduce on RANKS GPUs: correctness, 10,000 replays, latency by size, into out/comm.json
+bench-comm: setup #+ Measure: every all-reduce on RANKS GPUs, latency by size, into out/comm.json
 	@$(ON_RANKS) $(RANKS) -m scripts.bench.comm.all_reduce --out out/comm.json $(ARGS)
-
-bench-fused: setup #+ Measure: GEMMs fused with their collectives on RANKS GPUs, compared with NCCL and torch: overlap efficiency by rows, into out/gemm-overlap.json
-	@$(ON_RANKS) $(RANKS) -m scripts.bench.comm.fused $(ARGS)
 
 bench-frontend: setup-dev #+ Measure: CPU time of the HTTP frontend and the load generator per streamed token, with a fake engine
 	@$(PY) -m scripts.bench.serving.frontend $(ARGS)

@@ -104,19 +104,16 @@ def drafts(args: argparse.Namespace) -> Iterator[Step]:
 
 
 def all_reduces(args: argparse.Namespace) -> Iterator[Step]:
-    """All-reduces by algorithm and size, GEMMs fused with collectives, and prefill by communicator."""
+    """All-reduces by algorithm and size, and prefill by communicator."""
     _, cut, _ = args.models
-    host = "µs (nccl|one-shot|two-shot)$|quantized"
-    for name, seconds, command, out in (
-        ("all-reduces", 60, ("all_reduce",), "comm.json"),
-        ("quantized all-reduces", 90, ("all_reduce", "--parts", "µs nccl$|quantized"), "quantized.json"),
-        ("overlap", 60, ("fused",), ""),
-        ("all-reduces, no-p2p", 60, ("all_reduce", "--parts", host), "quantized-no-p2p.json"),
+    for name, seconds, parts, out in (
+        ("all-reduces", 60, "", "comm.json"),
+        ("quantized all-reduces", 90, "µs nccl$|quantized", "quantized.json"),
+        ("all-reduces, no-p2p", 60, "µs (nccl|one-shot|two-shot)$|quantized", "quantized-no-p2p.json"),
     ):
-        module, *more = command
         environment = ("env", "NCCL_P2P_DISABLE=1") if name.endswith("no-p2p") else ()
-        launched = (*environment, *on_ranks(args.ranks), "-m", f"scripts.bench.comm.{module}", *more)
-        yield Step(name, seconds, (*launched, "--out", str(args.raw / out)))
+        launched = (*environment, *on_ranks(args.ranks), "-m", "scripts.bench.comm.all_reduce")
+        yield Step(name, seconds, (*launched, *(("--parts", parts) if parts else ()), "--out", str(args.raw / out)))
     flags = f"--models {cut} --variants standard ladder parallel desync-4x upper-bound --batch-sizes 8 --new-tokens 16"
     for link, seconds in (("default", 100), ("no-p2p", 130)):
         by_comm = f"{flags} --comms nccl auto int8 int6 int4 --interconnects {link}"

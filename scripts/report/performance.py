@@ -13,7 +13,6 @@ NAME-comm.png and NAME-comm-no-p2p.png. NAME is the name of the --raw folder. Th
     load*.json, startup.json            make throughput, make startup
     clients.json, clients-speculate.json    make throughput with --clients, the latter also with --speculate and --accept-rate
     comm.json, quantized*.json          make bench-comm, the latter with --parts "nccl|quantized"
-    gemm-overlap.json                   make bench-fused
     linear.json, linear-N.json          make bench-linear
     kernels.json, decode.json           make bench-kernels
 """
@@ -26,8 +25,6 @@ from cli import Parser, note, run
 from comm.quantize import WIDTHS
 from errors import UserError
 from figures import byte_axis, communicator_colour, new_figure, plain_log_axis, size_text
-from scripts.bench.comm.fused.tables import markdown as overlap_table
-from scripts.bench.comm.fused.tables import rows_of as overlap_rows
 from scripts.bench.serving.load import table as load_table
 from scripts.lib.machine import describe
 from scripts.lib.markdown import captioned
@@ -163,11 +160,6 @@ def quantized(folder: Path) -> str | None:
 def _faster(times: dict[str, float], nccl: dict[str, float], size: int) -> str:
     us = times.get(str(size))
     return "" if us is None else f"{us:.1f} ({nccl[str(size)] / us:.2f}x)"
-
-
-def overlap(found: dict[str, Any]) -> str:
-    """GEMMs fused with their collectives."""
-    return overlap_table(*overlap_rows(found))
 
 
 def kind_of(name: str) -> str:
@@ -355,7 +347,6 @@ TABLES: dict[str, Table] = {
     "clients": (clients, " ".join(CLIENTS)),
     "compare": (compare, "sweep*.jsonl load*.json"),
     "quantized": (quantized, "quantized*.json"),
-    "overlap": of(overlap, "gemm-overlap.json"),
 }
 
 

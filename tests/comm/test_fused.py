@@ -699,9 +699,21 @@ def test_biases_after_all_reduces_with_every_communicator(interpreters: Ranks, t
 @pytest.mark.skipif(most_ranks() < 2, reason="needs two GPUs")
 def test_on_gpus(tmp_path: Path) -> None:
     """Every strategy's result is as exact as the unfused one, also in graphs that are replayed a thousand times."""
-    options = ["--out", str(tmp_path), "--shapes", "tiny", "--replays", "1000", "--seconds", "60"]
+    out = tmp_path / "fused.json"
     environment = {name: value for name, value in os.environ.items() if name != "TRITON_INTERPRET"} | {"NCCL_NVLS_ENABLE": "0"}
-    torchrun(min(4, most_ranks()), "-m", "scripts.bench.comm.fused", *options, timeout=600, env=environment)
-    report = json.loads((tmp_path / "gemm-overlap.json").read_text())
+    torchrun(min(4, most_ranks()), "-m", "tests.comm.gpu_fused_rank", str(out), timeout=600, env=environment)
+    report = json.loads(out.read_text())
     assert report["errors"] == {}
-    assert report["replays"] == 1000
+    assert report["found"]["replays"] == 1000
+
+
+def found_on_cpu(world: World) -> tuple[dict[str, Any], dict[str, str]]:
+    from tests.comm.gpu_fused_rank import checked
+
+    checks = checked(world, rows=(8,), replays=2)
+    return checks.found, checks.errors
+
+
+def test_the_checks_of_gpus_run_on_two_cpu_ranks(interpreters: Ranks) -> None:
+    expected = {"replays": 2, "GEMM + reduce-scatter 8": 2, "all-gather + GEMM 8": 4}
+    assert interpreters.run(2, found_on_cpu) == [(expected, {})] * 2

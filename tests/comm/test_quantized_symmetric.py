@@ -279,9 +279,9 @@ def test_kernels_that_wait_fit_a_gpu_in_any_distribution(sms: int) -> None:
 def test_on_gpus(tmp_path: Path) -> None:
     """The same bits as the two-step all-reduce over NCCL, in all widths, also after thousands of graph replays."""
     out = tmp_path / "comm.json"
-    options = ["--out", str(out), "--parts", "correct quantized|replays quantized", "--replays", "2000", "--seconds", "0"]
+    program = ("-m", "tests.comm.gpu_all_reduce_rank", str(out), "correct quantized|replays quantized")
     environment = {name: value for name, value in os.environ.items() if name != "TRITON_INTERPRET"} | {"NCCL_NVLS_ENABLE": "0"}
-    torchrun(min(8, most_ranks()), "-m", "scripts.bench.comm.all_reduce", *options, timeout=600, env=environment)
+    torchrun(min(8, most_ranks()), *program, timeout=600, env=environment)
     report = json.loads(out.read_text())
     assert report["errors"] == {}
     assert {"correct quantized", "replays quantized"} <= report["found"].keys()

@@ -147,9 +147,8 @@ def test_on_gpus_that_may_not_reach_each_other(tmp_path: Path) -> None:
     """All-reduces of all sizes are right, also after thousands of graph replays. Quantized ones have the same bits as the
     two-step all-reduce over NCCL."""
     count, out = min(8, most_ranks()), tmp_path / "comm.json"
-    options = ["--out", str(out), "--replays", "2000", "--seconds", "0", "--parts", "correct|replays"]
     environment = os.environ | {"NCCL_NVLS_ENABLE": "0", "NCCL_P2P_DISABLE": "1"}
-    torchrun(count, "-m", "scripts.bench.comm.all_reduce", *options, timeout=600, env=environment)
+    torchrun(count, "-m", "tests.comm.gpu_all_reduce_rank", str(out), ".", timeout=600, env=environment)
     report = json.loads(out.read_text())
     assert report["errors"] == {} and not report["p2p"]
     assert {"correct bf16", "correct norms", "correct quantized", "replays", "replays quantized"} <= report["found"].keys()

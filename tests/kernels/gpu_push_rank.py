@@ -24,7 +24,8 @@ from kernels.linear_quantized import Packed, pack
 from kernels.linear_quantized import linear_with as quantized_linear_with
 from quantized.scheme import ON_LOAD, SCHEMES, Scheme
 from quantized.weight import dequantize, quantize
-from scripts.bench.comm.parts import Parts, Replays, join_ranks
+from scripts.bench.comm.parts import Parts, join_ranks
+from tests.support.gpu_checks import OnAllRanks, Replays
 from tp import World
 
 WIDTH = 8192  # of a residual stream
@@ -32,7 +33,7 @@ CAPACITY = 256 << 10  # bytes of a message: 16 rows
 MAX_POLLS = 1 << 26  # polls before a kernel gives up: several seconds, enough for another rank to compile
 COLUMNS = {"o": 2048, "down": 7168}  # columns of a layer's weight
 REPLAYS = 2000
-FORMATS: dict[str | None, tuple[Scheme, ...]] = {  # that are checked, by the values of --quantize
+FORMATS: dict[str | None, tuple[Scheme, ...]] = {  # that are checked, by the width of the weights
     None: (),
     "fp8": (SCHEMES["fp8"], Scheme(ON_LOAD, 8, is_float=True, group=128)),
     "int8": (SCHEMES["int8"], Scheme(ON_LOAD, 8, group=64, symmetric=False)),
@@ -62,7 +63,7 @@ def by_itself(x: Tensor, weight: Weight, chosen: Any) -> Tensor:
     return linear_with(x, weight, None, chosen, False)
 
 
-class Checks(Parts):
+class Checks(OnAllRanks, Parts):
     """The checks, with two workspaces: one for pushed sums, one for the one-shot all-reduces to compare with. `use` must come first."""
 
     def __init__(self, world: World) -> None:
@@ -75,7 +76,7 @@ class Checks(Parts):
         self.weights: dict[str, Any] = {}
 
     def use(self, kind: str | None) -> None:
-        """Take layers whose weights are quantized as --quantize says; None: in 16 bits."""
+        """Take layers whose weights are quantized to this width; None: in 16 bits."""
 
         def one(k: int) -> Weight:
             return self.quantized(WIDTH, k, SCHEMES[kind])[0] if kind else self.weight(WIDTH, k)

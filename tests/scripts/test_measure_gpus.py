@@ -12,8 +12,7 @@ import torch
 from engine import bench
 from errors import UserError
 from scripts import measure_gpus
-from scripts.bench.comm.all_reduce import __main__ as all_reduce
-from scripts.bench.comm.fused import __main__ as fused
+from scripts.bench.comm import all_reduce
 from scripts.bench.serving import load, startup
 from scripts.lib.steps import Step, perform
 from scripts.sweep import __main__ as sweep
@@ -27,7 +26,6 @@ PARSERS: dict[str, Any] = {
 }
 LAUNCHED: dict[str, tuple[Any, str]] = {  # modules of ranks, and what a rank calls after it has read its flags
     "scripts.bench.comm.all_reduce": (all_reduce, "join_ranks"),
-    "scripts.bench.comm.fused": (fused, "join_ranks"),
     "engine.bench": (bench, "init_world"),
 }
 

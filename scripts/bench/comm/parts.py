@@ -1,7 +1,6 @@
-"""Shared by the commands that measure on several ranks: their ranks and reports, independent parts, a deadline, random operands,
-and the replays of a CUDA graph that checks itself."""
+"""Shared by the commands that measure or check on several GPUs: their ranks and reports, independent parts, a deadline, and random
+operands."""
 
-import argparse
 import faulthandler
 import json
 import random
@@ -24,17 +23,6 @@ from tp import World, init_world
 LONGEST_PART = 60  # seconds; a part that takes longer ends the process with a traceback
 
 
-def add_gpu_options(parser: argparse.ArgumentParser, replays: int, seconds: float) -> None:
-    """Add the flags of commands that run on GPUs only, with the defaults `replays` and `seconds`."""
-    parser.add_argument("--out", type=Path, help="write the report to this JSON file")
-    parser.add_argument(
-        "--replays", type=int, default=replays, help=f"replays of the CUDA graph of all-reduces (default {replays})"
-    )
-    parser.add_argument(
-        "--seconds", type=float, default=seconds, help=f"start no further timing after this many seconds (default {seconds:g})"
-    )
-
-
 def join_ranks(device: str | None) -> World:
     """Join the ranks, over NCCL on GPUs. device: as for `init_world`. Raises UserError if there is only one rank."""
     world = init_world(device, "nccl" if device != "cpu" and torch.cuda.is_available() else None)
@@ -46,7 +34,7 @@ def join_ranks(device: str | None) -> World:
 class Parts(ABC):
     """Runs parts on all ranks and collects their results (`found`) and errors (`errors`) by name.
 
-    `random` draws different values on each rank; `draw` and `common` give the same on all. Each run has a new `seed`.
+    `random` draws different values on each rank; `common` gives the same on all. Each run has a new `seed`.
     """
 
     dtype = torch.bfloat16
@@ -59,7 +47,6 @@ class Parts(ABC):
         self.seed = seeds[0]
         self.world, self.deadline, self.wanted = world, time.monotonic() + seconds, re.compile(wanted)
         self.generator = torch.Generator(world.device).manual_seed(self.seed + world.rank)
-        self.draw = random.Random(self.seed)
         self.found: dict[str, Any] = {}
         self.errors: dict[str, str] = {}
 
@@ -112,11 +99,6 @@ class Parts(ABC):
         dist.broadcast(x, 0)
         return x
 
-    def everyones(self, x: Tensor) -> Tensor:
-        parts = [torch.empty_like(x) for _ in range(self.world.world_size)]
-        dist.all_gather(parts, x.contiguous())
-        return torch.stack(parts)
-
     def write_gpu_report(self, path: Path | None, **more: Any) -> None:
         """Print the results and `more` as JSON on rank 0, and write them to `path` if there is one. Raises UserError."""
         if self.world.rank == 0:
@@ -126,48 +108,3 @@ class Parts(ABC):
             print(text)
             if path:
                 write_text(path, text + "\n")
-
-
-class Replays:
-    """Replays of a CUDA graph whose steps have different inputs and check their own results. On a CPU the steps run without a
-    graph.
-
-    step: the number of the step, from 1, a scalar on the device. wrong: the number of wrong values that the steps found.
-    """
-
-    def __init__(self, device: torch.device) -> None:
-        self.step, self.wrong = (torch.zeros((), dtype=torch.int64, device=device) for _ in range(2))
-
-    def run(self, body: Callable[[], None], count: int, between: Callable[[], None] | None = None, every: int = 1000) -> float:
-        """Run `body` once, and then `count` times as replays of a graph. Returns the µs of a replay.
-
-        body: one step, whose inputs depend on `step`; adds to `wrong`. between: runs outside of the graph after the first
-        replay and then after each `every` replays. Raises AssertionError if a value was wrong or a step did not run.
-        """
-        replay = self._captured(body)
-        begin = time.monotonic()
-        for i in range(count):
-            replay()
-            if between and i % every == 0:
-                between()
-        wrong, steps = int(self.wrong), int(self.step)  # waits for the device
-        seconds = time.monotonic() - begin
-        assert wrong == 0, f"{wrong} wrong values in {steps} steps"
-        assert steps == count + 1, f"{steps} steps"
-        return seconds / max(1, count) * 1e6
-
-    def _captured(self, body: Callable[[], None]) -> Callable[[], None]:
-        """Run one step, and return a function that runs the next."""
-
-        def step() -> None:
-            self.step.add_(1)
-            body()
-
-        step()
-        if self.step.device.type == "cpu":
-            return step
-        torch.cuda.synchronize()
-        graph = torch.cuda.CUDAGraph()
-        with torch.cuda.graph(graph, capture_error_mode="thread_local"):
-            step()
-        return graph.replay
