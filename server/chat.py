@@ -1,6 +1,7 @@
 """POST /v1/chat/completions: apply the chat template, and lay answers out as messages, tool calls and chunks."""
 
-from collections.abc import Sequence
+from abc import abstractmethod
+from collections.abc import Iterable, Iterator, Sequence
 from typing import Any
 
 from engine.text import Delta
@@ -13,6 +14,7 @@ from server.problems import bad
 from server.prompts import SLOW_TEXT, Conversation, chat_prompt, prediction_ids
 from server.schemas import ChatBody, TokenizeBody
 from server.service import Service
+from server.sse import Event, named_event
 
 # Arguments that the server sets itself. In a client's chat_template_kwargs they would be ignored or break the call.
 RESERVED = {
@@ -129,6 +131,50 @@ class ChatRequest(GenerationRequest):
 
     def stream_writer(self) -> StreamWriter:
         return ChatStream(self)
+
+
+class TranslatedChat(GenerationRequest):
+    """A chat of another API, whose parts become that API's events. A whole answer is what the events of its stream would bring.
+
+    Its state is the answer so far, with which `events_of` goes on.
+    """
+
+    stream_end = b""
+
+    def __init__(self, service: Service, chat: ChatBody, prompts: list[Prompt], grammar: str, limit: int) -> None:
+        """limit: the most tokens of the answer."""
+        super().__init__(service, chat, grammar, prompts, [limit])
+        self.reader = PartReader(parser_for(service, chat, prompts[0].ids), self.usage)
+        self._streams = False
+
+    @abstractmethod
+    def events_of(self, delta: Delta) -> Iterator[Event]:
+        """The events of the next delta."""
+
+    @abstractmethod
+    def whole(self) -> dict[str, Any]:
+        """The answer as it is now."""
+
+    def encode(self, events: Iterable[Event]) -> bytes:
+        return b"".join(map(named_event, events))
+
+    def stream_writer(self) -> StreamWriter:
+        self._streams = True
+        return self
+
+    def push(self, delta: Delta) -> bytes:
+        return self.encode(self.events_of(delta))
+
+    def last(self) -> bytes:
+        return b""  # the last delta brings the last event
+
+    def reply(self, choices: Sequence[WholeChoice]) -> dict[str, Any]:
+        return self.whole()
+
+    def _collect(self, choices: Sequence[WholeChoice], delta: Delta) -> None:
+        if not self._streams:  # otherwise the stream's writer has it
+            for _ in self.events_of(delta):
+                pass
 
 
 class ChatStream(Chunks):

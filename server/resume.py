@@ -12,8 +12,8 @@ from server.endpoint import Accepted, GenerationRequest, checkpoint_of
 from server.generation import Prompt
 from server.journal import Kept, is_for_later
 from server.logs import log
+from server.messages.answer import MessagesRequest
 from server.messages.bodies import MessagesBody
-from server.messages.request import MessagesRequest
 from server.problems import ApiError
 from server.responses.answer import ResponsesRequest
 from server.responses.convert import repeated, to_chat

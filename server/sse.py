@@ -15,8 +15,17 @@ from server.writing import writing
 DONE = b"data: [DONE]\n\n"
 
 
+Event = tuple[str, dict[str, Any]]  # its type, and its other fields
+
+
 def event(value: Any) -> bytes:
     return b"data: " + to_json(value) + b"\n\n"
+
+
+def named_event(event: Event) -> bytes:
+    """An event whose name is the `type` of its data."""
+    kind, fields = event
+    return b"event: " + kind.encode() + b"\ndata: " + to_json({"type": kind, **fields}) + b"\n\n"
 
 
 def error_event(error: ApiError) -> bytes:

@@ -1,19 +1,12 @@
-"""The bodies of the two endpoints. Each knows the chat body that it becomes."""
+"""The bodies of the two endpoints, and the chat body that each becomes."""
 
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator, Sequence
+from itertools import groupby
 from typing import Any, ClassVar
 
-from pydantic import Field, PrivateAttr, ValidationError, model_validator
+from pydantic import Field, PrivateAttr, model_validator
 
 from server.body import Body, StopText, shown_names, without_effect
-from server.messages.convert import (
-    EFFORTS,
-    chat_format,
-    chat_messages,
-    chat_tool_choice,
-    chat_tools,
-    template_variables,
-)
 from server.messages.errors import field_name
 from server.messages.schemas import (
     OWN_TOOLS,
@@ -28,14 +21,23 @@ from server.messages.schemas import (
     ServerTool,
     TextBlock,
     Thinking,
+    ThinkingBlock,
     ToolChoice,
+    ToolResultBlock,
     ToolUseBlock,
     UnseenBlock,
     refuse_unsupported,
 )
-from server.problems import field_error
+from server.problems import ApiError, field_error
 from server.refusals import Refusals
 from server.schemas import FOREIGN_REFUSED, MAX_STOPS, MAX_TOOLS, ChatBody
+from server.translation import Chat, chat_call, chat_function, chat_of, chat_schema
+
+ID_PREFIX = "toolu_"
+# Claude Code's first system block. It is not for the model, and as it varies, the prefix cache would find nothing behind it.
+BILLING = "x-anthropic-billing-header:"
+EFFORTS = {"xhigh": "high", "max": "high"}  # templates know three levels
+CHOICES = {"auto": "auto", "any": "required", "none": "none"}
 
 
 class CountBody(Body):
@@ -76,11 +78,9 @@ class CountBody(Body):
         if self._chat is None:  # FastAPI checks a body a second time
             self._check()
             try:
-                self._chat = ChatBody.model_validate({name: v for name, v in self._chat_fields().items() if v is not None})
-            except ValidationError as e:
-                first = e.errors(include_url=False)[0]
-                path = (first.get("ctx") or {}).get("param") or ".".join(map(str, first["loc"]))
-                raise field_error(field_name(path), first["msg"]) from None
+                self._chat = chat_of(self._chat_fields())
+            except ApiError as e:
+                raise field_error(field_name(e.param or ""), e.message.removeprefix(f"{e.param}: ")) from None
             self._chat._ignored = self._ignored = [*self.ignored, *shown_names(self._left_out)]
         return self
 
@@ -130,20 +130,24 @@ class CountBody(Body):
         if self.thinking and self.thinking.type == "enabled" and self.thinking.budget_tokens is None:
             raise field_error("thinking.budget_tokens", "is required with type enabled")
 
-    def _chat_fields(self) -> dict[str, Any]:
-        effort, last = self.output_config and self.output_config.effort, self.messages[-1]
-        fields: dict[str, Any] = {
+    def _chat_fields(self) -> Chat:
+        choice, thinking, last = self.tool_choice, self.thinking, self.messages[-1]
+        chosen: Any = choice and (chat_function(choice.name or "") if choice.type == "tool" else CHOICES[choice.type])
+        continues = last.role == "assistant" and not any(isinstance(block, ToolUseBlock) for block in last.content or [])
+        thinks = thinking is None or thinking.type != "disabled"
+        effort = self.output_config.effort if self.output_config and thinks else None
+        return {
             "model": self.model,
             "messages": chat_messages(self.system, self.messages),
-            "tools": self.tools and chat_tools(self.functions),
-            "response_format": self.format and chat_format(self.format),
-            "chat_template_kwargs": template_variables(self.thinking),
-            "continue_final_message": last.role == "assistant"
-            and not any(isinstance(b, ToolUseBlock) for b in last.content or []),
+            "tools": self.tools and [_chat_tool(tool) for tool in self.functions],
+            "tool_choice": chosen,
+            "parallel_tool_calls": False if choice and choice.disable_parallel_tool_use else None,
+            "response_format": self.format and chat_schema(self.format.schema_),
+            # families of models have two names for it
+            "chat_template_kwargs": thinking and {"enable_thinking": thinks, "thinking": thinks},
+            "reasoning_effort": EFFORTS.get(effort, effort) if effort else None,
+            "continue_final_message": continues,
         }
-        if effort and not (self.thinking and self.thinking.type == "disabled"):
-            fields["reasoning_effort"] = EFFORTS.get(effort, effort)
-        return fields | (chat_tool_choice(self.tool_choice) if self.tool_choice else {})
 
 
 class MessagesBody(CountBody):
@@ -167,7 +171,7 @@ class MessagesBody(CountBody):
         if budget and budget >= self.max_tokens and not self.tools:  # between tool calls it may span several answers
             raise field_error("max_tokens", f"must be greater than thinking.budget_tokens, which is {budget}")
 
-    def _chat_fields(self) -> dict[str, Any]:
+    def _chat_fields(self) -> Chat:
         user = self.metadata and self.metadata.user_id
         return super()._chat_fields() | {
             "max_tokens": self.max_tokens,
@@ -182,3 +186,57 @@ class MessagesBody(CountBody):
     @property
     def shows_thinking(self) -> bool:
         return not (self.thinking and self.thinking.display == "omitted")
+
+
+def chat_messages(system: str | Sequence[TextBlock] | None, messages: Sequence[Message]) -> list[Chat]:
+    """The messages of a chat: the system prompt, then turns of alternating roles. Successive messages of one role are joined."""
+    prompt = _text([block for block in _as_blocks(system) if not block.text.startswith(BILLING)])
+    found: list[Chat] = [{"role": "system", "content": prompt}] if prompt else []
+    for role, group in groupby(messages, key=lambda message: message.role):
+        blocks = [block for message in group for block in _as_blocks(message.content)]
+        found += [_answer(blocks)] if role == "assistant" else _turn(role, blocks)
+    return found
+
+
+def _turn(role: str, blocks: Iterable[Any]) -> list[Chat]:
+    """What user or system says: a message for each tool result, and one for the texts between them."""
+    found: list[Chat] = []
+    for is_result, group in groupby(blocks, key=lambda block: isinstance(block, ToolResultBlock)):
+        some = list(group)
+        found += map(_result, some) if is_result else [{"role": role, "content": _text(some)}]
+    return found or [{"role": role, "content": ""}]
+
+
+def _result(block: ToolResultBlock) -> Chat:
+    text = "Error: " * bool(block.is_error) + _text(block.content)
+    return {"role": "tool", "tool_call_id": _call_id(block.tool_use_id), "content": text}
+
+
+def _answer(blocks: Sequence[Any]) -> Chat:
+    """One assistant's message of all its blocks."""
+    message: Chat = {"role": "assistant", "content": _text([block for block in blocks if isinstance(block, TextBlock)])}
+    thoughts = [block.thinking for block in blocks if isinstance(block, ThinkingBlock)]
+    calls = [block for block in blocks if isinstance(block, ToolUseBlock)]
+    if any(thoughts):
+        message["reasoning_content"] = "\n".join(thoughts)
+    if calls:
+        message["tool_calls"] = [chat_call(_call_id(block.id), block.name, block.input) for block in calls]
+    return message
+
+
+def _call_id(given: str) -> str:
+    """As the model's family writes ids: some templates require them in this form."""
+    return given.removeprefix(ID_PREFIX)
+
+
+def _as_blocks(content: str | Sequence[Any] | None) -> Sequence[Any]:
+    return [TextBlock(type="text", text=content)] if isinstance(content, str) else content or []
+
+
+def _text(content: str | Sequence[Any] | None) -> str:
+    """The text of a content that has text blocks alone."""
+    return "\n".join(block.text for block in _as_blocks(content))
+
+
+def _chat_tool(tool: OwnTool) -> Chat:
+    return chat_function(tool.name, description=tool.description, parameters=tool.input_schema, strict=tool.strict)

@@ -1,7 +1,5 @@
 """The routes of the Messages API."""
 
-from collections.abc import Iterator
-from contextlib import contextmanager
 from typing import Any
 
 from fastapi import FastAPI, Request
@@ -11,15 +9,15 @@ from server.chat import conversation, read_conversation
 from server.endpoint import check_names, respond
 from server.generation import Prompt
 from server.http import JsonResponse, unless_gone
+from server.messages.answer import MessagesRequest
 from server.messages.bodies import CountBody, MessagesBody
 from server.messages.errors import PATH, field_name
 from server.messages.replies import EVENTS, MessageReply, MessagesError, TokenCount
-from server.messages.request import MessagesRequest
 from server.openapi import errors_of, event_stream, json_text, one_of
-from server.problems import ApiError
 from server.prompts import SLOW_TEXT, count_reply
 from server.schemas import ChatBody
 from server.service import Service
+from server.translation import renamed
 
 
 def add(app: FastAPI, service: Service) -> None:
@@ -34,8 +32,8 @@ def add(app: FastAPI, service: Service) -> None:
         def make(service: Service, chat: ChatBody, prompts: list[Prompt], grammar: str) -> MessagesRequest:
             return MessagesRequest(service, body, chat, prompts, grammar, request.state.request_id)
 
-        check_names(service, request, body)  # here, as `_renamed` would take an unknown field for one of the chat's
-        with _renamed():
+        check_names(service, request, body)  # here, as `renamed` would take an unknown field for one of the chat's
+        with renamed(field_name):
             return await respond(service, request, body.chat, read_conversation, make)
 
     @app.post(
@@ -50,17 +48,6 @@ def add(app: FastAPI, service: Service) -> None:
         slow = len(await request.body()) > SLOW_TEXT
         work = service.workers.run(count_reply, conversation(service, body.chat), slow=slow)
         return JsonResponse(await unless_gone(request.receive, work))
-
-
-@contextmanager
-def _renamed() -> Iterator[None]:
-    """Errors of the chat request name the field of the Messages body."""
-    try:
-        yield
-    except ApiError as e:
-        if e.param is None or not e.message.startswith(f"{e.param}:"):
-            raise
-        raise ApiError(e.status_code, field_name(e.message), field_name(e.param), e.code, e.headers) from e
 
 
 def _errors(*statuses: int) -> dict[int | str, dict[str, Any]]:

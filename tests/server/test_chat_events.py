@@ -11,19 +11,17 @@ from typing import Any
 import pytest
 
 from engine.protocol import Logprob, TokenLogprobs
-from engine.text import Delta
 from server.chat import ChatRequest
 from server.completions import CompletionRequest
 from server.endpoint import GenerationRequest
 from server.generation import Prompt
 from server.parts import Arguments, Call, Part, Reasoning, Text
-from server.problems import ApiError
 from server.replies import ChatChunk, CompletionChunk, ErrorReply
 from server.schemas import ChatBody, CompletionBody
+from tests.support.scripted import Scripted, deltas, written
 from tests.support.server_thread import Site
 
 FIXTURES = Path(__file__).parent / "fixtures" / "chat"
-ERROR = ApiError(500, "internal error; the server's log has the details")
 LOGPROBS = [TokenLogprobs(Logprob(300, -0.5, 1), [Logprob(300, -0.5, 1), Logprob(301, -1.25, 2)])]
 USAGE = {"stream_options": {"include_usage": True}}
 CHAT = {"messages": [{"role": "user", "content": "Hi"}], "stream": True}
@@ -42,27 +40,9 @@ SCRIPTS: dict[str, tuple[list[list[Part]], str]] = {
 }
 
 
-class Scripted:
-    """A parser whose parts do not come from the text."""
-
-    reasoned = 0
-
-    def __init__(self, parts: list[list[Part]], complete: bool) -> None:
-        self._parts, self.complete = iter(parts), complete
-
-    def push(self, text: str, final: bool = False) -> list[Part]:
-        return next(self._parts)
-
-
-def written(request: GenerationRequest, texts: list[str], reason: str, logprobs: list[TokenLogprobs] | None = None) -> bytes:
-    """The stream of a request with a delta for each text. reason: empty for an error behind the last one. logprobs: of each."""
+def streamed(request: GenerationRequest, texts: list[str], reason: str, logprobs: list[TokenLogprobs] | None = None) -> bytes:
     request.id, request.created = f"{request.id_prefix}-0", 1700000000
-    writer, found = request.stream_writer(), b""
-    for i, text in enumerate(texts):
-        request.usage.completion += 1
-        last = i == len(texts) - 1
-        found += writer.push(Delta(0, i == 0, text, [300], logprobs, [i], (last and reason) or None, None, None))
-    return found + (writer.last() if reason else request.write_error(ERROR)) + request.stream_end
+    return written(request, deltas(texts, reason, logprobs))
 
 
 def chunks(stream: bytes) -> list[Any]:
@@ -76,14 +56,14 @@ def test_chunks_of_a_chat(site: Site, name: str, monkeypatch: pytest.MonkeyPatch
     parts, reason = SCRIPTS[name]
     monkeypatch.setattr("server.chat.parser_for", lambda *_: Scripted(parts, name == "calls"))
     body = ChatBody.model_validate(CHAT | USAGE | ({"tools": [TOOL]} if "call" in name else {}))
-    stream = written(ChatRequest(site.server.service, body, [Prompt([1, 2, 3])], ""), [""] * len(parts), reason)
+    stream = streamed(ChatRequest(site.server.service, body, [Prompt([1, 2, 3])], ""), [""] * len(parts), reason)
     assert stream == (FIXTURES / f"{name}.sse").read_bytes()
     assert all(ChatChunk.model_validate(chunk) for chunk in chunks(stream))
 
 
 def test_chunks_of_a_completion(site: Site) -> None:
     body = CompletionBody.model_validate({"prompt": [1, 2, 3], "stream": True} | USAGE)
-    stream = written(CompletionRequest(site.server.service, body, [Prompt([1, 2, 3])], ""), ["Hel", "lo"], "stop")
+    stream = streamed(CompletionRequest(site.server.service, body, [Prompt([1, 2, 3])], ""), ["Hel", "lo"], "stop")
     assert stream == (FIXTURES / "completion.sse").read_bytes()
     assert all(CompletionChunk.model_validate(chunk) for chunk in chunks(stream))
 
@@ -91,7 +71,7 @@ def test_chunks_of_a_completion(site: Site) -> None:
 @pytest.mark.parametrize("name", ["chat", "completion"])
 def test_chunks_with_log_probabilities(site: Site, name: str) -> None:
     request, chunk = make(site, name, logprobs=True, top_logprobs=2) if name == "chat" else make(site, name, logprobs=2)
-    stream = written(request, ["Hel", "lo"], "stop", LOGPROBS)
+    stream = streamed(request, ["Hel", "lo"], "stop", LOGPROBS)
     assert stream == (FIXTURES / f"{name}_logprobs.sse").read_bytes()
     assert all(chunk.model_validate(one) for one in chunks(stream))
 
@@ -99,7 +79,7 @@ def test_chunks_with_log_probabilities(site: Site, name: str) -> None:
 @pytest.mark.parametrize("name", ["chat", "completion"])
 def test_an_error_is_the_last_chunk(site: Site, name: str) -> None:
     request, chunk = make(site, name)
-    stream = written(request, ["Hel"], "")
+    stream = streamed(request, ["Hel"], "")
     assert stream == (FIXTURES / f"{name}_error.sse").read_bytes()
     *others, error = chunks(stream)
     assert all(chunk.model_validate(one) for one in others) and ErrorReply.model_validate(error)

@@ -14,12 +14,12 @@ from engine.protocol import Starting
 from server import recovery
 from server.generation import Prompt
 from server.messages import replies
+from server.messages.answer import MessagesRequest, read_input
 from server.messages.bodies import MessagesBody
-from server.messages.events import MessageEvents, content_blocks, read_input
-from server.messages.request import MessagesRequest
 from server.parts import Arguments, Call, Part, Reasoning, Text
 from server.problems import ApiError
 from tests.support import server_thread
+from tests.support.scripted import Scripted, deltas, written
 from tests.support.server_thread import CONTEXT, EOS, STORY, TOKENIZER, Site, ready
 
 FIXTURES = Path(__file__).parent / "fixtures" / "messages"
@@ -87,58 +87,61 @@ def answers_with(text: str, end: bool = True) -> Callable[[Any], list[int]]:
 
 
 @pytest.mark.parametrize(
-    ("name", "parts", "reason", "sequence", "tokens"),
+    ("name", "parts", "finish", "tokens"),
     [
-        ("text", [Text("Hello"), Text("!")], "end_turn", None, 15),
+        ("text", [Text("Hello"), Text("!")], "stop", 15),
         (
             "tool_use",
             [
                 *(Text("Okay"), Text(", let me look."), Call("call_1", "get_weather"), Arguments('{"location":')),
                 *(Arguments(' "Zürich"}'), Call("2", "get_time"), Arguments("{}")),
             ],
-            "tool_use",
-            None,
+            "stop",
             89,
         ),
-        ("thinking", [Reasoning("27 * 453"), Reasoning(" = 12231"), Text("12,231")], "end_turn", None, 40),
-        ("stop_sequence", [Text("It was kind. ")], "stop_sequence", "END", 7),
+        ("thinking", [Reasoning("27 * 453"), Reasoning(" = 12231"), Text("12,231")], "stop", 40),
+        ("stop_sequence", [Text("It was kind. ")], "stop", 7),
         (
             "max_tokens",
             [Text("Okay"), Call("1", "get_weather"), Arguments('{"location":'), Arguments(' "Zü')],
-            "max_tokens",
-            None,
+            "length",
             20,
         ),
+        ("error", [Text("Hel")], "", 0),
     ],
 )
 def test_streams_equal_the_published_order(
-    name: str, parts: list[Part], reason: str, sequence: str | None, tokens: int
+    site: Site, name: str, parts: list[Part], finish: str, tokens: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    head = {"id": "msg_1", "type": "message", "role": "assistant", "model": "m", "content": []}
-    usage = {"input_tokens": 25, "cache_creation_input_tokens": 0, "cache_read_input_tokens": 4}
-    events = MessageEvents({**head, "stop_reason": None, "stop_sequence": None})
-    data = events.start({**usage, "output_tokens": 1}) + b"".join(map(events.part, parts))
-    data += events.end(reason, sequence, {**usage, "output_tokens": tokens})
-    assert data == (FIXTURES / f"{name}.sse").read_bytes()
-    assert joined(read_events(data.decode()))["content"] == content_blocks(parts)
-    events = MessageEvents({**head, "stop_reason": None, "stop_sequence": None}, shows_thinking=False)
-    usage["output_tokens"] = tokens
-    data = events.start(usage) + b"".join(map(events.part, parts)) + events.end(reason, sequence, usage)
-    content = joined(read_events(data.decode()))["content"]
-    assert content == content_blocks(parts, shows_thinking=False)
-    assert not any(block.get("thinking") for block in content)
+    """Byte for byte. The whole answer has the content that clients put together, also without the text of thinking."""
+    each = [[part] for part in parts]
+    given = deltas([""] * len(parts), finish, stop="END" if name == "stop_sequence" else None)
+    monkeypatch.setattr("server.chat.parser_for", lambda *_: Scripted(each, complete=name == "tool_use"))
+    for display in ("summarized", "omitted"):
+        usages = iter((1, tokens, tokens, tokens))
 
+        def report(_: Any, usages: Any = usages) -> dict[str, int]:
+            cached = {"cache_creation_input_tokens": 0, "cache_read_input_tokens": 4}
+            return {"input_tokens": 25, **cached, "output_tokens": next(usages)}
 
-def test_an_error_is_the_last_event(site: Site) -> None:
-    head = {"id": "msg_1", "type": "message", "role": "assistant", "model": "m", "content": []}
-    usage = {"input_tokens": 25, "cache_creation_input_tokens": 0, "cache_read_input_tokens": 4}
-    events = MessageEvents({**head, "stop_reason": None, "stop_sequence": None})
-    body = MessagesBody.model_validate(BODY)
-    request = MessagesRequest(site.server.service, body, body.chat, [Prompt([1, 2, 3])], "", "req_1")
-    data = events.start({**usage, "output_tokens": 1}) + events.part(Text("Hel"))
-    data += request.write_error(ApiError(503, "the server is overloaded")) + request.stream_end
-    assert data == (FIXTURES / "error.sse").read_bytes()
-    assert [one["type"] for one in read_events(data.decode())][-1] == "error"
+        monkeypatch.setattr(MessagesRequest, "_report", report)
+        body = MessagesBody.model_validate(BODY | {"thinking": {"type": "adaptive", "display": display}})
+        streamed, whole = (
+            MessagesRequest(site.server.service, body, body.chat, [Prompt([1, 2, 3])], "", "req_1") for _ in range(2)
+        )
+        streamed.id, streamed.model = "msg_1", "m"
+        data = written(streamed, given, ApiError(503, "the server is overloaded"))
+        if display == "summarized":
+            assert data == (FIXTURES / f"{name}.sse").read_bytes()
+        events = read_events(data.decode())
+        if not finish:
+            assert events[-1]["type"] == "error"
+            continue
+        for delta in given:
+            whole._collect([], delta)
+        content = whole.content.blocks
+        assert joined(events)["content"] == content == streamed.content.blocks
+        assert display == "summarized" or not any(block.get("thinking") for block in content)
 
 
 def test_streams_equal_whole_answers(site: Site, seed: int) -> None:
@@ -480,16 +483,14 @@ def test_a_stream_is_pinged_while_the_ranks_start_again(
 
 
 def test_an_error_behind_the_first_event_is_an_event(site: Site, monkeypatch: pytest.MonkeyPatch) -> None:
-    from server.messages.request import MessageStream
+    push = MessagesRequest.push
 
-    push = MessageStream.push
-
-    def fail_late(self: MessageStream, delta: Any) -> bytes:
+    def fail_late(self: MessagesRequest, delta: Any) -> bytes:
         if not delta.first:
             raise ApiError(503, "too late")
         return push(self, delta)
 
-    monkeypatch.setattr(MessageStream, "push", fail_late)
+    monkeypatch.setattr(MessagesRequest, "push", fail_late)
     *_, error = stream(site)
     assert error["type"] == "error" and error["error"] == {"type": "overloaded_error", "message": "too late"}
     assert error["request_id"]
