@@ -6,6 +6,7 @@ run these functions for long conversations.
 
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
+from types import MappingProxyType
 from typing import Any
 
 from pydantic import ValidationError
@@ -40,14 +41,19 @@ def chat_schema(schema: dict[str, Any], **more: Any) -> Chat:
 
 
 @contextmanager
-def renamed(own_name: Callable[[str], str]) -> Iterator[None]:
-    """Errors of the chat name the field of the API's own body: own_name returns it for the path of the chat's field."""
+def renamed(own_name: Callable[[str], str], words: Mapping[str, str] = MappingProxyType({})) -> Iterator[None]:
+    """Errors of the chat name the field of the API's own body: own_name returns it for the path of the chat's field.
+
+    words: what to write instead of other words of the chat's errors.
+    """
     try:
         yield
     except ApiError as e:
         if e.param is None:
             raise
         param, message = own_name(e.param), e.message
+        for chat_words, own_words in words.items():
+            message = message.replace(chat_words, own_words)
         if message.startswith(f"{e.param}: "):
             message = param + message.removeprefix(e.param)
         raise ApiError(e.status_code, message, param, e.code, e.headers) from e

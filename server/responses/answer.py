@@ -1,26 +1,32 @@
-"""One request of /v1/responses: its prompt, its answer, and the events of its stream."""
+"""One request of /v1/responses: its prompt, its answer, and the events of its stream in the order that OpenAI publishes."""
 
+import io
+import itertools
 import time
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from typing import Any
+from typing import Any, Literal, NamedTuple
 
 import msgspec
 
 from engine.text import Delta
-from server.chat import read_conversation
-from server.endpoint import GenerationRequest, StreamWriter, WholeChoice
+from server.chat import TranslatedChat, read_conversation
+from server.endpoint import JsonLists
 from server.generation import Prompt
 from server.http import to_json
 from server.limits import Limits, fit_answer
-from server.parsers import PartReader, parser_for
+from server.parts import Arguments, Call, Part, Reasoning, Text
 from server.problems import TOO_LONG, ApiError
-from server.responses.items import new_id
-from server.responses.output import Event, Output
-from server.responses.schemas import ResponsesBody
+from server.responses.items import is_json, new_id, seal
+from server.responses.replies import ResponsesReply
+from server.responses.schemas import CustomTool, Offered, ResponsesBody
 from server.schemas import ChatBody
 from server.service import Service
+from server.sse import Event
+from text.chat_form import read_arguments
 
 RESERVED_SHARE = 4  # truncation auto leaves a quarter of the context for an answer without max_output_tokens
+
+Status = Literal["completed", "incomplete"]
 
 
 async def read_prompt(service: Service, body: ResponsesBody, chat: ChatBody, size: int) -> list[Prompt]:
@@ -36,11 +42,10 @@ async def read_prompt(service: Service, body: ResponsesBody, chat: ChatBody, siz
     return await read_conversation(service, chat.model_copy(update={"truncate_prompt_tokens": kept}), size)
 
 
-class ResponsesRequest(GenerationRequest):
+class ResponsesRequest(TranslatedChat):
     """`repeated`: see convert.py. `keep(request)` is called once the response is complete."""
 
     id_prefix, kind = "resp", "response"
-    stream_end = b""
 
     def __init__(
         self,
@@ -49,70 +54,42 @@ class ResponsesRequest(GenerationRequest):
         chat: ChatBody,
         prompts: list[Prompt],
         grammar: str,
-        repeated: Mapping[str, msgspec.Raw],
+        repeated: Mapping[str, Any],
         keep: Callable[["ResponsesRequest"], None] = lambda request: None,
     ) -> None:
         context, logprobs = service.max_model_len, chat.listed_logprobs
         # the answer's log-probabilities must fit into memory
         default = None if logprobs is None else Limits(context).logprobs // (1 + logprobs)
         limit = fit_answer(context, len(prompts[0].ids), chat.limit, default, "max_output_tokens", "messages")
-        super().__init__(service, chat, grammar, prompts, [limit])
+        super().__init__(service, chat, prompts, grammar, limit)
         self.id = new_id(self.id_prefix)
-        self.body, self._repeated, self._streams = body, repeated, False
+        self.body, self._repeated, self._keep = body, repeated, keep
         self.output = Output(body.with_encrypted, body.functions)
         self.status = "queued"
         self.completed_at: int | None = None
         self.error: dict[str, str] | None = None
-        self._incomplete: dict[str, str] | None = None
-        self._reader, self._keep = PartReader(parser_for(service, chat, prompts[0].ids), self.usage), keep
-        self._events = 0
+        self._numbers = itertools.count()  # of events
 
-    # --- what a GenerationRequest defines ------------------------------------------------------------------------------------
+    def encode(self, events: Iterable[Event]) -> bytes:
+        return super().encode((kind, {"sequence_number": next(self._numbers), **fields}) for kind, fields in events)
 
-    def reply(self, choices: Sequence[WholeChoice]) -> dict[str, Any]:
-        return self.response()
-
-    def stream_writer(self) -> StreamWriter:
-        self._streams = True
-        return ResponseStream(self)
+    def events_of(self, delta: Delta) -> Iterator[Event]:
+        if self.status == "queued":
+            self.status = "in_progress"
+            yield "response.created", {"response": self.whole()}
+            yield "response.in_progress", {"response": self.whole()}
+        logprobs = self.logprobs(delta)
+        yield from self.output.push(self.reader.push(delta), logprobs["content"] if logprobs else None)
+        if delta.finish_reason:
+            status: Status = "incomplete" if delta.finish_reason == "length" else "completed"
+            yield from self.output.end(status)
+            self.status = status
+            self.completed_at = int(time.time()) if status == "completed" else None
+            self._keep(self)
+            yield f"response.{status}", {"response": self.whole()}
 
     def write_error(self, error: ApiError) -> bytes:
         return self.encode([self.fail(error)])
-
-    def _collect(self, choices: Sequence[WholeChoice], delta: Delta) -> None:
-        if not self._streams:  # otherwise the stream's writer has it
-            for _ in self.push(delta):
-                pass
-
-    def encode(self, events: Iterable[Event]) -> bytes:
-        """Number and encode events."""
-        encoded = []
-        for kind, fields in events:
-            data = to_json({"type": kind, "sequence_number": self._events, **fields})
-            encoded.append(b"event: " + kind.encode() + b"\ndata: " + data + b"\n\n")
-            self._events += 1
-        return b"".join(encoded)
-
-    # --- the answer ----------------------------------------------------------------------------------------------------------
-
-    def push(self, delta: Delta) -> Iterator[Event]:
-        """The events of the next delta."""
-        if self.status == "queued":
-            self.status = "in_progress"
-            yield "response.created", {"response": self.response()}
-            yield "response.in_progress", {"response": self.response()}
-        logprobs = self.logprobs(delta)
-        yield from self.output.push(self._reader.push(delta), logprobs["content"] if logprobs else None)
-        if delta.finish_reason:
-            yield from self._end(cut=delta.finish_reason == "length")
-
-    def _end(self, cut: bool) -> Iterator[Event]:
-        yield from self.output.end("incomplete" if cut else "completed")
-        self.status = "incomplete" if cut else "completed"
-        self._incomplete = {"reason": "max_output_tokens"} if cut else None
-        self.completed_at = None if cut else int(time.time())
-        self._keep(self)
-        yield f"response.{self.status}", {"response": self.response()}
 
     def cancel(self) -> None:
         self.status = "cancelled"
@@ -123,47 +100,25 @@ class ResponsesRequest(GenerationRequest):
         self.status = "failed"
         self.output.stop()
         self.error = {"code": "rate_limit_exceeded" if error.status_code == 429 else "server_error", "message": error.message}
-        return "response.failed", {"response": self.response()}
+        return "response.failed", {"response": self.whole()}
 
-    def response(self) -> dict[str, Any]:
-        """The response object as it is now."""
-        body, reasoning, repeated = self.body, self.body.reasoning, self._repeated
-        return {
+    def whole(self) -> dict[str, Any]:
+        own = {
             "id": self.id,
             "object": "response",
             "created_at": self.created,
             "status": self.status,
-            "background": bool(body.background),
             "completed_at": self.completed_at,
             "error": self.error,
-            "incomplete_details": self._incomplete,
-            "instructions": repeated["instructions"],
-            "max_output_tokens": body.max_output_tokens,
-            "max_tool_calls": body.max_tool_calls,
+            "incomplete_details": {"reason": "max_output_tokens"} if self.status == "incomplete" else None,
             "model": self.model,
             "output": self.output.items,
-            "parallel_tool_calls": body.parallel_tool_calls is not False,
-            "previous_response_id": body.previous_response_id,
-            "prompt_cache_key": body.prompt_cache_key,
-            "reasoning": {"effort": reasoning and reasoning.effort, "summary": None},
-            "safety_identifier": body.safety_identifier,
             "service_tier": "default",
-            "store": body.store is not False,
-            "temperature": 1.0 if body.temperature is None else body.temperature,
-            "text": repeated["text"],
-            "tool_choice": _plain(body.tool_choice) or "auto",
-            "tools": repeated["tools"],
-            "top_logprobs": body.top_logprobs or 0,
-            "top_p": 1.0 if body.top_p is None else body.top_p,
-            "presence_penalty": body.presence_penalty or 0.0,
-            "frequency_penalty": body.frequency_penalty or 0.0,
-            "truncation": body.truncation or "disabled",
-            "usage": self._usage() if self.status in ("completed", "incomplete") else None,
-            "user": body.user,
-            "metadata": body.metadata or {},
+            "usage": self._report() if self.status in ("completed", "incomplete") else None,
         }
+        return {name: own[name] if name in own else self._repeated[name] for name in ResponsesReply.model_fields}
 
-    def _usage(self) -> dict[str, Any]:
+    def _report(self) -> dict[str, Any]:
         counts = self.usage.report()
         cached = counts["prompt_tokens_details"]["cached_tokens"]
         return {
@@ -175,16 +130,164 @@ class ResponsesRequest(GenerationRequest):
         }
 
 
-def _plain(value: Any) -> Any:
-    return value if value is None or isinstance(value, str) else value.model_dump()
+class Output:
+    """The output items of an answer. `items`: the finished ones."""
+
+    def __init__(self, sealed: bool, functions: Sequence[Offered]) -> None:
+        """sealed: whether reasoning comes as `encrypted_content` besides. functions: those that may be called."""
+        self.items: list[dict[str, Any]] = []
+        self._sealed = sealed
+        self._functions = {one.name: one for one in functions}
+        self._open: Item | None = None
+        self._blank = ""  # white space that is text only if text follows
+        self._logprobs = JsonLists()  # of tokens whose text has not come yet
+
+    def push(self, parts: Sequence[Part], logprobs: Sequence[Any] | None) -> Iterator[Event]:
+        """The events of the next parts. logprobs: of the tokens that came with them."""
+        if logprobs:
+            self._logprobs.extend({"all": list(logprobs)})
+        for part in parts:
+            match part:
+                case Text(text):
+                    yield from self._push_text(text)
+                case Call():
+                    yield from self._begin_call(part)
+                case Reasoning(text):
+                    if not self._is_open(REASONING):
+                        yield from self._begin(REASONING, {"summary": []})
+                    yield from self._grow(text)
+                case Arguments(text):
+                    yield from self._grow(text)
+
+    def end(self, status: Status) -> Iterator[Event]:
+        """The events at the end of the answer. One without calls has a message, even if it is empty."""
+        called = any(item["type"] != "reasoning" for item in self.items) or self._is_open(FUNCTION, CUSTOM)
+        if not self._is_open(MESSAGE) and not called and (status == "completed" or not self._open):
+            yield from self._begin(MESSAGE, {"role": "assistant"})
+            if self._blank:
+                yield from self._grow(self._blank)
+        yield from self._end_item(status)
+
+    def stop(self) -> None:
+        """The answer ends in the middle, without further events: the open item stays as it is."""
+        for _ in self._end_item("incomplete"):
+            pass
+
+    def _is_open(self, *layouts: "Layout") -> bool:
+        return self._open is not None and self._open.layout in layouts
+
+    def _push_text(self, text: str) -> Iterator[Event]:
+        if not self._is_open(MESSAGE):
+            self._blank += text
+            if not text.strip():
+                return
+            text, self._blank = self._blank, ""
+            yield from self._begin(MESSAGE, {"role": "assistant"})
+        yield from self._grow(text)
+
+    def _begin_call(self, call: Call) -> Iterator[Event]:
+        one = self._functions.get(call.name)
+        head = {"call_id": call.id, "name": one.tool.name if one else call.name}
+        if one and one.namespace:
+            head["namespace"] = one.namespace
+        yield from self._begin(CUSTOM if one and isinstance(one.tool, CustomTool) else FUNCTION, head)
+
+    def _begin(self, layout: "Layout", head: dict[str, Any]) -> Iterator[Event]:
+        yield from self._end_item("completed")
+        self._blank = self._blank if layout is MESSAGE else ""
+        self._open = Item(layout, len(self.items), head, self._sealed and layout is REASONING)
+        yield from self._open.begin()
+
+    def _grow(self, text: str) -> Iterator[Event]:
+        assert self._open is not None
+        if text:
+            yield from self._open.grow(text, self._logprobs.finish().get("all"))
+
+    def _end_item(self, status: Status) -> Iterator[Event]:
+        if self._open is not None:
+            status = self._open.last_status(status)
+            yield from self._open.end(status)
+            self.items.append(self._open.whole(status))
+            self._open = None
 
 
-class ResponseStream:
-    def __init__(self, request: ResponsesRequest) -> None:
-        self._request = request
+class Layout(NamedTuple):
+    """How one type of item and its events are written."""
 
-    def push(self, delta: Delta) -> bytes:
-        return self._request.encode(self._request.push(delta))
+    type: str
+    prefix: str  # of ids
+    event: str  # what its events are named after, and the type of its content part
+    field: str  # of the text, in the item or its content part, and in the event that ends it
+    in_content: bool  # whether the text is in a content part
 
-    def last(self) -> bytes:
-        return b""  # the last delta brings the last event
+
+MESSAGE = Layout("message", "msg", "output_text", "text", True)
+REASONING = Layout("reasoning", "rs", "reasoning_text", "text", True)
+FUNCTION = Layout("function_call", "fc", "function_call_arguments", "arguments", False)
+CUSTOM = Layout("custom_tool_call", "ctc", "custom_tool_call_input", "input", False)  # its arguments have its input
+
+
+class Item:
+    """An item that grows."""
+
+    def __init__(self, layout: Layout, index: int, head: dict[str, Any], sealed: bool) -> None:
+        """head: the fields that do not change. sealed: whether its text comes as `encrypted_content` besides."""
+        self.layout, self._index, self._head, self._sealed = layout, index, head, sealed
+        self._id = new_id(layout.prefix)
+        self._place = {"item_id": self._id, "output_index": index} | ({"content_index": 0} if layout.in_content else {})
+        self._text = io.StringIO()
+        self._logprobs = bytearray()  # of a message, encoded
+
+    def whole(self, status: str) -> dict[str, Any]:
+        """The item as it is now."""
+        item = {"id": self._id, "type": self.layout.type, "status": status, **self._head}
+        if not self.layout.in_content:
+            return item | {self.layout.field: self._written()}
+        if status == "in_progress":
+            return item | {"content": []}
+        return item | {"content": [self._part()]} | ({"encrypted_content": seal(self._written())} if self._sealed else {})
+
+    def last_status(self, status: Status) -> Status:
+        """The item's status if it ends as `status` says. A stop text or EOS may cut a call off."""
+        return status if self.layout.in_content or is_json(self._text.getvalue()) else "incomplete"
+
+    def begin(self) -> Iterator[Event]:
+        yield "response.output_item.added", {"output_index": self._index, "item": self.whole("in_progress")}
+        if self.layout.in_content:
+            yield "response.content_part.added", {**self._place, "part": self._part()}
+
+    def grow(self, text: str, logprobs: msgspec.Raw | None) -> Iterator[Event]:
+        self._text.write(text)
+        if logprobs is not None and self.layout is MESSAGE:
+            self._logprobs += b"," * bool(self._logprobs) + bytes(logprobs)[1:-1]
+        if self.layout is not CUSTOM:  # its input is read once it is whole
+            yield self._event("delta", "delta", text, [] if logprobs is None else logprobs)
+
+    def end(self, status: Status) -> Iterator[Event]:
+        text = self._written()
+        if self.layout is CUSTOM:
+            yield self._event("delta", "delta", text, [])
+        yield self._event("done", self.layout.field, text, self._all_logprobs())
+        if self.layout.in_content:
+            yield "response.content_part.done", {**self._place, "part": self._part()}
+        yield "response.output_item.done", {"output_index": self._index, "item": self.whole(status)}
+
+    def _event(self, kind: str, field: str, text: str, logprobs: Any) -> Event:
+        fields = {**self._place, field: text} | ({"logprobs": logprobs} if self.layout is MESSAGE else {})
+        return f"response.{self.layout.event}.{kind}", fields
+
+    def _part(self) -> dict[str, Any]:
+        more = {"annotations": [], "logprobs": self._all_logprobs()} if self.layout is MESSAGE else {}
+        return {"type": self.layout.event, "text": self._written(), **more}
+
+    def _all_logprobs(self) -> msgspec.Raw | list[Any]:
+        return msgspec.Raw(b"[" + self._logprobs + b"]") if self._logprobs else []
+
+    def _written(self) -> str:
+        """The text, of a custom call the one in its arguments."""
+        text = self._text.getvalue()
+        if self.layout is not CUSTOM:
+            return text
+        value = read_arguments(text)
+        given = value.get("input", "") if isinstance(value, dict) else value
+        return given if isinstance(given, str) else to_json(given).decode()

@@ -1,4 +1,4 @@
-"""Items: those of a request as they are kept, and pages of those that are kept.
+"""Items: those of a request as they are kept, the chat messages that they become, and pages of those that are kept.
 
 These are plain functions, so that a worker can run them for long conversations.
 """
@@ -7,7 +7,7 @@ import base64
 import binascii
 import json
 import uuid
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
 from server.http import to_json
@@ -25,10 +25,14 @@ from server.responses.schemas import (
     ItemReference,
     OtherItem,
     ResponsesBody,
+    joined_name,
 )
 from server.schemas import RefusalPart
+from server.translation import Chat, chat_call
 
 SEALED = b"rung:"  # begins the `encrypted_content` that this server writes
+ALL_CALLS = {"function_call": "arguments", **CALLS}
+ALL_OUTPUTS = {"function_call_output": "output", "custom_tool_call_output": "output", **OUTPUTS}
 PREFIXES = {"message": "msg", "function_call": "fc", "function_call_output": "fco", "reasoning": "rs"}  # of ids; else "item"
 
 
@@ -119,6 +123,60 @@ def _reasoning_text(item: GivenReasoning) -> str | None:
         return opened.removeprefix(SEALED).decode() if opened.startswith(SEALED) else None
     except (binascii.Error, ValueError):
         return None
+
+
+def messages_of(instructions: str | None, items: Iterable[dict[str, Any]]) -> list[Chat]:
+    """The chat messages of a conversation. Reasoning, text and calls of one answer become one message of the assistant."""
+    writer = _Messages(instructions)
+    for item in items:
+        writer.add(item)
+    return writer.messages
+
+
+class _Messages:
+    def __init__(self, instructions: str | None) -> None:
+        self.messages: list[Chat] = [{"role": "system", "content": instructions}] if instructions else []
+        self._reasoning: list[str] = []
+
+    def add(self, item: dict[str, Any]) -> None:
+        kind = item["type"]
+        if kind == "message":
+            self._add_message(item["role"], item["content"][0]["text"] if item["content"] else "")
+        elif kind == "reasoning":
+            self._reasoning += [part["text"] for part in item["content"]]
+        if field := ALL_CALLS.get(kind):
+            given = item.get(field)
+            name = joined_name(item.get("namespace"), item.get("name") or kind.removesuffix("_call"))
+            arguments = given if field == "arguments" or isinstance(given, dict) else {field: given}
+            call = chat_call(item.get("call_id") or "", name, arguments)
+            self._assistant(answers=False).setdefault("tool_calls", []).append(call)
+        if field := ALL_OUTPUTS.get(kind):
+            given = item.get(field)
+            text = given if isinstance(given, str) else to_json(given).decode()
+            self._append({"role": "tool", "tool_call_id": item.get("call_id") or "", "content": text})
+
+    def _add_message(self, role: str, text: str) -> None:
+        if role == "assistant":
+            self._assistant(answers=True)["content"] = text
+            return
+        if self._reasoning:  # an answer that ended in its reasoning
+            self._assistant(answers=True)["content"] = ""
+        self._append({"role": role, "content": text})
+
+    def _assistant(self, answers: bool) -> Chat:
+        """The assistant's message to which the next item belongs: the last one, unless text (`answers`) would follow text or calls."""
+        last = self.messages[-1] if self.messages else {}
+        taken = answers and ("content" in last or "tool_calls" in last)
+        if last.get("role") != "assistant" or taken or self._reasoning:
+            last = {"role": "assistant"}
+            if self._reasoning:
+                last["reasoning_content"] = "\n".join(self._reasoning)
+            self._append(last)
+        return last
+
+    def _append(self, message: Chat) -> None:
+        self._reasoning = []
+        self.messages.append(message)
 
 
 def seal(text: str) -> str:

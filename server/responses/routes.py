@@ -1,5 +1,7 @@
 """The routes of /v1/responses."""
 
+import asyncio
+from collections.abc import Callable
 from typing import Annotated, Any, Literal
 
 from fastapi import FastAPI, Query, Request
@@ -12,10 +14,9 @@ from server.generation import Prompt
 from server.http import JsonResponse, to_json, unless_gone
 from server.logs import log
 from server.openapi import errors_of
-from server.problems import ApiError, bad
+from server.problems import ApiError, bad, internal_error
 from server.prompts import SLOW_TEXT, count_reply
 from server.responses.answer import ResponsesRequest, read_prompt
-from server.responses.background import Background
 from server.responses.convert import Converted, convert, renamed
 from server.responses.items import page, references
 from server.responses.replies import InputTokens, ResponseDeleted, ResponseItems, ResponsesReply, events
@@ -203,7 +204,7 @@ class Responses:
         if made.body.store is False or (record.running and self.store.find(name, made.id) is not record):
             return
         self.store.remove(name, made.id)
-        record.id, record.running, record.answer = made.id, None, to_json(made.response())
+        record.id, record.running, record.answer = made.id, None, to_json(made.whole())
         record.output = Items.of_output(made.output.items)
         if not self.store.put(name, record):
             log.warning("the response %s is too long to be stored (--responses-mb)", made.id)
@@ -226,3 +227,41 @@ class Responses:
         history = [items.data for items in earlier]
         size = len(await request.body()) + sum(map(len, (*history, *found.values())))
         return await self.service.compute(request.receive, size, convert, body, history, found)
+
+
+class Background:
+    """A response that is computed after its request was answered. `ended(request)` is called when it ends in another way than with an answer, which the request itself keeps."""
+
+    def __init__(self, service: Service, request: ResponsesRequest, ended: Callable[[ResponsesRequest], None]) -> None:
+        self._service, self._request, self._ended = service, request, ended
+        self._task: asyncio.Task[None] | None = None
+
+    async def start(self, log_fields: dict[str, Any]) -> None:
+        """Start it. Raises ApiError if it is refused, which its first step shows."""
+        self._task = asyncio.create_task(self._request.answer(log_fields))  # type: ignore[arg-type]
+        await asyncio.sleep(0)
+        if self._task.done() and isinstance(refusal := self._task.exception(), ApiError):
+            raise refusal
+        self._service.open_requests += 1  # a drain waits for it
+        self._task.add_done_callback(self._on_done)
+        await self._request.promise.written()
+
+    def json(self) -> bytes:
+        return to_json(self._request.whole())
+
+    async def cancel(self) -> None:
+        assert self._task is not None
+        self._task.cancel()
+        await asyncio.wait([self._task])
+
+    def _on_done(self, task: "asyncio.Task[Any]") -> None:
+        self._service.open_requests -= 1
+        if task.cancelled():
+            self._request.cancel()
+        elif (e := task.exception()) is not None:
+            if not isinstance(e, ApiError):
+                log.error("a background response failed", exc_info=e)
+            self._request.fail(e if isinstance(e, ApiError) else internal_error())
+        else:
+            return
+        self._ended(self._request)

@@ -14,20 +14,20 @@ from openai.types.responses import Response, ResponseItem, ResponseStreamEvent
 from pydantic import TypeAdapter
 
 from engine.protocol import Logprob, TokenLogprobs
-from engine.text import Delta
 from server.generation import Prompt
 from server.http import to_json
 from server.parts import Arguments, Call, Part, Reasoning, Text
 from server.problems import ApiError
-from server.responses import answer, output, routes
+from server.responses import answer, routes
 from server.responses.answer import ResponsesRequest
-from server.responses.background import Background
 from server.responses.convert import convert
 from server.responses.items import seal
 from server.responses.replies import ResponseItems, ResponsesReply
+from server.responses.routes import Background
 from server.responses.schemas import ResponsesBody
 from server.responses.store import LINK_BYTES, RECORD_BYTES, Items, Record, Store, StoreBounds
 from tests.support import server_thread
+from tests.support.scripted import Scripted, deltas, written
 from tests.support.server_thread import CONTEXT, EOS, STORY, TOKENIZER, Site, wait_for
 
 PATH = "/v1/responses"
@@ -67,19 +67,6 @@ ASKED: dict[str, dict[str, Any]] = {
 }
 
 
-class Scripted:
-    """A parser that returns what a test says."""
-
-    complete = False
-
-    def __init__(self, parts: list[list[Part]]) -> None:
-        self._parts = iter(parts)
-        self.reasoned = sum(isinstance(part, Reasoning) for some in parts for part in some)  # each token is a character
-
-    def push(self, text: str, final: bool = False) -> list[Part]:
-        return next(self._parts)
-
-
 def says(site: Site, text: str) -> None:
     site.engine.reply = lambda submit: [*TOKENIZER.encode(text, add_special_tokens=False), EOS]
 
@@ -107,21 +94,18 @@ def test_events_are_those_that_are_published(site: Site, name: str, monkeypatch:
     parts, reason = SCRIPTS[name]
     logprobs = [TokenLogprobs(Logprob(300, -0.5, 1), [Logprob(300, -0.5, 1), Logprob(301, -1.25, 2)])]
     numbers = itertools.count(1)
-    monkeypatch.setattr(output, "new_id", lambda prefix: f"{prefix}_{next(numbers)}")
     monkeypatch.setattr(answer.time, "time", lambda: 1700000009.5)
-    monkeypatch.setattr(answer, "parser_for", lambda *_: Scripted(parts))
+    thoughts = sum(isinstance(part, Reasoning) for some in parts for part in some)  # each token is a character
+    monkeypatch.setattr("server.chat.parser_for", lambda *_: Scripted(parts, reasoned=thoughts))
     body = ResponsesBody.model_validate({"input": "Hi", **ASKED.get(name, {})})
     chat, _, repeated = convert(body, [], {})
     request = ResponsesRequest(site.server.service, body, chat, [Prompt([1, 2, 3])], "", repeated)
     request.id, request.created = "resp_0", 1700000000
-    writer, written = request.stream_writer(), b""
-    for i in range(len(parts)):
-        request.usage.completion += 1
-        end = reason if i == len(parts) - 1 and reason else None
-        written += writer.push(Delta(0, i == 0, "", [300], logprobs if name == "logprobs" else None, [i], end, None, None))
-    written += (writer.last() if reason else request.write_error(ApiError(500, "internal error"))) + request.stream_end
-    assert written == (FIXTURES / f"{name}.sse").read_bytes()
-    events = [json.loads(one.partition(b"\ndata: ")[2]) for one in written.split(b"\n\n") if one]
+    monkeypatch.setattr(answer, "new_id", lambda prefix: f"{prefix}_{next(numbers)}")
+    given = deltas([""] * len(parts), reason, logprobs if name == "logprobs" else None)
+    data = written(request, given, ApiError(500, "internal error"))
+    assert data == (FIXTURES / f"{name}.sse").read_bytes()
+    events = [json.loads(one.partition(b"\ndata: ")[2]) for one in data.split(b"\n\n") if one]
     for one in events:
         # its answers have these nevertheless, and its whole answers the `bytes` of log-probabilities
         assert set(_extra(EVENT.validate_python(one))) <= {"store", "presence_penalty", "frequency_penalty", "bytes"}, one
@@ -399,7 +383,7 @@ def test_a_failure_after_the_start_is_an_event(make_site: Callable[..., Site]) -
     ],
 )
 def test_white_space_is_text_only_before_text(parts: list[Part], texts: list[str]) -> None:
-    made = output.Output(False, [])
+    made = answer.Output(False, [])
     for part in parts:
         list(made.push([part], None))
     list(made.end("completed"))
@@ -420,10 +404,10 @@ def test_an_answer_that_ends_in_the_middle_keeps_its_items(site: Site, how: str)
         body = ResponsesBody.model_validate({"input": "Hi", "tools": [TOOL]})
         chat, _, repeated = convert(body, [], {})
         with pytest.MonkeyPatch.context() as patch:
-            patch.setattr(answer, "parser_for", lambda *_, parts=parts: Scripted(parts))
+            patch.setattr("server.chat.parser_for", lambda *_, parts=parts: Scripted(parts))
             request = ResponsesRequest(site.server.service, body, chat, [Prompt([1, 2, 3])], "", repeated)
-        for i in range(len(parts)):
-            list(request.push(Delta(0, i == 0, "", [5], None, [i], None, None, None)))
+        for delta in deltas([""] * len(parts), ""):
+            list(request.events_of(delta))
         if how == "fails":
             for status, code in ((429, "rate_limit_exceeded"), (500, "server_error")):
                 kind, fields = request.fail(ApiError(status, "broken"))
@@ -431,7 +415,7 @@ def test_an_answer_that_ends_in_the_middle_keeps_its_items(site: Site, how: str)
                 assert fields["response"]["error"] == {"code": code, "message": "broken"}
         else:
             request.cancel()
-        reply = json.loads(to_json(request.response()))
+        reply = json.loads(to_json(request.whole()))
         ResponsesReply.model_validate(reply)
         *others, last = reply["output"]
         assert [one["status"] for one in others] == ["completed"] * len(others) and last["status"] == "incomplete"
