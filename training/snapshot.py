@@ -15,7 +15,8 @@ import json
 import threading
 import time
 import weakref
-from collections.abc import Mapping, Sequence
+from collections import defaultdict
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
@@ -37,6 +38,7 @@ from training.snapshot_folder import (
     put_in_place,
     read_manifest,
     remove,
+    snapshot_path,
     write_json,
 )
 
@@ -91,12 +93,13 @@ class Snapshots:
         values = self._copy(pieces)
         ranges = [(p.name, p.start, p.stop) for p in pieces]
         self._saves += 1
-        partial = self.directory / f"step-{step:08d}.{self.run_id}-{self._saves}.partial"
+        number = self._saves
+        partial = snapshot_path(self.directory, step).with_suffix(f".{self.run_id}-{number}.partial")
 
         def work() -> None:
             try:
                 if self.rank == 0:
-                    self._clear(finished=0)
+                    self._clear(before=number)
                 self._write_part(partial, ranges, values)
                 if self.rank == 0:
                     self._complete(partial, frozen)
@@ -113,10 +116,6 @@ class Snapshots:
         if self._thread is not None:
             self._thread.join()
             self._thread = None
-        self.check()
-
-    def check(self) -> None:
-        """Raise the error of a save that has failed already, without waiting."""
         error, self._error = self._error, None
         if error is not None:
             raise error
@@ -148,20 +147,18 @@ class Snapshots:
         write_json(partial / MANIFEST, {"crc32": checksum(manifest)} | manifest)
         for rank in range(self.world_size):
             (partial / f"rank-{rank}.json").unlink()
-        final = self.directory / f"step-{manifest['step']:08d}"
+        final = snapshot_path(self.directory, manifest["step"])
         put_in_place(partial, final)
         others = [path for path in complete_snapshots(self.directory) if path != final]
         for old in others[: max(0, len(others) - (self.keep - 1))]:
             remove(old)
-        self._clear(self._saves)
 
-    def _clear(self, finished: int) -> None:
-        """Remove folders that other runs left half written or half removed, and what this run's first `finished` saves
-        left if they failed."""
+    def _clear(self, before: int) -> None:
+        """Remove folders that are half written or half removed: those of other runs, and of this run's saves before that number."""
         for path in self.directory.glob("step-*"):
             if path.suffix == ".partial":
                 run_id, _, number = path.name.split(".")[1].partition("-")
-                stale = run_id != self.run_id or int(number) <= finished
+                stale = run_id != self.run_id or int(number) < before
             else:
                 stale = not (path / MANIFEST).exists()
             if stale:
@@ -236,13 +233,22 @@ class Snapshots:
                     f"{path} has {size} elements of {name}, not those from {start} to {stop}: it is of another model"
                 )
         found = [{key: torch.empty(stop - start) for key in KEYS} for _, start, stop in wanted]
+        targets: dict[str, list[tuple[int, dict[str, Tensor]]]] = defaultdict(list)
+        for (name, start, _), tensors in zip(wanted, found, strict=True):
+            targets[name].append((start, tensors))
         total, done = sum(stop - start for _, start, stop in wanted), 0
         show: Any = dict(desc="reading snapshot", unit="param", unit_scale=True, disable=self.rank != 0, delay=1, leave=False)
         with tqdm(total=total, **show) as bar:
             for file in manifest["files"]:
-                read_now = _read_file(path, file, wanted, found)
-                done += read_now
-                bar.update(read_now)
+                slices = list(_slices(file["pieces"], targets))
+                try:
+                    if slices:
+                        read(path / file["file"], file, slices)
+                except TornFile as e:
+                    raise UserError(f"{e}; {advice(path)}") from None
+                count = sum(len(tensor) for _, tensor in slices) // len(KEYS)
+                done += count
+                bar.update(count)
         assert done == total, f"{path}: read {done} of {total} elements"
         return found
 
@@ -277,27 +283,21 @@ class _HostCopy:
         return self.flat
 
 
-def _read_file(path: Path, file: Mapping[str, Any], wanted: Sequence[Range], found: Sequence[dict[str, Tensor]]) -> int:
-    """Copy the parts of the wanted ranges that this file has into `found`. Returns the number of elements."""
-    places: dict[str, list[int]] = {}
-    for i, (name, _, _) in enumerate(wanted):
-        places.setdefault(name, []).append(i)
-    slices, count = [], 0
-    for name, start, stop in file["pieces"]:
-        for i in places.get(name, []):
-            offset = wanted[i][1]
-            low, high = max(start, offset), min(stop, wanted[i][2])
-            if low < high:
-                count += high - low
-                for key, tensor in found[i].items():
-                    target = tensor[low - offset : high - offset]
-                    slices.append((_tensor_name(name, start, stop, key), low - start, high - start, target))
-    try:
-        if slices:
-            read(path / file["file"], file, slices)
-    except TornFile as e:
-        raise UserError(f"{e}; {advice(path)}") from None
-    return count
+def _slices(
+    pieces: Iterable[Range], targets: Mapping[str, list[tuple[int, dict[str, Tensor]]]]
+) -> Iterator[tuple[int, Tensor]]:
+    """What a file with these pieces has of the wanted elements: the first one's index in the file, and the tensor that they fill.
+
+    targets: by parameter, the first wanted element and the tensors by key.
+    """
+    begin = 0
+    for name, start, stop in pieces:
+        for key in KEYS:
+            for first, tensors in targets.get(name, ()):
+                low, high = max(start, first), min(stop, first + len(tensors[key]))
+                if low < high:
+                    yield begin + low - start, tensors[key][low - first : high - first]
+            begin += stop - start
 
 
 def _size(path: Path) -> int | None:

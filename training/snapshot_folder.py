@@ -29,10 +29,12 @@ def complete_snapshots(directory: Path) -> list[Path]:
         names = [path.name for path in directory.iterdir()] if directory.is_dir() else []
     except OSError as e:
         raise UserError(f"{directory} cannot be read ({e.strerror}); mend its permissions or name another folder") from None
-    found = [name for name in names if re.fullmatch(r"step-\d{8,}(\.old)?", name) and (directory / name / MANIFEST).exists()]
-    return [
-        directory / name for name in sorted(found, key=lambda n: (int(n.split("-")[1].split(".")[0]), not n.endswith(".old")))
-    ]
+    steps = [int(name[5:]) for name in names if re.fullmatch(r"step-\d{8,}", name) and (directory / name / MANIFEST).exists()]
+    return [snapshot_path(directory, step) for step in sorted(steps)]
+
+
+def snapshot_path(directory: Path, step: int) -> Path:
+    return directory / f"step-{step:08d}"
 
 
 def read_manifest(path: Path) -> dict[str, Any]:
@@ -73,7 +75,6 @@ def _read_manifest(path: Path) -> dict[str, Any]:
         raise UserError(f"{file} has format {manifest['format']}, this version reads {FORMAT}; use the version that wrote it")
     if manifest.pop("crc32") != checksum(manifest):
         raise TornFile(f"{file} is damaged: it does not match its checksum")
-    check_coverage(path, manifest)
     return manifest
 
 
@@ -104,17 +105,11 @@ def advice(path: Path) -> str:
 
 
 def put_in_place(partial: Path, final: Path) -> None:
-    """Give a complete folder its final name. An older snapshot of that name stays readable until then."""
-    old = final.with_suffix(".old")
-    if (final / MANIFEST).exists():
-        remove(old)
-        final.rename(old)
-    elif final.exists():
-        remove(final)
+    """Give a complete folder its final name, instead of what has it."""
+    remove(final)
     partial.rename(final)
     _sync(final.parent)
     _sync(final.parent.parent)
-    remove(old)
 
 
 def remove(path: Path) -> None:

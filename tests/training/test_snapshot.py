@@ -6,7 +6,6 @@ import multiprocessing
 import os
 import random
 import re
-import shutil
 import signal
 import tempfile
 import threading
@@ -252,39 +251,6 @@ def test_a_step_that_is_saved_again_is_replaced(tmp_path: Path, seed: int) -> No
     assert_loads(snapshots, tmp_path / "step-00000005", state, whole())
 
 
-def test_a_kill_between_the_two_renames_of_a_replacement(tmp_path: Path, seed: int, monkeypatch: pytest.MonkeyPatch) -> None:
-    _, state = saved(tmp_path, 5, seed, keep=1)
-    rename = Path.rename
-
-    def stop(self: Path, target: Path) -> Path:
-        if self.suffix == ".partial":
-            raise OSError(errno.EIO, "stopped here")
-        return rename(self, target)
-
-    with monkeypatch.context() as patch:
-        patch.setattr(Path, "rename", stop)
-        with pytest.raises(UserError, match="stopped here"):
-            saved(tmp_path, 5, seed + 1, run_id="b", keep=1)
-    snapshots, new = run_of(tmp_path)[0], random_state(SHAPES, torch.Generator().manual_seed(seed + 7))
-    path = snapshots.latest()
-    assert path is not None
-    assert_loads(snapshots, path, state, whole())
-    run = run_of(tmp_path, run_id="c", keep=1)
-    save(run, 5, new, [whole()])
-    wait(run)
-    assert names(tmp_path) == ["step-00000005"]
-    assert_loads(run[0], tmp_path / "step-00000005", new, whole())
-
-
-def test_a_replaced_snapshot_counts_less_than_the_new_one(tmp_path: Path, seed: int) -> None:
-    """Of a run that was killed before it removed the old one."""
-    snapshots, _ = saved(tmp_path, 5, seed)
-    shutil.copytree(path := tmp_path / "step-00000005", path.with_suffix(".old"))
-    assert snapshots.latest() == path
-    saved(tmp_path, 4, seed, run_id="b")
-    assert snapshots.latest() == path
-
-
 def test_a_manifest_that_somebody_has_edited_is_refused(tmp_path: Path, seed: int) -> None:
     snapshots, _ = saved(tmp_path, 5, seed)
     path = tmp_path / "step-00000005"
@@ -460,32 +426,6 @@ def test_an_unwritable_directory(tmp_path: Path, seed: int) -> None:
     (tmp_path / "file").write_text("")
     with pytest.raises(UserError, match=r"could not be written: .*file.*there is no earlier snapshot"):
         saved(tmp_path / "file", 1, seed)
-
-
-def test_check_does_not_wait_for_a_save_in_flight(tmp_path: Path, seed: int, monkeypatch: pytest.MonkeyPatch) -> None:
-    release = hold_writes(monkeypatch)
-    run = run_of(tmp_path)
-    save(run, 1, random_state(SHAPES, torch.Generator().manual_seed(seed)), [whole()])
-    run[0].check()
-    assert run[0].latest() is None
-    release.set()
-    wait(run)
-    assert run[0].latest() is not None
-
-
-def test_check_tells_of_a_failure_once_it_has_happened(tmp_path: Path, seed: int) -> None:
-    (tmp_path / "file").write_text("")
-    run = run_of(tmp_path / "file")
-    save(run, 1, random_state(SHAPES, torch.Generator().manual_seed(seed)), [whole()])
-    failure, deadline = "", time.monotonic() + 120
-    while not failure and time.monotonic() < deadline:
-        time.sleep(0.01)
-        try:
-            run[0].check()
-        except UserError as e:
-            failure = str(e)
-    assert "step 1 could not be written" in failure
-    wait(run)  # a failure is reported only once
 
 
 def test_an_unexpected_error_in_the_background_is_not_lost(tmp_path: Path, seed: int, monkeypatch: pytest.MonkeyPatch) -> None:
