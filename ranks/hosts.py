@@ -15,6 +15,7 @@ import json
 import os
 import secrets
 import select
+import selectors
 import signal
 import socket
 import struct
@@ -43,6 +44,7 @@ MEET_SECONDS = 120.0  # time for the ranks of all hosts to import what they need
 CONNECT_SECONDS = 30.0
 IDLE, INTERVAL, PROBES = 2, 1, 3  # s, s: without an answer to so many probes, a connection breaks
 LOSS_SECONDS = IDLE + INTERVAL * PROBES
+MOST_STRANGERS = 64  # connections to the port of the watch, beside those of ranks
 GRACE_SECONDS = 1.0  # between another rank's end and this one's, which may be ending by itself for the same reason
 SIOCGIFADDR = 0x8915  # linux/sockios.h
 CODE = (*ENGINE, "server/*.py")  # of which hosts need the same
@@ -205,30 +207,60 @@ def _connect(store: Store, address: str, names: list[str]) -> dict[socket.socket
                 f"{names[rank()]} cannot reach rank 0 on {names[0]} ({e.strerror or e}); check the network and its firewalls, and name "
                 "the interface of the common network in GLOO_SOCKET_IFNAME and NCCL_SOCKET_IFNAME on both"
             ) from None
-        connection.sendall(f"{token} {rank()}\n".encode())
+        connection.sendall(greeting(token, rank()))
         return {_probed(connection): names[0]}
-    token, found = secrets.token_hex(16), dict[socket.socket, str]()
-    missing, end = set(range(1, len(names))), time.monotonic() + CONNECT_SECONDS
+    token = secrets.token_hex(16)
     with socket.create_server((address, 0), backlog=len(names)) as server:
         store.set("watch", json.dumps([*server.getsockname()[:2], token]))
-        while missing:
-            server.settimeout(max(0.001, end - time.monotonic()))
-            try:
-                connection, _ = server.accept()
-                connection.settimeout(max(0.001, end - time.monotonic()))
-                given, _, number = connection.makefile().readline().partition(" ")
-            except OSError:
-                who = ", ".join(f"rank {other} on {names[other]}" for other in sorted(missing))
-                raise UserError(
-                    f"{who} did not reach rank 0 on {names[0]} within {CONNECT_SECONDS:g} s; check the network and its firewalls, and name "
-                    "the interface of the common network in GLOO_SOCKET_IFNAME and NCCL_SOCKET_IFNAME on both"
-                ) from None
-            if hmac.compare_digest(given.encode(), token.encode()):
-                missing.discard(int(number))
-                found[_probed(connection)] = names[int(number)]
-            else:
-                connection.close()
+        found = accept_ranks(server, token, len(names), CONNECT_SECONDS)
+    if missing := sorted(set(range(1, len(names))) - found.keys()):
+        who = ", ".join(f"rank {other} on {names[other]}" for other in missing)
+        raise UserError(
+            f"{who} did not reach rank 0 on {names[0]} within {CONNECT_SECONDS:g} s; check the network and its firewalls, and name "
+            "the interface of the common network in GLOO_SOCKET_IFNAME and NCCL_SOCKET_IFNAME on both"
+        )
+    return {_probed(connection): names[number] for number, connection in found.items()}
+
+
+def greeting(token: str, number: int) -> bytes:
+    """What a rank sends first on the connection that rank 0 watches."""
+    return f"{token} {number}\n".encode()
+
+
+def accept_ranks(server: socket.socket, token: str, ranks: int, seconds: float) -> dict[int, socket.socket]:
+    """The connections of ranks 1 to `ranks` - 1, or those that came within `seconds`. Who connects without a rank's greeting is no
+    rank; it keeps none waiting, and beyond MOST_STRANGERS the oldest of them are closed."""
+    expected = {greeting(token, number): number for number in range(1, ranks)}
+    found, strangers, end = dict[int, socket.socket](), list[socket.socket](), time.monotonic() + seconds
+    with selectors.DefaultSelector() as selector:
+        selector.register(server, selectors.EVENT_READ)
+        while len(found) < len(expected) and (remaining := end - time.monotonic()) > 0:
+            for key, _ in selector.select(remaining):
+                if key.fileobj is server:
+                    strangers.append(server.accept()[0])
+                    selector.register(strangers[-1], selectors.EVENT_READ)
+                elif (connection := key.fileobj) in strangers:  # else it was closed in this turn
+                    strangers.remove(connection)
+                    selector.unregister(connection)
+                    number = _rank_of(connection, expected)
+                    if number is None or number in found:
+                        connection.close()
+                    else:
+                        found[number] = connection
+            while len(strangers) > ranks + MOST_STRANGERS:
+                selector.unregister(strangers[0])
+                strangers.pop(0).close()
+    for stranger in strangers:
+        stranger.close()
     return found
+
+
+def _rank_of(connection: socket.socket, expected: dict[bytes, int]) -> int | None:
+    """The rank whose greeting has come. It comes whole, because it is sent at once and is shorter than a packet."""
+    said = b""
+    with contextlib.suppress(OSError):
+        said = connection.recv(128)
+    return next((number for known, number in expected.items() if hmac.compare_digest(known, said)), None)
 
 
 def _probed(connection: socket.socket) -> socket.socket:

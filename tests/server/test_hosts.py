@@ -29,6 +29,7 @@ from engine.protocol import SamplingParams
 from errors import UserError
 from launch import MEET_SECONDS, PRESENT_SECONDS, SeveralHosts
 from ranks import hosts
+from ranks.hosts import MOST_STRANGERS, accept_ranks, greeting
 from ranks.meeting import BYTES, MeetingServer, MeetingStore, connect, read_secret
 from scripts.lib.process_tree import process_tree
 from server.launch import shared_facts
@@ -308,6 +309,36 @@ def test_who_does_not_know_the_secret_is_refused_and_the_others_meet(capfd: pyte
         for one in (meeting, coming):
             one.result(SECONDS)
     assert capfd.readouterr().err.count("127.0.0.1 was refused: its secret is another one") == 1
+
+
+def test_strangers_at_the_watch_keep_no_rank_waiting() -> None:
+    """Silent ones, more than are kept, and such as say something else: each rank is found, once."""
+    token = "a" * 32
+
+    def read(connection: socket.socket) -> bytes:
+        connection.settimeout(SECONDS)
+        with contextlib.suppress(ConnectionResetError):
+            return connection.recv(10)
+        return b""
+
+    with socket.create_server(("127.0.0.1", 0), backlog=1024) as server, contextlib.ExitStack() as stack:
+
+        def say(words: bytes) -> socket.socket:
+            connection = stack.enter_context(socket.create_connection(server.getsockname()))
+            connection.sendall(words)
+            return connection
+
+        silent = [say(b"") for _ in range(2 * MOST_STRANGERS)]
+        wrong = [say(words) for words in (b"GET / HTTP/1.1\r\n\r\n", greeting("b" * 32, 1), greeting(token, 3), b"\xff" * 500)]
+        twice, once = [say(greeting(token, 2)) for _ in range(2)], say(greeting(token, 1))
+        found = accept_ranks(server, token, 3, 60.0)
+        for connection in found.values():
+            connection.sendall(b"found")
+            connection.close()
+        heard = [read(other) for other in (*silent, *wrong)]
+        assert found.keys() == {1, 2} and set(heard) == {b""}
+        assert read(once) == b"found" and sorted(map(read, twice)) == [b"", b"found"]
+        assert accept_ranks(server, token, 2, 0.05) == {}
 
 
 def test_a_store_that_does_not_know_the_secret_is_refused() -> None:
