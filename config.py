@@ -9,7 +9,6 @@ from dataclasses import dataclass, fields, replace
 
 from errors import UserError
 from files import shown
-from layers.rope_scaling import RopeScaling, attention_factor
 from quantized.scheme import Quantization
 
 
@@ -79,6 +78,64 @@ def parse_variant(text: str) -> tuple[Variant, int | None]:
         raise UserError(f"unknown variant {text!r}; known: {usage()}")
     return variant, int(number) if colon else None
 
+
+# --- how RoPE is extended beyond the first training context: `checkpoints/rope_scaling.py` reads it, `layers/rope.py` computes with it
+
+
+@dataclass(frozen=True)
+class Llama3Scaling:
+    """Llama 3.1's scaling: low frequencies are divided by `factor`. Lengths in tokens."""
+
+    factor: float
+    low_freq_factor: float
+    high_freq_factor: float
+    original_max_position_embeddings: int
+
+
+@dataclass(frozen=True)
+class LinearScaling:
+    """All frequencies are divided by `factor`. `trained`: the unscaled context, `max_position_embeddings`, in tokens."""
+
+    factor: float
+    trained: int
+
+
+@dataclass(frozen=True)
+class DynamicScaling:
+    """The base grows with the context's length beyond `trained`, which is `max_position_embeddings`, in tokens."""
+
+    factor: float
+    trained: int
+
+
+@dataclass(frozen=True)
+class YarnScaling:
+    """Frequencies with fewer than `beta_slow` turns in the original context are divided by `factor`; those with more than
+    `beta_fast` turns are kept; between the two they are blended. Cosines and sines are multiplied by `attention_factor`."""
+
+    factor: float
+    original_max_position_embeddings: int
+    attention_factor: float
+    beta_fast: float = 32.0
+    beta_slow: float = 1.0
+    truncate: bool = True
+
+
+@dataclass(frozen=True)
+class LongRopeScaling:
+    """Each frequency is divided by its own factor, from `long_factor` if the context is longer than the original one, else from
+    `short_factor`. Cosines and sines are multiplied by `attention_factor`."""
+
+    short_factor: tuple[float, ...]
+    long_factor: tuple[float, ...]
+    original_max_position_embeddings: int
+    attention_factor: float
+
+
+RopeScaling = Llama3Scaling | LinearScaling | DynamicScaling | YarnScaling | LongRopeScaling
+
+
+# --- the model ----------------------------------------------------------------------------------------------------------------
 
 FAMILIES = ("llama", "mistral", "qwen2", "qwen3")
 
@@ -155,7 +212,8 @@ class ModelConfig:
     @property
     def rope_factor(self) -> float:
         """The factor by which RoPE multiplies queries and keys in addition to rotating them."""
-        return attention_factor(self.rope_scaling)
+        scaling = self.rope_scaling
+        return scaling.attention_factor if isinstance(scaling, YarnScaling | LongRopeScaling) else 1.0
 
     def window(self, layer: int) -> int | None:
         return self.windows[layer] if self.windows else None

@@ -1,12 +1,13 @@
 """Reading untrusted files, and errors of writing. Only regular files are read, because a pipe could block, and only up to a
 given size."""
 
+import hashlib
 import json
 import math
 import os
 import stat
 import tempfile
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any, BinaryIO
@@ -23,6 +24,10 @@ JSON_KINDS = {
     list: "a list",
     dict: "an object",
 }
+ENGINE = tuple(  # the files that decide what a model computes
+    f"{folder}*.py"
+    for folder in ("", "checkpoints/", "comm/", "engine/", "kernels/", "layers/", "quantized/", "ranks/", "text/")
+)
 REQUIRED: Any = object()
 SHOWN = 80  # most characters of a wrong value in a message
 
@@ -195,3 +200,10 @@ def check_folder(folder: Path) -> Path:
         with tempfile.TemporaryFile(dir=folder) as file:
             file.write(bytes(PROBE_BYTES))
     return folder
+
+
+def source_digest(patterns: Sequence[str]) -> str:
+    """A hash of the content of the files that match the patterns."""
+    root = Path(__file__).resolve().parent
+    paths = sorted(path for pattern in patterns for path in root.glob(pattern))
+    return hashlib.sha256(b"".join(path.read_bytes() for path in paths)).hexdigest()[:12]

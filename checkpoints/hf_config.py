@@ -18,16 +18,10 @@ from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
-from config import FAMILIES, ModelConfig, Reduces, validate
+from checkpoints.rope_scaling import read_scaling, rope_of, scaling_to_hf
+from config import FAMILIES, DynamicScaling, LinearScaling, ModelConfig, Reduces, validate
 from errors import UserError
 from files import CONFIG_BYTES, count, get, one_or_list, positive, read_json, shown
-from layers.rope_scaling import (
-    DynamicScaling,
-    LinearScaling,
-    read_scaling,
-    rope_of,
-    scaling_to_hf,
-)
 from quantized.hf import read_quantization
 from quantized.scheme import Quantization
 

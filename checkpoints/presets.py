@@ -7,10 +7,9 @@ from typing import Any
 
 from checkpoints.hf_config import read_config
 from cli import note
-from config import VARIANTS, ModelConfig, with_variant
+from config import VARIANTS, Llama3Scaling, ModelConfig, with_variant
 from errors import UserError
 from files import model_folder
-from layers.rope_scaling import Llama3Scaling
 from quantized.scheme import QUANTIZATIONS, on_load
 
 _LLAMA31_ROPE = Llama3Scaling(8.0, 1.0, 4.0, 8192)

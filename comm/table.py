@@ -19,12 +19,9 @@ import torch
 import torch.distributed as dist
 
 from comm.process_group import gather_objects
+from files import source_digest
 from kernels.graph_times import replay_seconds
 
-ENGINE = tuple(  # the files that decide what a model computes
-    f"{folder}*.py"
-    for folder in ("", "checkpoints/", "comm/", "engine/", "kernels/", "layers/", "quantized/", "ranks/", "text/")
-)
 PLAUSIBLE = (0.3, 1e6)  # µs
 
 # The algorithms that are measured for a case. Raises ValueError, AttributeError or LookupError if there is no such case.
@@ -140,7 +137,7 @@ def machine_key(device: torch.device, world_size: int, dtype: torch.dtype, code:
         "torch": torch.__version__,
         "nccl": ".".join(map(str, torch.cuda.nccl.version())),
         "triton": version("triton"),
-        "code": digest(code),
+        "code": source_digest(code),
     }
 
 
@@ -149,13 +146,6 @@ def _driver() -> str:
         return Path("/proc/driver/nvidia/version").read_text().partition("\n")[0]
     except OSError:
         return "unknown"
-
-
-def digest(patterns: Sequence[str]) -> str:
-    """A hash of the content of the files that match the patterns."""
-    root = Path(__file__).resolve().parents[1]
-    paths = sorted(path for pattern in patterns for path in root.glob(pattern))
-    return hashlib.sha256(b"".join(path.read_bytes() for path in paths)).hexdigest()[:12]
 
 
 # --- measuring ---------------------------------------------------------------------------------------------------------------

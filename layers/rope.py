@@ -9,9 +9,8 @@ import math
 import torch
 from torch import Tensor
 
-from config import ModelConfig
+from config import DynamicScaling, LinearScaling, Llama3Scaling, LongRopeScaling, ModelConfig, YarnScaling
 from kernels import determinism
-from layers.rope_scaling import DynamicScaling, LinearScaling, Llama3Scaling, LongRopeScaling, YarnScaling
 
 
 def rope_frequencies(config: ModelConfig) -> Tensor:

@@ -34,9 +34,8 @@ from torch.distributed import PrefixStore, Store  # type: ignore[attr-defined]
 from torch.distributed.rendezvous import rendezvous
 
 from cli import LOST_RANK, local_rank, lost_connection, rank
-from comm.table import ENGINE, digest
 from errors import UserError
-from files import model_folder
+from files import ENGINE, model_folder, source_digest
 from ranks import meeting
 from ranks.processes import LAUNCHER
 
@@ -82,7 +81,7 @@ def join(facts: Mapping[str, str], error: UserError | None) -> Store:
             f"host {socket.gethostname()} cannot reach {master} port {os.environ['MASTER_PORT']}, where its launcher says that rank 0 "
             "is; check that this name or address leads to rank 0's host from here, or give torchrun there --local-addr with another"
         ) from None
-    known = {"Rung": digest(CODE), "PyTorch": torch.__version__, **facts}
+    known = {"Rung": source_digest(CODE), "PyTorch": torch.__version__, **facts}
     name = socket.gethostname() + (f" ({address})" if address else "")
     store = PrefixStore(store_prefix(), store)
     store.set(f"rank {rank()}", json.dumps({"host": name, "address": address, "facts": known, "error": error and str(error)}))

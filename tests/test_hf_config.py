@@ -14,8 +14,18 @@ from hypothesis import strategies as st
 
 from checkpoints.hf_config import HARMLESS, NEUTRAL, Recorded, config_from_hf, config_to_hf, read_config, unread_keys
 from checkpoints.presets import PRESETS, preset
-from config import ModelConfig, Reduces, validate, with_variant
-from layers.rope_scaling import DynamicScaling, LinearScaling, Llama3Scaling, LongRopeScaling, RopeScaling, YarnScaling
+from config import (
+    DynamicScaling,
+    LinearScaling,
+    Llama3Scaling,
+    LongRopeScaling,
+    ModelConfig,
+    Reduces,
+    RopeScaling,
+    YarnScaling,
+    validate,
+    with_variant,
+)
 from tests.test_checkpoint import fails
 from tests.test_presets import VARIANT_NAMES, transformers_config
 

@@ -9,9 +9,8 @@ from functools import cache
 from pathlib import Path
 from typing import Any
 
-from comm.table import ENGINE, digest
 from errors import UserError
-from files import write_whole
+from files import ENGINE, source_digest, write_whole
 
 FOLDERS = "training", "training/planner", "scripts/corpus", "scripts/quality"
 CODE = (*ENGINE, *(f"{folder}/*.py" for folder in FOLDERS), "scripts/quantize.py")
@@ -27,7 +26,7 @@ def row_file(folder: Path, name: str, settings: Mapping[str, Any]) -> Path:
 @cache
 def code_digest() -> str:
     """A digest of what decides the quality that a model is found to have: a setting of its rows."""
-    return digest(CODE)
+    return source_digest(CODE)
 
 
 def by_versions(codes: Collection[str]) -> str:

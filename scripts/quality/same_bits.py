@@ -37,14 +37,13 @@ from checkpoints.presets import has_random_weights, model_config
 from checkpoints.weights import DTYPES, build_model, load_model
 from cli import Parser, run
 from comm import Local
-from comm.table import ENGINE, digest
 from engine import LLM, SamplingParams
 from engine.core import Engine
 from engine.draft_costs import FREE
 from engine.limits import EngineLimits
 from engine.paged_cache import PagedCache
 from errors import UserError
-from files import check_folder
+from files import ENGINE, check_folder, source_digest
 from kernels.optional_triton import triton
 from kernels.sampling import log_softmax
 from model import Transformer
@@ -277,7 +276,7 @@ def launched(
         "dtype": args.dtype,
         "fast": args.fast,
     }
-    versions = {"machine": machine(), "triton": getattr(triton, "__version__", None), "code": digest(CODE)}
+    versions = {"machine": machine(), "triton": getattr(triton, "__version__", None), "code": source_digest(CODE)}
     key = settings | {"device": args.device, **versions}
     path = check_folder(OUT / "same-bits") / f"{_digest(key)}.json"
     left = deadline - time.monotonic()

@@ -22,7 +22,7 @@ import comm
 from checkpoints import weights
 from checkpoints.eagle import EagleHead
 from checkpoints.presets import model_config
-from config import ModelConfig, with_variant
+from config import ModelConfig, YarnScaling, with_variant
 from engine.core import Engine
 from engine.draft_costs import Costs
 from engine.grammars import Grammars
@@ -33,7 +33,6 @@ from engine.paged_cache import PagedCache, Rows, _Reader
 from engine.protocol import Abort, Refused, SamplingParams, Submit, ThinkingBudget, TokenLogprobs, TokenOutput
 from engine.sampler import SamplingBatch, sample
 from layers.attention import Causal
-from layers.rope_scaling import YarnScaling
 from model import Transformer
 from tests import MODELS
 from tests.support.masks import allowed

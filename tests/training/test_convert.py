@@ -19,10 +19,9 @@ import generate
 from checkpoints.hf_config import config_to_hf, read_config
 from checkpoints.weights import INDEX, SINGLE, load_model
 from comm import Local
-from config import ModelConfig, with_variant
+from config import Llama3Scaling, ModelConfig, with_variant
 from errors import UserError
 from layers.attention import Causal
-from layers.rope_scaling import Llama3Scaling
 from tests import MODELS
 from tests.support.ranks import Ranks
 from text.tokenizer_files import load_tokenizer

@@ -39,7 +39,6 @@ from checkpoints.eagle import EagleHead
 from checkpoints.presets import has_random_weights, model_config
 from checkpoints.weights import DTYPES, load_model
 from cli import Parser, run
-from comm.table import ENGINE, digest
 from engine.core import Engine
 from engine.draft_models import EMBEDDED, find_draft
 from engine.limits import EngineLimits
@@ -48,7 +47,7 @@ from engine.model_drafter import ModelDrafter
 from engine.protocol import SamplingParams, Submit
 from engine.sequence import Sequence
 from errors import UserError
-from files import check_folder
+from files import ENGINE, check_folder, source_digest
 from options import MOST_DRAFT_TOKENS, ModelOptions, add_options, dtype_name, whole_number
 from ranks.processes import die_with_parent, is_rank
 from scripts.corpus.documents import KINDS, documents
@@ -263,7 +262,7 @@ def work(args: argparse.Namespace) -> None:
 def files_of(args: argparse.Namespace) -> dict[tuple[str, str], Path]:
     """The file of each pair, in the order of the table. Its name depends on all that the rows do."""
     common = {key: value for key, value in vars(args).items() if key not in ("models", "tasks", "seconds", "write", "into")}
-    common |= {"machine": machine(), "code": digest(CODE)}
+    common |= {"machine": machine(), "code": source_digest(CODE)}
     found = {}
     for name in args.models:
         tasks = args.tasks if read_tokenizer(name, model_config(name, args.variant, 1)) else [RANDOM_IDS]

@@ -10,66 +10,14 @@ keys never have to be rotated again. docs/checkpoints.md gives the consequences.
 
 import math
 from collections.abc import Callable
-from dataclasses import asdict, dataclass
+from dataclasses import asdict
 from typing import Any
 
+from config import DynamicScaling, LinearScaling, Llama3Scaling, LongRopeScaling, RopeScaling, YarnScaling
 from errors import UserError
 from files import count, get, positive, shown
 
 MAX_LENGTH = 1 << 27  # of a context, in tokens
-
-
-@dataclass(frozen=True)
-class Llama3Scaling:
-    """Llama 3.1's scaling: low frequencies are divided by `factor`. Lengths in tokens."""
-
-    factor: float
-    low_freq_factor: float
-    high_freq_factor: float
-    original_max_position_embeddings: int
-
-
-@dataclass(frozen=True)
-class LinearScaling:
-    """All frequencies are divided by `factor`. `trained`: the unscaled context, `max_position_embeddings`, in tokens."""
-
-    factor: float
-    trained: int
-
-
-@dataclass(frozen=True)
-class DynamicScaling:
-    """The base grows with the context's length beyond `trained`, which is `max_position_embeddings`, in tokens."""
-
-    factor: float
-    trained: int
-
-
-@dataclass(frozen=True)
-class YarnScaling:
-    """Frequencies with fewer than `beta_slow` turns in the original context are divided by `factor`; those with more than
-    `beta_fast` turns are kept; between the two they are blended. Cosines and sines are multiplied by `attention_factor`."""
-
-    factor: float
-    original_max_position_embeddings: int
-    attention_factor: float
-    beta_fast: float = 32.0
-    beta_slow: float = 1.0
-    truncate: bool = True
-
-
-@dataclass(frozen=True)
-class LongRopeScaling:
-    """Each frequency is divided by its own factor, from `long_factor` if the context is longer than the original one, else from
-    `short_factor`. Cosines and sines are multiplied by `attention_factor`."""
-
-    short_factor: tuple[float, ...]
-    long_factor: tuple[float, ...]
-    original_max_position_embeddings: int
-    attention_factor: float
-
-
-RopeScaling = Llama3Scaling | LinearScaling | DynamicScaling | YarnScaling | LongRopeScaling
 TYPES: dict[str, type] = {
     "llama3": Llama3Scaling,
     "linear": LinearScaling,
@@ -77,11 +25,6 @@ TYPES: dict[str, type] = {
     "yarn": YarnScaling,
     "longrope": LongRopeScaling,
 }
-
-
-def attention_factor(scaling: RopeScaling | None) -> float:
-    """The factor of cosines and sines."""
-    return scaling.attention_factor if isinstance(scaling, YarnScaling | LongRopeScaling) else 1.0
 
 
 def rope_of(raw: dict[str, Any]) -> dict[str, Any]:
