@@ -14,11 +14,9 @@ from starlette.responses import JSONResponse, Response, StreamingResponse
 
 from deploy.routing import Call, prefix_keys
 from server.clients import sender
-from server.error_types import NO_RETRY, error_type, with_retry
-from server.held_bytes import Full, HeldBytes
+from server.errors import NO_RETRY, ClientGone, error_type, with_retry
+from server.limits import Full, HeldBytes, TooLarge, TooSlow, read_body
 from server.messages import errors as messages
-from server.uploads import TooLarge, TooSlow, read_body
-from server.writing import ClientGone
 
 MOST_LOSSES = 5  # replicas that may end with a request before it counts as the reason
 ELSEWHERE = {"loading", "draining", "engine_failed"}  # codes of a 503 that another replica may not have

@@ -5,8 +5,8 @@ import uuid
 from collections.abc import Callable
 
 from engine.protocol import AdapterDone, LoadAdapter, Ready, UnloadAdapter
+from server.errors import ApiError
 from server.logs import log
-from server.problems import ApiError
 
 MOST_LOST = 256
 ANSWER_SECONDS = 150.0  # until the ranks must have answered: longer than they read at most

@@ -13,14 +13,14 @@ from starlette.middleware.cors import CORSMiddleware
 from starlette.responses import FileResponse, HTMLResponse, Response
 from starlette.staticfiles import StaticFiles
 
-from server import embeddings, problems, routers
+from server import embeddings, errors, routers
 from server.docs import render_docs
 from server.engine_client import EngineClient
+from server.errors import ApiError
 from server.messages import routes as messages
 from server.middleware import ApiKey, BodyLimit, RequestScope
 from server.openapi import describe
 from server.parsers import warn_of_unknown_calls
-from server.problems import ApiError
 from server.responses import routes as responses
 from server.routes import generation, models, state, tokens
 from server.service import Service, read_chat_template
@@ -44,7 +44,7 @@ def create_app(settings: Settings, client: EngineClient, tokenizer: Tokenizer) -
     )
     app.state.service = service
     app.router.route_class = BoundedRoute
-    problems.install(app)
+    errors.install(app)
     generating = generation.add, responses.add, messages.add, embeddings.add, generation.add_results
     for add in (*generating, tokens.add, models.add, state.add, routers.add):  # in the order of /docs
         add(app, service)

@@ -11,7 +11,7 @@ from typing import Annotated, Any, ClassVar, Self, get_args
 from pydantic import AfterValidator, BaseModel, BeforeValidator, ConfigDict, Field, PrivateAttr, WithJsonSchema, model_validator
 from pydantic_core import PydanticCustomError
 
-from server.problems import field_error
+from server.errors import field_error
 from server.refusals import REFUSED, Refusals
 
 MAX_NAMED = 8  # most unknown names in the response header and in the log

@@ -5,12 +5,12 @@ from collections.abc import Iterable, Iterator, Sequence
 from typing import Any
 
 from engine.text import Delta
+from server.bounds import Limits, fit_answer, fit_prompt
 from server.endpoint import Chunks, GenerationRequest, StreamWriter, WholeChoice
+from server.errors import bad
 from server.generation import Prompt
-from server.limits import Limits, fit_answer, fit_prompt
 from server.parsers import PartReader, parser_for
 from server.parts import Arguments, Call, Part, Reasoning, Text
-from server.problems import bad
 from server.prompts import SLOW_TEXT, Conversation, chat_prompt, prediction_ids
 from server.schemas import ChatBody, TokenizeBody
 from server.service import Service

@@ -5,9 +5,9 @@ from typing import Any
 
 from engine.text import Delta
 from errors import UserError
+from server.bounds import Limits, check_characters, fit_answer, fit_prompt
 from server.endpoint import Chunks, GenerationRequest, StreamWriter, WholeChoice
 from server.generation import Prompt
-from server.limits import Limits, check_characters, fit_answer, fit_prompt
 from server.logprobs import completion_layout, text_offsets
 from server.logs import log
 from server.prompts import LONG_TEXT, SLOW_TEXT, prompt_texts, text_prompts

@@ -1,11 +1,9 @@
-"""uvicorn's HTTP protocol, with limits on the time and size of a request line and headers, and on the number of connections."""
+"""uvicorn's HTTP protocol, with limits on the time and size of a request line and headers."""
 
 import asyncio
 import contextlib
 import http
-import resource
 import socket
-import sys
 from functools import partial
 from typing import Any
 
@@ -14,71 +12,13 @@ from uvicorn._types import ASGISendEvent
 from uvicorn.protocols.http.httptools_impl import HttpToolsProtocol, RequestResponseCycle
 
 from server.clients import sender
-from server.http import to_json
-from server.problems import ApiError
+from server.errors import ApiError
+from server.http import PIECE, to_json
+from server.limits import Connections
 from server.turns import Turns
-from server.writing import PIECE
 
 MAX_HEAD = 65536  # bytes of a request line and headers, or of trailers
 MOST_PARTS, SMALL_PART = 4096, 16  # of a body; more parts than these may not have fewer bytes on average
-MOST_DESCRIPTORS = 65536  # that the server takes if it may
-
-ByClient = dict[str, dict["Connection", None]]  # the oldest first
-
-
-class Connections:
-    """All connections, so that they leave descriptors for the server itself, and none of a client's keeps out others.
-
-    Beyond `most`, a new connection takes the place of one that has no complete request to be answered: of the client that has most
-    connections, the one that has waited longest. If there is none, it takes that of the newest one of the client that has most, if
-    its own has fewer, and is closed otherwise.
-    """
-
-    def __init__(self, most: int | None = None) -> None:
-        """most: by default three quarters of the descriptors that this process may have. New ones may come together, before one
-        is closed for each."""
-        soft, _ = resource.getrlimit(resource.RLIMIT_NOFILE)
-        descriptors = sys.maxsize if soft == resource.RLIM_INFINITY else soft
-        self.most = descriptors // 4 * 3 if most is None else most
-        self._open: ByClient = {}
-        self._waiting: ByClient = {}  # for a request
-
-    def add(self, connection: "Connection") -> None:
-        if sum(map(len, self._open.values())) >= self.most:
-            closed = self._to_close_for(connection)
-            self.remove(closed)
-            closed.transport.abort()
-            if closed is connection:
-                return
-        self._open.setdefault(connection.sender, {})[connection] = None
-        self.wait(connection)
-
-    def remove(self, connection: "Connection") -> None:
-        self.answer(connection)
-        _remove(self._open, connection)
-
-    def wait(self, connection: "Connection") -> None:
-        """It waits for a request, or for the rest of one, unless it is closed."""
-        if connection in self._open.get(connection.sender, ()):
-            self._waiting.setdefault(connection.sender, {})[connection] = None
-
-    def answer(self, connection: "Connection") -> None:
-        """It has a complete request, or is closed."""
-        _remove(self._waiting, connection)
-
-    def _to_close_for(self, new: "Connection") -> "Connection":
-        client = max(self._waiting or self._open, key=lambda client: len(self._open[client]))
-        if self._waiting:
-            return next(iter(self._waiting[client]))
-        fewer = len(self._open.get(new.sender, ())) + 1 < len(self._open[client])
-        return next(reversed(self._open[client])) if fewer else new
-
-
-def _remove(connections: ByClient, one: "Connection") -> None:
-    if own := connections.get(one.sender):
-        own.pop(one, None)
-        if not own:
-            del connections[one.sender]
 
 
 class Pipelined(Exception):
@@ -269,14 +209,6 @@ def _send_without_chunks(cycle: RequestResponseCycle) -> None:
         await send(message)
 
     cycle.send = send_as_it_is  # type: ignore[method-assign]
-
-
-def raise_descriptor_limit() -> None:
-    """Let this process have MOST_DESCRIPTORS, or as many as it may give itself. A shell's 1,024 are fewer than requests may wait."""
-    soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
-    most = MOST_DESCRIPTORS if hard == resource.RLIM_INFINITY else min(hard, MOST_DESCRIPTORS)
-    if soft != resource.RLIM_INFINITY and soft < most:
-        resource.setrlimit(resource.RLIMIT_NOFILE, (most, hard))
 
 
 def limit_unsent(connection: socket.socket | None) -> None:

@@ -6,7 +6,7 @@ from pydantic import Field, model_validator
 
 from engine.protocol import Pooling
 from server.body import Body
-from server.problems import field_error
+from server.errors import field_error
 from server.schemas import INT64, Prompts, Salt, Texts, Truncation
 
 

@@ -20,16 +20,16 @@ from starlette.responses import Response
 
 from engine.protocol import SamplingParams, Submit, Turn
 from server import replies
+from server.bounds import Limits, check_prompts
 from server.clients import sender
 from server.completions import as_list, encode_prompts
 from server.embedding_bodies import EmbeddingBody, PoolingBody, ScoreBody, listed
 from server.endpoint import begin
+from server.errors import ApiError, bad
 from server.generation import timed_out
-from server.held_bytes import Full, HeldBytes
 from server.http import JsonResponse, to_json, unless_gone
-from server.limits import Limits, check_prompts
+from server.limits import Full, HeldBytes
 from server.openapi import errors_of
-from server.problems import ApiError, bad
 from server.service import Service
 from server.sse import PacedResponse
 

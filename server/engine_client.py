@@ -32,11 +32,9 @@ from engine.protocol import (
     joined,
 )
 from server.adapters import ServedAdapters
-from server.admission import Progress
-from server.error_types import NO_RETRY
+from server.errors import NO_RETRY, ApiError, internal_error
 from server.logs import log
 from server.metrics import Metrics, SequenceTimes
-from server.problems import ApiError, internal_error
 from server.process import Started
 from server.recovery import GOT_ON, Recovery, Watchdog
 
@@ -90,13 +88,6 @@ class OutputQueue:
         if self.count_unread:
             self._count(-size)
         return found
-
-    def unfinished(self) -> Iterator[Progress]:
-        """The progress of the unfinished sequences."""
-        for index, times in self._times.items():
-            submit, seconds = self._submits[index], times.last - (times.first or times.last)
-            left = submit.params.max_tokens - len(self._generated[index])
-            yield Progress(submit.turn.client, times.tokens, seconds, left)
 
     def stop(self, index: int, used: int) -> None:
         """End the sequence at `index`, as when a stop string was found after `used` tokens. No effect if it has ended already."""
@@ -244,11 +235,6 @@ class EngineClient:
     def active_tokens(self) -> int:
         """The tokens of these sequences' prompts, and of their answers so far."""
         return sum(queue.tokens for queue in set(self._active.values()))
-
-    def progress(self) -> Iterator[Progress]:
-        """Of these sequences, in the order of arrival."""
-        for queue in dict.fromkeys(self._active.values()):
-            yield from queue.unfinished()
 
     @contextmanager
     def generate(self, submits: Sequence[Submit], name: str = "") -> Iterator[OutputQueue]:

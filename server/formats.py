@@ -5,7 +5,7 @@ from typing import Annotated, Any, Literal, NamedTuple, get_args
 from pydantic import ConfigDict, Field, model_validator
 
 from server.body import STRICT, Body, Checked, StopText, without_effect
-from server.problems import field_error
+from server.errors import field_error
 
 ANY_OBJECT = {"type": "object"}  # a JSON schema
 MAX_CHOSEN = 16384  # most texts of which an answer is one

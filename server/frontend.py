@@ -22,11 +22,12 @@ from errors import UserError
 from server import logs
 from server.app import create_app
 from server.banner import banner
-from server.connections import Connection, Connections, raise_descriptor_limit
+from server.connections import Connection
 from server.engine_client import EngineClient
+from server.errors import ApiError
+from server.limits import Connections, raise_descriptor_limit
 from server.logs import log
 from server.metrics import Metrics
-from server.problems import ApiError
 from server.process import FAILED, SIGNALLED, TICK, Started
 from server.recovery import Watchdog
 from server.resume import Resumer

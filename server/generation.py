@@ -12,10 +12,9 @@ from typing import Any
 
 from engine.protocol import SamplingParams, Submit, TokenOutput, Turn
 from engine.text import AnswerStream, Delta, banned_by
+from server.bounds import Limits, check_ids, check_prompts
 from server.engine_client import OutputQueue
-from server.error_types import NO_RETRY
-from server.limits import Limits, check_ids, check_prompts
-from server.problems import ApiError, bad
+from server.errors import NO_RETRY, ApiError, bad
 from server.schemas import SAMPLED, GenerationBody
 from server.service import Service
 from text.tokenizer import Tokenizer

@@ -5,9 +5,9 @@ import pickle
 from engine.grammars import MAX_TEXT
 from server.call_syntax import JSON, CallSyntax, Marks
 from server.constraints import Demand, compile_demand
+from server.errors import ApiError, bad
 from server.json_schema import CallableTool, Compiled, SchemaError
 from server.parsers import special_ids
-from server.problems import ApiError, bad
 from server.schemas import ChatBody, GenerationBody
 from server.service import Service
 from text.tokenizer import Tokenizer

@@ -1,17 +1,21 @@
-"""What all routes need: JSON bodies, and an end to the work for clients that have disconnected."""
+"""What all routes need: JSON bodies, written no faster than the client reads them, and an end to the work of one that has disconnected."""
 
 import asyncio
 import json
-from collections.abc import Coroutine, Iterable
+from collections.abc import AsyncGenerator, Coroutine, Iterable
+from contextlib import asynccontextmanager
 from typing import Any, TypeVar
 
 import msgspec
 from starlette.responses import Response
 from starlette.types import Receive, Scope, Send
 
-from server.writing import PIECE, ClientGone, writing
+from server.errors import ClientGone
 
 T = TypeVar("T")
+
+PIECE = 65536  # bytes passed to the connection at once; the next ones wait until most of its buffer has been read
+CHECKS = 4  # in the time that a piece may wait
 
 _encoder = msgspec.json.Encoder()
 
@@ -41,6 +45,57 @@ class JsonResponse(Response):
             with scope["state"]["backlog"]() as count:
                 count(len(self.body))
                 await unless_gone(receive, send_pieces(self, scope, send, [bytes(self.body)]))
+
+
+class Writer:
+    """Writes pieces of at most PIECE bytes. A write waits while the client's buffers are full, for about `timeout` seconds at most.
+
+    A client that has stopped reading must not keep its KV-cache blocks, so the time of each piece is limited. The total time is
+    not, so a slow client may read for any time.
+
+    One timer checks CHECKS times in `timeout` seconds whether the same piece still waits, and then ends `limit`, which surrounds
+    all writes. A timeout for each piece would cost more than the write. Checks are counted, not seconds, because a busy event loop
+    sends nothing: its delay must not count against the client.
+    """
+
+    def __init__(self, send: Send, timeout: float, limit: asyncio.Timeout) -> None:
+        self.send, self.limit = send, limit
+        self._loop, self._interval = asyncio.get_running_loop(), timeout / CHECKS
+        self._waits: int | None = None  # checks that found the current piece unsent
+        self.timer = self._loop.call_later(self._interval, self._check)
+
+    async def write(self, data: bytes) -> None:
+        for at in range(0, len(data), PIECE):
+            self._waits = 0
+            await self.send({"type": "http.response.body", "body": data[at : at + PIECE], "more_body": True})
+        self._waits = None
+
+    async def end(self) -> None:
+        self._waits = 0
+        await self.send({"type": "http.response.body", "body": b"", "more_body": False})
+        self._waits = None
+
+    def _check(self) -> None:
+        if self._waits is not None:
+            self._waits += 1
+            if self._waits > CHECKS:  # the first check may come at once
+                self.limit.reschedule(self._loop.time())
+                return
+        self.timer = self._loop.call_later(self._interval, self._check)
+
+
+@asynccontextmanager
+async def writing(send: Send, timeout: float) -> AsyncGenerator[Writer, None]:
+    """A writer for the `async with` block. Raises ClientGone if the client leaves a piece unread for `timeout` seconds."""
+    try:
+        async with asyncio.timeout(None) as limit:
+            writer = Writer(send, timeout, limit)
+            try:
+                yield writer
+            finally:
+                writer.timer.cancel()
+    except TimeoutError as e:
+        raise ClientGone from e
 
 
 async def send_pieces(response: Response, scope: Scope, send: Send, pieces: Iterable[bytes]) -> None:

@@ -19,11 +19,11 @@ from itertools import accumulate
 from pathlib import Path
 from typing import Any
 
+from server.errors import ApiError, internal_error
 from server.http import to_json
 from server.journal_file import MOST_ATTEMPTS, JournalBounds, JournalFile, Row, explained, open_journal
 from server.logs import log
 from server.metrics import Metrics
-from server.problems import ApiError, internal_error
 
 ENDS_OF_SERVERS = ("draining", "engine_failed")  # codes of errors after which a request is finished by the next server
 BUSY = ("overloaded", "loading")  # codes of errors of requests that may be accepted later

@@ -1,137 +1,328 @@
-"""Limits of a request: the lengths of its prompts and answers, and its number of log-probabilities. Raises 400s."""
+"""What all requests together, and those of one client, may hold: connections, bytes of bodies, places in the queue, unread answers.
 
+`bounds.py` has what a single request may ask for. The gateway of replicas imports this file. Most of the server's packages are missing
+where it runs, so this file needs none of them but those of errors.py.
+"""
+
+import asyncio
 import math
-from collections.abc import Sequence
+import random
+import resource
+import sys
+import time
+from collections import Counter, deque
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass
+from typing import TYPE_CHECKING
 
-from server.problems import bad, context_error
-from text.tokenizer import Tokenizer
+from starlette.types import Receive
 
-MAX_PROMPT_TOKENS = 1 << 20  # of one request; raised if the context holds more
-MAX_LOGPROBS = 1 << 17  # of a request's prompts, and of its answers; raised to two for each token of a full context
-TOO_MANY = "too_many_tokens"
+from server.errors import ApiError, ClientGone, bad
+
+if TYPE_CHECKING:
+    from server.connections import Connection
+
+SHARE = 4  # one client may have a quarter of the bytes
+MOST_DESCRIPTORS = 65536  # that the server takes if it may
+SLOWEST_UPLOAD = 32 << 10  # bytes/s; a body that arrives more slowly is refused after the idle timeout
+UNREAD_BYTES = 1 << 30  # of all answers that clients have not read yet
+RATE_SECONDS = 60.0  # over which the places that became free are counted
+MOST_FREED = 4096  # of these places
+LONGEST_RETRY = 120  # seconds
+
+# --- connections -----------------------------------------------------------------------------------------------------
+
+ByClient = dict[str, dict["Connection", None]]  # the oldest first
 
 
-@dataclass(frozen=True)
-class Limits:
-    """Limits in tokens.
+def raise_descriptor_limit() -> None:
+    """Let this process have MOST_DESCRIPTORS, or as many as it may give itself. A shell's 1,024 are fewer than requests may wait."""
+    soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+    most = MOST_DESCRIPTORS if hard == resource.RLIM_INFINITY else min(hard, MOST_DESCRIPTORS)
+    if soft != resource.RLIM_INFINITY and soft < most:
+        resource.setrlimit(resource.RLIMIT_NOFILE, (most, hard))
 
-    `context`: of a prompt and its answer together; a prompt that leaves no room for an answer is refused. `keep`: a prompt is cut at
-    its start to this many; None: not cut. `answer`: requested tokens of the answer, for the text of an error; 0: there is none.
+
+class Connections:
+    """All connections, so that they leave descriptors for the server itself, and none of a client's keeps out others.
+
+    Beyond `most`, a new connection takes the place of one that has no complete request to be answered: of the client that has most
+    connections, the one that has waited longest. If there is none, it takes that of the newest one of the client that has most, if
+    its own has fewer, and is closed otherwise.
     """
 
-    context: int
-    keep: int | None = None
-    answer: int = 1
+    def __init__(self, most: int | None = None) -> None:
+        """most: by default three quarters of the descriptors that this process may have. New ones may come together, before one
+        is closed for each."""
+        soft, _ = resource.getrlimit(resource.RLIMIT_NOFILE)
+        descriptors = sys.maxsize if soft == resource.RLIM_INFINITY else soft
+        self.most = descriptors // 4 * 3 if most is None else most
+        self._open: ByClient = {}
+        self._waiting: ByClient = {}  # for a request
 
-    @classmethod
-    def of_request(cls, context: int, truncate: int | None, max_tokens: int | None) -> "Limits":
-        """`truncate`: truncate_prompt_tokens; -1 keeps what the context can hold with the answer. If that is nothing, one token is
-        kept, and `fit_answer` refuses the answer."""
-        answer = max(max_tokens or 1, 1)
-        return cls(context, max(1, context - answer) if truncate == -1 else truncate, answer)
+    def add(self, connection: "Connection") -> None:
+        if sum(map(len, self._open.values())) >= self.most:
+            closed = self._to_close_for(connection)
+            self.remove(closed)
+            closed.transport.abort()
+            if closed is connection:
+                return
+        self._open.setdefault(connection.sender, {})[connection] = None
+        self.wait(connection)
 
-    @classmethod
-    def without_answer(cls, context: int, truncate: int | None) -> "Limits":
-        """`truncate`: as for `of_request`."""
-        return cls(context, context if truncate == -1 else truncate, 0)
+    def remove(self, connection: "Connection") -> None:
+        self.answer(connection)
+        _remove(self._open, connection)
+
+    def wait(self, connection: "Connection") -> None:
+        """It waits for a request, or for the rest of one, unless it is closed."""
+        if connection in self._open.get(connection.sender, ()):
+            self._waiting.setdefault(connection.sender, {})[connection] = None
+
+    def answer(self, connection: "Connection") -> None:
+        """It has a complete request, or is closed."""
+        _remove(self._waiting, connection)
+
+    def _to_close_for(self, new: "Connection") -> "Connection":
+        client = max(self._waiting or self._open, key=lambda client: len(self._open[client]))
+        if self._waiting:
+            return next(iter(self._waiting[client]))
+        fewer = len(self._open.get(new.sender, ())) + 1 < len(self._open[client])
+        return next(reversed(self._open[client])) if fewer else new
+
+
+def _remove(connections: ByClient, one: "Connection") -> None:
+    if own := connections.get(one.sender):
+        own.pop(one, None)
+        if not own:
+            del connections[one.sender]
+
+
+# --- bodies ----------------------------------------------------------------------------------------------------------
+
+
+class Full(Exception):
+    """There is no room for so many bytes now."""
+
+
+class TooLarge(Exception):
+    """The body exceeds the limit."""
+
+
+class TooSlow(Exception):
+    """The body stopped arriving, or arrives too slowly."""
+
+
+class HeldBytes:
+    """Bytes of what requests hold in memory: their bodies, for example, until they have their answers."""
+
+    def __init__(self, most: int, largest: int, free: int = 0) -> None:
+        """most: bytes of all requests. largest: bytes of one; all, and a client, may always have as many. free: the first bytes of
+        each request, which do not count, so that there is always room for short ones."""
+        self._most, self.share, self._free = max(most, largest), max(most // SHARE, largest), free
+        self._held = Counter[str]()  # by client
 
     @property
-    def prompt(self) -> int:
-        """The most tokens of a prompt."""
-        return self.context - min(self.answer, 1)
+    def held(self) -> int:
+        """Bytes of all clients."""
+        return self._held.total()
+
+    @contextmanager
+    def hold(self, client: str) -> Iterator[Callable[[int], None]]:
+        """Yield a function that takes bytes until the end of the `with` block. It raises Full if they do not fit."""
+        free, taken = self._free, 0
+
+        def take(size: int) -> None:
+            nonlocal free, taken
+            uncounted = min(size, free)
+            free -= uncounted
+            size -= uncounted
+            if not size:
+                return
+            if self._held[client] + size > self.share:
+                raise _full(self.share, " of one client")
+            if self.held + size > self._most:
+                raise _full(self._most, "")
+            self._held[client] += size
+            taken += size
+
+        try:
+            yield take
+        finally:
+            self._held[client] -= taken
+            if not self._held[client]:
+                del self._held[client]
+
+
+def _full(size: int, whose: str) -> Full:
+    return Full(f"requests{whose} without an answer may hold at most {size >> 20} MiB; try again soon")
+
+
+async def read_body(receive: Receive, declared: str, limit: int, timeout: float, take: Callable[[int], None]) -> bytes:
+    """The whole body. Raises TooLarge, TooSlow, ClientGone, and what `take` raises.
+
+    declared: the header Content-Length, or "". limit: bytes. timeout: seconds between two parts. take: called with the size of
+    each part before the next one is read.
+    """
+    too_large = TooLarge(f"the body is larger than {limit} bytes, this server's --max-body-mb")
+    if declared.isdigit() and int(declared[:20]) > limit:
+        raise too_large
+    loop = asyncio.get_running_loop()
+    began, parts, size, more = loop.time(), list[bytes](), 0, True
+    while more:
+        # Without this limit on the whole upload, a client could keep its connection with a few bytes at a time.
+        remaining = began + timeout + size / SLOWEST_UPLOAD - loop.time()
+        try:
+            async with asyncio.timeout(min(remaining, timeout)):
+                message = await receive()
+        except TimeoutError as e:
+            rate = f"less than {SLOWEST_UPLOAD >> 10} KiB/s after {timeout:g} s"
+            raise TooSlow(f"the body stopped arriving for {timeout:g} s, or arrives too slowly: {rate}") from e
+        if message["type"] == "http.disconnect":
+            raise ClientGone
+        parts.append(message.get("body", b""))
+        size += len(parts[-1])
+        if size > limit:
+            raise too_large
+        take(len(parts[-1]))
+        more = message.get("more_body", False)
+    return b"".join(parts)
+
+
+# --- places in the queue ---------------------------------------------------------------------------------------------
+
+
+class Admission:
+    """Bounds how many sequences are in the server, in all and of one client. A request beyond that gets a 429."""
+
+    def __init__(self, capacity: int, per_client: int, clock: Callable[[], float] = time.monotonic) -> None:
+        """capacity: sequences in all. per_client: of one client. clock: as time.monotonic."""
+        self.capacity, self.per_client, self._clock = capacity, per_client, clock
+        self._held = Counter[str]()  # places by client
+        self._freed: deque[tuple[float, str]] = deque(maxlen=MOST_FREED)  # when places became free, and whose they were
+        self._busy_since = 0.0
+
+    @contextmanager
+    def hold(self, client: str, sequences: int, active: int) -> Iterator[Callable[[], None]]:
+        """Take places for a client's sequences until the end of the `with` block. Yields a function that gives one back earlier.
+
+        `active`: the sequences in the engine. Raises a 429 if there is no room now, and a 400 if there never is."""
+        most = min(self.capacity, self.per_client)
+        if sequences > most:
+            message = (
+                f"the request asks for {sequences} answers, but the server's queue holds {most}; send fewer prompts at once"
+            )
+            raise bad(None, message, "too_many_choices")
+        if (missing := active + sequences - self.capacity) > 0:
+            raise self._refusal(f"the queue has {active} sequences, and holds {self.capacity}", missing, None)
+        if (missing := self._held[client] + sequences - self.per_client) > 0:
+            message = f"the queue has {self._held[client]} sequences of this client, and holds {self.per_client}"
+            raise self._refusal(message, missing, client)
+        if not self._held:
+            self._busy_since = self._clock()
+        self._held[client] += sequences
+        holding = sequences
+
+        def leave() -> None:
+            nonlocal holding
+            holding -= 1
+            self._leave(client)
+
+        try:
+            yield leave
+        finally:
+            while holding:
+                leave()
+
+    def _refusal(self, message: str, missing: int, client: str | None) -> ApiError:
+        seconds = self.retry_after(missing, client)
+        return ApiError(429, f"{message}; try again in {seconds} s", None, "queue_full", {"retry-after": str(seconds)})
+
+    def retry_after(self, missing: int, client: str | None = None) -> int:
+        """Seconds until so many places become free, of one client if given, at the rate of the last minute; at random up to twice as
+        long, so that refused clients do not come back together."""
+        now = self._clock()
+        since = max(self._busy_since, now - RATE_SECONDS)
+        if len(self._freed) == MOST_FREED:  # older ones are not known
+            since = max(since, self._freed[0][0])
+        freed = sum(at >= since and client in (None, name) for at, name in self._freed)
+        seconds = max(1.0, missing * (now - since) / max(freed, 1))
+        return min(LONGEST_RETRY, math.ceil(seconds * random.uniform(1, 2)))
+
+    def _leave(self, client: str) -> None:
+        self._held[client] -= 1
+        if not self._held[client]:
+            del self._held[client]
+        self._freed.append((self._clock(), client))
+
+
+# --- unread answers --------------------------------------------------------------------------------------------------
+
+
+@dataclass(eq=False)
+class _Answer:
+    close: Callable[[], None]
+    bytes: int = 0
+    closed: bool = False
+
+
+class Backlog:
+    """How many bytes of answers wait in memory for clients that read slowly.
+
+    Beyond the bounds connections are closed, that of the answer first that has waited longest: of a client that exceeds its
+    share, or else of the one that has most. So nobody's answers keep others from theirs. A client's only answer does not exceed
+    its share.
+    """
+
+    def __init__(self, most: int = UNREAD_BYTES) -> None:
+        """most: bytes of all answers."""
+        self._most, self._share = most, most // SHARE
+        self._answers: dict[str, dict[_Answer, None]] = {}  # by client: those that wait, the oldest first
+        self._bytes = Counter[str]()  # by client
 
     @property
-    def prompt_tokens(self) -> int:
-        """The most tokens of all prompts of a request. A prompt counts once for each of its answers."""
-        return max(MAX_PROMPT_TOKENS, self.context)
+    def total(self) -> int:
+        """Bytes of all answers."""
+        return self._bytes.total()
 
-    @property
-    def logprobs(self) -> int:
-        """The most log-probabilities of all prompts of a request, or of all its answers if they are kept until complete."""
-        return max(MAX_LOGPROBS, 2 * self.context)
+    @contextmanager
+    def hold(self, client: str, close: Callable[[], None]) -> Iterator[Callable[[int], None]]:
+        """Yield a function that counts bytes of an answer until the end of the `with` block; negative ones have been read.
 
+        close: closes the answer's connection. It is called while bytes of this or another answer are counted.
+        """
+        answer = _Answer(close)
 
-def check_characters(tokenizer: Tokenizer, text: str, limits: Limits, field: str) -> None:
-    """Refuse a text that cannot fit, because a token covers at most `tokenizer.covers` characters.
+        def count(size: int) -> None:
+            if answer.closed:
+                return
+            self._add(client, answer, size)
+            while size > 0 and (most := self._exceeding(client)) is not None:
+                oldest = next(iter(self._answers[most]))
+                self._add(most, oldest, -oldest.bytes)
+                oldest.closed = True
+                oldest.close()
 
-    This is far cheaper than tokenizing the text.
-    """
-    if tokenizer.covers is not None and limits.keep is None:
-        at_least = math.ceil(len(text) / tokenizer.covers)
-        if at_least > limits.prompt:
-            raise context_error(limits.context, at_least, limits.answer, field, part=field, at_least=True)
+        try:
+            yield count
+        finally:
+            self._add(client, answer, -answer.bytes)
 
+    def _add(self, client: str, answer: _Answer, size: int) -> None:
+        if not size:
+            return
+        answer.bytes += size
+        self._bytes[client] += size
+        if answer.bytes:
+            self._answers.setdefault(client, {})[answer] = None
+        else:
+            del self._answers[client][answer]
+            if not self._answers[client]:
+                del self._answers[client], self._bytes[client]
 
-def cut_prompt(ids: list[int], limits: Limits) -> list[int]:
-    """The last `limits.keep` ids."""
-    return ids if limits.keep is None else ids[max(0, len(ids) - limits.keep) :]
-
-
-def check_prompt(ids: list[int], limits: Limits, field: str) -> None:
-    """Refuse a prompt that leaves no room for an answer. `field`: the request's field, "prompt" or "messages"."""
-    if len(ids) > limits.prompt:
-        raise context_error(limits.context, len(ids), limits.answer, field, part=field)
-
-
-def check_prediction(tokens: int, limits: Limits) -> None:
-    """Refuse a prediction of `tokens` tokens or more that no answer can hold."""
-    if tokens > limits.context:
-        message = f"has at least {tokens} tokens, but prompt and answer have at most {limits.context}; send a shorter one"
-        raise bad("prediction", message, TOO_MANY)
-
-
-def fit_prompt(ids: list[int], limits: Limits, vocab_size: int, field: str) -> list[int]:
-    """The prompt's ids, cut at the start to `limits.keep`. Refuses a prompt that is empty, too long or has an unknown id."""
-    ids = cut_prompt(ids, limits)
-    if not ids:
-        raise bad(field, "has no tokens; give at least one")
-    check_ids(ids, vocab_size, field)
-    check_prompt(ids, limits, field)
-    return ids
-
-
-def fit_answer(context: int, prompt: int, max_tokens: int | None, default: int | None, name: str, field: str) -> int:
-    """The most tokens that the answer may have, after `prompt` tokens of the prompt.
-
-    `default` is reduced to what is left of the context; None takes all of it. Refuses a `max_tokens` that exceeds it. `name`,
-    `field`: the request's fields of `max_tokens` and of the prompt.
-    """
-    left = context - prompt
-    if max_tokens is None:
-        return left if default is None else min(default, left)
-    if max_tokens > left:
-        raise context_error(context, prompt, max_tokens, name, part=field)
-    return max_tokens
-
-
-def check_ids(ids: Sequence[int], vocab_size: int, field: str) -> None:
-    if ids and (highest := max(ids)) >= vocab_size:
-        raise bad(field, f"has the token id {highest}, but ids run from 0 to {vocab_size - 1}")
-
-
-def check_prompts(tokens: int, limits: Limits, prompt_logprobs: int | None = None, field: str = "prompt") -> None:
-    """Refuse a request whose prompts are too long together or have too many log-probabilities.
-
-    `tokens`: of all prompts; a prompt counts once for each of its answers.
-    """
-    advice = "send fewer prompts at once, or lower n"
-    if tokens > limits.prompt_tokens:
-        message = f"has {tokens} tokens or more in all prompts, each counted for every answer; at most {limits.prompt_tokens}"
-        raise bad(field, f"{message}; {advice}", TOO_MANY)
-    if prompt_logprobs is not None and (values := tokens * (1 + prompt_logprobs)) > limits.logprobs:
-        message = f"asks for {values} log-probabilities of prompts, counted for every answer; at most {limits.logprobs}"
-        raise bad("prompt", f"{message}; {advice}", TOO_MANY)
-
-
-def check_answers(tokens: int, limits: Limits, logprobs: int) -> None:
-    """Refuse answers that may have more log-probabilities than can be kept until the answers are complete.
-
-    `tokens`: the most tokens of all answers. `logprobs`: the likeliest tokens that are listed with each.
-    """
-    if (values := tokens * (1 + logprobs)) > limits.logprobs:
-        message = (
-            f"asks for {values} log-probabilities in all answers; at most {limits.logprobs}, unless they are streamed "
-            "by a server without --journal; lower max_tokens, n, the number of prompts, or that of the likeliest tokens"
-        )
-        raise bad("logprobs", message, TOO_MANY)
+    def _exceeding(self, client: str) -> str | None:
+        """The client whose answers are too many after one of `client` has grown."""
+        if self._bytes[client] > self._share and len(self._answers.get(client, ())) > 1:
+            return client
+        return max(self._bytes, key=self._bytes.__getitem__) if self.total > self._most else None

@@ -14,13 +14,11 @@ from starlette.datastructures import Headers, MutableHeaders
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from server.clients import current_client, digest, read_keys, sender
-from server.held_bytes import Full, HeldBytes
+from server.errors import ApiError, ClientGone, internal_error
+from server.limits import Full, HeldBytes, TooLarge, TooSlow, read_body
 from server.logs import HEALTH_PATHS, METRIC_PATHS, PAGE_PATHS, STATIC, access_line, log
 from server.messages.errors import is_messages
-from server.problems import ApiError, internal_error
 from server.service import Service
-from server.uploads import TooLarge, TooSlow, read_body
-from server.writing import ClientGone
 
 OPEN_PATHS = frozenset({"/version", "/docs", "/openapi.json", *PAGE_PATHS, *HEALTH_PATHS})
 REQUEST_ID = re.compile(r"[A-Za-z0-9._:-]{1,128}")

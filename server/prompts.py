@@ -6,9 +6,9 @@ from dataclasses import dataclass
 from typing import Any
 
 from errors import UserError
+from server.bounds import Limits, check_characters, check_prediction, check_prompt, check_prompts, cut_prompt
+from server.errors import bad
 from server.http import to_json
-from server.limits import Limits, check_characters, check_prediction, check_prompt, check_prompts, cut_prompt
-from server.problems import bad
 from server.schemas import ChatMessage, Tool
 from server.worker_process import worker_tokenizer
 

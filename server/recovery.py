@@ -26,10 +26,9 @@ from dataclasses import dataclass
 from typing import Literal, Protocol
 
 from ranks.processes import is_running
-from server.error_types import NO_RETRY
+from server.errors import NO_RETRY, ApiError
 from server.logs import log
 from server.metrics import Metrics
-from server.problems import ApiError
 from server.process import Started
 
 SUSPECT, REFUSED = 2, 3  # ends in a row of ranks that had a request and hardly got on with it

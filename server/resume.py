@@ -9,12 +9,12 @@ import msgspec
 from server.chat import ChatRequest
 from server.completions import CompletionRequest
 from server.endpoint import Accepted, GenerationRequest, checkpoint_of
+from server.errors import ApiError
 from server.generation import Prompt
 from server.journal import Kept, is_for_later
 from server.logs import log
 from server.messages.answer import MessagesRequest
 from server.messages.bodies import MessagesBody
-from server.problems import ApiError
 from server.responses.answer import ResponsesRequest
 from server.responses.convert import repeated, to_chat
 from server.responses.schemas import ResponsesBody

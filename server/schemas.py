@@ -8,8 +8,8 @@ from pydantic_core import PydanticCustomError
 
 from engine.protocol import ADAPTER_NAME, LIST_LIMIT, SMALLEST_REPETITION, SamplingParams
 from server.body import STRICT, Body, Cacheable, Checked, Off, Said, StopText, kind_of, of_type, without_effect
+from server.errors import field_error
 from server.formats import FormatBody
-from server.problems import field_error
 from server.refusals import ABSENT, GENERATION_REFUSED, NOT_HERE, REFUSED, Refusals, neutral, refusals
 
 INT64 = 2**63

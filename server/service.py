@@ -14,18 +14,16 @@ from starlette.types import Receive
 from engine.protocol import Pooling
 from errors import UserError
 from files import shown
-from server.admission import Admission
-from server.backlog import Backlog
 from server.bounds import MAX_VALUES, BodyBounds, parse
 from server.engine_client import EngineClient, broken
+from server.errors import ApiError
 from server.examples import read_examples
-from server.held_bytes import HeldBytes
 from server.http import unless_gone
 from server.journal import Journal
 from server.json_schema import Compiled
+from server.limits import Admission, Backlog, HeldBytes
 from server.logs import log
 from server.pooling_file import checkpoint_embedder
-from server.problems import ApiError
 from server.prompts import SLOW_TEXT
 from server.replies import StatsReply
 from server.settings import Settings
@@ -57,7 +55,7 @@ class Service:
         self.chat_template = settings.chat_template
         self.metrics = client.metrics
         capacity = settings.max_num_seqs + settings.max_queue  # sequences
-        self.admission = Admission(capacity, settings.max_num_seqs + settings.client_queue, progress=client.progress)
+        self.admission = Admission(capacity, settings.max_num_seqs + settings.client_queue)
         self.unread = HeldBytes(UNREAD_BYTES, 0)
         self.backlog = Backlog()
         self.workers = Workers(

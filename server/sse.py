@@ -7,10 +7,9 @@ from typing import Any
 from starlette.responses import Response
 from starlette.types import Receive, Scope, Send
 
-from server.http import send_pieces, to_json, unless_gone
+from server.errors import ApiError, internal_error
+from server.http import send_pieces, to_json, unless_gone, writing
 from server.logs import log
-from server.problems import ApiError, internal_error
-from server.writing import writing
 
 DONE = b"data: [DONE]\n\n"
 

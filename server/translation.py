@@ -11,7 +11,7 @@ from typing import Any
 
 from pydantic import ValidationError
 
-from server.problems import ApiError, from_model
+from server.errors import ApiError, from_model
 from server.schemas import ChatBody
 
 Chat = dict[str, Any]  # a part of a chat's body

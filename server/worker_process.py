@@ -14,7 +14,7 @@ from typing import Any
 from errors import UserError, first_line, is_panic
 from ranks.bounded import MEMORY, limit_memory
 from ranks.processes import die_with_parent
-from server.problems import ApiError
+from server.errors import ApiError
 from text.tokenizer import Tokenizer
 from text.tokenizer_files import tokenizer_of
 

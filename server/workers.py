@@ -29,9 +29,9 @@ from pathlib import Path
 from typing import Any, TypeVar
 
 from server.clients import current_client
-from server.held_bytes import Full, HeldBytes
+from server.errors import ApiError
+from server.limits import Full, HeldBytes
 from server.logs import log
-from server.problems import ApiError
 from server.worker_process import HEADER, needs_memory
 
 T = TypeVar("T")

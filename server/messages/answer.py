@@ -10,12 +10,12 @@ from pydantic_core import from_json
 
 from engine.text import Delta
 from server.chat import TranslatedChat
+from server.errors import ApiError
 from server.generation import Prompt
 from server.messages.bodies import ID_PREFIX, MessagesBody
 from server.messages.errors import error_body
 from server.parsers import marks_reasoning
 from server.parts import Arguments, Call, Part, Reasoning, Text
-from server.problems import ApiError
 from server.schemas import ChatBody
 from server.service import Service
 from server.sse import Event, named_event

@@ -4,7 +4,7 @@ import re
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
-    from server.problems import ApiError
+    from server.errors import ApiError
 
 PATH = "/v1/messages"
 TYPES = {

@@ -6,7 +6,7 @@ from typing import Annotated, Any, Literal
 from pydantic import ConfigDict, Discriminator, Field, Tag
 
 from server.body import MAX_NAME, STRICT, Cacheable, Checked, Said, kind_of, without_effect
-from server.problems import field_error
+from server.errors import field_error
 from server.refusals import NOT_HERE, refusals
 
 TEXT_ONLY = "this server reads text alone"

@@ -11,8 +11,8 @@ import msgspec
 from files import shown
 from server import translation
 from server.body import shown_names
+from server.errors import bad
 from server.http import to_json
-from server.problems import bad
 from server.responses.items import input_items, messages_of
 from server.responses.schemas import (
     AllowedFunctions,

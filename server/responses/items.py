@@ -10,8 +10,8 @@ import uuid
 from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
+from server.errors import bad
 from server.http import to_json
-from server.problems import bad
 from server.responses.schemas import (
     CALLS,
     OUTPUTS,

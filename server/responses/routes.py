@@ -10,11 +10,11 @@ from starlette.responses import Response
 from server.chat import conversation
 from server.clients import owner
 from server.endpoint import accept, check_names, respond
+from server.errors import ApiError, bad, internal_error
 from server.generation import Prompt
 from server.http import JsonResponse, to_json, unless_gone
 from server.logs import log
 from server.openapi import errors_of
-from server.problems import ApiError, bad, internal_error
 from server.prompts import SLOW_TEXT, count_reply
 from server.responses.answer import ResponsesRequest, read_prompt
 from server.responses.convert import Converted, convert, renamed

@@ -8,8 +8,8 @@ from pydantic_core import PydanticCustomError
 
 from engine.protocol import LIST_LIMIT
 from server.body import MAX_NAME, STRICT, Checked, Off, Said, kind_of, without_effect
+from server.errors import field_error
 from server.formats import JsonSchemaFormat
-from server.problems import field_error
 from server.refusals import LENGTHS, NOT_HERE, Refusals, refusals
 from server.schemas import FOREIGN_REFUSED, INT64, MAX_TOOLS, RefusalPart, SamplingBody
 

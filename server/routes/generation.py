@@ -9,11 +9,10 @@ from server.chat import ChatRequest, read_conversation
 from server.clients import owner
 from server.completions import CompletionRequest, read_prompts
 from server.endpoint import respond
-from server.error_types import NO_RETRY
+from server.errors import NO_RETRY, ApiError
 from server.http import JsonResponse
 from server.messages.replies import MessageReply
 from server.openapi import errors_of, stream_of
-from server.problems import ApiError
 from server.responses.replies import ResponsesReply
 from server.schemas import ChatBody, CompletionBody
 from server.service import Service

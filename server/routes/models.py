@@ -7,9 +7,9 @@ from fastapi import FastAPI, Request
 from starlette.responses import PlainTextResponse, Response
 
 from server import replies
+from server.errors import ApiError, bad
 from server.http import JsonResponse, unless_gone
 from server.openapi import errors_of
-from server.problems import ApiError, bad
 from server.schemas import LoadAdapterBody, UnloadAdapterBody
 from server.service import Service
 

@@ -5,6 +5,7 @@ import importlib.util
 import itertools
 import json
 import random
+import subprocess
 import sys
 from collections import Counter
 from collections.abc import AsyncIterator, Callable, Iterable, Sequence
@@ -32,7 +33,7 @@ if not importlib.util.find_spec("ray"):
 from ray.serve.exceptions import DeploymentUnavailableError
 
 from deploy.gateway import MOST_LOSSES, Gateway, ServerLost
-from server.held_bytes import Full, HeldBytes
+from server.limits import Full, HeldBytes
 
 JSON, EVENTS = {"content-type": "application/json"}, {"content-type": "text/event-stream"}
 Replica = Callable[[], AsyncIterator[Any]]
@@ -405,3 +406,13 @@ def assert_last_event(path: str, events: bytes, code: str) -> None:
     else:
         assert error.startswith("data: ") and done == ["data: [DONE]"]
         assert data == {"error": {"message": ANY, "type": "service_unavailable_error", "param": None, "code": code}}
+
+
+def test_the_gateway_needs_no_package_of_the_server() -> None:
+    """Ray's environment brings starlette, fastapi and pydantic only."""
+    missing = ("torch", "numpy", "msgspec", "zmq", "httptools", "prometheus_client", "jinja2", "tokenizers", "llguidance")
+    ray = ("ray", "ray.exceptions", "ray.serve", "ray.serve.exceptions")
+    fake = f"sys.modules |= dict.fromkeys({missing!r}) | dict.fromkeys({ray!r}, Mock())"
+    subprocess.run(
+        [sys.executable, "-c", f"import sys; from unittest.mock import Mock; {fake}; import deploy.gateway"], check=True
+    )

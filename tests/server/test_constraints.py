@@ -23,12 +23,12 @@ from server import grammar as grammar_module
 from server.answer_parser import AnswerParser, Tools
 from server.call_syntax import HERMES, JSON, LLAMA, SYNTAXES, CallSyntax, Marks
 from server.constraints import Demand, compile_demand
+from server.errors import ApiError
 from server.formats import Constraint
 from server.generation import make_params
 from server.grammar import demand_of
 from server.json_schema import CallableTool, SchemaError
 from server.parts import Arguments, Call, PartList, Reasoning, Text
-from server.problems import ApiError
 from server.schemas import ChatBody
 from server.workers import Workers
 from tests.server.test_parsers import (

@@ -21,10 +21,10 @@ import pytest
 from files import SHOWN, shown
 from server import middleware, replies
 from server.body import Body
+from server.bounds import MAX_LOGPROBS
 from server.embedding_bodies import EmbeddingBody
-from server.limits import MAX_LOGPROBS
+from server.errors import MAX_MESSAGE
 from server.messages.bodies import MessagesBody
-from server.problems import MAX_MESSAGE
 from server.refusals import REFUSED
 from server.responses.schemas import ResponsesBody
 from server.schemas import ChatBody, CompletionBody, TokenizeBody

@@ -1,4 +1,4 @@
-"""Who counts as a client, how many places it may have, when a refused one may come again, and the order that the engine is asked
+"""Who counts as a client, how many places it may have, when a refused one should come again, and the order that the engine is asked
 for."""
 
 import asyncio
@@ -15,11 +15,11 @@ import openai
 import pytest
 
 from engine.protocol import SamplingParams, TokenOutput, Turn
-from server import admission as admission_module
-from server.admission import LONGEST_RETRY, WINDOW, Admission, Progress
+from server import limits
 from server.clients import digest, read_keys, sender
+from server.errors import ApiError
 from server.generation import Plan, Prompt, Run, Usage
-from server.problems import ApiError
+from server.limits import LONGEST_RETRY, RATE_SECONDS, Admission
 from tests.support.server_thread import CHAT, TOKENIZER, Site, wait_for
 
 
@@ -116,8 +116,12 @@ def refusal(admission: Admission, client: str, sequences: int, active: int) -> i
     return int(caught.value.response({"path": "/"}).headers["retry-after"])
 
 
-def test_retry_after_is_when_there_will_be_room(seed: int) -> None:
-    """At a steady rate of ends, a client that comes back after the time finds a place, and does not after half of it."""
+def without_jitter(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(limits, "random", SimpleNamespace(uniform=lambda low, high: low))
+
+
+def test_retry_after_follows_the_rate_of_the_last_minute(seed: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    """At a steady rate of ends, of the client whose places are missing, or of all."""
     now = 100.0
     admission, active = Admission(1000, 150, lambda: now), 1000
     rates = {"greedy": random.uniform(0.5, 3), "other": random.uniform(0.5, 3)}  # ends a second
@@ -129,42 +133,51 @@ def test_retry_after_is_when_there_will_be_room(seed: int) -> None:
                 now = at
                 leave[name]()
                 active -= 1
+        without_jitter(monkeypatch)
         held = admission._held["greedy"]
         wanted = random.randint(1, min(held, 20))
-        seconds = refusal(admission, "greedy", 150 - held + wanted, 0)
-        assert abs(seconds - wanted / rates["greedy"]) <= 2 + 0.2 * seconds
-        seconds = refusal(admission, "new", 1000 - active + wanted, active)
-        assert abs(seconds - wanted / sum(rates.values())) <= 2 + 0.2 * seconds
-        now += 10 * WINDOW  # nothing ends any more
+        for client, rate, seconds in (
+            ("greedy", rates["greedy"], refusal(admission, "greedy", 150 - held + wanted, 0)),
+            ("new", sum(rates.values()), refusal(admission, "new", 1000 - active + wanted, active)),
+        ):
+            assert abs(seconds - wanted / rate) <= 2 + 0.2 * seconds, client
+        now += 2 * RATE_SECONDS  # nothing ends any more
+        assert refusal(admission, "new", 1, 1000) == RATE_SECONDS
         assert refusal(admission, "greedy", 150, 0) == LONGEST_RETRY
-        assert refusal(admission, "new", 1, 1000) == WINDOW
     assert not admission._held
 
 
-def test_retry_after_before_any_end(seed: int) -> None:
-    """It follows from the speed of the answers and what is left of them: those that wait begin when others end."""
-    speed, now = random.uniform(0.01, 0.1), 100.0  # seconds for a token
-    running = [Progress("a", 41, 40 * speed, 300), Progress("b", 21, 20 * speed, 100), Progress("a", 1, 0.0, 200)]
-    waiting = [Progress("b", 0, 0.0, 50), Progress("a", 0, 0.0, 900)]
-    ends = {None: [100, 150, 200, 300, 1050], "a": [200, 300, 1050], "b": [100, 150]}
-    for client, left in ends.items():
-        for place in (*range(1, 6), 100):
-            admission = Admission(10, 10, lambda: now, lambda: [*running, *waiting])
-            with admission.hold("c", 1, 0):
-                seconds = min(LONGEST_RETRY, max(1.0, left[min(place, len(left)) - 1] * speed))
-                assert seconds - 1e-6 <= admission.retry_after(place, client) < seconds + 1 + 1e-6
-    admission = Admission(10, 10, lambda: now, lambda: waiting)
+def test_retry_after_spreads_those_that_are_refused() -> None:
+    now = 0.0
+    admission = Admission(10, 10, lambda: now)
+    with admission.hold("a", 10, 0):
+        assert {refusal(admission, "b", 1, 10) for _ in range(200)} == {2}, "a second, and up to another one"
+        now = 10.0
+        found = {refusal(admission, "b", 1, 10) for _ in range(200)}
+        assert min(found) >= 10 and max(found) <= 20 and len(found) > 5
+
+
+def test_retry_after_before_any_end(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A place takes longer than all have been taken for."""
+    now = 100.0
+    without_jitter(monkeypatch)
+    admission = Admission(10, 10, lambda: now)
     with admission.hold("c", 1, 0):
         now += 7
-        assert admission.retry_after(1) == 7, "no token tells the speed"
+        assert admission.retry_after(1) == 7 and admission.retry_after(2, "c") == 14
         with admission.hold("d", 1, 0):
             now += 1
             assert admission.retry_after(1) == 8, "another client does not begin the time anew"
+    now += 5
+    with admission.hold("c", 1, 0):
+        now += 3
+        assert admission.retry_after(1) == 3, "an idle server does"
 
 
 def test_retry_after_of_more_ends_than_are_remembered(monkeypatch: pytest.MonkeyPatch) -> None:
-    """What came before them is not known, and counts as nothing."""
-    monkeypatch.setattr(admission_module, "MOST_ENDS", 16)
+    """The time before the first of them does not count."""
+    monkeypatch.setattr(limits, "MOST_FREED", 16)
+    without_jitter(monkeypatch)
     now = 0.0
     admission = Admission(10, 10, lambda: now)
     with admission.hold("a", 1, 0):
@@ -173,41 +186,3 @@ def test_retry_after_of_more_ends_than_are_remembered(monkeypatch: pytest.Monkey
             with admission.hold("b", 1, 1):
                 pass
         assert admission.retry_after(1) == 1 and admission.retry_after(15) == 15
-
-
-def test_each_refused_request_is_told_the_time_of_another_place(seed: int) -> None:
-    """One client has all places, and one of them becomes free each second. Times that are over count no longer, and no refused
-    request keeps a place from others."""
-    now = 0.0
-    admission = Admission(10, 10, lambda: now)
-    places = [ExitStack() for _ in range(10)]
-    for place in places:
-        place.enter_context(admission.hold("a", 1, 0))
-    for place in places[:8]:
-        now += 1
-        place.close()
-    with admission.hold("b", 8, 2):
-        several = random.randint(2, 5)
-        told = [refusal(admission, "c", 1, 10) for _ in range(3)]
-        assert told == [1, 2, 3]
-        assert refusal(admission, "d", several, 10) == 3 + several
-        assert refusal(admission, "d", 1, 10) == 4 + several
-        now += 2.5
-        assert refusal(admission, "d", 1, 10) > 2 + several
-        now += several + 10  # all these times are over
-        first, second = (refusal(admission, "d", 1, 10) for _ in range(2))
-        assert (first, second) == (admission.retry_after(1), admission.retry_after(2))
-        now += first  # and the first one of these
-        assert refusal(admission, "d", 1, 10) == admission.retry_after(2)
-        assert len(admission._told) == 2
-        assert all(refusal(admission, "d", 1, 10) <= LONGEST_RETRY for _ in range(50))
-        assert len(admission._told) == 10, "one for each place"
-    with admission.hold("new", 10, 0):
-        pass
-    admission = Admission(100, 10, lambda: now)
-    for _ in range(2):  # the same for the places of a client; the second time nobody has been told anything
-        with admission.hold("a", 10, 0):
-            now += 1
-            assert [refusal(admission, "a", 1, 0) for _ in range(2)] == [1, 2]
-        now += 0.01
-    assert not admission._told_of, "a client without places takes no memory"

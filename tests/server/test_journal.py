@@ -33,10 +33,10 @@ from errors import UserError
 from scripts.lib.process_tree import process_tree
 from server import journal as journals
 from server import journal_file, resume
+from server.errors import ApiError
 from server.journal import Journal, Kept
 from server.journal_file import HEADER, JournalBounds, JournalFile, Row, check_journal, open_journal
 from server.metrics import Metrics
-from server.problems import ApiError
 from server.resume import Accepted, Resumer
 from server.service import Service
 from tests import MODELS, ROOT

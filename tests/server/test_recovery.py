@@ -22,8 +22,8 @@ from engine.protocol import Attach, Drafted, Fatal, Outputs, Refused, SamplingPa
 from errors import UserError
 from server import recovery
 from server.engine_client import EngineClient
+from server.errors import ApiError
 from server.metrics import Metrics
-from server.problems import ApiError
 from server.process import STARTED, note_start, read_started
 from server.recovery import GOT_ON, REFUSED, SUSPECT, Recovery, Watchdog
 from tests.support.server_thread import STORY, TOKENIZER, Site, ready, wait_for

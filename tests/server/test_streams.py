@@ -17,15 +17,14 @@ from starlette.types import Send
 
 from engine.protocol import Logprob, Outputs, SamplingParams, Submit, TokenLogprobs, TokenOutput
 from engine.text import TextStream
-from server.backlog import Backlog
 from server.endpoint import Chunks
 from server.engine_client import COUNTED_BYTES, LOGPROB_BYTES, OUTPUT_BYTES, SLICE_BYTES, EngineClient
+from server.errors import ApiError
 from server.generation import Usage
-from server.http import ClientGone, to_json
+from server.http import PIECE, ClientGone, to_json
+from server.limits import Backlog
 from server.metrics import Metrics
-from server.problems import ApiError
 from server.sse import EventStream, event
-from server.writing import PIECE
 from tests.support.server_thread import STORY, TOKENIZER, WIDTH, Site, raw_request, ready, wait_for
 
 

@@ -17,7 +17,7 @@ import pytest
 from errors import UserError
 from server import workers
 from server.clients import current_client
-from server.problems import ApiError
+from server.errors import ApiError
 from server.workers import LAST_RESORT_SECONDS, Workers, _Caller, _Job
 from tests import ROOT
 from tests.support.server_process import runs, wait_until

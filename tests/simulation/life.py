@@ -39,9 +39,9 @@ from engine.protocol import (
 from engine.sequence import Chunk
 from engine.worker import apply, ready_now
 from server.engine_client import EngineClient, OutputQueue
+from server.errors import ApiError
 from server.journal import Kept
 from server.metrics import Metrics
-from server.problems import ApiError
 from server.process import Started
 from server.recovery import GOT_ON, REFUSED, SUSPECT
 from tests.simulation.fakes import ADAPTERS, VOCAB, FakeGrammar, alone, fake_engine

@@ -9,7 +9,7 @@ from tokenizers.models import BPE
 from tokenizers.pre_tokenizers import Split
 
 from errors import UserError
-from server.problems import ApiError
+from server.errors import ApiError
 from server.worker_process import worker_tokenizer
 
 

@@ -14,19 +14,47 @@ from starlette.responses import Response
 from starlette.types import Scope
 
 from errors import UserError
-from server.error_types import error_type, with_retry
-from server.http import JsonResponse
 from server.messages.errors import error_body, is_messages
 
 if TYPE_CHECKING:  # worker processes raise these errors, too, and start faster without FastAPI
     from fastapi import FastAPI
     from fastapi.exceptions import RequestValidationError
 
+TYPES = {
+    400: "invalid_request_error",
+    401: "authentication_error",
+    404: "not_found_error",
+    405: "invalid_request_error",
+    413: "invalid_request_error",
+    429: "rate_limit_error",
+    431: "invalid_request_error",
+    500: "server_error",
+    503: "service_unavailable_error",
+}
+RETRY_SECONDS = {429: "1", 503: "2"}
+NO_RETRY = {"x-should-retry": "false"}  # else the SDKs of OpenAI and Anthropic repeat a request at every status from 500 on
 MOST_ERRORS = 100  # most validation errors that are examined; the rest are of the same kind
 TOO_LONG = "context_length_exceeded"
 MAX_MESSAGE = 2000  # characters
 MAX_PARAM = 256  # of a field's path, which may have keys of the client's
 SHOWN = 20  # characters quoted of a body that is not JSON
+
+
+def error_type(status: int) -> str:
+    """The type of an error in OpenAI's format."""
+    return TYPES.get(status, "server_error" if status >= 500 else "invalid_request_error")
+
+
+def with_retry(status: int, headers: Mapping[str, str] | None) -> dict[str, str]:
+    """The headers of an error, with Retry-After unless they have it or NO_RETRY."""
+    found = dict(headers or {})
+    if status in RETRY_SECONDS and not found.keys() & NO_RETRY.keys():
+        found.setdefault("retry-after", RETRY_SECONDS[status])
+    return found
+
+
+class ClientGone(Exception):
+    """The client closed its connection, or reads no more, so that no response can be sent."""
 
 
 class ApiError(HTTPException):
@@ -51,6 +79,8 @@ class ApiError(HTTPException):
 
     def response(self, scope: Scope) -> Response:
         """The response to the request of `scope`, in the format of its path."""
+        from server.http import JsonResponse  # the gateway of replicas imports this file, and has no msgspec
+
         headers = with_retry(self.status_code, self.headers)
         if self.status_code == 401:
             headers["www-authenticate"] = "Bearer"
