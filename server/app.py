@@ -14,12 +14,11 @@ from starlette.responses import FileResponse, HTMLResponse, Response
 from starlette.staticfiles import StaticFiles
 
 from server import embeddings, errors, routers
-from server.docs import render_docs
 from server.engine_client import EngineClient
 from server.errors import ApiError
 from server.messages import routes as messages
 from server.middleware import ApiKey, BodyLimit, RequestScope
-from server.openapi import describe
+from server.openapi import describe, render_docs
 from server.parsers import warn_of_unknown_calls
 from server.responses import routes as responses
 from server.routes import generation, models, state, tokens
@@ -88,7 +87,7 @@ class BoundedRoute(APIRoute):
 
 
 def _add_pages(app: FastAPI) -> None:
-    page_of_docs = cache(lambda: render_docs(app.openapi()))  # it takes 25 ms, which nobody may ask for again and again
+    page_of_docs = cache(lambda: render_docs(app.openapi()))  # it takes 0.1 s, which nobody may ask for again and again
 
     @app.get("/docs", include_in_schema=False)
     async def docs() -> Response:

@@ -1,9 +1,13 @@
-"""/openapi.json: FastAPI's description, corrected where it is wrong or not valid OpenAPI 3.1."""
+"""/openapi.json: FastAPI's description, corrected where it is wrong or not valid OpenAPI 3.1. /docs: the same as a page."""
 
+import re
+from pathlib import Path
 from typing import Any
 
 from fastapi import FastAPI
 from fastapi.openapi.utils import get_openapi
+from jinja2 import Environment, FileSystemLoader
+from markupsafe import Markup, escape
 from pydantic import BaseModel
 from pydantic.json_schema import models_json_schema
 
@@ -13,7 +17,6 @@ from server.replies import ChatChunk, CompletionChunk, ErrorReply
 Schema = dict[str, Any]
 
 TEMPLATE = "#/components/schemas/{model}"
-BOUNDS = ("minimum", "maximum", "exclusiveMinimum", "exclusiveMaximum")
 
 
 def event_stream(event: Schema, *data: Schema, **more: Any) -> Schema:
@@ -60,7 +63,7 @@ def errors_of(*statuses: int) -> dict[int | str, dict[str, Any]]:
 def describe(app: FastAPI) -> None:
     """Install the corrected description in `app`.
 
-    FastAPI documents a 422 for every wrong body, where this server sends a 400, and writes bounds of integers as 1.0.
+    FastAPI documents a 422 for every wrong body, where this server sends a 400.
     """
 
     def openapi() -> dict[str, Any]:
@@ -80,19 +83,14 @@ def describe(app: FastAPI) -> None:
                 "x-api-key": {"type": "apiKey", "in": "header", "name": "x-api-key", "description": "The same keys"},
             }
             schema["security"] = [{"key": []}, {"x-api-key": []}, {}]
-            _make_whole(schema)
             app.openapi_schema = schema
         return app.openapi_schema
 
     app.openapi = openapi  # type: ignore[method-assign]
 
 
-def _make_whole(value: Any) -> None:
-    """Convert whole-number bounds back to integers. FastAPI converted them to floats."""
-    for one in value if isinstance(value, list) else value.values() if isinstance(value, dict) else ():
-        _make_whole(one)
-    if isinstance(value, dict):
-        for name in BOUNDS:
-            bound = value.get(name)
-            if isinstance(bound, float) and bound.is_integer():
-                value[name] = int(bound)
+def render_docs(api: Schema) -> str:
+    """The description as one page without scripts. The usual viewers load scripts from other hosts, which could read the page's key."""
+    pages = Environment(autoescape=True, loader=FileSystemLoader(Path(__file__).parent))
+    pages.filters["code"] = lambda text: Markup(re.sub(r"`([^`]+)`", r"<code>\1</code>", str(escape(text))))
+    return pages.get_template("docs.html").render(api=api)
