@@ -13,7 +13,7 @@ from starlette.middleware.cors import CORSMiddleware
 from starlette.responses import FileResponse, HTMLResponse, Response
 from starlette.staticfiles import StaticFiles
 
-from server import embeddings, errors, routers
+from server import embeddings, errors, routes
 from server.engine_client import EngineClient
 from server.errors import ApiError
 from server.messages import routes as messages
@@ -21,7 +21,6 @@ from server.middleware import ApiKey, BodyLimit, RequestScope
 from server.openapi import describe, render_docs
 from server.parsers import warn_of_unknown_calls
 from server.responses import routes as responses
-from server.routes import generation, models, state, tokens
 from server.service import Service, read_chat_template
 from server.settings import VERSION, Settings
 from server.tracing import Spans
@@ -44,8 +43,8 @@ def create_app(settings: Settings, client: EngineClient, tokenizer: Tokenizer) -
     app.state.service = service
     app.router.route_class = BoundedRoute
     errors.install(app)
-    generating = generation.add, responses.add, messages.add, embeddings.add, generation.add_results
-    for add in (*generating, tokens.add, models.add, state.add, routers.add):  # in the order of /docs
+    generating = routes.add_generation, responses.add, messages.add, embeddings.add, routes.add_results
+    for add in (*generating, routes.add_tokens, routes.add_models, routes.add_state, routes.add_routers):  # as in /docs
         add(app, service)
     _add_pages(app)
     describe(app)
