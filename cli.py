@@ -10,19 +10,10 @@ from difflib import get_close_matches
 from typing import Any, NoReturn
 
 from errors import OverflowedError, RankError, UserError, first_line
-from ranks.processes import is_rank, join_launcher
+from ranks.processes import LOST_RANK, is_rank, join_launcher, local_rank, lost_connection, rank
 
-USER_ERROR, OVERFLOWED, LOST_RANK, INTERRUPTED = 2, 1, 1, 130  # exit codes
+USER_ERROR, OVERFLOWED, INTERRUPTED = 2, 1, 130  # exit codes, beside that of a lost rank
 PRINT_SECONDS = 1.0  # time for the first rank of a host to print what all know, because a launcher ends all once one has ended
-
-
-def rank() -> int:
-    return int(os.environ.get("RANK", 0))
-
-
-def local_rank() -> int:
-    """This rank's number on its host."""
-    return int(os.environ.get("LOCAL_RANK", rank()))
 
 
 def note(text: str = "", end: str = "\n") -> None:
@@ -76,19 +67,6 @@ def end_bars() -> None:
 def _in_process_group() -> bool:
     distributed = sys.modules.get("torch.distributed")  # not imported here: wrong flags are reported without waiting for torch
     return distributed is not None and distributed.is_initialized()
-
-
-def lost_connection(message: str) -> bool:
-    """Whether the message of an error says that another rank has ended: in a collective, or while the ranks join their group."""
-    signs = (
-        "Connection closed",
-        "Connection reset",
-        "Connection was likely closed",
-        "Broken pipe",
-        "ncclRemoteError",
-        "connectFullMesh failed",  # gloo: the other rank had sent its address, and no longer listens there
-    )
-    return any(sign in message for sign in signs)
 
 
 def leave(code: int) -> NoReturn:

@@ -33,11 +33,11 @@ from torch.distributed.elastic.multiprocessing import DefaultLogsSpecs
 from torch.distributed.elastic.multiprocessing.errors import ProcessFailure
 from torch.distributed.elastic.rendezvous.api import RendezvousHandler, RendezvousInfo, RendezvousStoreInfo
 
-from cli import LOST_RANK, Parser, leave, note, run
+from cli import Parser, leave, note, run
 from errors import UserError
 from options import whole_number
 from ranks.meeting import MeetingServer, MeetingStore, connect, read_secret
-from ranks.processes import LAUNCHER, MEETING, listen_on_loopback, run_folder, signal_child
+from ranks.processes import LAUNCHER, LOST_RANK, MEETING, listen_on_loopback, run_folder, signal_child
 
 LOOPBACK = "127.0.0.1"
 SIGNALS = (signal.SIGTERM, signal.SIGINT, signal.SIGHUP)

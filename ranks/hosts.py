@@ -33,11 +33,10 @@ import torch.distributed as dist
 from torch.distributed import PrefixStore, Store  # type: ignore[attr-defined]
 from torch.distributed.rendezvous import rendezvous
 
-from cli import LOST_RANK, local_rank, lost_connection, rank
 from errors import UserError
 from files import ENGINE, model_folder, source_digest
 from ranks import meeting
-from ranks.processes import LAUNCHER
+from ranks.processes import LAUNCHER, LOST_RANK, local_rank, lost_connection, rank
 
 MEET_SECONDS = 120.0  # time for the ranks of all hosts to import what they need, once their launchers have met
 CONNECT_SECONDS = 30.0

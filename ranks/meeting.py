@@ -9,6 +9,7 @@ import hmac
 import os
 import secrets
 import socket
+import sys
 import threading
 import time
 from collections.abc import Sequence
@@ -19,7 +20,6 @@ import msgspec
 import torch.distributed as dist
 from torch.distributed import Store  # type: ignore[attr-defined]
 
-from cli import note
 from errors import UserError
 
 SECRET = "RUNG_MEET_SECRET"  # environment variable
@@ -97,7 +97,7 @@ class MeetingServer:
         address = writer.get_extra_info("peername")[0]
         if not known and address not in self._refused and len(self._refused) < MOST_UNPROVED:
             self._refused.add(address)
-            note(f"{address} was refused: its secret is another one")
+            print(f"{address} was refused: its secret is another one", file=sys.stderr, flush=True)
         return known
 
     def _reply(self, request: Request) -> list[bytes | None]:

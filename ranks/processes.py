@@ -31,6 +31,7 @@ LAUNCHER = "RUNG_LAUNCHER_PID"  # environment variable of ranks that launch.py s
 MEETING = "RUNG_MEETING"  # environment variable of ranks that launch.py starts on one host: their launcher's private folder
 RANK_NAME = "rung-rank-"  # and its number: the name of a rank's process
 ORPHANED = 1  # exit code of a process whose parent has ended
+LOST_RANK = 1  # exit code of a rank that has lost another one
 PREFIX = "rung-run-"
 RUN_FOLDER = re.compile(PREFIX + "[a-z0-9_]{8}")  # names that tempfile makes; a user's own folder hardly has such a name
 FOLDER_ATTEMPTS = 100  # to lock a new run folder before another process that starts removes it
@@ -40,6 +41,15 @@ POLL_SECONDS = 0.5  # between checks of the parent, where there is no pidfd
 def is_rank() -> bool:
     """Whether a launcher, ours or torchrun, started this process as one of its ranks."""
     return "RANK" in os.environ
+
+
+def rank() -> int:
+    return int(os.environ.get("RANK", 0))
+
+
+def local_rank() -> int:
+    """This rank's number on its host."""
+    return int(os.environ.get("LOCAL_RANK", rank()))
 
 
 def join_launcher() -> None:
@@ -53,6 +63,19 @@ def join_launcher() -> None:
         die_with_parent(int(os.environ[LAUNCHER]))
     elif "TORCHELASTIC_RUN_ID" in os.environ:  # torchrun
         die_with_parent()
+
+
+def lost_connection(message: str) -> bool:
+    """Whether the message of an error says that another rank has ended: in a collective, or while the ranks join their group."""
+    signs = (
+        "Connection closed",
+        "Connection reset",
+        "Connection was likely closed",
+        "Broken pipe",
+        "ncclRemoteError",
+        "connectFullMesh failed",  # gloo: the other rank had sent its address, and no longer listens there
+    )
+    return any(sign in message for sign in signs)
 
 
 def name_process(name: str) -> None:

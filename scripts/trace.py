@@ -27,7 +27,7 @@ from torch.profiler import record_function
 
 from checkpoints.presets import model_config
 from checkpoints.weights import DTYPES, load_model
-from cli import Parser, note, rank, run
+from cli import Parser, note, run
 from engine import LLM, SamplingParams
 from engine.llm import MAX_SEQUENCES, Completion, Timing
 from engine.profiling import (
@@ -48,6 +48,7 @@ from engine.profiling import (
 )
 from errors import UserError
 from options import ModelOptions, add_options, dtype_name, rank_options
+from ranks.processes import rank
 from scripts.lib.machine import machine
 from scripts.lib.markdown import table_lines
 from scripts.lib.results import check_output, write_text

@@ -16,7 +16,7 @@ import msgspec
 from checkpoints.lora import LoraLimits, open_adapter
 from checkpoints.presets import model_config, warn_of_noise
 from checkpoints.weights import DTYPES, load_model
-from cli import check_ranks, leave, local_rank, note, rank
+from cli import check_ranks, leave, note
 from config import ModelConfig, limit_context
 from engine.adapters import Adapters
 from engine.core import Engine
@@ -30,7 +30,7 @@ from errors import UserError
 from options import ModelOptions, SharedTextOptions, SpeculationOptions, StandInOptions, draft_limit, dtype_name, rank_options
 from ranks.hosts import DRAIN, Watch, await_cause, model_fact, watch
 from ranks.ports import check_port
-from ranks.processes import LAUNCHER, run_folder, start_ticks
+from ranks.processes import LAUNCHER, local_rank, rank, run_folder, start_ticks
 from server import logs
 from server.journal_file import check_journal
 from server.logs import log

@@ -424,7 +424,8 @@ def test_ranks_connect_after_a_communicator_that_they_cannot_have(tmp_path: Path
 
 LATE = """
 import pathlib, sys, time
-from cli import rank, run
+from cli import run
+from ranks.processes import rank
 from errors import UserError
 def main():
     ready = pathlib.Path(sys.argv[1])

@@ -22,8 +22,9 @@ import torch.distributed as dist
 from torch import Tensor
 from tqdm import tqdm
 
-from cli import Parser, note, rank, run
+from cli import Parser, note, run
 from errors import UserError
+from ranks.processes import rank
 from tp import World, agree_on_error, init_world
 from training.options import ranks_mesh
 from training.plan import count
