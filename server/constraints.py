@@ -22,7 +22,16 @@ from server.argument_grammar import ArgumentGrammar
 from server.argument_values import regex
 from server.call_syntax import JSON, CallSyntax, Marks
 from server.formats import Constraint, StructuralTagFormat
-from server.json_schema import CallableTool, Compiled, SchemaError, check_grammar, check_matcher, compile_calls, compile_schema
+from server.json_schema import (
+    CallableTool,
+    Compiled,
+    SchemaError,
+    check_grammar,
+    check_matcher,
+    compile_arguments,
+    compile_calls,
+    compile_schema,
+)
 
 LARK = re.compile(r"^\s*(%llguidance\b|\??start\b[^:\n]*:(?!:=))", re.MULTILINE)  # otherwise GBNF, whose rules are `name ::= …`
 GAP = r"/\n{1,4}/?"  # between reasoning and what follows it
@@ -225,16 +234,9 @@ def _object(given: dict[str, Any] | str) -> dict[str, Any]:
     return given
 
 
-def _arguments(tool: CallableTool) -> Compiled:
-    try:
-        return compile_schema(tool.schema, tool.strict, path=f"{tool.path}#")
-    except SchemaError as e:
-        raise SchemaError(str(e), tool.position) from e
-
-
 def _arguments_or_any(tool: CallableTool) -> Compiled:
     try:
-        return _arguments(tool)
+        return compile_arguments(tool)
     except SchemaError:
         return Compiled(compile_schema({"type": "object"}, strict=True).grammar, (tool.path,))
 
@@ -295,7 +297,7 @@ class Rules:
         return [self._callable(syntax, tool, must or tool.strict) for tool in tools]
 
     def _callable(self, syntax: CallSyntax, tool: CallableTool, must: bool) -> Function:
-        compiled = _arguments(tool) if must else _arguments_or_any(tool)
+        compiled = compile_arguments(tool) if must else _arguments_or_any(tool)
         if syntax.arguments is None:
             return Function(tool.name, self.part(compiled), _takes_nothing(compiled), _count_optional(tool))
         if compiled.not_enforced == (tool.path,):

@@ -1,13 +1,14 @@
 """Compile JSON schemas to grammars. Objects are closed by default. What cannot be enforced is refused or reported.
 
-A schema is rewritten before llguidance compiles it:
+llguidance compiles schemas, and refuses what it cannot enforce. A schema is rewritten before that, for what it does not do:
 
 - A missing `additionalProperties` means false, as in OpenAI's strict mode and other grammar engines: a model that may invent
   property names does so up to its token limit. An object that lists no properties stays open. Several schemas can describe one
   object: members of an `allOf`, branches of an `anyOf`, and the target of a `$ref` that has sibling keywords. Each of them
   allows the names of the others, as `unevaluatedProperties: false` would.
-- A keyword that llguidance cannot enforce stays if the schema is strict, and llguidance refuses the schema. Otherwise the
-  keyword is removed and reported.
+- A keyword that it refuses is removed and reported with its place, unless the schema is strict.
+- It rounds large numbers, gives `date` days that do not exist, and lets digits of times go on; and it does not notice if
+  several `multipleOf` of one value are too large together.
 - An object must not contain a name twice. A grammar can ensure this for listed properties, so patterns that spell out their
   names become listed properties. It cannot for other patterns: a strict schema with them is refused. Otherwise they are
   reported, and only their values are enforced.
@@ -17,11 +18,11 @@ This module imports little, because it runs in worker processes.
 
 import json
 import re
-from collections import Counter
-from collections.abc import Callable, Collection, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
+from decimal import Decimal
 from functools import cached_property
-from itertools import chain
+from math import lcm
 from typing import Any, NamedTuple
 from urllib.parse import quote, unquote
 
@@ -34,10 +35,6 @@ ONE_SPACE = "[ ]?"  # between JSON tokens: a small model could otherwise fill th
 MAX_NODES = 100_000  # subschemas that the rewrite visits, plus the names that closed objects allow
 MAX_NOTED = 100  # most keywords reported as not enforced
 
-# keywords whose value is one schema, a list of schemas, or schemas by name
-ONE = ("items", "additionalItems", "additionalProperties")
-MANY = ("allOf", "anyOf", "oneOf", "prefixItems", "items")
-NAMED = ("properties", "patternProperties", "$defs", "definitions")
 # removed: references are resolved before compiling, and clients may not set llguidance's options
 DROPPED = ("$defs", "definitions", "$id", "id", "$schema", "$anchor", "$dynamicAnchor", "x-guidance")
 # keywords of JSON Schema that llguidance does not support, with the values that have no effect
@@ -56,9 +53,12 @@ OF_TYPE: dict[str, tuple[str, ...]] = {
     "string": ("pattern", "format", "minLength", "maxLength"),
     "number": ("minimum", "maximum", "exclusiveMinimum", "exclusiveMaximum", "multipleOf"),
 }
+CONSTRAINTS = {"const", "enum"}.union(*OF_TYPE.values())
 COUNTS = ("minLength", "maxLength", "minItems", "maxItems", "minProperties", "maxProperties")
 MOST_COUNTED = 1 << 24  # characters, items or properties: more than an answer has
 EXACT = 1 << 53  # llguidance reads numbers as doubles, which are exact up to here
+MAX_MULTIPLES = 64  # different ones that are compared
+MOST_PRODUCT = (1 << 32) - 1  # llguidance multiplies the numbers of several `multipleOf` in 32 bits
 # formats whose digits would otherwise have no end, and days and seconds that exist in every year and minute
 _YEAR = "(?:[0-9]{3}[1-9]|[0-9]{2}[1-9]0|[0-9][1-9]00|[1-9]000)"
 _LEAP = "(?:[0-9]{2}(?:0[48]|[2468][048]|[13579][26])|(?:0[48]|[2468][048]|[13579][26])00)"
@@ -75,6 +75,8 @@ SPELLED_OUT = re.compile(r"\^(?:\((?:\?:)?([\w-]+(?:\|[\w-]+)*)\)|([\w-]+))\$", 
 # Words in llguidance's errors about patterns, formats and bounds that are valid but not supported. With any other error they are
 # invalid or too complex.
 UNSUPPORTED_ERRORS = ("not supported", "Unknown format", "not disjoint", "Failed to generate regex", "too many digits")
+TOO_LARGE = ": numbers of this size cannot be enforced exactly"
+NOT_UNIQUE = ": that no name comes twice can only be enforced of names in `properties`"
 
 
 class SchemaError(UserError):
@@ -115,41 +117,7 @@ class CallableTool(NamedTuple):
         return {**self.parameters, "type": "object"}
 
 
-@dataclass(frozen=True)
-class Names:
-    """The property names that an object may have: listed names, names that match a pattern, or any name."""
-
-    listed: frozenset[str] = frozenset()
-    patterns: frozenset[str] = frozenset()
-    open: bool = False  # any name: `additionalProperties` or `unevaluatedProperties` is given and is not false
-
-    def __or__(self, other: "Names") -> "Names":
-        return Names(self.listed | other.listed, self.patterns | other.patterns, self.open or other.open)
-
-
-NO_NAMES = Names()
-
-
-def _union(all_names: Collection[Names]) -> Names:
-    listed, patterns = (frozenset[str]().union(*sets) for sets in _sets(all_names))
-    return Names(listed, patterns, any(names.open for names in all_names))
-
-
-def _of_the_others(all_names: Collection[Names]) -> Iterator[Names]:
-    """For each of the names, the union of all others. One at a time, because together they may take much memory."""
-    union = _union(all_names)
-    listed, patterns = (Counter(chain.from_iterable(sets)) for sets in _sets(all_names))
-    opened = sum(names.open for names in all_names)
-    for names in all_names:
-        yield Names(
-            union.listed - {name for name in names.listed if listed[name] == 1},
-            union.patterns - {pattern for pattern in names.patterns if patterns[pattern] == 1},
-            opened > names.open,
-        )
-
-
-def _sets(all_names: Collection[Names]) -> tuple[list[frozenset[str]], list[frozenset[str]]]:
-    return [names.listed for names in all_names], [names.patterns for names in all_names]
+# --- compiling ---------------------------------------------------------------------------------------------------------------
 
 
 def compile_schema(schema: dict[str, Any], strict: bool, whitespace: str | None = None, path: str = "#") -> Compiled:
@@ -159,6 +127,14 @@ def compile_schema(schema: dict[str, Any], strict: bool, whitespace: str | None 
     """
     rewriter = Rewriter()
     return _compile(lambda: rewriter.document(schema, path, strict), rewriter, strict, whitespace)
+
+
+def compile_arguments(tool: CallableTool) -> Compiled:
+    """Compile the schema of a tool's arguments. Raises SchemaError, which names the tool."""
+    try:
+        return compile_schema(tool.schema, tool.strict, path=f"{tool.path}#")
+    except SchemaError as e:
+        raise SchemaError(str(e), tool.position) from e
 
 
 def compile_calls(
@@ -186,7 +162,7 @@ def compile_calls(
         elif len(tools) == 1:
             raise SchemaError(str(e), tools[0].position) from e
         for tool in tools:
-            compile_calls([tool])  # raises an error that names the wrong tool
+            compile_arguments(tool)  # raises an error that names the wrong tool
         raise
 
 
@@ -199,7 +175,7 @@ def _call(rewriter: "Rewriter", tool: CallableTool, key: str) -> dict[str, Any]:
     }
 
 
-def _compile(build: Callable[[], Any], rewriter: "Rewriter", strict: bool, whitespace: str | None = None) -> Compiled:
+def _compile(build: Callable[[], Any], rewriter: "Rewriter", strict: bool, whitespace: str | None) -> Compiled:
     options: Any = {"whitespace_pattern": whitespace or ONE_SPACE} if whitespace != "" else {"whitespace_flexible": False}
     options["lenient"] = not strict
     try:
@@ -241,131 +217,74 @@ def _line(text: str) -> str:
     return " ".join(INTERNAL.sub("", text).replace("f64", "a number").split())[:300]
 
 
-def _is_unsupported(probe: dict[str, Any]) -> bool:
-    """Whether llguidance refuses `probe` as valid but not supported."""
-    try:
-        problem = LLMatcher.validate_grammar(LLMatcher.grammar_from_json_schema(probe), limits=limits())
-    except (ValueError, TypeError, RecursionError) as e:
-        problem = str(e)
-    return any(words in problem for words in UNSUPPORTED_ERRORS)
+# --- rewriting ---------------------------------------------------------------------------------------------------------------
+
+Names = frozenset[str] | None  # the property names that an object may have; None: any
+NO_NAMES: Names = frozenset()
+
+
+def _union(all_names: Iterable[Names]) -> Names:
+    found = list(all_names)
+    return None if None in found else frozenset[str]().union(*(names for names in found if names is not None))
+
+
+class Around(NamedTuple):
+    """What other schemas of the same value say. `names`: those that they allow. `typed`: one of them says the value's type. `shared`:
+    they demand something of it, or of what contains it. `followed`: the references that led here."""
+
+    names: Names = NO_NAMES
+    typed: bool = False
+    shared: bool = False
+    followed: tuple[str, ...] = ()
 
 
 @dataclass
 class Rewriter:
     """Rewrites documents and collects the definitions that they refer to.
 
-    A definition is stored once for each set of additional names that references to it must allow.
+    A definition is stored once for each way in which other schemas describe the values of references to it.
     """
 
     definitions: dict[str, Any] = field(default_factory=dict)
     not_enforced: list[str] = field(default_factory=list)
+    # `multipleOf` of values that several schemas may describe, and whether it may apply several times
+    multiples: dict[Decimal, bool] = field(default_factory=dict)
     nodes: int = 0
+    unsupported: dict[str, bool] = field(default_factory=dict)  # by schema, as JSON
 
     def document(self, schema: dict[str, Any], path: str, strict: bool) -> Any:
-        cleaned = _Cleaner(self, strict).clean(schema, path)
-        return _Document(self, cleaned, path, strict).rewrite(cleaned, path, NO_NAMES)
+        return _Document(self, schema, path, strict).rewrite(schema, path, Around())
 
     def count(self, nodes: int = 1) -> None:
         self.nodes += nodes
         if self.nodes > MAX_NODES:
             raise SchemaError(f"it has more than {MAX_NODES} parts")
 
-    def leave_out(self, path: str) -> None:
-        if path not in self.not_enforced and len(self.not_enforced) < MAX_NOTED:
-            self.not_enforced.append(path)
+    def multiplies(self, multiple: Any, again: bool) -> bool:
+        """Whether llguidance can compute the least common multiple of this and earlier `multipleOf`: it does not notice if it
+        cannot. again: the same keyword may apply to a value several times."""
+        if isinstance(multiple, bool) or not isinstance(multiple, int | float) or not multiple:
+            return True  # it refuses that
+        given = abs(Decimal(str(multiple)))
+        multiples = {**self.multiples, given: again or given in self.multiples}
+        digits = max(0, *(-int(one.normalize().as_tuple().exponent) for one in multiples))
+        whole = {int(one.scaleb(digits)): repeated for one, repeated in multiples.items()}
+        products = (one * lcm(*(other for other in whole if other != one or repeated)) for one, repeated in whole.items())
+        fits = len(whole) <= MAX_MULTIPLES and max(products) <= MOST_PRODUCT
+        if fits:
+            self.multiples = multiples
+        return fits
 
-
-class _Cleaner:
-    """Replaces patterns by the names that they spell out.
-
-    Unless strict, removes keywords that llguidance cannot enforce, and reports them.
-    """
-
-    def __init__(self, rewriter: Rewriter, strict: bool) -> None:
-        self.rewriter, self.strict = rewriter, strict
-        self.checked: dict[str, bool] = {}
-
-    def clean(self, schema: Any, path: str) -> Any:
-        self.rewriter.count()
-        if not isinstance(schema, dict):
-            return schema
-        new = {}
-        for key, value in schema.items():
-            if key in NAMED and isinstance(value, dict):
-                value = {name: self.clean(one, f"{path}/{key}/{_escape(name)}") for name, one in value.items()}
-            elif key in MANY and isinstance(value, list):
-                value = [self.clean(one, f"{path}/{key}/{i}") for i, one in enumerate(value)]
-            elif key in ONE:
-                value = self.clean(value, f"{path}/{key}")
-            elif key in COUNTS and isinstance(value, int | float) and value >= MOST_COUNTED:
-                if key.startswith("min"):
-                    raise SchemaError(f"{path}/{key}: no answer has so many characters, items or properties")
-                continue  # all answers have fewer
-            elif key in COUNTS and isinstance(value, float) and value.is_integer():
-                value = int(value)
-            elif self._is_inexact(schema, key, value) or (not self.strict and self._cannot(schema, key, value)):
-                if self.strict:
-                    raise SchemaError(f"{path}/{key}: numbers of this size cannot be enforced exactly")
-                self.rewriter.leave_out(f"{path}/{_escape(key)}")
-                if key != "unevaluatedProperties":  # `_Document.rewrite` needs it to close the object
-                    continue
-            new[key] = value
-        self._clean_patterns(new, path)
-        if isinstance(form := new.get("format"), str) and form in FORMATS:
-            pattern = {"pattern": f"^{FORMATS[new.pop('format')]}$"}
-            new.update({"allOf": [*new.get("allOf", []), pattern]} if "pattern" in new else pattern)
-        return new
-
-    def _is_inexact(self, schema: dict[str, Any], key: str, value: Any) -> bool:
-        """Whether the value has numbers that llguidance would read as others, or not at all."""
-        if key in ("const", "enum"):
-            return any(abs(number) > EXACT for number in _numbers(value))
-        if key not in OF_TYPE["number"] or isinstance(value, bool) or not isinstance(value, int | float):
-            return False
-        kind = "integer" if schema.get("type") == "integer" else "number"
-        return abs(value) > EXACT or self._is_unsupported({"type": kind, key: value})
-
-    def _cannot(self, schema: dict[str, Any], key: str, value: Any) -> bool:
-        if key in UNSUPPORTED:
-            return not _is_neutral(key, value)
-        return (
-            key in ("pattern", "format")
-            and isinstance(value, str)
-            and self._is_unsupported({"type": schema.get("type", "string"), key: value})
-        )
-
-    def _clean_patterns(self, new: dict[str, Any], path: str) -> None:
-        """Replace patterns by listed names if they spell them out.
-
-        Without strict, patterns that llguidance does not support become any name whose value fits one of their schemas. Raises
-        SchemaError if strict, because the grammar cannot prevent that a name occurs twice.
-        """
-        patterns, listed = new.get("patternProperties"), new.get("properties", {})
-        if not isinstance(patterns, dict) or not isinstance(listed, dict):
-            return
-        names = _spelled_out(patterns)
-        if names is not None and not names.keys() & listed.keys():
-            del new["patternProperties"]
-            new["properties"] = {**listed, **names}
-            return
-        if self.strict and any(value is not False for value in patterns.values()):
-            raise SchemaError(
-                f"{path}/patternProperties: that no name comes twice can only be enforced of names in `properties`"
-            )
-        unsupported = self._is_unsupported({"type": "object", "patternProperties": dict.fromkeys(patterns, True)})
-        if unsupported and not self.strict:
-            del new["patternProperties"]
-            values = [*patterns.values(), new.get("additionalProperties", False)]
-            values = [one for one in values if one is not False]
-            new["additionalProperties"] = values[0] if len(values) == 1 else {"anyOf": values} if values else False
-        if unsupported or any(value is not False for value in patterns.values()):
-            self.rewriter.leave_out(f"{path}/patternProperties")
-
-    def _is_unsupported(self, probe: dict[str, Any]) -> bool:
+    def refuses(self, probe: dict[str, Any]) -> bool:
+        """Whether llguidance refuses `probe` as valid but not supported."""
         key = json.dumps(probe)
-        if key not in self.checked:
-            self.checked[key] = _is_unsupported(probe)
-        return self.checked[key]
+        if key not in self.unsupported:
+            try:
+                problem = LLMatcher.validate_grammar(LLMatcher.grammar_from_json_schema(probe), limits=limits())
+            except (ValueError, TypeError, RecursionError) as e:
+                problem = str(e)
+            self.unsupported[key] = any(words in problem for words in UNSUPPORTED_ERRORS)
+        return self.unsupported[key]
 
 
 class _Document:
@@ -373,124 +292,181 @@ class _Document:
 
     def __init__(self, rewriter: Rewriter, root: Any, path: str, strict: bool) -> None:
         self.rewriter, self.root, self.path, self.strict = rewriter, root, path, strict
-        self.defined: dict[tuple[str, Names, bool], str] = {}  # definition by reference, additional names, and `typed`
+        self.defined: dict[tuple[str, Names, bool, bool], str] = {}  # definition by reference and what is around it
+        self.entered = 0  # definitions, whose rewriting has not ended
 
-    # ---------------------------------------------------------------------------------------------------- one schema
-
-    def rewrite(self, schema: Any, path: str, others: Names, typed: bool = False, followed: tuple[str, ...] = ()) -> Any:
-        """Rewrite `schema` and the schemas in it. Of the same value: `others`: names that other schemas allow. `typed`: whether one of
-        them says its type. `followed`: references that led here.
+    def rewrite(self, schema: Any, path: str, around: Around) -> Any:
+        """Rewrite `schema` and the schemas in it.
 
         A schema that says no type but has keywords of one, such as `properties`, means values of that type."""
         self.rewriter.count()
         if not isinstance(schema, dict):
             return schema
-        new = {k: v for k, v in schema.items() if k not in DROPPED and not (k in UNSUPPORTED and _is_neutral(k, v))}
-        if not self.strict:
-            new.pop("unevaluatedProperties", None)
-        elif cannot := sorted(new.keys() & UNSUPPORTED.keys()):
-            raise SchemaError(f"{path}/{_escape(cannot[0])} cannot be enforced")
-        if not (typed := typed or _says_type(schema) or any(_says_type(one) for one in new.get("allOf", ()))):
+        new = self._enforceable(schema, path)
+        typed = around.typed or _says_type(new) or any(_says_type(part) for key, _, part in _parts(schema) if key == "allOf")
+        if not typed:
             kinds = [kind for kind, keys in OF_TYPE.items() if not new.keys().isdisjoint(keys)]
             if kinds:
                 new["type"], typed = kinds, True
+        sources = {key if key in MEMBERS else "" for key in new if key in MEMBERS or key in CONSTRAINTS}
+        shared = around.shared or len(sources) + len(new.get("allOf", ())) - ("allOf" in sources) > 1
+        if shared and "multipleOf" in new and not self.rewriter.multiplies(new["multipleOf"], bool(self.entered)):
+            self._leave_out(f"{path}/multipleOf", TOO_LARGE)
+            del new["multipleOf"]
         if schema.get("unevaluatedProperties") is False:  # it does not see other schemas
-            others = NO_NAMES
-        own = _own_names(schema)
-        parts = list(_parts(schema))
-        of_parts = [self._names(part, ()) for _, _, part in parts]
-        all_names = own | others | _union(of_parts)
-        self._rewrite_values(new, path)
-        self._rewrite_parts(new, path, own | others, parts, of_parts, typed, followed)
-        if _lists_properties(schema) and "additionalProperties" not in schema and not all_names.open:
-            self._close(new, all_names)
+            around = around._replace(names=NO_NAMES)
+        self._rewrite_values(new, path, shared or {"properties", "patternProperties"} <= new.keys())
+        self._list_patterns(new, path)
+        of_parts = self._rewrite_parts(new, schema, path, around._replace(typed=typed, shared=shared))
+        names = _union((_listed(schema), around.names, of_parts))
+        is_open = "additionalProperties" in new or schema.get("unevaluatedProperties", False) is not False
+        if _lists_properties(schema) and names is not None and not is_open:
+            self._close(new, names)
         return new
 
-    def _rewrite_values(self, new: dict[str, Any], path: str) -> None:
+    # ------------------------------------------------------------------------------------------- what can be enforced
+
+    def _enforceable(self, schema: dict[str, Any], path: str) -> dict[str, Any]:
+        """The keywords of the schema that a grammar can enforce. The others are left out, or refused."""
+        new = dict[str, Any]()
+        for key, value in schema.items():
+            if key in DROPPED or (key in UNSUPPORTED and _is_neutral(key, value)):
+                continue
+            if key in COUNTS and isinstance(value, int | float) and value >= MOST_COUNTED:
+                if key.startswith("min"):
+                    raise SchemaError(f"{path}/{key}: no answer has so many characters, items or properties")
+                continue  # all answers have fewer
+            if why := self._why_not(schema, key, value):
+                self._leave_out(f"{path}/{_escape(key)}", why)
+                if why != NOT_UNIQUE:  # a grammar can count names that come twice
+                    continue
+            new[key] = int(value) if key in COUNTS and isinstance(value, float) and value.is_integer() else value
+        if isinstance(form := new.get("format"), str) and form in FORMATS:
+            pattern = {"pattern": f"^{FORMATS[new.pop('format')]}$"}
+            new.update({"allOf": [*new.get("allOf", []), pattern]} if "pattern" in new else pattern)
+        return new
+
+    def _leave_out(self, place: str, why: str) -> None:
+        """Note that the keyword at a place is not enforced. Raises SchemaError if the schema is strict."""
+        if self.strict:
+            raise SchemaError(place + why)
+        noted = self.rewriter.not_enforced
+        if place not in noted and len(noted) < MAX_NOTED:
+            noted.append(place)
+
+    def _why_not(self, schema: dict[str, Any], key: str, value: Any) -> str:
+        """Why a keyword cannot be enforced; empty if it can, or if llguidance refuses it by itself."""
+        if key in UNSUPPORTED:
+            return " cannot be enforced"
+        if key in ("const", "enum"):
+            return TOO_LARGE if any(abs(number) > EXACT for number in _numbers(value)) else ""
+        if key in OF_TYPE["number"] and isinstance(value, int | float) and not isinstance(value, bool):
+            kind = "integer" if schema.get("type") == "integer" else "number"
+            return TOO_LARGE if abs(value) > EXACT or self.rewriter.refuses({"type": kind, key: value}) else ""
+        if key == "minProperties" and isinstance(value, int | float):
+            required = schema.get("required")
+            several = value > (len(required) if isinstance(required, list) else 0) + 1
+            is_open = schema.get("additionalProperties", not _lists_properties(schema)) is not False
+            return NOT_UNIQUE * (several and is_open and "object" in (_types(schema) or {"object"}))
+        if key in ("pattern", "format") and not self.strict and isinstance(value, str):
+            return " cannot be enforced" * self.rewriter.refuses({"type": schema.get("type", "string"), key: value})
+        return ""
+
+    def _list_patterns(self, new: dict[str, Any], path: str) -> None:
+        """Replace patterns by listed names if they spell them out.
+
+        Without strict, patterns that llguidance does not support become any name whose value fits one of their schemas.
+        """
+        patterns, listed = new.get("patternProperties"), new.get("properties", {})
+        if not isinstance(patterns, dict) or not isinstance(listed, dict):
+            return
+        names = _spelled_out(new)
+        if names is not None:
+            del new["patternProperties"]
+            new["properties"] = {**listed, **names}
+            return
+        probe = {"type": "object", "patternProperties": dict.fromkeys(patterns, True)}
+        unsupported = not self.strict and self.rewriter.refuses(probe)
+        if unsupported or any(value is not False for value in patterns.values()):
+            self._leave_out(f"{path}/patternProperties", NOT_UNIQUE)
+        if unsupported:
+            del new["patternProperties"]
+            values = [one for one in (*patterns.values(), new.get("additionalProperties", False)) if one is not False]
+            new["additionalProperties"] = values[0] if len(values) == 1 else {"anyOf": values} if values else False
+
+    # ---------------------------------------------------------------------------------------------------- one schema's parts
+
+    def _rewrite_values(self, new: dict[str, Any], path: str, shared: bool) -> None:
         """Rewrite the schemas of child values: properties and items."""
+        inner = Around(shared=shared)
         for key in ("properties", "patternProperties"):
             if isinstance(new.get(key), dict):
-                new[key] = {
-                    name: self.rewrite(one, f"{path}/{key}/{_escape(name)}", NO_NAMES) for name, one in new[key].items()
-                }
-        for key in ONE:
+                found = new[key].items()
+                new[key] = {name: self.rewrite(one, f"{path}/{key}/{_escape(name)}", inner) for name, one in found}
+        for key in ("items", "additionalItems", "additionalProperties"):
             if isinstance(new.get(key), dict):
-                new[key] = self.rewrite(new[key], f"{path}/{key}", NO_NAMES)
+                new[key] = self.rewrite(new[key], f"{path}/{key}", inner)
         for key in ("prefixItems", "items"):
             if isinstance(new.get(key), list):
-                new[key] = [self.rewrite(one, f"{path}/{key}/{i}", NO_NAMES) for i, one in enumerate(new[key])]
+                new[key] = [self.rewrite(one, f"{path}/{key}/{i}", inner) for i, one in enumerate(new[key])]
 
-    def _rewrite_parts(
-        self,
-        new: dict[str, Any],
-        path: str,
-        own: Names,
-        parts: list[tuple[str, int, Any]],
-        of_parts: list[Names],
-        typed: bool,
-        followed: tuple[str, ...],
-    ) -> None:
-        """Rewrite the members of `allOf`, `anyOf` and `oneOf`, and the target of `$ref`.
+    def _rewrite_parts(self, new: dict[str, Any], schema: dict[str, Any], path: str, around: Around) -> Names:
+        """Rewrite the members of `allOf`, `anyOf` and `oneOf`, and the target of `$ref`. Returns the names that they allow.
 
         Each member allows the names of all schemas that apply together with it. These are all other parts except, for a branch
         of `anyOf` or `oneOf`, its alternatives. Its own names do not count: some of them may belong to one of its branches.
         """
-        by_key: dict[str, list[Names]] = {}
-        for (key, _, _), names in zip(parts, of_parts, strict=True):
-            by_key.setdefault(key, []).append(names)
-        outside = {key: own | _union([names for other in by_key if other != key for names in by_key[other]]) for key in by_key}
-        beside = _of_the_others(by_key.get("allOf", []))  # branches and a reference have none
+        parts = list(_parts(new))
+        of_parts = [self._names(part, ()) for _, _, part in parts]
+        keys = {key for key, _, _ in parts}
+        own = _union((around.names, _own_names(schema)))
+        outside = {
+            one: _union((own, *(names for (key, _, _), names in zip(parts, of_parts, strict=True) if key != one)))
+            for one in keys
+        }
         members: dict[str, list[Any]] = {}
-        for key, i, part in parts:
-            others = outside[key] | next(beside) if key == "allOf" else outside[key]
+        for at, (key, i, part) in enumerate(parts):
+            beside = [of_parts[j] for j, other in enumerate(parts) if other[0] == key and j != at] if key == "allOf" else []
+            here = around._replace(names=_union((outside[key], *beside)))
             if key == "$ref":
-                new["$ref"] = self._reference(part["$ref"], others, typed, followed)
+                new["$ref"] = self._reference(part["$ref"], here)
             else:
-                members.setdefault(key, []).append(self.rewrite(part, f"{path}/{key}/{i}", others, typed, followed))
+                members.setdefault(key, []).append(self.rewrite(part, f"{path}/{key}/{i}", here))
         new.update(members)
         if "oneOf" in members:
             self._rewrite_one_of(new, [part for key, _, part in parts if key == "oneOf"], path)
+        return _union(of_parts)
 
     def _rewrite_one_of(self, new: dict[str, Any], branches: list[Any], path: str) -> None:
-        """Replace `oneOf` by `anyOf`. They are equal if no value fits two branches.
-
-        Otherwise llguidance can enforce only `anyOf`: a strict schema is refused, and another one reported.
-        """
+        """Replace `oneOf` by `anyOf`. They are equal if no value fits two branches, and otherwise only `anyOf` can be enforced."""
         if not self._exclusive(branches):
-            if self.strict:
-                raise SchemaError(
-                    f"{path}/oneOf can only be enforced if types or constants show that no value fits two branches"
-                )
-            self.rewriter.leave_out(f"{path}/oneOf")
+            why = " can only be enforced if types or constants show that no value fits two branches"
+            self._leave_out(f"{path}/oneOf", why)
         members = new.pop("oneOf")
         if "anyOf" in new:
             new["allOf"] = [*new.get("allOf", []), {"anyOf": members}]
         else:
             new["anyOf"] = members
 
-    # ---------------------------------------------------------------------------------------------------- names
-
     def _names(self, schema: Any, followed: tuple[str, ...]) -> Names:
         """All names that a schema and its parts allow for the object. `followed`: references that were followed already."""
         self.rewriter.count()
         if not isinstance(schema, dict):
             return NO_NAMES
-        found = _own_names(schema)
+        found = [_own_names(schema)]
         for key, _, part in _parts(schema):
             if key != "$ref":
-                found |= self._names(part, followed)
+                found.append(self._names(part, followed))
             elif part["$ref"] not in followed:
-                found |= self._names(self._target(part["$ref"]), (*followed, part["$ref"]))
-        return found
+                found.append(self._names(self._target(part["$ref"]), (*followed, part["$ref"])))
+        return _union(found)
 
-    def _close(self, new: dict[str, Any], names: Names) -> None:
+    def _close(self, new: dict[str, Any], names: frozenset[str]) -> None:
         """Allow only `names` in the object."""
-        self.rewriter.count(len(names.listed) + len(names.patterns))
-        listed, patterns = new.get("properties", {}), new.get("patternProperties", {})
-        if isinstance(listed, dict) and (more := sorted(names.listed - set(listed))):
+        self.rewriter.count(len(names))
+        listed = new.get("properties", {})
+        if isinstance(listed, dict) and (more := sorted(names - set(listed))):
             new["properties"] = {**listed, **dict.fromkeys(more, True)}
-        if isinstance(patterns, dict) and (more := sorted(names.patterns - set(patterns))):
-            new["patternProperties"] = {**patterns, **dict.fromkeys(more, True)}
         new["additionalProperties"] = False
 
     # ---------------------------------------------------------------------------------------------------- references
@@ -528,30 +504,30 @@ class _Document:
             left += here.values() if isinstance(here, dict) else here if isinstance(here, list) else ()
         return found
 
-    def _reference(self, reference: str, others: Names, typed: bool, followed: tuple[str, ...]) -> str:
+    def _reference(self, reference: str, around: Around) -> str:
         target = self._target(reference)
-        if reference in followed:
+        if reference in around.followed:
             raise SchemaError(f"$ref {reference[:100]!r} leads back to itself, so it says nothing")
-        name = self.defined.get((reference, others, typed))
-        if name is None:
-            name = self.defined[reference, others, typed] = str(len(self.rewriter.definitions))
+        key = (reference, around.names, around.typed, around.shared)
+        if key not in self.defined:
+            name = self.defined[key] = str(len(self.rewriter.definitions))
             self.rewriter.definitions[name] = True  # placeholder: the target may refer to itself
-            place = self.path.rstrip("#") + reference
-            self.rewriter.definitions[name] = self.rewrite(target, place, others, typed, (*followed, reference))
-        return f"#/$defs/{name}"
+            inner = around._replace(followed=(*around.followed, reference))
+            self.entered += 1
+            self.rewriter.definitions[name] = self.rewrite(target, self.path.rstrip("#") + reference, inner)
+            self.entered -= 1
+        return f"#/$defs/{self.defined[key]}"
 
     # ---------------------------------------------------------------------------------------------------- exclusive branches
 
-    def _exclusive(self, branches: Any) -> bool:
+    def _exclusive(self, branches: list[Any]) -> bool:
         """Whether types and constants prove that no value fits two of `branches`."""
         schemas = [self._followed(one) for one in branches]
         if not all(isinstance(one, dict) for one in schemas):
             return False
         if _disjoint([_types(one) for one in schemas]) or _disjoint([_constants(one) for one in schemas]):
             return True
-        tags = [
-            {name: _constants(self._followed(value)) for name, value in _required_properties(one).items()} for one in schemas
-        ]
+        tags = [{name: _constants(self._followed(value)) for name, value in _required(one).items()} for one in schemas]
         shared = set.intersection(*(set(one) for one in tags)) if tags else set()
         return all(_types(one) == {"object"} for one in schemas) and any(
             _disjoint([one[name] for one in tags]) for name in shared
@@ -565,15 +541,53 @@ class _Document:
         return schema
 
 
-def _spelled_out(patterns: dict[str, Any]) -> dict[str, Any] | None:
-    """The names that patterns spell out, with their schemas. None if one is not a list of names, or two share a name."""
+MEMBERS = ("allOf", "anyOf", "oneOf", "$ref")  # keywords whose schemas apply to the same value
+
+
+def _parts(schema: dict[str, Any]) -> Iterator[tuple[str, int, Any]]:
+    """The subschemas that apply to the same value, as (keyword, index in its list, schema)."""
+    for key in MEMBERS[:3]:
+        members = schema.get(key)
+        for i, member in enumerate(members if isinstance(members, list) else []):
+            yield key, i, member
+    if isinstance(schema.get("$ref"), str):
+        yield "$ref", 0, {"$ref": schema["$ref"]}
+
+
+def _listed(schema: dict[str, Any]) -> frozenset[str]:
+    """The names that the schema itself lists."""
+    listed, required = schema.get("properties"), schema.get("required")
+    names = {*(listed if isinstance(listed, dict) else ()), *(_spelled_out(schema) or ())}
+    if isinstance(required, list) and _lists_properties(schema) and schema.get("unevaluatedProperties") is not False:
+        names.update(name for name in required if isinstance(name, str))
+    return frozenset(names)
+
+
+def _own_names(schema: dict[str, Any]) -> Names:
+    """The names that the schema itself allows."""
+    patterns = schema.get("patternProperties")
+    others = [one for one in patterns.values() if one is not False] if isinstance(patterns, dict) else []
+    is_open = schema.get("additionalProperties", schema.get("unevaluatedProperties", False)) is not False
+    return None if is_open or (others and _spelled_out(schema) is None) else _listed(schema)
+
+
+def _lists_properties(schema: dict[str, Any]) -> bool:
+    """Whether the schema says which properties exist, so that others are not allowed."""
+    listed = any(isinstance(schema.get(key), dict) for key in ("properties", "patternProperties"))
+    return listed or schema.get("unevaluatedProperties") is False
+
+
+def _spelled_out(schema: dict[str, Any]) -> dict[str, Any] | None:
+    """The names that the patterns of a schema spell out, with their schemas. None if one is not a list of names, or a name comes
+    twice."""
+    patterns, listed = schema.get("patternProperties"), schema.get("properties")
     names: dict[str, Any] = {}
-    for pattern, schema in patterns.items():
+    for pattern, value in patterns.items() if isinstance(patterns, dict) else ():
         found = SPELLED_OUT.fullmatch(pattern)
         for name in (found[1] or found[2]).split("|") if found else [""]:
-            if not name or name in names:
+            if not name or name in names or (isinstance(listed, dict) and name in listed):
                 return None
-            names[name] = schema
+            names[name] = value
     return names
 
 
@@ -592,31 +606,6 @@ def _numbers(value: Any) -> Iterator[int | float]:
             yield from _numbers(one)
     elif isinstance(value, int | float):
         yield value
-
-
-def _lists_properties(schema: dict[str, Any]) -> bool:
-    """Whether the schema says which properties exist, so that others are not allowed."""
-    listed = any(isinstance(schema.get(key), dict) for key in ("properties", "patternProperties"))
-    return listed or schema.get("unevaluatedProperties") is False
-
-
-def _own_names(schema: dict[str, Any]) -> Names:
-    listed, patterns, required = (schema.get(key) for key in ("properties", "patternProperties", "required"))
-    names = set(listed) if isinstance(listed, dict) else set[str]()
-    if isinstance(required, list) and _lists_properties(schema) and schema.get("unevaluatedProperties") is not False:
-        names |= {name for name in required if isinstance(name, str)}
-    open_ = schema.get("additionalProperties", schema.get("unevaluatedProperties", False)) is not False
-    return Names(frozenset(names), frozenset(patterns if isinstance(patterns, dict) else ()), open_)
-
-
-def _parts(schema: dict[str, Any]) -> Iterator[tuple[str, int, Any]]:
-    """The subschemas that apply to the same value, as (keyword, index in its list, schema)."""
-    for key in ("allOf", "anyOf", "oneOf"):
-        members = schema.get(key)
-        for i, member in enumerate(members if isinstance(members, list) else []):
-            yield key, i, member
-    if isinstance(schema.get("$ref"), str):
-        yield "$ref", 0, {"$ref": schema["$ref"]}
 
 
 def _disjoint(sets: list[set[str] | None]) -> bool:
@@ -646,7 +635,8 @@ def _constants(schema: Any) -> set[str] | None:
     return {json.dumps(value, sort_keys=True) for value in values} if isinstance(values, list) else None
 
 
-def _required_properties(schema: dict[str, Any]) -> dict[str, Any]:
+def _required(schema: dict[str, Any]) -> dict[str, Any]:
+    """The schemas of the properties that must exist."""
     listed, required = schema.get("properties"), schema.get("required")
     if not isinstance(listed, dict) or not isinstance(required, list):
         return {}
