@@ -12,8 +12,8 @@ answered with drafts, which are the answers with some wrong tokens. The training
 prompts with their answers, where the weights are not quantized. A prompt's vector, its answer's tokens and their log-probabilities,
 is compared with that of a single request on one rank.
 
-Each launch's result is kept in out/same-bits, and --seconds bounds the whole: run it again to go on. Writes same-bits.json and .md,
-or of quantized models alone same-bits-quantized, into out (with --write into docs/results). The exit code is 1 if a vector differs.
+Writes same-bits.json and .md, or of quantized models alone same-bits-quantized, into out (with --write into docs/results). The exit
+code is 1 if a vector differs.
 """
 
 import argparse
@@ -23,7 +23,6 @@ import random
 import subprocess
 import sys
 import tempfile
-import time
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import replace
@@ -43,8 +42,6 @@ from engine.draft_costs import FREE
 from engine.limits import EngineLimits
 from engine.paged_cache import PagedCache
 from errors import UserError
-from files import ENGINE, check_folder, source_digest
-from kernels.optional_triton import triton
 from kernels.sampling import log_softmax
 from model import Transformer
 from options import DTYPE_NAMES, whole_number
@@ -52,7 +49,7 @@ from quantized.scheme import SCHEMES
 from ranks.processes import on_ranks
 from scripts.lib.machine import describe, machine
 from scripts.lib.markdown import captioned
-from scripts.lib.results import OUT, ROOT, add_write_option, results_folder, write_table
+from scripts.lib.results import ROOT, add_write_option, results_folder, write_table
 from scripts.sweep.rows import with_widths
 from tp import World, init_world
 from training.executor import Execution, Executor
@@ -71,9 +68,7 @@ RIGHT = 0.8  # of the tokens of the texts that drafts are taken from
 CHUNKED = EngineLimits(max_model_len=LENGTH, max_num_seqs=32, max_batch_tokens=64)  # and memory for one sequence of LENGTH
 SCARCE = 3  # if they are shorter, for so many of a call's longest
 ROWS = 16  # prompts of a batch of training
-MARGIN = 30.0  # seconds below which no launch is started
 DEFAULT = [("models/tiny-hybrid", None), ("llama-3-8b:4", None)]
-CODE = (*ENGINE, "training/*.py", "scripts/quality/same_bits.py")
 
 
 class Setting(NamedTuple):
@@ -260,60 +255,28 @@ def stored(name: str, args: argparse.Namespace) -> Iterator[str]:
         yield folder
 
 
-def launched(
-    model: tuple[str, str | None], folder: str | None, ranks: int, args: argparse.Namespace, deadline: float
-) -> dict[str, Any] | None:
-    """The result of a launch: kept from an earlier run of the same code, or of the model in `folder`; None without either.
-
-    model: its name, and how it is quantized."""
+def launched(model: tuple[str, str | None], folder: str, ranks: int, args: argparse.Namespace) -> dict[str, Any]:
+    """What so many ranks answer with the model in `folder`. model: its name, and how it is quantized. Raises UserError."""
     name, quantize = model
-    settings = {
-        "model": name,
-        "quantize": quantize,
-        "ranks": ranks,
-        "items": args.items,
-        "tokens": args.tokens,
-        "dtype": args.dtype,
-        "fast": args.fast,
-    }
-    versions = {"machine": machine(), "triton": getattr(triton, "__version__", None), "code": source_digest(CODE)}
-    key = settings | {"device": args.device, **versions}
-    path = check_folder(OUT / "same-bits") / f"{_digest(key)}.json"
-    left = deadline - time.monotonic()
-    if not path.exists():
-        if folder is None or left < MARGIN:
-            return None
-        part = path.with_suffix(".part")
-        command = [*on_ranks(ranks), "-m", "scripts.quality.same_bits", "--work", str(part), "--model", folder]
+    with tempfile.NamedTemporaryFile(suffix=".json") as file:
+        command = [*on_ranks(ranks), "-m", "scripts.quality.same_bits", "--work", file.name, "--model", folder]
         command += ["--items", str(args.items), "--tokens", str(args.tokens), "--dtype", args.dtype, "--device", args.device]
         command += [*(["--quantize", quantize] if quantize else []), *(["--fast"] if args.fast else [])]
-        try:
-            code = subprocess.run(command, cwd=ROOT, timeout=left).returncode
-        except subprocess.TimeoutExpired:
-            return None
-        if code:
+        if subprocess.run(command, cwd=ROOT).returncode:
             raise UserError(f"{name} on {ranks} ranks failed; see above")
-        part.rename(path)
-    found: dict[str, Any] = json.loads(path.read_text())
+        found: dict[str, Any] = json.loads(Path(file.name).read_text())
+    if not all(found["counts"][kind] for kind in ("prefix_hits", "preemptions", "accepted")):
+        raise UserError(f"{name}: no prefix was found, no sequence preempted or no draft accepted; give more --items")
     return found
 
 
 def measure(args: argparse.Namespace) -> list[dict[str, Any]]:
-    """A row for each model, number of ranks and setting. Raises UserError if there is no time for all."""
-    deadline, rows, counts = time.monotonic() + args.seconds, list[dict[str, Any]](), (1, *args.tp)
-    for model in args.models:
-        name, quantize = model
-        found = [launched(model, None, ranks, args, deadline) for ranks in counts]
-        if None in found:
-            with stored(name, args) as folder:
-                found = [launched(model, folder, ranks, args, deadline) for ranks in counts]
-        done = [one for one in found if one is not None]
-        if len(done) < len(counts):
-            raise UserError(f"{args.seconds} s were not enough; run it again to go on, or give more --seconds")
-        for one in done:
-            if not all(one["counts"][kind] for kind in ("prefix_hits", "preemptions", "accepted")):
-                raise UserError(f"{name}: no prefix was found, no sequence preempted or no draft accepted; give more --items")
-        rows += compared(with_widths(name, quantize, "auto"), counts, done)
+    """A row for each model, number of ranks and setting."""
+    rows, counts = list[dict[str, Any]](), (1, *args.tp)
+    for name, quantize in args.models:
+        with stored(name, args) as folder:
+            found = [launched((name, quantize), folder, ranks, args) for ranks in counts]
+        rows += compared(with_widths(name, quantize, "auto"), counts, found)
     return rows
 
 
@@ -382,7 +345,6 @@ def main() -> None:
     parser.add_argument("--tokens", type=whole_number(1, SHORT - 60), default=6, metavar="N", help="of an answer (default: 6)")
     parser.add_argument("--dtype", choices=DTYPE_NAMES, default="bfloat16", help="default: bfloat16")
     parser.add_argument("--device", choices=("cpu", "cuda"), default="cpu", help="default: cpu")
-    parser.add_argument("--seconds", type=whole_number(1), default=600, metavar="S", help="for all launches (default: 600)")
     parser.add_argument("--fast", action="store_true", help="without --deterministic; prints the table and writes nothing")
     add_write_option(parser)
     parser.add_argument("--work", type=Path, help=argparse.SUPPRESS)  # of the ranks

@@ -1,8 +1,8 @@
-"""make same-bits: ranks give the same vectors in every setting, differences are found, and a launch is not repeated."""
+"""make same-bits: ranks give the same vectors in every setting, and differences are found."""
 
 import argparse
 import json
-import time
+from contextlib import nullcontext
 from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
@@ -14,6 +14,7 @@ import torch
 from comm import Local, TreeCommunicator
 from errors import UserError
 from kernels import determinism
+from ranks.processes import on_ranks
 from scripts.quality import same_bits
 from tests.engine.test_engine import config_of, random_model
 from tests.support.ranks import Ranks
@@ -25,7 +26,7 @@ SETTINGS = [one for one in same_bits.SETTINGS if one.engine != "whole" or one.ba
 
 
 def arguments(**more: Any) -> argparse.Namespace:
-    values = {"items": 16, "tokens": 6, "dtype": "bfloat16", "device": "cpu", "fast": False, "tp": [2], "seconds": 600}
+    values = {"items": 16, "tokens": 6, "dtype": "bfloat16", "device": "cpu", "fast": False, "tp": [2]}
     return argparse.Namespace(**values | more)
 
 
@@ -71,44 +72,43 @@ def test_other_tokens_and_other_log_probabilities_differ() -> None:
     assert "| m | 1 | others | 2 of 3 |" in same_bits.table(rows, arguments(), {"cores": 2, "cpu": "x", "torch": "y"})
 
 
-def test_a_launch_is_kept_and_there_is_a_limit(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
-    launches: list[float] = []
+@pytest.mark.parametrize("missing", [None, "prefix_hits", "preemptions", "accepted"])
+def test_settings_that_compare_nothing_are_an_error(missing: str | None, monkeypatch: pytest.MonkeyPatch) -> None:
+    launches: list[list[str]] = []
 
-    def launch(command: list[str], cwd: Path, timeout: float) -> SimpleNamespace:
-        launches.append(timeout)
-        Path(command[command.index("--work") + 1]).write_text('{"vectors": {}, "counts": {}}')
+    def launch(command: list[str], cwd: Path) -> SimpleNamespace:
+        launches.append(command)
+        counts = dict.fromkeys(("prefix_hits", "preemptions", "steps", "accepted"), 1)
+        if missing and len(launches) == 2:
+            counts[missing] = 0
+        content = {"vectors": {"alone": [["t", "w"]]}, "counts": counts}
+        Path(command[command.index("--work") + 1]).write_text(json.dumps(content))
         return SimpleNamespace(returncode=0)
 
-    monkeypatch.setattr(same_bits, "OUT", tmp_path)
     monkeypatch.setattr(same_bits.subprocess, "run", launch)
+    monkeypatch.setattr(same_bits, "stored", lambda name, args: nullcontext(f"/stored/{name}"))
+    args = arguments(models=[("m", "fp8")], tp=[2, 4], fast=True)
+    if missing:
+        with pytest.raises(UserError, match="m: no prefix was found"):
+            same_bits.measure(args)
+    else:
+        assert [(row["ranks"], row["differ"]) for row in same_bits.measure(args)] == [(1, []), (2, []), (4, [])]
+    assert len(launches) == (2 if missing else 3)
+    for command, ranks in zip(launches, (1, 2, 4), strict=False):
+        assert command[: len(on_ranks(ranks))] == on_ranks(ranks)
+        for flag, value in (
+            ("--items", "16"),
+            ("--tokens", "6"),
+            ("--dtype", "bfloat16"),
+            ("--device", "cpu"),
+            ("--quantize", "fp8"),
+            ("--model", "/stored/m"),
+        ):
+            assert command[command.index(flag) + 1] == value
+        assert "--fast" in command
 
-    def call(ranks: int, seconds: float) -> dict[str, Any] | None:
-        return same_bits.launched(("m", None), "m", ranks, arguments(), time.monotonic() + seconds)
 
-    assert call(1, 100) == call(1, 100) == {"vectors": {}, "counts": {}}
-    assert len(launches) == 1 and launches[0] <= 100
-    assert call(2, 1) is None and len(launches) == 1
-
-
-@pytest.mark.parametrize("missing", ["prefix_hits", "preemptions", "accepted"])
-def test_settings_that_compare_nothing_are_an_error(missing: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    counts = {"prefix_hits": 1, "preemptions": 1, "steps": 1, "accepted": 1}
-    found = {ranks: {"vectors": {"alone": []}, "counts": dict(counts)} for ranks in (1, 2, 4)}
-    monkeypatch.setattr(same_bits, "launched", lambda model, folder, ranks, *rest: found[ranks])
-    assert [row["ranks"] for row in same_bits.measure(arguments(models=[("m", None)], tp=[2, 4]))] == [1, 2, 4]
-    found[2]["counts"][missing] = 0
-    with pytest.raises(UserError, match="more --items"):
-        same_bits.measure(arguments(models=[("m", None)]))
-
-
-def test_a_launch_with_another_triton_is_not_kept(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
-    def launch(command: list[str], **_: Any) -> SimpleNamespace:
-        Path(command[command.index("--work") + 1]).write_text("{}")
-        return SimpleNamespace(returncode=0)
-
-    monkeypatch.setattr(same_bits, "OUT", tmp_path)
-    monkeypatch.setattr(same_bits.subprocess, "run", launch)
-    for version in ("3.6.0", "3.7.0"):
-        monkeypatch.setattr(same_bits, "triton", SimpleNamespace(__version__=version))
-        same_bits.launched(("m", None), "m", 1, arguments(), time.monotonic() + 100)
-    assert len([*(tmp_path / "same-bits").glob("*.json")]) == 2
+def test_a_failed_launch_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(same_bits.subprocess, "run", lambda command, cwd: SimpleNamespace(returncode=1))
+    with pytest.raises(UserError, match="m on 2 ranks failed"):
+        same_bits.launched(("m", None), "/stored/m", 2, arguments())
