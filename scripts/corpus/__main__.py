@@ -1,19 +1,16 @@
-"""Print the synthetic corpus, count its words and tokens, or train its tokenizer."""
+"""Print the synthetic corpus, or train its tokenizer."""
 
 import argparse
 import json
 import sys
-from collections import Counter
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
-from tokenizers import Tokenizer
-
 from cli import Parser, note, run
 from errors import UserError
-from scripts.corpus.documents import KINDS, MIXTURE, Document, documents, render
-from scripts.corpus.tokenizer import load_tokenizer, train_tokenizer
+from scripts.corpus.documents import MIXTURE, Document, documents, render
+from scripts.corpus.tokenizer import train_tokenizer
 
 
 def parse_args() -> argparse.Namespace:
@@ -27,8 +24,7 @@ def parse_args() -> argparse.Namespace:
             "examples:\n"
             "  python -m scripts.corpus --documents 5                      five documents, as a model sees them\n"
             "  python -m scripts.corpus --kind arithmetic --split heldout --json\n"
-            "  python -m scripts.corpus --tokenizer out/tokenizer          train the tokenizer and stop\n"
-            "  python -m scripts.corpus --stats --documents 5000 --tokenizer out/tokenizer\n\n"
+            "  python -m scripts.corpus --tokenizer out/tokenizer          train the tokenizer and stop\n\n"
             "kinds and their shares:\n  " + ", ".join(f"{kind} {share:.0%}" for kind, share in MIXTURE.items())
         ),
     )
@@ -39,12 +35,10 @@ def parse_args() -> argparse.Namespace:
     parser.add_argument("--kind", help="write only this kind (default: all kinds, mixed)")
     parser.add_argument("--out", type=Path, metavar="FILE", help="file to write (default: standard output)")
     parser.add_argument("--json", action="store_true", help="write one JSON object per line instead of the rendered text")
-    parser.add_argument("--tokenizer", type=Path, metavar="DIR", help="train the tokenizer into this folder; with "
-                        "--stats, count tokens with the one in it")  # fmt: skip
+    parser.add_argument("--tokenizer", type=Path, metavar="DIR", help="train the tokenizer into this folder and stop")
     parser.add_argument("--vocab-size", type=int, default=1024, metavar="N", help="size of the vocabulary (default 1024)")
     parser.add_argument("--sample", type=int, default=20000, metavar="N",
                         help="documents to train the tokenizer on (default 20000)")  # fmt: skip
-    parser.add_argument("--stats", action="store_true", help="print documents, words, tokens and distinct share by kind")
     return parser.parse_args()
 
 
@@ -52,29 +46,6 @@ def as_json(document: Document) -> str:
     fields: dict[str, Any] = {"kind": document.kind, "key": document.key}
     fields |= {"text": document.text} if document.text is not None else {"messages": document.messages}
     return json.dumps(fields, ensure_ascii=False)
-
-
-def stats(stream: Iterator[Document], tokenizer: Tokenizer | None) -> str:
-    """A table by kind: documents, mean words, mean and most tokens (with a tokenizer), and share of distinct texts."""
-    counts: Counter[str] = Counter()
-    n_words: Counter[str] = Counter()
-    n_tokens: Counter[str] = Counter()
-    longest: dict[str, int] = {}
-    seen: dict[str, set[int]] = {kind: set() for kind in KINDS}
-    for document in stream:
-        text, kind = render(document), document.kind
-        length = len(tokenizer.encode(text, add_special_tokens=False).ids) if tokenizer else 0
-        counts[kind] += 1
-        n_words[kind] += len(text.split())
-        n_tokens[kind] += length
-        longest[kind] = max(longest.get(kind, 0), length)
-        seen[kind].add(hash(text))
-    lines = [f"{'kind':<12}{'documents':>10}{'words':>8}{'tokens':>8}{'longest':>9}{'distinct':>10}"]
-    for kind in filter(counts.__contains__, KINDS):
-        count = counts[kind]
-        tokens = f"{n_tokens[kind] / count:>8.1f}{longest[kind]:>9}" if tokenizer else f"{'-':>8}{'-':>9}"
-        lines.append(f"{kind:<12}{count:>10}{n_words[kind] / count:>8.1f}{tokens}{len(seen[kind]) / count:>10.1%}")
-    return "\n".join(lines)
 
 
 def write(lines: Iterator[str], out: Path | None) -> None:
@@ -92,10 +63,7 @@ def write(lines: Iterator[str], out: Path | None) -> None:
 def main() -> None:
     args = parse_args()
     stream = documents(args.seed, args.documents, args.split, args.kind, args.start)
-    if args.stats:
-        tokenizer = load_tokenizer(args.tokenizer) if args.tokenizer else None
-        write(iter([stats(stream, tokenizer)]), args.out)
-    elif args.tokenizer:
+    if args.tokenizer:
         try:
             train_tokenizer(args.tokenizer, args.vocab_size, args.seed, args.sample)
         except OSError as error:

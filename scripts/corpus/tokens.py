@@ -1,28 +1,32 @@
 """The synthetic corpus as a token file for training."""
 
-import fcntl
-import os
 from pathlib import Path
 
-from files import writing
-from scripts.corpus.encode import encode_corpus
-from text.tokenizer_files import load_tokenizer
-from training.token_file import tokenizer_fingerprint, write_tokens
+import numpy as np
+from tqdm import tqdm
+
+from scripts.corpus.documents import documents, render
+from scripts.corpus.tokenizer import load_tokenizer
+from training.token_file import TokenWriter, tokenizer_fingerprint
 
 TOKENS_PER_DOCUMENT = 80  # on average
+CHUNK = 4096  # documents that the tokenizer's threads encode together
 
 
-def write_corpus(path: Path, tokenizer: Path, seed: int, tokens: int, split: str = "train") -> None:
-    """Write the first documents of a split of the corpus with this seed as a token file of about so many tokens, with
-    the tokenizer in the folder `tokenizer`, unless the file exists. Of several commands at once the first writes it, and the others wait. Raises UserError as
-    `encode_corpus` does, and if the file cannot be written."""
+def write_corpus(path: Path, folder: Path, seed: int, tokens: int) -> None:
+    """Write the first documents of the corpus with this seed as a token file of about so many tokens, unless the file exists.
+
+    folder: of the tokenizer. Raises UserError if it has none, and if the file cannot be written.
+    """
     if path.with_suffix(".json").exists():
         return
-    with writing(path):
-        lock = path.with_suffix(".lock").open("w")
-    with lock:
-        fcntl.flock(lock, fcntl.LOCK_EX)
-        if path.with_suffix(".json").exists():
-            return
-        ids = encode_corpus(tokenizer, seed, tokens // TOKENS_PER_DOCUMENT, os.cpu_count() or 1, split)
-        write_tokens(path, ids, load_tokenizer(tokenizer).vocab_size, tokenizer_fingerprint(tokenizer))
+    tokenizer, count = load_tokenizer(folder), tokens // TOKENS_PER_DOCUMENT
+    with (
+        TokenWriter(path, tokenizer.get_vocab_size(), tokenizer_fingerprint(folder)) as writer,
+        tqdm(total=count, unit="doc", desc="encode", disable=None) as bar,
+    ):
+        for first in range(0, count, CHUNK):
+            texts = [render(document) for document in documents(seed, min(CHUNK, count - first), start=first)]
+            encodings = tokenizer.encode_batch_fast(texts, add_special_tokens=False)
+            writer.append(np.array([token for encoding in encodings for token in encoding.ids]))
+            bar.update(len(texts))

@@ -8,14 +8,12 @@ This is a small version of tables 3 and 5 of the ladder paper, and of tables 2 a
 documents share no operands or lists with the training corpus, and no cast with its stories and questions. Writes accuracy.json
 and accuracy.md into out (with --write into docs/results), or accuracy-quantized.json and .md if --comm names communicators other
 than gloo. Ranks are started once for each number of ranks and communicator. Each evaluation is kept in out/accuracy-rows as soon
-as it is done, so a command that was stopped goes on with the others. It first measures a few items and says how long it will
-take. One rank sends nothing, so tp 1 is evaluated only with gloo.
+as it is done, so a command that was stopped goes on with the others. One rank sends nothing, so tp 1 is evaluated only with gloo.
 """
 
 import argparse
 import json
 import subprocess
-import time
 from pathlib import Path
 from typing import Any
 
@@ -24,8 +22,7 @@ from tqdm import tqdm
 
 from checkpoints.presets import model_config
 from checkpoints.weights import load_model
-from cli import Parser, note, run
-from comm import Local
+from cli import Parser, run
 from comm.quantize import WIDTHS
 from comm.registry import choose
 from config import TRAINABLE
@@ -41,8 +38,6 @@ from scripts.quality.embedded import EXACT
 from scripts.quality.heldout import TASKS, matches, perplexity
 from text.tokenizer_files import load_tokenizer
 from tp import World, init_world
-
-PROBE_SHARE = 20  # one in so many items, from which the duration is estimated
 
 
 def evaluate(path: Path, world: World, items: int) -> dict[str, Any]:
@@ -88,18 +83,6 @@ def launch(ranks: int, comm: str, args: argparse.Namespace) -> list[dict[str, An
         if subprocess.run(command, cwd=ROOT).returncode:
             raise UserError(f"the evaluation on {ranks} ranks failed; see above. The same command goes on")
     return [json.loads(file.read_text()) for file in files.values()]
-
-
-def duration(runs: list[tuple[int, str]], args: argparse.Namespace) -> float:
-    """About how many seconds the evaluations without a file will take, judged from a part of the first one on one rank. Ranks share
-    the cores, so each evaluation is taken to need as long."""
-    todo = [path for run in runs for path in args.models if not file_of(path, *run, args).exists()]
-    if not todo:
-        return 0.0
-    items = max(1, args.items // PROBE_SHARE)
-    started = time.monotonic()
-    evaluate(todo[0], World(0, 1, torch.device("cpu"), Local()), items)
-    return (time.monotonic() - started) * args.items / items * len(todo)
 
 
 def table(rows: list[dict[str, Any]], where: dict[str, Any]) -> str:
@@ -186,8 +169,6 @@ def main() -> None:
         raise UserError(f"--comm {' '.join(args.comm)} lacks {EXACT}, which the others are compared with; add it")
     runs = [(ranks, comm) for ranks in args.tp for comm in args.comm if ranks > 1 or comm == EXACT]
     check_folder(args.rows)
-    note("measuring how long it will take")
-    note(f"about {duration(runs, args) / 60:.1f} min")
     rows = [row for run in tqdm(runs, desc="tp and comm", unit="run") for row in launch(*run, args)]
     where = machine()
     quantized = args.comm != [EXACT]

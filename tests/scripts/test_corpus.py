@@ -2,14 +2,10 @@
 
 import dataclasses
 import json
-import os
 import random
 import re
-import subprocess
 import sys
-import time
 from pathlib import Path
-from threading import Thread
 
 import numpy as np
 import pytest
@@ -20,7 +16,6 @@ from errors import UserError
 from scripts.corpus import documents as corpus
 from scripts.corpus import stories, tokens, words
 from scripts.corpus.__main__ import main
-from scripts.corpus.encode import encode_corpus
 from scripts.corpus.plots import PLOTS
 from scripts.corpus.tokenizer import CHAT_TEMPLATE, MAX_LENGTH, load_tokenizer, train_tokenizer
 from tests import ROOT
@@ -282,45 +277,17 @@ def test_too_small_samples_and_vocabularies_are_refused(tmp_path: Path) -> None:
         train_tokenizer(tmp_path, vocab_size=260)
 
 
-def test_parallel_encoding_equals_serial(tokenizer_dir: Path) -> None:
-    serial = encode_corpus(tokenizer_dir, 9, 1100, 1)
-    parallel = encode_corpus(tokenizer_dir, 9, 1100, 2)
-    assert serial.dtype == np.uint16 and np.array_equal(serial, parallel)
-    text = "".join(map(corpus.render, corpus.documents(9, 1100)))
-    assert load_tokenizer(tokenizer_dir).decode(serial.tolist(), skip_special_tokens=False) == text
-    assert encode_corpus(tokenizer_dir, 9, 0, 2).size == 0
-
-
-def test_processes_that_encode_import_no_torch(tokenizer_dir: Path, tmp_path: Path) -> None:
-    """Although the program that starts them does."""
-    (tmp_path / "torch.py").write_text(f"print('imported', file=open({str(tmp_path / 'log')!r}, 'a'))")
-    program = tmp_path / "program.py"
-    program.write_text(
-        "import sys\nfrom pathlib import Path\nimport torch\nfrom scripts.corpus.encode import encode_corpus\n"
-        "if __name__ == '__main__':\n"
-        f"    assert len(encode_corpus(Path({str(tokenizer_dir)!r}), 9, 1100, 2)) and sys.modules['__main__'].__file__ == __file__\n"
-    )
-    subprocess.run([sys.executable, program], env=os.environ | {"PYTHONPATH": f"{tmp_path}:{ROOT}"}, check=True)
-    assert (tmp_path / "log").read_text() == "imported\n"
-
-
-def test_two_commands_that_start_together_make_one_token_file(
+def test_the_token_file_has_the_documents_in_their_order(
     tokenizer_dir: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    encoded = []
-
-    def slow(*_: object, **__: object) -> np.ndarray:
-        encoded.append(1)
-        time.sleep(0.2)
-        return np.arange(100, dtype=np.uint16)
-
-    monkeypatch.setattr(tokens, "encode_corpus", slow)
-    both = [Thread(target=tokens.write_corpus, args=(tmp_path / "x.bin", tokenizer_dir, 1, 9000)) for _ in range(2)]
-    for one in both:
-        one.start()
-    for one in both:
-        one.join()
-    assert encoded == [1] and len(open_tokens(tmp_path / "x.bin", 1024).tokens) == 100
+    monkeypatch.setattr(tokens, "CHUNK", 7)
+    tokens.write_corpus(tmp_path / "x.bin", tokenizer_dir, 9, 30 * tokens.TOKENS_PER_DOCUMENT)
+    ids = open_tokens(tmp_path / "x.bin", 1024).tokens
+    assert ids.dtype == np.uint16
+    text = "".join(map(corpus.render, corpus.documents(9, 30)))
+    assert load_tokenizer(tokenizer_dir).decode(ids.tolist(), skip_special_tokens=False) == text
+    monkeypatch.setattr(tokens, "load_tokenizer", lambda _: pytest.fail("the file is there"))
+    tokens.write_corpus(tmp_path / "x.bin", tokenizer_dir, 9, 30 * tokens.TOKENS_PER_DOCUMENT)
 
 
 def test_every_document_fits_the_context(tokenizer_dir: Path) -> None:
@@ -374,7 +341,7 @@ def test_template_of_unusual_messages() -> None:
 
 
 @pytest.mark.parametrize("flags", ["--kind poem", "--split test", "--documents many", "--documents -1", "--colour",
-                                   "--stats --tokenizer nowhere", "--out no/such/folder/file"])  # fmt: skip
+                                   "--tokenizer /dev/null/no", "--out no/such/folder/file"])  # fmt: skip
 def test_bad_flags_give_one_line_and_exit_code_2(
     flags: str, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
@@ -386,19 +353,13 @@ def test_bad_flags_give_one_line_and_exit_code_2(
     assert captured.out == "" and captured.err.startswith("error: ") and captured.err.count("\n") == 1
 
 
-def test_command_writes_a_file_and_stats(
-    tmp_path: Path, tokenizer_dir: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_command_writes_a_file(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     out = tmp_path / "corpus.txt"
     flags = "--kind arithmetic --documents 5 --split heldout --out"
     monkeypatch.setattr(sys, "argv", ["corpus", *flags.split(), str(out)])
     main()
     expected = [corpus.render(document) for document in corpus.documents(1, 5, "heldout", "arithmetic")]
     assert out.read_text(encoding="utf-8").splitlines() == expected
-    monkeypatch.setattr(sys, "argv", ["corpus", "--stats", "--documents", "300", "--tokenizer", str(tokenizer_dir)])
-    main()
-    table = capsys.readouterr().out
-    assert all(kind in table for kind in corpus.KINDS)
 
 
 def test_the_seconds_of_a_resumed_run_include_those_before() -> None:
