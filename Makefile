@@ -154,7 +154,7 @@ compare: setup-dev ## Measure: Rung beside vLLM on RANKS GPUs, with ratios: make
 measure-gpus: setup-dev ## Measure: sweeps, server load, drafts, all-reduces and start-up on RANKS GPUs, most important first, resumable: make measure-gpus RANKS=8 ARGS="--raw docs/results/gpu-8"
 	@$(PY) -m scripts.measure_gpus --ranks $(RANKS) $(ARGS)
 
-plot: setup-dev #+ Measure: the paper's figures 2, 3 and 4 and the parts of a step, from out/sweep.jsonl into out/plots
+plot: setup-dev #+ Measure: the paper's figures 2 and 4 and the parts of a step, from out/sweep.jsonl into out/plots
 	@$(PY) -m scripts.report.plots $(ARGS)
 
 trace: setup #+ Measure: a trace for ui.perfetto.dev with hidden and exposed communication marked, and a table of both: make trace MODEL=models/tiny-ladder

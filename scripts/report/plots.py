@@ -1,11 +1,10 @@
-"""Draw the ladder paper's figures 2, 3 and 4, and the split of a decode step's time, from the rows of a sweep.
+"""Draw the ladder paper's figures 2 and 4, and the split of a decode step's time, from the rows of a sweep.
 
     python -m scripts.report.plots --sweep out/sweep.jsonl --out out/plots
 
 | file | shows |
 |---|---|
 | throughput.svg | throughput relative to the standard model, by ranks and batch size (figure 2) |
-| bars.svg | the same as bars, for the largest number of ranks (figure 3) |
 | pareto.svg | time to complete a batch against tokens a second and GPU, with the Pareto front as a line (figure 4) |
 | split.svg | a decode step: computation, hidden communication, exposed communication |
 
@@ -182,37 +181,6 @@ def line_of(
             beyond(axis, place, gain, top)
 
 
-def bars(rows: Sequence[Row]) -> Figure | None:
-    """Figure 3: one group of bars for each batch size, at the largest number of ranks. The standard model is the line at 1."""
-    if not (shown := compared(rows)):
-        return None
-    figure, axes = column(shown)
-    for axis, (_, found) in zip(axes, shown, strict=True):
-        tp = max(r.setting.tp for r in found)
-        sizes = sorted({r.setting.batch for r in found if r.setting.tp == tp})
-        names, top = [v for v in variants(found) if v != "standard"], ceiling(found)
-        ratio_axis(axis, top)
-        for i, variant in enumerate(names):
-            ours = [r for r in found if r.setting.variant == variant and r.setting.tp == tp and baseline(r, found)]
-            x = [sizes.index(r.setting.batch) + (i - (len(names) - 1) / 2) * 0.8 / len(names) for r in ours]
-            heights = [gains(found, variant)[tp, r.setting.batch] for r in ours]
-            errors = list(zip(*(whiskers(r, found) for r in ours), strict=True)) or None
-            look = {"color": variant_colour(variant), "label": variant, "error_kw": {"elinewidth": 0.8, "capsize": 2}}
-            drawn = axis.bar(x, heights, 0.8 / len(names), yerr=errors, **look)
-            inside = [f"{h:.2f}" if top is None or h <= top else "" for h in heights]
-            turned = 90 if len(names) * len(sizes) > 8 else 0  # many horizontal numbers would overlap
-            axis.bar_label(drawn, inside, fontsize=8, padding=2, rotation=turned)
-            for place, height in zip(x, heights, strict=True):
-                if top is not None and height > top:
-                    axis.text(place, top * 0.97, f"{height:.2f} →", fontsize=8, rotation=90, ha="center", va="top")
-        axis.set_xticks(range(len(sizes)), [str(size) for size in sizes])
-        axis.set_xlabel(f"batch, tp {tp}")
-        if top is None:
-            axis.margins(y=0.18)
-    legend(figure, axes)
-    return figure
-
-
 def frontier(points: Sequence[tuple[float, float]]) -> list[tuple[float, float]]:
     """The Pareto front of (latency, throughput) points: those that no other point beats in both, by increasing latency."""
     best: list[tuple[float, float]] = []
@@ -281,7 +249,6 @@ def split(rows: Sequence[Row]) -> Figure | None:
 
 FIGURES: dict[str, Callable[[Sequence[Row]], Figure | None]] = {
     "throughput": throughput,
-    "bars": bars,
     "pareto": pareto,
     "split": split,
 }

@@ -236,16 +236,11 @@ def test_plots_show_the_ratios(seed: int) -> None:
     low, high = plots.whiskers(uneven[1], uneven)
     speeds = [(50 + 511 * 10) / (50 + 511 * ms) for ms in (6, 7, 9)]
     assert (low, high) == pytest.approx((speeds[1] - speeds[2], speeds[0] - speeds[1]))
-    figure = plots.bars(uneven)
+    figure = plots.throughput(uneven)  # whiskers reach from the slowest to the fastest run
     assert figure is not None
-    assert sorted(p.get_height() for p in figure.axes[0].patches) == pytest.approx([speeds[1]])
+    (errors,) = [c for c in figure.axes[0].containers if hasattr(c, "has_yerr")]
+    assert errors[2][0].get_segments()[0][:, 1] == pytest.approx([speeds[2], speeds[0]])
     plt.close(figure)
-    for draw in (plots.throughput, plots.bars):  # whiskers reach from the slowest to the fastest run
-        figure = draw(uneven)
-        assert figure is not None
-        (errors,) = [c for c in figure.axes[0].containers if hasattr(c, "has_yerr")]
-        assert errors[2][0].get_segments()[0][:, 1] == pytest.approx([speeds[2], speeds[0]])
-        plt.close(figure)
     figure = plots.split(rows)
     assert figure is not None
     assert max(p.get_x() + p.get_width() for p in figure.axes[0].patches) == pytest.approx(2.0)
@@ -257,7 +252,7 @@ def test_plots_show_the_ratios(seed: int) -> None:
     assert errors[2][0].get_segments()[0][:, 0] == pytest.approx(np.quantile(steps, (0.25, 0.75)))
     plt.close(figure)
     assert plots.throughput([r for r in rows if r.setting.variant != "standard"]) is None
-    assert plots.bars([]) is None and plots.pareto([]) is None and plots.split([replace(r, split=None) for r in rows]) is None
+    assert plots.pareto([]) is None and plots.split([replace(r, split=None) for r in rows]) is None
 
 
 def test_the_upper_bound_does_not_flatten_the_variants() -> None:
@@ -265,13 +260,12 @@ def test_the_upper_bound_does_not_flatten_the_variants() -> None:
     rows = [steady(10, ms, variant=v) for v, ms in (("standard", 4), ("parallel", 3.6), ("ladder", 3.3), ("upper-bound", 1))]
     bound = ratio(rows[3], rows, "throughput")
     assert bound is not None and bound > 3.5
-    for draw in (plots.throughput, plots.bars):
-        figure = draw(rows)
-        assert figure is not None
-        (axis,) = figure.axes
-        assert axis.get_ylim()[1] < 1.5
-        assert any(f"{bound:.2f}" in text.get_text() for text in axis.texts)
-        plt.close(figure)
+    figure = plots.throughput(rows)
+    assert figure is not None
+    (axis,) = figure.axes
+    assert axis.get_ylim()[1] < 1.5
+    assert any(f"{bound:.2f}" in text.get_text() for text in axis.texts)
+    plt.close(figure)
     near = [*rows[:3], steady(10, 3.2, variant="upper-bound")]
     figure = plots.throughput(near)
     assert figure is not None
@@ -282,7 +276,7 @@ def test_the_upper_bound_does_not_flatten_the_variants() -> None:
 def test_a_panel_holds_six_variants_beside_the_standard_model() -> None:
     names = ["standard", *(f"hybrid:{i}" for i in range(1, 10)), "ladder", "upper-bound"]
     rows = [steady(10, 3 - i / 20, variant=v) for i, v in enumerate(names)]
-    for draw in (plots.throughput, plots.bars, plots.pareto):
+    for draw in (plots.throughput, plots.pareto):
         figure = draw(rows)
         assert figure is not None and len(figure.axes) == 2
         shown = [set(axis.get_legend_handles_labels()[1]) for axis in figure.axes]
