@@ -3,9 +3,8 @@
     make sweep ARGS="--models llama-3-70b --tp 4 --out docs/results/h200-4/sweep-70b.jsonl"       # and others; then
     python -m scripts.report.performance --raw docs/results/h200-4
 
-Reads those of the following files that exist in --raw. Writes a table of each as NAME-{decode,comm,linear,…}.md, and the plots
-NAME-comm.png and NAME-comm-no-p2p.png. NAME is the name of the --raw folder. The outputs go into out, or with
---write into docs/results.
+Reads those of the following files that exist in --raw. Writes a table of each as NAME-{decode,comm,linear,…}.md, and the plot
+NAME-comm.png, into out, or with --write into docs/results. NAME is the name of the --raw folder.
 
     sweep*.jsonl                        make sweep
     profile*.jsonl                      make sweep with --profile; sweep*.jsonl may have it, too
@@ -14,7 +13,7 @@ NAME-comm.png and NAME-comm-no-p2p.png. NAME is the name of the --raw folder. Th
     clients.json, clients-speculate.json    make throughput with --clients, the latter also with --speculate and --accept-rate
     comm.json, quantized*.json          make bench-comm, the latter with --parts "nccl|quantized"
     linear.json, linear-N.json          make bench-linear
-    kernels.json, decode.json           make bench-kernels
+    kernels.json                        make bench-kernels: attention to many keys
 """
 
 from collections.abc import Callable
@@ -50,8 +49,6 @@ QUANTIZED = {
     **{f"µs portable quantized {width}": f"{width}, over NCCL" for width in WIDTHS},
 }
 LINEAR = ("linear.json", "linear-[0-9]*.json")
-
-NOT_A_CASE = {"kernel", "us", "peer_us", "gb_per_second", "tflop_per_second", "error", "peer_error", "right", "config"}
 
 
 def decode(folder: Path) -> str | None:
@@ -167,7 +164,7 @@ def kind_of(name: str) -> str:
     return "exact" if name in ALGORITHMS else "carried by NCCL" if "portable" in name else "quantized"
 
 
-def plot_comm(files: list[Any], where: str, out: Path) -> None:
+def plot_comm(files: list[Any], out: Path) -> None:
     """Plot latency by message size. Panels: exact algorithms, quantized algorithms, and quantized algorithms over NCCL.
 
     Every panel shows NCCL's all-reduce too. There are no error bars because the files hold only medians.
@@ -189,7 +186,7 @@ def plot_comm(files: list[Any], where: str, out: Path) -> None:
         axes.set(xlabel="message, bf16", ylabel="µs, median")
         axes.grid(alpha=0.3)
         axes.legend(fontsize=9, frameon=False)
-    figure.suptitle(f"All-reduce over {files[0]['ranks']} x {files[0]['gpu']}{where}", fontsize=10)
+    figure.suptitle(f"All-reduce over {files[0]['ranks']} x {files[0]['gpu']}", fontsize=10)
     figure.savefig(out, dpi=150)
 
 
@@ -218,32 +215,6 @@ def linear(folder: Path) -> str | None:
     return captioned(head, lines, caption)
 
 
-def kernels(found: dict[str, Any]) -> str | None:
-    lines = [
-        [f"`{row['kernel']}`", _case(row), f"{row['us']:.1f}", f"{row['peer_us']:.1f}", f"{row['gb_per_second']:.0f}"]
-        for row in found["rows"]
-        if not row["kernel"].startswith("paged")  # see `attention`
-    ]
-    if not lines:
-        return None
-    caption = f"Inside CUDA graphs, compared with PyTorch's own operations. Made on {describe(found['machine'], 'cuda')}."
-    return captioned(["kernel", "case", "µs", "PyTorch, µs", "GB/s"], lines, caption)
-
-
-def attention(found: dict[str, Any]) -> str:
-    """A table of all tried launch configurations of attention that gave correct results."""
-    lines = [
-        [f"`{row['kernel']}`", _case(row), ", ".join(str(value) for value in row["config"].values()), f"{row['us']:.1f}"]
-        for row in found["rows"]
-        if row["right"]
-    ]
-    caption = (
-        "Inside CUDA graphs. A configuration of decode is keys of a tile, warps, pipeline stages, programs an SM, most splits; of prefill "
-        f"rows, keys of a tile, warps, stages. Made on {describe(found['machine'], 'cuda')}."
-    )
-    return captioned(["kernel", "case", "configuration", "µs"], lines, caption)
-
-
 def long_attention(found: dict[str, Any]) -> str | None:
     """A table of attention to many keys beside SDPA on contiguous tensors. Decode has a share of the read ceiling."""
     rows = [row for row in found["rows"] if row.get("share_of_ceiling") or row.get("keys")]
@@ -270,10 +241,6 @@ def long_attention(found: dict[str, Any]) -> str | None:
         f"{found['read_bytes_per_second'] / 1e12:.2f} TB/s. Made on {describe(found['machine'], 'cuda')}."
     )
     return captioned(head, lines, caption)
-
-
-def _case(row: dict[str, Any]) -> str:
-    return ", ".join(f"{name} {value}" for name, value in row.items() if name not in NOT_A_CASE)
 
 
 def startup(found: dict[str, Any]) -> str:
@@ -339,8 +306,6 @@ TABLES: dict[str, Table] = {
     "widths": (widths, "widths*.jsonl"),
     "comm": of(comm, "comm.json", "quantized.json"),
     "linear": (linear, " ".join(LINEAR)),
-    "kernels": of(kernels, "kernels.json"),
-    "attention": of(attention, "decode.json"),
     "long-attention": of(long_attention, "kernels.json"),
     "startup": of(startup, "startup.json"),
     "load": (load, "load*.json"),
@@ -350,10 +315,7 @@ TABLES: dict[str, Table] = {
 }
 
 
-PLOTS = (  # files, suffix of the title, name of the plot
-    ("comm.json quantized.json", "", "comm"),
-    ("quantized-no-p2p.json", ", through host memory", "comm-no-p2p"),
-)
+PLOTTED = "comm.json quantized.json"
 
 
 def show(raw: Path, folder: Path) -> None:
@@ -363,10 +325,8 @@ def show(raw: Path, folder: Path) -> None:
         if text is not None:
             write_text(path := folder / f"{raw.name}-{name}.md", text)
             _made(path, raw, files)
-    for files, where, plotted in PLOTS:
-        some = [found for name in files.split() if (found := read_row(raw / name))]
-        plot_comm(some, where, path := folder / f"{raw.name}-{plotted}.png")
-        _made(path, raw, files)
+    plot_comm([found for name in PLOTTED.split() if (found := read_row(raw / name))], path := folder / f"{raw.name}-comm.png")
+    _made(path, raw, PLOTTED)
 
 
 def _made(path: Path, raw: Path, files: str) -> None:

@@ -135,7 +135,7 @@ def test_a_panel_has_six_lines_at_most(tmp_path: Path, monkeypatch: pytest.Monke
     for path in sorted(RESULTS.glob("h200-4/*.json")):
         raw = performance.read_row(path)
         if raw and "µs nccl" in raw.get("found", {}):
-            performance.plot_comm([raw], "", tmp_path / "comm.png")
+            performance.plot_comm([raw], tmp_path / "comm.png")
     comms = len(drawn)
     assert comms >= 2
     for one in drawn:
