@@ -24,6 +24,7 @@ import os
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
+from tempfile import TemporaryDirectory
 
 import numpy as np
 from tqdm import tqdm
@@ -37,8 +38,6 @@ from training.chat_data import packed
 from training.encode import Encoded, Task, WorkItem, encode_all, work_items
 from training.export import copy_tokenizer
 from training.token_file import TokenWriter, open_tokens, tokenizer_fingerprint, tokenizer_folder
-
-# --- the token file ------------------------------------------------------------------------------------------------------
 
 
 @dataclass
@@ -60,30 +59,35 @@ class Counts:
         self.skipped += encoded.skipped
 
 
-def write_text(path: Path, task: Task, items: Sequence[WorkItem], processes: int) -> Counts:
-    """Tokenize documents into the token file `path`."""
+def write(path: Path, task: Task, items: Sequence[WorkItem], processes: int) -> Counts:
+    """Tokenize documents, or conversations and pack them, into the token file `path`. Raises UserError."""
     tokenizer, counts = load_tokenizer(task.model), Counts()
-    _require_end(tokenizer, task.model)
-    with TokenWriter(path, tokenizer.vocab_size, tokenizer_fingerprint(task.model)) as writer:
-        for encoded in encode_all(task, items, processes):
-            writer.append(encoded.ids)
-            counts.add(encoded)
-        if not counts.examples:
-            raise UserError("the inputs hold no document; name files with text")
-        keep_tokenizer(task.model, path)
+    if not tokenizer.eos_ids:
+        raise UserError(f"the tokenizer of {task.model} names no end token; add eos_token_id to its generation_config.json")
+    window = task.window if task.chat else None
+    with TokenWriter(path, tokenizer.vocab_size, tokenizer_fingerprint(task.model), task.chat, window) as writer:
+        if task.chat:
+            pack(writer, task, tokenizer, items, processes, counts)
+        else:
+            for encoded in encode_all(task, items, processes):
+                writer.append(encoded.ids)
+                counts.add(encoded)
+            if not counts.examples:
+                raise UserError("the inputs hold no document; name files with text")
+        keep_tokenizer(task.model, path)  # before the token file has its header
     return counts
 
 
-def write_chat(path: Path, task: Task, items: Sequence[WorkItem], processes: int) -> Counts:
-    """Tokenize conversations and pack them into the token file `path`. Unpacked, they are stored in a temporary file next
-    to it."""
-    tokenizer, counts = load_tokenizer(task.model), Counts()
-    _require_end(tokenizer, task.model)
-    spool, lengths = path.with_suffix(".unpacked.bin"), []
-    try:
-        with TokenWriter(spool, tokenizer.vocab_size, tokenizer_fingerprint(task.model), masked=True) as writer:
+def pack(
+    writer: TokenWriter, task: Task, tokenizer: Tokenizer, items: Sequence[WorkItem], processes: int, counts: Counts
+) -> None:
+    """Write conversations in windows. Unpacked, they are stored in a temporary file next to the token file."""
+    lengths = []
+    with writing(writer.path), TemporaryDirectory(dir=writer.path.parent) as folder:
+        spool = Path(folder, "unpacked.bin")
+        with TokenWriter(spool, tokenizer.vocab_size, writer.header.tokenizer, masked=True) as unpacked:
             for encoded in encode_all(task, items, processes):
-                writer.append(encoded.ids, encoded.mask)
+                unpacked.append(encoded.ids, encoded.mask)
                 lengths.append(encoded.lengths)
                 counts.add(encoded)
         if not counts.examples:
@@ -91,25 +95,13 @@ def write_chat(path: Path, task: Task, items: Sequence[WorkItem], processes: int
             raise UserError(f"there is no conversation to pack: {why}; see --too-long and --sequence-length in --help")
         examples = open_tokens(spool, tokenizer.vocab_size)
         windows = packed(examples, np.concatenate(lengths), task.window, tokenizer.eos_ids[0])
-        arguments = (path, tokenizer.vocab_size, tokenizer_fingerprint(task.model))
-        with TokenWriter(*arguments, masked=True, window=task.window) as writer:
-            for ids, mask in tqdm(windows, desc="packing", unit="window"):
-                writer.append(ids, mask)
-                counts.windows += 1
-            keep_tokenizer(task.model, path)
-    finally:
-        for suffix in (".bin", ".mask", ".json"):
-            spool.with_suffix(suffix).unlink(missing_ok=True)
-    return counts
-
-
-def _require_end(tokenizer: Tokenizer, model: Path) -> None:
-    if not tokenizer.eos_ids:
-        raise UserError(f"the tokenizer of {model} names no end token; add eos_token_id to its generation_config.json")
+        for ids, mask in tqdm(windows, desc="packing", unit="window"):
+            writer.append(ids, mask)
+            counts.windows += 1
 
 
 def keep_tokenizer(model: Path, path: Path) -> None:
-    """Copy the tokenizer beside the token file `path`, before that has its header. Raises UserError."""
+    """Copy the tokenizer beside the token file `path`. Raises UserError."""
     folder = tokenizer_folder(path)
     with writing(folder):
         folder.mkdir(exist_ok=True)
@@ -162,7 +154,7 @@ def main() -> None:
     # a window is one token longer than the model's input: its last token is only a target
     task = Task(args.model, args.chat, (args.sequence_length or 0) + 1, args.last_answer, args.too_long == "truncate")
     items = work_items(args.inputs, args.chat)
-    counts = (write_chat if args.chat else write_text)(args.out, task, items, args.processes)
+    counts = write(args.out, task, items, args.processes)
     print(f"{args.out}: {counts.tokens:,} tokens of {counts.examples:,} {'conversations' if args.chat else 'documents'}")
     if args.chat:
         room = counts.windows * task.window
