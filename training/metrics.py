@@ -4,7 +4,7 @@ import json
 import math
 import time
 from abc import ABC, abstractmethod
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import asdict, dataclass
 from pathlib import Path
@@ -16,14 +16,10 @@ from tqdm import tqdm
 
 from cli import note
 from errors import UserError
-from figures import CYCLE, VARIANT_COLOURS, new_figure, plain_log_axis
+from figures import CYCLE, new_figure, plain_log_axis
 from files import writing
 from training.optimizer import Schedule
 from training.step import Trainer, total
-
-
-class Diverged(UserError):
-    """The loss or the gradient's norm is no longer finite."""
 
 
 @dataclass(frozen=True)
@@ -76,7 +72,7 @@ class Meter(ABC):
             self.flush()
 
     def flush(self) -> None:
-        """Read and log the pending results. Collective. Raises Diverged."""
+        """Read and log the pending results. Collective. Raises UserError if a loss or a norm is not finite."""
         if not self.pending:
             return
         count = len(self.pending)
@@ -86,7 +82,7 @@ class Meter(ABC):
         seconds, self.started = (now - self.started) / count, now
         for i, (loss, norm, *_) in enumerate(results, self.step - count + 1):
             if not (math.isfinite(loss) and math.isfinite(norm)):
-                raise Diverged(f"step {i}: the loss is {loss} and the gradient's norm {norm}; {self.advice}")
+                raise UserError(f"step {i}: the loss is {loss} and the gradient's norm {norm}; {self.advice}")
         line, shown = self.line(results, seconds)
         self.save_seconds = 0.0
         if self.is_first:
@@ -174,13 +170,6 @@ def read_metrics(path: Path) -> list[dict[str, Any]]:
     return lines
 
 
-def seconds_of(lines: Sequence[dict[str, Any]]) -> float:
-    """The time of all steps without saves, seconds. Of a run that was resumed, also of the steps before; without those that were
-    lost."""
-    starts = [0, *(line["step"] for line in lines)]
-    return sum((line["step"] - start) * line["step_ms"] / 1e3 for start, line in zip(starts, lines, strict=False))
-
-
 def cut_after(path: Path, step: int) -> None:
     """Remove the lines that a run wrote after step `step`, the snapshot from which it resumes."""
     kept = [line for line in read_metrics(path) if line["step"] <= step]
@@ -189,29 +178,17 @@ def cut_after(path: Path, step: int) -> None:
 
 
 def plot_run(folder: Path) -> None:
-    """Draw the metrics of the run in a folder into its loss.png, or say why that is impossible."""
+    """Draw the loss over the steps of the run in a folder into its loss.png, or say why that is impossible. The axis of losses is
+    logarithmic: else the first steps hide how the last ones differ."""
+    lines, out = read_metrics(folder / "metrics.jsonl"), folder / "loss.png"
     try:
-        draw_losses([(folder.name, read_metrics(folder / "metrics.jsonl"))], folder / "loss.png")
+        figure = new_figure(5, 3.4)
+        axes = figure.subplots()
+        axes.plot([line["step"] for line in lines], [line["loss"] for line in lines], color=CYCLE[0], linewidth=1.2)
+        axes.set(xlabel="step", ylabel="training loss, nats per token")
+        plain_log_axis(axes.yaxis)
+        axes.grid(alpha=0.3)
+        with writing(out):
+            figure.savefig(out, dpi=150)
     except UserError as e:
         note(f"no loss.png: {e}")
-
-
-def draw_losses(runs: Sequence[tuple[str, Sequence[dict[str, Any]]]], out: Path) -> None:
-    """Draw the loss over steps of each run, given as its label and metrics, into `out` (.png, .svg or .pdf). A label that names a
-    variant gets that variant's colour. The axis of losses is logarithmic: else the first steps hide how the last ones differ."""
-    figure = new_figure(5, 3.4)
-    loss_curves(figure.subplots(), runs)
-    with writing(out):
-        figure.savefig(out, dpi=150)
-
-
-def loss_curves(axes: Any, runs: Sequence[tuple[str, Sequence[dict[str, Any]]]]) -> None:
-    """What `draw_losses` draws, into `axes`."""
-    for i, (label, lines) in enumerate(runs):
-        colour = VARIANT_COLOURS.get(label.partition(":")[0], CYCLE[i % len(CYCLE)])
-        axes.plot([line["step"] for line in lines], [line["loss"] for line in lines], color=colour, linewidth=1.2, label=label)
-    axes.set(xlabel="step", ylabel="training loss, nats per token")
-    plain_log_axis(axes.yaxis)
-    axes.grid(alpha=0.3)
-    if len(runs) > 1:
-        axes.legend()

@@ -30,7 +30,7 @@ from tp import World, init_world
 from training import train as command
 from training.loop import Setup, prepare, train
 from training.losses import cross_entropy
-from training.metrics import read_metrics, seconds_of
+from training.metrics import read_metrics
 
 STREAMS = 4  # of the desync variants, so that they run on 1, 2 and 4 ranks
 BOS, EOS = 0, 1
@@ -92,6 +92,13 @@ def train_variant(args: argparse.Namespace, world: World, variant: str, data: Pa
     (directory / "training.json").write_text(json.dumps(record) + "\n")
     (directory / "examples.json").write_text(json.dumps(EXAMPLES, indent=2, ensure_ascii=False) + "\n", encoding="utf-8")
     note(f"{directory}: loss {losses[-1]:.4f} after {steps} steps, {record['seconds']} s")
+
+
+def seconds_of(lines: Sequence[dict[str, Any]]) -> float:
+    """The time of all steps without saves, seconds. Of a run that was resumed, also of the steps before; without those that were
+    lost."""
+    starts = [0, *(line["step"] for line in lines)]
+    return sum((line["step"] - start) * line["step_ms"] / 1e3 for start, line in zip(starts, lines, strict=False))
 
 
 def main(argv: Sequence[str] | None = None) -> None:

@@ -18,9 +18,9 @@ from scripts.corpus import stories, tokens, words
 from scripts.corpus.__main__ import main
 from scripts.corpus.plots import PLOTS
 from scripts.corpus.tokenizer import CHAT_TEMPLATE, MAX_LENGTH, load_tokenizer, train_tokenizer
+from scripts.corpus.train_tiny import seconds_of
 from tests import ROOT
 from tests.support import quick_start
-from training.metrics import seconds_of
 from training.token_file import open_tokens
 
 CHAT_KINDS = [kind for kind in corpus.KINDS if kind != "story"]
