@@ -1,4 +1,4 @@
-"""Chains of a draft head (`checkpoints/eagle.py`) that begin at every row of a window at once: for training, and to measure what is accepted.
+"""Chains of a draft head (`checkpoints/eagle.py`) that begin at every row of a window at once.
 
 In training the head sees what it will see in use: in the first step the model's features, in the next ones its own outputs (the
 training-time test of EAGLE-3, arXiv:2503.01840, section 3). Shapes: B windows, R rows, H heads, D head_dim, V draft vocabulary.
@@ -91,26 +91,3 @@ def chain_loss(head: EagleHead, model: Transformer, batch: Batch, steps: int) ->
         agrees = (head.targets[guessed.detach().argmax(-1)] == best[:, there]) & counts
         sums.append(((surprise * counts.flatten()).sum(), counts.sum(), agrees.sum(), supervised[:, there].sum()))
     return ChainLoss(*map(torch.stack, zip(*sums, strict=True)))
-
-
-@torch.inference_mode()
-def accepted_lengths(head: EagleHead, model: Transformer, tokens: list[int], start: int, steps: int) -> list[int]:
-    """How many tokens of each draft are right, if the model has generated tokens[start:] and each step verifies a draft of `steps`
-    tokens. Only tokens after the first generated one are drafted."""
-    device = model.norm.weight.device
-    ids = torch.tensor([tokens], device=device)
-    rows = len(tokens) - 1
-    _, streams = model.hidden_and_streams(ids[:, :-1], Causal(rows, device), head.config.stream_layers)
-    hidden, token, context = head.fuse(streams), ids[:, 1:], None
-    guesses = []
-    for _ in range(steps):
-        context = ChainContext(rows, device, context)
-        hidden = head(head.embed(token, model), hidden, context)
-        token = head.guess(hidden)
-        guesses.append(token[0])
-    drafts, lengths = torch.stack(guesses, 1).tolist(), []
-    while start < rows:
-        right = [one == other for one, other in zip(drafts[start - 1], tokens[start + 1 :], strict=False)]
-        lengths.append([*right, False].index(False))
-        start += lengths[-1] + 1
-    return lengths

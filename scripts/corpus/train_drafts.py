@@ -20,18 +20,20 @@ from typing import Any
 import torch
 from tqdm import tqdm
 
-from checkpoints.eagle import read_head
+from checkpoints.eagle import EagleHead, read_head
 from checkpoints.weights import DTYPES
 from cli import Parser, note, run
 from comm import Local
 from engine.llm import LLM
 from engine.protocol import SamplingParams
+from layers.attention import Causal
+from model import Transformer
 from scripts.bench.serving.speculation import prompts_of
 from scripts.corpus.documents import KINDS
 from scripts.corpus.tokens import write_corpus
 from tp import World, init_world
 from training import draft as command
-from training.chains import accepted_lengths
+from training.chains import ChainContext
 from training.metrics import read_metrics
 
 MODELS = tuple(Path("models") / name for name in ("tiny-standard", "tiny-ladder", "tiny-hybrid"))
@@ -83,6 +85,29 @@ def measure(args: argparse.Namespace, model: Path) -> dict[str, float]:
             drawn += len(answer.token_ids) - 1
         found[kind] = round(drawn / max(1, steps), 3)
     return found
+
+
+@torch.inference_mode()
+def accepted_lengths(head: EagleHead, model: Transformer, tokens: list[int], start: int, steps: int) -> list[int]:
+    """How many tokens of each draft are right, if the model has generated tokens[start:] and each step verifies a draft of `steps`
+    tokens. Only tokens after the first generated one are drafted."""
+    device = model.norm.weight.device
+    ids = torch.tensor([tokens], device=device)
+    rows = len(tokens) - 1
+    _, streams = model.hidden_and_streams(ids[:, :-1], Causal(rows, device), head.config.stream_layers)
+    hidden, token, context = head.fuse(streams), ids[:, 1:], None
+    guesses = []
+    for _ in range(steps):
+        context = ChainContext(rows, device, context)
+        hidden = head(head.embed(token, model), hidden, context)
+        token = head.guess(hidden)
+        guesses.append(token[0])
+    drafts, lengths = torch.stack(guesses, 1).tolist(), []
+    while start < rows:
+        right = [one == other for one, other in zip(drafts[start - 1], tokens[start + 1 :], strict=False)]
+        lengths.append([*right, False].index(False))
+        start += lengths[-1] + 1
+    return lengths
 
 
 def main() -> None:

@@ -21,6 +21,7 @@ from config import ModelConfig, with_variant
 from errors import UserError
 from layers.attention import Causal
 from model import Transformer
+from scripts.corpus.train_drafts import accepted_lengths
 from tests.support.clock import Clock
 from tests.support.paged import CachedSequences
 from tests.support.ranks import Ranks
@@ -29,7 +30,7 @@ from tp import World
 from training import draft as command
 from training import metrics
 from training.batches import IGNORED, Batch, GlobalBatches
-from training.chains import accepted_lengths, chain_loss
+from training.chains import chain_loss
 from training.optimizer import Schedule
 from training.token_file import open_tokens, write_tokens
 
