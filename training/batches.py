@@ -5,7 +5,7 @@ crosses documents and conversations.
 """
 
 from dataclasses import dataclass
-from functools import cached_property
+from functools import cached_property, lru_cache
 
 import numpy as np
 import torch
@@ -84,21 +84,10 @@ class GlobalBatches:
         """Full batches in an epoch; the remaining windows are not used."""
         return self.windows // self.size
 
-    @cached_property
-    def _orders(self) -> dict[int, np.ndarray]:
-        return {}
-
-    def order(self, epoch: int) -> np.ndarray:
-        """The epoch's permutation of the windows, (windows,) int64. Only the last requested epoch's is cached."""
-        if epoch not in self._orders:
-            self._orders.clear()
-            self._orders[epoch] = np.random.default_rng((self.seed, epoch)).permutation(self.windows)
-        return self._orders[epoch]
-
     def chosen(self, step: int) -> np.ndarray:
         """The windows of global batch `step`, (size,) int64."""
         epoch, number = divmod(step, self.steps_per_epoch)
-        return self.order(epoch)[number * self.size : (number + 1) * self.size]
+        return order(self.windows, self.seed, epoch)[number * self.size : (number + 1) * self.size]
 
     def micro_batch(self, step: int, index: int, count: int) -> Batch:
         """Windows index * count … (index + 1) * count - 1 of global batch `step`. Raises UserError for a token id outside
@@ -132,3 +121,9 @@ class GlobalBatches:
         if self.tokens.mask is None:
             return self.size * self.length
         return max(1, int(self._counts[self.chosen(step)].sum()))
+
+
+@lru_cache(maxsize=1)
+def order(windows: int, seed: int, epoch: int) -> np.ndarray:
+    """The epoch's permutation of the windows, (windows,) int64."""
+    return np.random.default_rng((seed, epoch)).permutation(windows)
