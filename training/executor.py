@@ -142,7 +142,7 @@ class Executor:
         weight_first = not self.execution.compile and self.groups.gather.size > 1 and self.overlap.parameters
         linears = [m for m in self.model.layers.modules() if isinstance(m, ShardedLinear)] if weight_first else []
         for module in linears:
-            ready = partial(self._gradient_ready, self._by_parameter[module.weight])
+            ready = partial(self._send, self._by_parameter[module.weight])
             module.forward = partial(_weight_first_linear, module, ready)  # type: ignore[method-assign]
         early = {module.weight for module in linears}
         for parameter, weight in self._by_parameter.items():
@@ -234,19 +234,16 @@ class Executor:
         gradient, parameter.grad = parameter.grad, None
         if weight is self.head or weight is self.embedding:
             weight.release()
-        self._gradient_ready(weight, gradient)
+        self._send(weight, gradient)
 
     def _vector_ready(self, parameter: nn.Parameter) -> None:
         assert parameter.grad is not None
         self._arrived[parameter], parameter.grad = parameter.grad, None
         if len(self._arrived) == len(self.vectors.parameters):
-            self._send(self.vectors, [self._arrived[p] for p in self.vectors.parameters])
+            self._send(self.vectors, *(self._arrived[p] for p in self.vectors.parameters))
             self._arrived.clear()
 
-    def _gradient_ready(self, weight: Weight, gradient: Tensor) -> None:
-        self._send(weight, [gradient])
-
-    def _send(self, weight: Weight, gradients: list[Tensor]) -> None:
+    def _send(self, weight: Weight, *gradients: Tensor) -> None:
         flat = weight.flatten(gradients)
         shard, work = weight.scatter(flat)
         if not self.overlap.parameters:

@@ -1,6 +1,6 @@
 """The training step, and what a run saves, restores and exports."""
 
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -53,26 +53,17 @@ class Trainer:
         """
         step = self.compute if self.captured is None else self.captured
         supervised, rate = self.batches.supervised(self.step), self.schedule.rate(self.step)
-        result = step(self.micro_batches(self.batches, self.step), supervised, rate)
+        numbers = range(self.rank, self.accumulation * self.world_size, self.world_size)  # of this rank's micro-batches
+        batches = (self.batches.micro_batch(self.step, number, self.micro_batch) for number in numbers)
+        result = step(batches, supervised, rate)
         if not self.executor.overlap.updates:
             self.executor.synchronize()
         self.step += 1
         return result
 
     def compute(self, batches: Iterable[Batch], supervised: int | Tensor, rate: float | Tensor) -> tuple[Tensor, Tensor]:
-        """`train_step` of these micro-batches. supervised, rate: numbers, or fp32 scalars on the device."""
-        share = self.accumulate(batches, supervised)
-        return share, self.optimizer.step(self.executor.take_gradients(), rate)
-
-    def micro_batches(self, batches: GlobalBatches, step: int) -> Iterator[Batch]:
-        """This rank's part of batch `step`, on the host."""
-        for number in range(self.accumulation):
-            yield batches.micro_batch(step, number * self.world_size + self.rank, self.micro_batch)
-
-    def accumulate(self, batches: Iterable[Batch], supervised: int | Tensor) -> Tensor:
-        """Add up the gradients of this rank's micro-batches. Collective. Returns its share of the loss per token, an fp32 scalar.
-
-        supervised: targets that the loss counts, over all ranks."""
+        """`train_step` of this rank's micro-batches, at a learning rate. supervised: targets that the loss counts, over all ranks.
+        Both are numbers, or fp32 scalars on the device."""
         share = torch.zeros((), device=self.device)
         for number, batch in enumerate(batches):
             batch = batch.to(self.device)
@@ -80,7 +71,7 @@ class Trainer:
             loss = self.loss(self.executor.model, hidden, batch) / supervised
             self.executor.backward(loss, last=number == self.accumulation - 1)
             share += loss.detach()
-        return share
+        return share, self.optimizer.step(self.executor.take_gradients(), rate)
 
     # --- snapshots -------------------------------------------------------------------------------------------------------
 
