@@ -109,7 +109,7 @@ accuracy: setup #+ Measure: perplexity and exact match of every embedded model a
 same-bits: setup-dev #+ Measure: how many of 1,000 prompts have other log-probabilities in batches, chunks, on RANKS ranks and in training than alone, with --deterministic, into out (tracked: ARGS=--write; 2 GPUs: ARGS="--device cuda"; a CPU: ARGS="--items 24 --models models/tiny-hybrid")
 	@$(PY) -m scripts.quality.same_bits --tp $(RANKS) $(ARGS)
 
-speculation: setup-dev #+ Measure: accepted tokens of drafts and tokens/s with and without speculation by task on the embedded models, into out/speculation.md (tracked: ARGS=--write; over an hour; 8 min on 24 cores: ARGS="--jobs 12 --pair-seconds 160 --repeats 3 --long-requests 8", resumable)
+speculation: setup-dev #+ Measure: accepted tokens of drafts and tokens/s with and without speculation by task on the embedded models, resumable, into out/speculation.md (tracked: ARGS=--write; over an hour)
 	@$(PY) -m scripts.bench.serving.speculation $(ARGS)
 
 comm-table: setup #+ Measure: how fast all-reduces are on RANKS ranks by message size and algorithm, and what --comm auto chooses

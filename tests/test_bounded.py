@@ -203,8 +203,8 @@ def test_scripts_refuse_texts_without_a_bound(checkpoint: Callable[..., Path]) -
         lambda: lm_eval.sums(tokenizer, 1),
         lambda: lm_eval.greedy(cast(Any, None), tokenizer, "e"),
         lambda: quantize.calibration(str(folder), "e", cast(Any, None), 1, 1),
-        lambda: speculation.prompts_of("story", tokenizer, 0, 1, 0),
-        lambda: speculation.prompts_of("question", tokenizer, 0, 1, 0),
+        lambda: speculation.prompts_of("story", tokenizer, 1, 0),
+        lambda: speculation.prompts_of("question", tokenizer, 1, 0),
     ):
         with pytest.raises(UserError, match=r"(needs|takes) more than"):
             encode_it()

@@ -77,7 +77,7 @@ def measure(args: argparse.Namespace, model: Path) -> dict[str, float]:
     head = read_head(model / "draft", llm.model.config, ALONE, DTYPES["float32"])
     found = {}
     for kind in tqdm(KINDS, desc=f"measuring {model.name}", disable=None, leave=False):
-        prompts = prompts_of(kind, llm.tokenizer, llm.model.config.vocab_size, args.documents, args.seed)
+        prompts = prompts_of(kind, llm.tokenizer, args.documents, args.seed)
         drawn = steps = 0
         for answer in llm.generate(prompts, SamplingParams(max_tokens=NEW_TOKENS, temperature=0)):
             tokens = answer.prompt_ids + answer.token_ids

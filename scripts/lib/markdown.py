@@ -1,7 +1,17 @@
 """Tables in Markdown."""
 
-import math
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from typing import Any
+
+Columns = Mapping[
+    str, str | Callable[[Any], object]
+]  # by title: a format such as "{ms:.2f}" of a row's fields, or what makes the cell
+
+
+def table(columns: Columns, rows: Iterable[Mapping[str, Any]], caption: str = "") -> str:
+    """The text of a table with a line for each row, and a caption below if there is one."""
+    cells = ([how.format_map(row) if isinstance(how, str) else how(row) for how in columns.values()] for row in rows)
+    return captioned(list(columns), cells, caption) if caption else "\n".join([*table_lines(list(columns), cells), ""])
 
 
 def table_lines(head: Sequence[str], rows: Iterable[Iterable[object]]) -> list[str]:
@@ -18,11 +28,6 @@ def captioned(head: Sequence[str], rows: Iterable[Iterable[object]], caption: st
 def cell(value: float | None, form: str) -> str:
     """A figure that may be missing."""
     return "" if value is None else format(value, form)
-
-
-def pair(value: float, error: float, form: str = "{:.1f}") -> str:
-    """A value and its standard error, which one seed does not have."""
-    return form.format(value) + ("" if math.isnan(error) else f" ± {form.replace('+', '').format(error)}")
 
 
 def _line(cells: Iterable[object]) -> str:

@@ -7,12 +7,11 @@
 This is a small version of tables 3 and 5 of the ladder paper, and of tables 2 and 6 of the Flash Communication paper. Held-out
 documents share no operands or lists with the training corpus, and no cast with its stories and questions. Writes accuracy.json
 and accuracy.md into out (with --write into docs/results), or accuracy-quantized.json and .md if --comm names communicators other
-than gloo. Ranks are started once for each number of ranks and communicator. Each evaluation is kept in out/accuracy-rows as soon
+than gloo. Ranks are started once for each number of ranks and communicator. Each evaluation is kept in out/accuracy.jsonl as soon
 as it is done, so a command that was stopped goes on with the others. One rank sends nothing, so tp 1 is evaluated only with gloo.
 """
 
 import argparse
-import json
 import subprocess
 from pathlib import Path
 from typing import Any
@@ -28,12 +27,12 @@ from comm.registry import choose
 from config import TRAINABLE
 from engine import LLM
 from errors import UserError
-from files import check_folder
 from ranks.processes import on_ranks
+from scripts.lib.experiment import Experiment
 from scripts.lib.machine import describe, machine
 from scripts.lib.markdown import captioned
 from scripts.lib.results import OUT, ROOT, add_write_option, results_folder, write_table
-from scripts.lib.rows import code_digest, row_file, weights_checksum, write_row
+from scripts.lib.rows import code_digest, weights_checksum
 from scripts.quality.embedded import EXACT
 from scripts.quality.heldout import TASKS, matches, perplexity
 from text.tokenizer_files import load_tokenizer
@@ -57,10 +56,14 @@ def evaluate(path: Path, world: World, items: int) -> dict[str, Any]:
     return row | {task: sum(matches(llm, tokenizer, task, items)) / items for task in TASKS}
 
 
-def file_of(path: Path, ranks: int, comm: str, args: argparse.Namespace) -> Path:
-    """The file of one evaluation. Its name depends on everything that the figures depend on."""
-    settings = {"weights": weights_checksum(path), "items": args.items, "torch": torch.__version__, "code": code_digest()}
-    return row_file(args.rows, f"{path.name}-tp{ranks}-{comm}", settings)
+def setting_of(path: Path, ranks: int, comm: str, args: argparse.Namespace) -> dict[str, Any]:
+    """What decides the figures of an evaluation, apart from the code."""
+    return {"model": path.name, "weights": weights_checksum(path), "tp": ranks, "comm": comm, "items": args.items}
+
+
+def evaluations(args: argparse.Namespace) -> Experiment:
+    """Those that are done with this code."""
+    return Experiment(args.rows, {"torch": torch.__version__, "code": code_digest()})
 
 
 def work(args: argparse.Namespace) -> None:
@@ -70,19 +73,20 @@ def work(args: argparse.Namespace) -> None:
     for path in tqdm(args.models, desc=what, unit="model", disable=world.rank > 0):
         row = evaluate(path, world, args.items)
         if world.rank == 0:
-            write_row(file_of(path, world.world_size, args.comm[0], args), row)
+            evaluations(args).add(setting_of(path, world.world_size, args.comm[0], args), {"found": row})
 
 
 def launch(ranks: int, comm: str, args: argparse.Namespace) -> list[dict[str, Any]]:
-    """The rows of all models, of which those without a file are evaluated."""
-    files = {path: file_of(path, ranks, comm, args) for path in args.models}
-    todo = [path for path, file in files.items() if not file.exists()]
+    """The rows of all models, of which those that are not done are evaluated."""
+    settings, done = {path: setting_of(path, ranks, comm, args) for path in args.models}, evaluations(args)
+    todo = [path for path, setting in settings.items() if done.row(setting) is None]
     if todo:
         command = [*on_ranks(ranks), "-m", "scripts.quality.accuracy", "--worker", "--rows", str(args.rows)]
         command += ["--items", str(args.items), "--comm", comm, "--models", *map(str, todo)]
         if subprocess.run(command, cwd=ROOT).returncode:
             raise UserError(f"the evaluation on {ranks} ranks failed; see above. The same command goes on")
-    return [json.loads(file.read_text()) for file in files.values()]
+        done = evaluations(args)  # those of the ranks, too
+    return [row["found"] for setting in settings.values() if (row := done.row(setting))]
 
 
 def table(rows: list[dict[str, Any]], where: dict[str, Any]) -> str:
@@ -150,7 +154,7 @@ def main() -> None:
     parser.add_argument("--dry-run", action="store_true", help="print the tables and write nothing")
     add_write_option(parser)
     parser.add_argument(
-        "--rows", type=Path, default=OUT / "accuracy-rows", help="folder of the rows (default: out/accuracy-rows)"
+        "--rows", type=Path, default=OUT / "accuracy.jsonl", help="file of the evaluations (default: out/accuracy.jsonl)"
     )
     parser.add_argument("--worker", action="store_true", help=argparse.SUPPRESS)
     args = parser.parse_args()
@@ -168,7 +172,6 @@ def main() -> None:
     if EXACT not in args.comm:
         raise UserError(f"--comm {' '.join(args.comm)} lacks {EXACT}, which the others are compared with; add it")
     runs = [(ranks, comm) for ranks in args.tp for comm in args.comm if ranks > 1 or comm == EXACT]
-    check_folder(args.rows)
     rows = [row for run in tqdm(runs, desc="tp and comm", unit="run") for row in launch(*run, args)]
     where = machine()
     quantized = args.comm != [EXACT]

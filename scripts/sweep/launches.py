@@ -5,7 +5,6 @@ import os
 import platform
 import queue
 import subprocess
-import sys
 import tempfile
 import threading
 import time
@@ -20,11 +19,11 @@ import torch
 from errors import UserError
 from files import writing
 from ranks.processes import on_ranks
+from scripts.lib.experiment import whole_lines
 from scripts.lib.failures import reason
 from scripts.lib.machine import machine
 from scripts.lib.process_tree import end
 from scripts.lib.results import ROOT, check_output
-from scripts.lib.rows import whole_lines
 from scripts.lib.vllm_model import MEMORY, write_model
 from scripts.sweep.rows import VLLM, Row, Setting, interconnect, read_rows, row_line
 from scripts.sweep.worker import MARK
@@ -49,11 +48,7 @@ class Start:
         if self.vllm:
             script = str(Path(__file__).with_name("vllm_worker.py"))
             return [self.vllm_python, script, str(job), str(job.parent), str(self.vllm_memory)]
-        worker = ["-m", "scripts.sweep.worker", str(job)]
-        if self.hosts > 1:
-            two_hosts = [sys.executable, "-m", "scripts.two_hosts", "--ranks", str(self.ranks), "--device", self.device]
-            return [*two_hosts, *worker]
-        return [*on_ranks(self.ranks), *worker]
+        return [*on_ranks(self.ranks), "-m", "scripts.sweep.worker", str(job)]
 
 
 def by_launch(

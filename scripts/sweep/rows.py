@@ -87,7 +87,7 @@ def interconnect(text: str) -> Interconnect:
     """Parse one value of `--interconnects`. Raises UserError.
 
     `default`: the machine as it is; `no-p2p`: GPUs exchange through host memory, the paper's "No NVLink"; `two-hosts`: two
-    simulated hosts, started by two_hosts.py; `NAME=VALUE[;NAME=VALUE]`: environment variables; `LATENCY,BANDWIDTH`: a
+    simulated hosts, see `worker.separate_hosts`; `NAME=VALUE[;NAME=VALUE]`: environment variables; `LATENCY,BANDWIDTH`: a
     simulated link, on CPU.
     """
     if text == "default":

@@ -9,6 +9,7 @@ Each result line is `@sweep ` and a JSON object: {"begin": setting}, {"done": se
 
 import gc
 import json
+import os
 import sys
 import tempfile
 from collections.abc import Iterable, Iterator
@@ -306,8 +307,16 @@ def read_settings(arguments: list[str]) -> list[Setting]:
     return settings
 
 
+def separate_hosts(hosts: int) -> None:
+    """Make NCCL treat equal shares of the ranks as so many hosts: between them it then uses neither NVLink nor shared memory, but
+    sockets over loopback, or InfiniBand if the machine has it. Must be called before NCCL starts."""
+    if hosts > 1:
+        os.environ["NCCL_HOSTID"] = f"host-{int(os.environ['RANK']) * hosts // int(os.environ['WORLD_SIZE'])}"
+
+
 def main() -> None:
     settings = read_settings(sys.argv[1:])
+    separate_hosts(interconnect(settings[0].interconnect).hosts)
     world = init_world(settings[0].device, deterministic=settings[0].deterministic)
     models = Models(world)
     for _, found in groupby(settings, key=lambda s: s.of_variant("")):

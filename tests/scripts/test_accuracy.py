@@ -49,7 +49,7 @@ def test_answers_match_if_they_equal_the_document_s_exactly(monkeypatch: pytest.
 def test_a_stopped_command_goes_on(monkeypatch: pytest.MonkeyPatch, tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:
     """With the evaluations that have no row; and with all if the number of items or the code is another."""
     flags = "--tp 1 --dry-run --items 1"
-    line = ["accuracy", *flags.split(), "--rows", str(tmp_path), "--models", str(MODELS / "tiny-ladder")]
+    line = ["accuracy", *flags.split(), "--rows", str(tmp_path / "rows.jsonl"), "--models", str(MODELS / "tiny-ladder")]
     monkeypatch.setattr(sys, "argv", line)
     accuracy.main()
     shown = capfd.readouterr()

@@ -25,7 +25,7 @@ def test_the_readme_names_the_scripts_of_targets() -> None:
 
 def test_targets_that_need_setup_alone_import_nothing_that_setup_dev_installs() -> None:
     recipes = "".join(re.findall(r"^[\w-]+: setup #.*\n((?:\t.*\n)+)", MAKEFILE, re.MULTILINE))
-    commands = set(re.findall(r"(?:\(PY\)|-m) (\w[\w.]*)", recipes)) | {"scripts.sweep.worker", "scripts.two_hosts"}
+    commands = set(re.findall(r"(?:\(PY\)|-m) (\w[\w.]*)", recipes)) | {"scripts.sweep.worker"}
     names = {name.removesuffix(".py") for name in commands}
     assert {"generate", "server", "scripts.sweep", "scripts.quality.accuracy", "scripts.bench.comm.all_reduce"} <= names
     started = sorted(name + ".__main__" * (ROOT / name.replace(".", "/") / "__main__.py").exists() for name in names)

@@ -2,6 +2,7 @@
 
 import argparse
 import json
+import os
 import re
 import subprocess
 import sys
@@ -113,6 +114,18 @@ def test_a_machine_without_git_has_no_revision(monkeypatch: pytest.MonkeyPatch, 
 def test_two_hosts_need_an_even_number_of_ranks() -> None:
     with pytest.raises(UserError, match="even"):
         grids.settings_of(arguments("--tp", 4, 3, "--interconnects", "two-hosts"))
+
+
+def test_halves_of_the_ranks_are_two_hosts(monkeypatch: pytest.MonkeyPatch) -> None:
+    found = []
+    for rank in range(4):
+        for name, value in (("RANK", rank), ("WORLD_SIZE", 4), ("NCCL_HOSTID", "before")):
+            monkeypatch.setenv(name, str(value))
+        worker.separate_hosts(1)
+        found.append(os.environ["NCCL_HOSTID"])
+        worker.separate_hosts(2)
+        found.append(os.environ["NCCL_HOSTID"])
+    assert found == ["before", "host-0", "before", "host-0", "before", "host-1", "before", "host-1"]
 
 
 # --- the order of runs ---------------------------------------------------------------------------------------------------
