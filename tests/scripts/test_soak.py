@@ -1,62 +1,80 @@
-"""scripts/bench/serving/soak.py: its progress bar and its verdict."""
+"""scripts/bench/serving/soak.py: what its clients count, and its verdict."""
 
-import argparse
 import asyncio
 import random
 import threading
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from copy import deepcopy
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from typing import Any
 
-import httpx
 import pytest
 
-from scripts.bench.serving.soak import load, soak, verdict
-from scripts.lib.servers import Server
+from scripts.bench.serving.soak import drop, load, outcomes, until_idle, verdict
 from tests.support.ports import free_port
 
 pytestmark = pytest.mark.usefixtures("forked_commands")
 
-EVENTS = 'data: {"choices": [], "usage": {"completion_tokens": 7}}\n\ndata: [DONE]\n\n'
 GOOD: dict[str, Any] = {
     "before": {"file_descriptors": 90, "memory_mb": 1400},
     "after": {"file_descriptors": 94, "memory_mb": 1500},
     "load": {"outcomes": {"complete": 12}},
-    "dropped": {"dropped by us": 9, "complete": 1},
+    "dropped": {"cut off": 9, "complete": 1},
     "idle": {"running": 0, "waiting": 0, "kv_blocks_used": 0, "preemptions": 3},
 }
 
 
-def test_the_load_shows_a_bar(seed: int, capsys: pytest.CaptureFixture[str]) -> None:
-    """The load phase counts its requests on stderr."""
+@contextmanager
+def site(answer: Callable[[BaseHTTPRequestHandler], bytes]) -> Iterator[str]:
+    """The URL of a server whose answers have this body."""
 
-    async def some() -> int:
-        server = httpx.MockTransport(lambda request: httpx.Response(200, text=EVENTS))
-        async with httpx.AsyncClient(transport=server, base_url="http://test") as client:
-            tally = await load(client, "tiny", 3, 0.2, random.Random(seed))
-        assert set(tally.outcomes) == {"complete"} and tally.tokens == 7 * tally.outcomes["complete"]
-        return tally.outcomes["complete"]
-
-    count = asyncio.run(some())
-    assert f"3 clients for 0.2 s: {count}request" in capsys.readouterr().err
-
-
-def test_a_proxy_of_the_environment_is_not_asked(monkeypatch: pytest.MonkeyPatch) -> None:
-    class NoModels(BaseHTTPRequestHandler):
+    class Handler(BaseHTTPRequestHandler):
         def do_GET(self) -> None:
+            self.rfile.read(int(self.headers.get("content-length") or 0))
+            body = answer(self)
             self.send_response(200)
+            self.send_header("content-length", str(len(body)))
             self.end_headers()
-            self.wfile.write(b'{"data": []}')
+            self.wfile.write(body)
+
+        do_POST = do_GET
 
         def log_message(self, *_: Any) -> None:
             pass
 
+    with ThreadingHTTPServer(("127.0.0.1", 0), Handler) as server:
+        threading.Thread(target=server.serve_forever, daemon=True).start()
+        yield f"http://127.0.0.1:{server.server_port}"
+        server.shutdown()
+
+
+def test_the_load_shows_a_bar(seed: int, capsys: pytest.CaptureFixture[str]) -> None:
+    """The load phase counts its requests on stderr. An answer that ends too early is not complete."""
+    events = b'data: {"choices": [{"token_ids": [1, 2, 3]}]}\n\ndata: [DONE]\n\n'
+    with site(lambda _: events) as url:
+        answers = asyncio.run(load(url, 3, 0.2, random.Random(seed)))
+    assert {answer.tokens for answer in answers} == {3} and outcomes(answers) == {"too few tokens": len(answers)}
+    assert f"3 clients for 0.2 s: {len(answers)}request" in capsys.readouterr().err
+
+
+def test_connections_are_dropped(seed: int) -> None:
+    never = threading.Event()
+    with site(lambda _: b"" if never.wait(2) else b"data: [DONE]\n\n") as url:
+        answers = asyncio.run(drop(url, 5, random.Random(seed)))
+    assert outcomes(answers) == {"cut off": 5}
+
+
+def test_a_proxy_of_the_environment_is_not_asked(monkeypatch: pytest.MonkeyPatch) -> None:
+    """And an idle server is waited for."""
     monkeypatch.setenv("http_proxy", f"http://127.0.0.1:{free_port()}")
-    with ThreadingHTTPServer(("127.0.0.1", 0), NoModels) as site:
-        threading.Thread(target=site.serve_forever, daemon=True).start()
-        with pytest.raises(IndexError):  # the answer arrived
-            asyncio.run(soak(argparse.Namespace(seed=0), Server(f"http://127.0.0.1:{site.server_port}", 0)))
-        site.shutdown()
+    stats = iter(
+        b'{"running": %d, "waiting": %d, "kv_blocks_used": %d, "preemptions": 3}' % one
+        for one in ((1, 0, 0), (0, 1, 0), (0, 0, 1), (0, 0, 0))
+    )
+    with site(lambda _: next(stats)) as url:
+        assert asyncio.run(until_idle(url)) == {"running": 0, "waiting": 0, "kv_blocks_used": 0, "preemptions": 3}
+    assert next(stats, None) is None
 
 
 def test_the_verdict() -> None:

@@ -10,13 +10,11 @@ throughput of 32 clients relative to one. Writes soak.json and .md into out (wit
 
 import argparse
 import asyncio
-import json
 import os
 import random
 import tempfile
 import time
 from collections import Counter
-from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
@@ -25,14 +23,18 @@ from tqdm import tqdm
 
 from cli import Parser, run
 from errors import UserError
+from scripts.lib.load_generator import Answer, Request, send
 from scripts.lib.machine import describe, machine
 from scripts.lib.markdown import captioned
 from scripts.lib.process_tree import process_tree
 from scripts.lib.results import add_write_option, results_folder, write_table
 from scripts.lib.servers import Server, rung_server
+from scripts.lib.sse_client import StreamClient
 
 LIMITS = ("--max-num-seqs", "64", "--max-queue", "256")  # of the server
-PROMPTS = ("Once upon a time", "The fox", "A little girl had a", "One day a boy named", "In a small house by the sea")
+IDS = range(10, 500)  # of prompts
+FEW = 32  # clients whose throughput is compared with one's
+RATE_SECONDS, WARM_SECONDS, CLOSE_SECONDS = 8.0, 3.0, 1.0  # of a throughput, of a warm-up, for the server to close connections
 
 
 def footprint(root: int) -> dict[str, int]:
@@ -44,110 +46,85 @@ def footprint(root: int) -> dict[str, int]:
     return {"file_descriptors": fds, "memory_mb": memory}
 
 
-@dataclass
-class Tally:
-    tokens: int = 0
-    outcomes: Counter[str] = field(default_factory=Counter)
+async def ask(client: StreamClient, rng: random.Random, new_tokens: int) -> Answer:
+    """One streamed completion, greedy or sampled."""
+    request = Request(0.0, rng.choices(IDS, k=rng.randrange(2, 12)), new_tokens)
+    more = {"temperature": rng.choice([0, 0.8]), "seed": rng.randrange(1 << 30)}
+    return await send(client, request, time.perf_counter(), more)
 
 
-def body(rng: random.Random, model: str, max_tokens: int) -> dict[str, Any]:
-    return {
-        "model": model,
-        "prompt": rng.choice(PROMPTS),
-        "max_tokens": max_tokens,
-        "temperature": rng.choice([0, 0.8]),
-        "seed": rng.randrange(1 << 30),
-        "ignore_eos": True,
-        "stream": True,
-        "stream_options": {"include_usage": True},
-    }
+async def load(url: str, clients: int, seconds: float, rng: random.Random) -> list[Answer]:
+    """Run `clients` clients; each sends one request after another for `seconds`. Their connections are closed at the end."""
+    answers, end = list[Answer](), time.monotonic() + seconds
+    async with StreamClient(url, 120) as client:
+        with tqdm(desc=f"{clients} clients for {seconds:g} s", unit="request") as bar:
+
+            async def one() -> None:
+                while time.monotonic() < end:
+                    answers.append(await ask(client, rng, rng.randrange(20, 120)))
+                    bar.update()
+
+            await asyncio.gather(*(one() for _ in range(clients)))
+    return answers
 
 
-async def stream(client: httpx.AsyncClient, request: dict[str, Any], tally: Tally, give_up: float | None = None) -> None:
-    """One streamed completion. With `give_up`, the connection is dropped after that many seconds."""
-    try:
-        async with asyncio.timeout(give_up), client.stream("POST", "/v1/completions", json=request) as response:
-            if response.status_code != 200:
-                tally.outcomes[f"status {response.status_code}"] += 1
-                return
-            last = ""
-            async for line in response.aiter_lines():
-                if line.startswith("data: "):
-                    last = line[6:]
-                    if last != "[DONE]" and (usage := json.loads(last).get("usage")):
-                        tally.tokens += usage["completion_tokens"]
-            tally.outcomes["complete" if last == "[DONE]" else "cut off"] += 1
-    except TimeoutError:
-        tally.outcomes["dropped by us"] += 1
-    except httpx.TransportError as e:
-        tally.outcomes[type(e).__name__] += 1
-
-
-async def load(client: httpx.AsyncClient, model: str, clients: int, seconds: float, rng: random.Random) -> Tally:
-    """Run `clients` clients; each sends one request after another for `seconds`."""
-    tally, end = Tally(), time.monotonic() + seconds
-    with tqdm(desc=f"{clients} clients for {seconds:g} s", unit="request") as bar:
-
-        async def one() -> None:
-            while time.monotonic() < end:
-                await stream(client, body(rng, model, rng.randrange(20, 120)), tally)
-                bar.update()
-
-        await asyncio.gather(*(one() for _ in range(clients)))
-    return tally
-
-
-async def drop(client: httpx.AsyncClient, model: str, count: int, rng: random.Random) -> Tally:
+async def drop(url: str, count: int, rng: random.Random) -> list[Answer]:
     """Open `count` connections, at most 50 at a time, and drop each after a random time."""
-    tally, places = Tally(), asyncio.Semaphore(50)
-    bar = tqdm(total=count, desc="dropping", unit="connection")
+    places = asyncio.Semaphore(50)
+    async with StreamClient(url, 120) as client:
+        with tqdm(total=count, desc="dropping", unit="connection") as bar:
 
-    async def one() -> None:
-        async with places:
-            await stream(client, body(rng, model, 400), tally, give_up=rng.uniform(0.0, 0.6))
-            bar.update()
+            async def one() -> Answer:
+                async with places:
+                    task = asyncio.create_task(ask(client, rng, 400))
+                    await asyncio.wait([task], timeout=rng.uniform(0.0, 0.6))
+                    task.cancel()  # `send` then closes the connection
+                    bar.update()
+                    return await task
 
-    await asyncio.gather(*(one() for _ in range(count)))
-    bar.close()
-    return tally
-
-
-async def until_idle(client: httpx.AsyncClient) -> dict[str, Any]:
-    for _ in range(60):
-        stats: dict[str, Any] = (await client.get("/stats")).json()
-        if not stats["running"] and not stats["waiting"] and not stats["kv_blocks_used"]:
-            break
-        await asyncio.sleep(0.5)
-    return stats
+            return await asyncio.gather(*(one() for _ in range(count)))
 
 
-async def rate(client: httpx.AsyncClient, model: str, clients: int, rng: random.Random) -> float:
-    """Generated tokens a second with this number of clients."""
-    start = time.monotonic()
-    tally = await load(client, model, clients, 8.0, rng)
-    return tally.tokens / (time.monotonic() - start)
+async def until_idle(url: str) -> dict[str, Any]:
+    """What /stats says when nothing runs, waits or holds a block, or after half a minute."""
+    async with httpx.AsyncClient(base_url=url, timeout=120, trust_env=False) as client:
+        for _ in range(60):
+            stats: dict[str, Any] = (await client.get("/stats")).json()
+            if not stats["running"] and not stats["waiting"] and not stats["kv_blocks_used"]:
+                break
+            await asyncio.sleep(0.5)
+    return {name: stats[name] for name in ("running", "waiting", "kv_blocks_used", "preemptions")}
+
+
+def outcomes(answers: list[Answer]) -> dict[str, int]:
+    return dict(Counter(answer.outcome for answer in answers))
 
 
 async def soak(args: argparse.Namespace, server: Server) -> dict[str, Any]:
     rng = random.Random(args.seed)
-    limits = httpx.Limits(max_connections=None, max_keepalive_connections=0)
-    async with httpx.AsyncClient(base_url=server.url, timeout=120, limits=limits, trust_env=False) as client:
-        model = (await client.get("/v1/models")).json()["data"][0]["id"]
-        await load(client, model, args.clients, 3, rng)  # warm-up: allocations at first use are not leaks
-        before = footprint(server.pid)
-        speeds = {n: await rate(client, model, n, rng) for n in (1, 32)}
-        loaded = await load(client, model, args.clients, args.seconds, rng)
-        dropped = await drop(client, model, args.drops, rng)
-        idle = await until_idle(client)
-    await asyncio.sleep(1)
+
+    async def rate(clients: int, seconds: float) -> tuple[float, list[Answer]]:
+        """Generated tokens a second, and the answers."""
+        start = time.monotonic()
+        answers = await load(server.url, clients, seconds, rng)
+        return sum(answer.tokens for answer in answers) / (time.monotonic() - start), answers
+
+    await load(server.url, args.clients, WARM_SECONDS, rng)  # allocations at first use are not leaks
+    await asyncio.sleep(CLOSE_SECONDS)
+    before = footprint(server.pid)
+    speeds = {n: (await rate(n, RATE_SECONDS))[0] for n in (1, FEW)}
+    speed, loaded = await rate(args.clients, args.seconds)
+    dropped = await drop(server.url, args.drops, rng)
+    idle = await until_idle(server.url)
+    await asyncio.sleep(CLOSE_SECONDS)
     return {
         "before": before,
         "after": footprint(server.pid),
-        "load": {"tokens_per_second": loaded.tokens / args.seconds, "outcomes": dict(loaded.outcomes)},
-        "dropped": dict(dropped.outcomes),
-        "idle": {k: idle[k] for k in ("running", "waiting", "kv_blocks_used", "preemptions")},
+        "load": {"tokens_per_second": speed, "outcomes": outcomes(loaded)},
+        "dropped": outcomes(dropped),
+        "idle": idle,
         "tokens_per_second": speeds,
-        "speed_32_over_1": speeds[32] / speeds[1],
+        "speed_32_over_1": speeds[FEW] / speeds[1],
     }
 
 
@@ -156,7 +133,7 @@ def table(result: dict[str, Any], args: argparse.Namespace, where: str) -> str:
     before, after, speeds = result["before"], result["after"], result["tokens_per_second"]
     rows = {
         "tokens/s, 1 client": f"{speeds[1]:.0f}",
-        "tokens/s, 32 clients": f"{speeds[32]:.0f} ({result['speed_32_over_1']:.1f} times one client's)",
+        "tokens/s, 32 clients": f"{speeds[FEW]:.0f} ({result['speed_32_over_1']:.1f} times one client's)",
         f"tokens/s, {args.clients} streaming clients for {args.seconds:g} s": f"{result['load']['tokens_per_second']:.0f}",
         "their requests": ", ".join(f"{n} {kind}" for kind, n in result["load"]["outcomes"].items()),
         "connections opened and dropped": ", ".join(f"{n} {kind}" for kind, n in result["dropped"].items()),
@@ -175,7 +152,7 @@ def verdict(result: dict[str, Any], memory_mb: int) -> list[str]:
         wrong.append(f"the idle server still holds {result['idle']}")
     if set(result["load"]["outcomes"]) != {"complete"}:
         wrong.append(f"clients saw {result['load']['outcomes']}")
-    if not set(result["dropped"]) <= {"dropped by us", "complete"}:
+    if not set(result["dropped"]) <= {"cut off", "complete"}:
         wrong.append(f"dropped connections ended as {result['dropped']}")
     before, after = result["before"], result["after"]
     if after["file_descriptors"] > before["file_descriptors"] + 4:
@@ -192,12 +169,7 @@ def main() -> None:
     parser.add_argument("--clients", type=int, default=64, help="concurrent clients (default: 64)")
     parser.add_argument("--seconds", type=float, default=60, help="seconds of load (default: 60)")
     parser.add_argument("--drops", type=int, default=1000, help="connections opened and dropped (default: 1000)")
-    parser.add_argument(
-        "--memory-mb",
-        type=int,
-        default=100,
-        help="growth of all processes together that is not taken for a leak (default: 100)",
-    )
+    parser.add_argument("--memory-mb", type=int, default=100, help="growth of all processes that is no leak (default: 100)")
     parser.add_argument("--seed", type=int, default=0, help="random seed of prompts and times (default: 0)")
     add_write_option(parser)
     args = parser.parse_args()
