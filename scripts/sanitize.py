@@ -40,7 +40,7 @@ def steps(tool: str) -> Iterator[Step]:
             tests = (sys.executable, "-m", "pytest", "-x", "-k", chosen, str(path.relative_to(ROOT)))
             name = path.stem.removeprefix("test_")
             yield Step(name, SLOW.get(name, SECONDS), (*memcheck, *tests))
-    sums = (sys.executable, "-m", "scripts.bench.comm.sanitize")
+    sums = (sys.executable, "-m", "tests.comm.gpu_memcheck_rank")
     yield Step("all-reduces", SECONDS, (*memcheck, "--report-api-errors", "no", *sums))
 
 

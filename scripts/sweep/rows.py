@@ -205,8 +205,3 @@ def ratio(row: Row, rows: Sequence[Row], name: str) -> float | None:
     base = baseline(row, rows)
     above, below = row.median(name), base.median(name) if base else None
     return above / below if above is not None and below else None
-
-
-def column(rows: Iterable[Row], name: str) -> list[Any]:
-    """The distinct values of one field of the settings, sorted, None last."""
-    return sorted({getattr(row.setting, name) for row in rows}, key=lambda value: (value is None, value))

@@ -17,7 +17,7 @@ import pytest
 from engine.protocol import Stats
 from errors import UserError
 from scripts.bench.serving import load
-from scripts.bench.serving.load import idle_share, parse_range, step_seconds, table, table_by_clients
+from scripts.bench.serving.load import idle_share, parse_range, step_seconds, table
 from scripts.lib import sse_client
 from scripts.lib.load_generator import Answer, Request, keep_busy, keeps, offer, plan, summary
 from scripts.lib.sse_client import StreamClient, in_event_loop
@@ -72,7 +72,7 @@ def test_no_prompt_is_sent_twice_to_a_server(several: str, seed: int, monkeypatc
             url = f"http://127.0.0.1:{listening.sockets[0].getsockname()[1]}"
             monkeypatch.setattr(sys, "argv", ["load", "--url", url, *argv.split()])
             args = load.parse_args()
-            await (load.offer_by_clients if args.clients else load.offer_all)(args, url, args.vocab_size)
+            await load.measure(args, url, args.vocab_size)
 
     monkeypatch.setattr(load, "STATS_SECONDS", 0)
     monkeypatch.setattr(load, "step_seconds", lambda _: None)
@@ -194,7 +194,7 @@ def test_clients_send_when_they_have_an_answer(seed: int) -> None:
     assert found["tokens_per_second"] == pytest.approx(46 / max(a.arrival + (a.end or 0) for a in answers), rel=1e-3)
     one = {"clients": clients, "summary": found, "drafts": 10, "accepted": 25}
     settings = {"accept_rate": 0.5}
-    lines = table_by_clients({"settings": settings, "clients": [one]}).splitlines()
+    lines = table({"settings": settings, "clients": [one]}).splitlines()
     assert lines[2].startswith(f"| {clients} |") and lines[2].endswith("| 2.50 | 0 of 23 |")
     assert "0.5: agreement is not real" in lines[-1]
 

@@ -6,7 +6,8 @@ import random
 import pytest
 
 from errors import UserError
-from scripts.bench.serving.stalls import Watched, row, table
+from scripts.bench.serving.stalls import COLUMNS, Watched, row
+from scripts.lib.markdown import table
 
 
 def test_the_largest_gap_counts_since_the_beginning(monkeypatch: pytest.MonkeyPatch, seed: int) -> None:
@@ -29,4 +30,4 @@ def test_the_largest_gap_counts_since_the_beginning(monkeypatch: pytest.MonkeyPa
 def test_the_table_has_medians() -> None:
     one = row("half bodies", [(0.9, [0.8, 0.1]), (0.2, [0.7, 0.3]), (0.3, [0.1, 0.2])])
     assert one == {"case": "half bodies", "gap": 0.3, "frontend_cpu": 0.7, "rank_cpu": 0.2}
-    assert table([one], "a caption").splitlines()[2] == "| half bodies | 0.30 | 0.70 | 0.20 |"
+    assert table(COLUMNS, [one], "a caption").splitlines()[2] == "| half bodies | 0.30 | 0.70 | 0.20 |"

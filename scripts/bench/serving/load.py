@@ -27,7 +27,7 @@ import re
 import secrets
 import subprocess
 import tempfile
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, suppress
 from dataclasses import fields
 from pathlib import Path
@@ -41,9 +41,10 @@ from errors import UserError
 from options import ModelOptions, SpeculationOptions, StandInOptions, add_options, whole_number
 from ranks.ports import free_port
 from ranks.processes import on_ranks
+from scripts.lib import markdown
 from scripts.lib.load_generator import Range, keep_busy, offer, plan, summary
 from scripts.lib.machine import machine
-from scripts.lib.markdown import table_lines
+from scripts.lib.markdown import Columns
 from scripts.lib.results import ROOT, check_output, write_text
 from scripts.lib.servers import Server, is_healthy, rung_server, running
 from scripts.lib.sse_client import StreamClient, in_event_loop, parse_url
@@ -69,27 +70,34 @@ def parse_range(text: str) -> Range:
     return int(low), int(high or low)
 
 
-def spread(summary: dict[str, Any]) -> list[str]:
-    """The cells of SPREADS: p50, p90 and p99."""
-    return [" / ".join(f"{ms:.1f}" for ms in (summary[name] or {}).values()) for name in SPREADS]
-
-
 def table(result: dict[str, Any]) -> str:
-    """A Markdown table with one line per rate or number of clients. Cells with three figures hold p50, p90 and p99."""
+    """A Markdown table with one line per rate or number of clients, and a caption if agreement was not real. Cells with three figures
+    hold p50, p90 and p99."""
+    rate = result["settings"].get("accept_rate")
+    caption = "" if rate is None else f"A drafted token counts as right with probability {rate:g}: agreement is not real."
+    return markdown.table(columns(result), result.get("clients") or result["rates"], caption).rstrip("\n")
+
+
+def columns(result: dict[str, Any]) -> Columns:
+    def spread(name: str) -> Callable[[Any], str]:
+        return lambda one: " / ".join(f"{ms:.1f}" for ms in (one["summary"][name] or {}).values())
+
+    shared: Columns = {
+        "tokens/s": "{summary[tokens_per_second]:.1f}",
+        **{title: spread(name) for name, title in SPREADS.items()},
+    }
+    failed: Columns = {"failed": lambda one: f"{sum(one['summary']['failed'].values())} of {one['summary']['requests']}"}
     if "clients" in result:
-        return table_by_clients(result)
-    limits = f"goodput, TTFT ≤ {result['settings']['ttft_limit']:g} ms, ITL ≤ {result['settings']['itl_limit']:g} ms"
-    idle = any(one.get("gpu_idle_share") is not None for one in result["rates"])
-    head = ["offered, requests/s", "served, requests/s", "tokens/s", *SPREADS.values(), limits, "failed"]
-    head += ["GPU idle"] if idle else []
-    lines: list[list[str]] = []
-    for one in result["rates"]:
-        s = one["summary"]
-        figures = [f"{one['rate']:g}", f"{s['requests_per_second']:.2f}", f"{s['tokens_per_second']:.1f}", *spread(s)]
-        share = one.get("gpu_idle_share")
-        cell = ("" if share is None else f"{share:.1%}",) if idle else ()
-        lines.append([*figures, f"{s['goodput']:.2f}", f"{sum(s['failed'].values())} of {s['requests']}", *cell])
-    return "\n".join(table_lines(head, lines))
+        accepted: Columns = {
+            "accepted of a draft": lambda one: f"{one['accepted'] / one['drafts']:.2f}" if one["drafts"] else "–"
+        }
+        return {"clients": "{clients}", **shared, **accepted, **failed}
+    limits = "goodput, TTFT ≤ {ttft_limit:g} ms, ITL ≤ {itl_limit:g} ms".format_map(result["settings"])
+    idle: Columns = {}
+    if any(one.get("gpu_idle_share") is not None for one in result["rates"]):
+        idle = {"GPU idle": lambda one: "" if one["gpu_idle_share"] is None else f"{one['gpu_idle_share']:.1%}"}
+    offered = {"offered, requests/s": "{rate:g}", "served, requests/s": "{summary[requests_per_second]:.2f}"}
+    return {**offered, **shared, limits: "{summary[goodput]:.2f}", **failed, **idle}
 
 
 # --- the server, and the engine without it -------------------------------------------------------------------------------
@@ -184,35 +192,17 @@ def idle_share(before: tuple[float, float] | None, after: tuple[float, float] | 
     return round((after[1] - before[1]) / (after[0] - before[0]), 4)
 
 
-async def offer_all(args: argparse.Namespace, url: str, vocab_size: int) -> list[dict[str, Any]]:
-    """Measure every rate in turn, after a few warm-up requests."""
-    rates: list[dict[str, Any]] = []
+async def measure(args: argparse.Namespace, url: str, vocab_size: int) -> list[dict[str, Any]]:
+    """Measure every rate, or every number of clients, in turn, after a few warm-up requests."""
+    found, words = list[dict[str, Any]](), random.Random(args.prompt_seed)
+    shape = (args.prompt_length, args.new_tokens, vocab_size)
     more = {"detokenize": False} if args.vllm_python else {}  # `vllm_server` starts without a tokenizer
-    words = random.Random(args.prompt_seed)
     async with StreamClient(url, args.timeout) as client:
-        shape = (args.prompt_length, args.new_tokens, vocab_size)
-        await offer(client, plan(args.rates[0], min(4, args.requests), *shape, args.seed + 1, words), "warm-up", more=more)
+        warm_up = plan(args.rates[0], min(4, args.requests), *shape, args.seed + 1, words)
+        await offer(client, warm_up, "warm-up", more=more)
         gc.collect()
         gc.freeze()  # the garbage collector then skips the imported modules, so that it adds no delay between tokens
-        for rate in args.rates:
-            requests = plan(rate, args.requests, *shape, args.seed, words, args.seconds)
-            before = step_seconds(url)
-            answers = await offer(client, requests, f"{rate:g} requests/s", args.drain, more)
-            await asyncio.sleep(STATS_SECONDS)
-            share = idle_share(before, step_seconds(url))
-            found = summary(answers, args.ttft_limit, args.itl_limit)
-            rates.append({"rate": rate, "summary": found, "gpu_idle_share": share})
-    return rates
-
-
-async def offer_by_clients(args: argparse.Namespace, url: str, vocab_size: int) -> list[dict[str, Any]]:
-    """Measure every number of clients in turn, after a few warm-up requests."""
-    found: list[dict[str, Any]] = []
-    words = random.Random(args.prompt_seed)
-    async with StreamClient(url, args.timeout) as client:
-        shape = (args.prompt_length, args.new_tokens, vocab_size)
-        await keep_busy(client, plan(1.0, 4, *shape, args.seed + 1, words), 2, "warm-up")
-        for clients in args.clients:
+        for clients in args.clients or ():
             requests = plan(1.0, clients * args.requests, *shape, args.seed, words)
             before = drafted(url)
             answers = await keep_busy(client, requests, clients, f"{clients} clients")
@@ -220,6 +210,13 @@ async def offer_by_clients(args: argparse.Namespace, url: str, vocab_size: int) 
             drafts, accepted = (now - then for now, then in zip(drafted(url), before, strict=True))
             one = {"clients": clients, "drafts": drafts, "accepted": accepted}
             found.append(one | {"summary": summary(answers, args.ttft_limit, args.itl_limit)})
+        for rate in () if args.clients else args.rates:
+            requests = plan(rate, args.requests, *shape, args.seed, words, args.seconds)
+            steps = step_seconds(url)
+            answers = await offer(client, requests, f"{rate:g} requests/s", args.drain, more)
+            await asyncio.sleep(STATS_SECONDS)
+            share = idle_share(steps, step_seconds(url))
+            found.append({"rate": rate, "summary": summary(answers, args.ttft_limit, args.itl_limit), "gpu_idle_share": share})
     return found
 
 
@@ -227,20 +224,6 @@ def drafted(url: str) -> tuple[int, int]:
     """How many drafts the server has verified so far, and how many of their tokens were accepted."""
     drafts, accepted = (round(sum(found)) for found in totals(url, DRAFTS))
     return drafts, accepted
-
-
-def table_by_clients(result: dict[str, Any]) -> str:
-    """A Markdown table with one line per number of clients, and a caption if agreement was not real."""
-    head = ["clients", "tokens/s", *SPREADS.values(), "accepted of a draft", "failed"]
-    lines: list[list[str]] = []
-    for one in result["clients"]:
-        s = one["summary"]
-        accepted = f"{one['accepted'] / one['drafts']:.2f}" if one["drafts"] else "–"
-        failed = f"{sum(s['failed'].values())} of {s['requests']}"
-        lines.append([str(one["clients"]), f"{s['tokens_per_second']:.1f}", *spread(s), accepted, failed])
-    rate = result["settings"]["accept_rate"]
-    caption = [] if rate is None else ["", f"A drafted token counts as right with probability {rate:g}: agreement is not real."]
-    return "\n".join([*table_lines(head, lines), *caption])
 
 
 def add_server_options(parser: argparse.ArgumentParser) -> None:
@@ -366,10 +349,7 @@ def main() -> None:
         result["offline"] = offline(args)
         note(f"all at once, without HTTP: {result['offline']['generated_tokens_per_second']:.1f} tokens/s")
     with serving(args) as url:
-        if args.clients:
-            result["clients"] = in_event_loop(offer_by_clients(args, url, vocab_size))
-        else:
-            result["rates"] = in_event_loop(offer_all(args, url, vocab_size))
+        result["clients" if args.clients else "rates"] = in_event_loop(measure(args, url, vocab_size))
     result["machine"] = machine()  # last: it initializes CUDA, and the server uses the GPUs' memory until it ends
     write_text(args.out, json.dumps(result, separators=(",", ":")) + "\n")
     print(table(result))

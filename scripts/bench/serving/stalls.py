@@ -28,7 +28,7 @@ from errors import UserError
 from ranks.processes import RANK_NAME
 from scripts.bench.serving.leftovers import name_of
 from scripts.lib.machine import describe, machine
-from scripts.lib.markdown import captioned
+from scripts.lib.markdown import Columns, table
 from scripts.lib.process_tree import process_tree
 from scripts.lib.results import add_write_option, results_folder, write_table
 from scripts.lib.servers import rung_server
@@ -37,6 +37,12 @@ from scripts.lib.sse_client import StreamClient
 OTHER = "127.0.0.2"  # the address of the other client
 SETTLE = 0.5  # seconds for a stream to get going, and for what a request leaves to be done
 MOST_SECONDS = 60.0  # of one case
+COLUMNS: Columns = {
+    "the other client sends": "{case}",
+    "largest gap, s": "{gap:.2f}",
+    "the frontend's CPU in a gap, s": "{frontend_cpu:.2f}",
+    "rank 0's CPU in a gap, s": "{rank_cpu:.2f}",
+}
 AMBIGUOUS = """start: a
 a: a a | "a" | "b" | "c" | WORD
 WORD: /[a-z ]+/
@@ -256,19 +262,11 @@ def row(name: str, results: list[tuple[float, list[float]]]) -> dict[str, Any]:
     return {"case": name, "gap": round(gap, 3), "frontend_cpu": round(frontend, 3), "rank_cpu": round(rank, 3)}
 
 
-def table(rows: list[dict[str, Any]], caption: str) -> str:
-    titles = "the other client sends", "largest gap, s", "the frontend's CPU in a gap, s", "rank 0's CPU in a gap, s"
-    cells = [(r["case"], *(f"{r[name]:.2f}" for name in ("gap", "frontend_cpu", "rank_cpu"))) for r in rows]
-    return captioned(titles, cells, caption)
-
-
 def main() -> None:
     parser = Parser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--model", default="models/tiny-hybrid", help="directory or preset (default: models/tiny-hybrid)")
     parser.add_argument("--ranks", type=int, default=2, help="tensor-parallel size (default: 2)")
-    parser.add_argument(
-        "--repeats", type=int, default=1, help="measurements of each case, of which the median counts (default: 1)"
-    )
+    parser.add_argument("--repeats", type=int, default=1, help="measurements of a case; the median counts (default: 1)")
     parser.add_argument("--only", nargs="+", metavar="TEXT", help="cases whose names contain one of these texts")
     add_write_option(parser)
     args = parser.parse_args()
@@ -287,7 +285,7 @@ def main() -> None:
             rows.append(row(name, [asyncio.run(measure(server.url, pids, attack, here)) for _ in range(args.repeats)]))
             note(json.dumps(rows[-1]))
     caption = f"{Path(args.model).name}, tensor-parallel size {args.ranks}. Made on {describe(machine())}."
-    write_table("stalls", {"machine": machine(), "rows": rows}, text := table(rows, caption), folder)
+    write_table("stalls", {"machine": machine(), "rows": rows}, text := table(COLUMNS, rows, caption), folder)
     print(text, end="")
 
 

@@ -1,6 +1,6 @@
 """Run every kernel that sums over ranks on a single rank, under compute-sanitizer. `make sanitize` starts this.
 
-It does not check results, which tests and `make bench-comm` do. compute-sanitizer checks that the kernels make no invalid memory
+It does not check results, which the tests do. compute-sanitizer checks that the kernels make no invalid memory
 accesses.
 """
 
@@ -11,7 +11,6 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from cli import Parser, run
 from comm.faults import check_faults
 from comm.fused_strategies import UNTILED, Gather
 from comm.interface import Communicator
@@ -65,7 +64,6 @@ def pairs() -> None:
 
 
 def main() -> None:
-    Parser(description=__doc__.partition("\n")[0]).parse_args()
     os.environ |= {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": "29777", "RANK": "0", "WORLD_SIZE": "1", "NCCL_NVLS_ENABLE": "0"}
     torch.cuda.set_device(DEVICE)
     dist.init_process_group("cpu:gloo,cuda:nccl", device_id=DEVICE)
@@ -85,4 +83,4 @@ def main() -> None:
 
 
 if __name__ == "__main__":
-    run(main)
+    main()
