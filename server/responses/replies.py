@@ -7,8 +7,6 @@ from pydantic import ConfigDict
 from server.openapi import event_stream, json_text, one_of
 from server.replies import ErrorReply, Reply
 
-ItemStatus = Literal["in_progress", "completed", "incomplete"]
-
 
 class OutputTopLogprob(Reply):
     token: str
@@ -37,55 +35,48 @@ class OutputReasoningText(Reply):
     text: str
 
 
-class OutputMessage(Reply):
+class OutputItem(Reply):
     id: str
+    status: Literal["in_progress", "completed", "incomplete"]
+
+
+class OutputMessage(OutputItem):
     type: Literal["message"]
-    status: ItemStatus
     role: Literal["assistant"]
     content: list[OutputText]
 
 
-class ListedMessage(Reply):
-    id: str
+class ListedMessage(OutputItem):
     type: Literal["message"]
-    status: ItemStatus
     role: Literal["user", "system", "developer"]
     content: list[ListedText]
 
 
-class OutputReasoning(Reply):
-    id: str
+class OutputReasoning(OutputItem):
     type: Literal["reasoning"]
-    status: ItemStatus
     summary: list[Any]
     content: list[OutputReasoningText]
     encrypted_content: str | None = None
 
 
-class OutputCall(Reply):
-    id: str
-    type: Literal["function_call"]
-    status: ItemStatus
+class CalledItem(OutputItem):
     call_id: str
     name: str
     namespace: str | None = None
+
+
+class OutputCall(CalledItem):
+    type: Literal["function_call"]
     arguments: str
 
 
-class OutputCustomCall(Reply):
-    id: str
+class OutputCustomCall(CalledItem):
     type: Literal["custom_tool_call"]
-    status: ItemStatus
-    call_id: str
-    name: str
-    namespace: str | None = None
     input: str
 
 
-class ListedCallOutput(Reply):
-    id: str
+class ListedCallOutput(OutputItem):
     type: Literal["function_call_output", "custom_tool_call_output"]
-    status: ItemStatus
     call_id: str
     output: str
 
