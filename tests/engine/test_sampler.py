@@ -163,6 +163,13 @@ def test_a_min_p_of_any_size_drops_what_lies_further_below_the_likeliest_than_it
     assert survivors(logits, [SamplingParams()]).all()
 
 
+@pytest.mark.parametrize("given", [{"top_k": 5}, {"top_p": 0.5}, {"min_p": 0.1}], ids=str)
+def test_a_filter_is_one_of_drafts_too(given: dict[str, float]) -> None:
+    params = SamplingParams(**given, temperature=0.5, seed=3, presence_penalty=1.0, max_tokens=9)  # type: ignore[arg-type]
+    assert params.is_filtered and not SamplingParams(temperature=0.5, presence_penalty=1.0).is_filtered
+    assert params.of_draft() == SamplingParams(**given, temperature=0.5, seed=3)  # type: ignore[arg-type]
+
+
 def test_equal_logits_do_not_let_more_than_k_through() -> None:
     assert survivors(torch.zeros(1, 50), [SamplingParams(top_k=7)]).sum() == 7
 
