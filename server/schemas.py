@@ -362,7 +362,24 @@ class Prediction(Checked):
         return self.content if isinstance(self.content, str) else "".join(part.text for part in self.content)
 
 
-class ChatBody(GenerationBody):
+class TemplateBody(Body):
+    """What the chat template gets besides the messages."""
+
+    tools: list[Tool] | None = Field(None, max_length=MAX_TOOLS)
+    add_generation_prompt: bool | None = Field(None, description="Default true, and false with continue_final_message.")
+    continue_final_message: bool | None = Field(None, description="Continue the last message instead of answering it.")
+    documents: list[dict[str, Any]] | None = Field(None, description="For templates that read `documents`.")
+    chat_template: str | None = Field(None, description="A Jinja template, or the name of one of the checkpoint's.")
+    chat_template_kwargs: dict[str, Any] | None = Field(None, description="More variables for the template.")
+
+    @model_validator(mode="after")
+    def _check_continued(self) -> "TemplateBody":
+        if self.continue_final_message and self.add_generation_prompt:
+            raise field_error("continue_final_message", "excludes add_generation_prompt")
+        return self
+
+
+class ChatBody(TemplateBody, GenerationBody):
     messages: list[ChatMessage] = Field(min_length=1, fail_fast=True)
     max_tokens: int | None = Field(None, ge=1, le=2**31 - 1, description="Default: what is left of the context.")
     max_completion_tokens: int | None = Field(None, ge=1, le=2**31 - 1, description="The newer name of max_tokens.")
@@ -370,19 +387,13 @@ class ChatBody(GenerationBody):
     top_logprobs: int | None = Field(
         None, ge=0, le=LIST_LIMIT, description="Also those of the k likeliest tokens; above 0 only with logprobs. Default 0."
     )
-    tools: list[Tool] | None = Field(None, max_length=MAX_TOOLS)
     tool_choice: Literal["none", "auto", "required"] | NamedToolChoice | AllowedToolsChoice | None = Field(
         None, description="`required` and a named function force one call by grammar. Default auto with tools, else none."
     )
     parallel_tool_calls: bool | None = Field(None, description="false keeps the first of several calls. Default true.")
-    add_generation_prompt: bool | None = Field(None, description="Default true, and false with continue_final_message.")
-    continue_final_message: bool | None = Field(None, description="Continue the last message instead of answering it.")
-    documents: list[dict[str, Any]] | None = Field(None, description="For templates that read `documents`.")
     prediction: Prediction | None = Field(
         None, description="A text that the answer may repeat; such an answer is faster if the server runs with `--speculate`."
     )
-    chat_template: str | None = Field(None, description="A Jinja template, or the name of one of the checkpoint's.")
-    chat_template_kwargs: dict[str, Any] | None = Field(None, description="More variables for the template.")
     reasoning_effort: Literal["none", "minimal", "low", "medium", "high", "xhigh", "max"] | None = Field(
         None,
         description="The template's variable of this name. `none` and `minimal` set `enable_thinking` to false if the template has it.",
@@ -398,8 +409,6 @@ class ChatBody(GenerationBody):
             raise field_error("max_completion_tokens", "differs from max_tokens; give one of them")
         if (self.min_tokens or 0) > (self.limit or INT64):
             raise field_error("min_tokens", "is above the maximum length of the answer")
-        if self.continue_final_message and self.add_generation_prompt:
-            raise field_error("continue_final_message", "excludes add_generation_prompt")
         self._check_tools()
         return self
 
@@ -460,26 +469,18 @@ class ChatBody(GenerationBody):
         return []
 
 
-class TokenizeBody(Body):
+class TokenizeBody(TemplateBody):
     """A prompt or a conversation, to be tokenized as the two generation endpoints do."""
 
     prompt: str | None = Field(None, description="A text; or give messages.")
     messages: list[ChatMessage] | None = Field(None, min_length=1, fail_fast=True)
     add_special_tokens: bool | None = Field(None, description="Default true for prompt, false for messages.")
-    add_generation_prompt: bool | None = Field(None, description="Default true, and false with continue_final_message.")
-    continue_final_message: bool | None = None
-    tools: list[Tool] | None = Field(None, max_length=MAX_TOOLS)
-    documents: list[dict[str, Any]] | None = None
-    chat_template: str | None = None
-    chat_template_kwargs: dict[str, Any] | None = None
     return_token_strs: bool | None = Field(None, description="Add each token's text.")
 
     @model_validator(mode="after")
     def _one_of_both(self) -> "TokenizeBody":
         if (self.prompt is None) == (self.messages is None):
             raise field_error("prompt", "give either prompt or messages")
-        if self.continue_final_message and self.add_generation_prompt:
-            raise field_error("continue_final_message", "excludes add_generation_prompt")
         return self
 
 
