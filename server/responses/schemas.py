@@ -1,6 +1,6 @@
 """The body of POST /v1/responses. Like every body: each field is used, accepted without effect, or refused (server/schemas.py)."""
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from typing import Annotated, Any, ClassVar, Literal, NamedTuple
 
 from pydantic import ConfigDict, Discriminator, Field, Tag, model_validator
@@ -59,9 +59,9 @@ REFUSED_HERE = refusals(
 )
 
 
-def _one_of(message: str) -> Discriminator:
-    """Tells objects apart by their type. `message`: for other types."""
-    return Discriminator(kind_of, custom_error_type="unsupported", custom_error_message=message)
+def _by(kind: Callable[[Any], Any], message: str) -> Discriminator:
+    """Tells objects apart by their kind. `message`: for other kinds."""
+    return Discriminator(kind, custom_error_type="unsupported", custom_error_message=message)
 
 
 # --- input ---------------------------------------------------------------------------------------------------------------------
@@ -92,11 +92,7 @@ def _kind_of_part(value: Any) -> Any:
 
 Part = Annotated[
     Annotated[ContentText, Tag("text")] | Annotated[RefusalPart, Tag("refusal")],
-    Discriminator(
-        _kind_of_part,
-        custom_error_type="unsupported",
-        custom_error_message="this server reads text alone: parts of type input_text and output_text",
-    ),
+    _by(_kind_of_part, "this server reads text alone: parts of type input_text and output_text"),
 ]
 
 
@@ -175,7 +171,7 @@ AnyItem = Annotated[
     | Annotated[OtherItem, Tag("other")]
     | Annotated[AdditionalTools, Tag("additional_tools")]
     | Annotated[ItemReference, Tag("item_reference")],
-    Discriminator(_kind_of_item, custom_error_type="unsupported", custom_error_message=READS),
+    _by(_kind_of_item, READS),
 ]
 
 
@@ -218,6 +214,8 @@ class CustomFormat(Checked):
 class CustomTool(Checked):
     """A tool that takes a text. It is offered as a function with one argument, `input`."""
 
+    strict: ClassVar[None] = None
+
     type: Literal["custom"]
     name: str = Field(pattern=r"^[A-Za-z0-9_.-]{1,64}$")
     description: str | None = None
@@ -229,10 +227,6 @@ class CustomTool(Checked):
     def parameters(self) -> dict[str, Any]:
         text = {"type": "object", "properties": {"input": {"type": "string"}}, "required": ["input"]}
         return {**text, "additionalProperties": False}
-
-    @property
-    def strict(self) -> None:
-        return None
 
     @property
     def about(self) -> str | None:
@@ -312,7 +306,7 @@ NamedTool = Annotated[
     Annotated[NamedFunction, Tag("function")]
     | Annotated[NamedFunction, Tag("custom")]
     | Annotated[AllowedFunctions, Tag("allowed_tools")],
-    _one_of(OWN_TOOLS),
+    _by(kind_of, OWN_TOOLS),
 ]
 
 
@@ -421,10 +415,14 @@ class ResponsesBody(SamplingBody):
 
     @property
     def functions(self) -> list[Offered]:
-        """Those that the model may call. One in `input` may repeat another."""
-        found = [one for one in self._tools() if isinstance(one, Offered)]
-        names = [one.name for one in found]
-        return [one for i, one in enumerate(found) if one.path.startswith("tools.") or one.name not in names[:i]]
+        """The functions that the model may call. One in `input` may repeat another."""
+        found, names = list[Offered](), set[str]()
+        for one in self._tools():
+            if isinstance(one, Offered):
+                if one.path.startswith("tools.") or one.name not in names:
+                    found.append(one)
+                names.add(one.name)
+        return found
 
     @property
     def left_out(self) -> list[str]:

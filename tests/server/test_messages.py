@@ -237,6 +237,53 @@ def test_effort_is_none_of_an_answer_without_thinking() -> None:
         assert body.chat.reasoning_effort == effort
 
 
+CACHED = {"cache_control": {"type": "ephemeral"}}
+CONVERSATION = {
+    "max_tokens": 5000,
+    "system": [
+        {"type": "text", "text": "x-anthropic-billing-header: cc_version=2;"},
+        {"type": "text", "text": "Be kind.", **CACHED},
+    ],
+    "messages": [
+        {"role": "system", "content": "Be brief."},
+        {"role": "user", "content": "Hi"},
+        {"role": "user", "content": [{"type": "text", "text": "Look", **CACHED}, {"type": "text", "text": "there"}]},
+        {"role": "system", "content": "Agents: none"},
+        {
+            "role": "assistant",
+            "content": [
+                {"type": "thinking", "thinking": "Hm", "signature": "s"},
+                {"type": "thinking", "thinking": "So", "signature": "s"},
+                {"type": "redacted_thinking", "data": "zz"},
+                {"type": "text", "text": "Well", "citations": None},
+                {"type": "tool_use", "id": "toolu_1", "name": "weather", "input": {"city": "Ulm"}},
+                {"type": "tool_use", "id": "toolu_2", "name": "weather", "input": {}},
+            ],
+        },
+        {
+            "role": "user",
+            "content": [
+                {"type": "tool_result", "tool_use_id": "toolu_1", "content": [{"type": "text", "text": "dry"}]},
+                {"type": "tool_result", "tool_use_id": "toolu_2", "content": "no city", "is_error": True, **CACHED},
+                {"type": "text", "text": "And now?"},
+            ],
+        },
+        {"role": "assistant", "content": "It is"},
+    ],
+    "tools": [{**TOOL, "type": "custom", "defer_loading": False, **CACHED}],
+    "tool_choice": {"type": "auto", "disable_parallel_tool_use": True},
+    "thinking": {"type": "disabled"},
+    "context_management": {"edits": [{"type": "clear_thinking_20251015", "keep": "all"}]},
+    "metadata": {"user_id": "u" * 300},
+    "service_tier": "auto",
+    "output_config": {"effort": "max"},
+    "mcp_servers": [],
+    "container": None,
+    "temperature": 0.5,
+    "top_k": 3,
+    "top_p": 0.9,
+    "stop_sequences": ["END"],
+}
 TEMPLATE = "{{ messages[:-1] | tojson }}|{{ tools | tojson }}|{{ enable_thinking }}|{{ messages[-1].content }}|"
 
 
@@ -246,55 +293,8 @@ def test_a_body_becomes_a_conversation(make_site: Callable[..., Site], tmp_path:
     site = make_site(chat_template=str(tmp_path / "template"))
     assert site.server.client.ready
     site.server.client.ready = msgspec.structs.replace(site.server.client.ready, max_model_len=4096)
-    cached = {"cache_control": {"type": "ephemeral"}}
-    body = {
-        "max_tokens": 5000,
-        "system": [
-            {"type": "text", "text": "x-anthropic-billing-header: cc_version=2;"},
-            {"type": "text", "text": "Be kind.", **cached},
-        ],
-        "messages": [
-            {"role": "system", "content": "Be brief."},
-            {"role": "user", "content": "Hi"},
-            {"role": "user", "content": [{"type": "text", "text": "Look", **cached}, {"type": "text", "text": "there"}]},
-            {"role": "system", "content": "Agents: none"},
-            {
-                "role": "assistant",
-                "content": [
-                    {"type": "thinking", "thinking": "Hm", "signature": "s"},
-                    {"type": "thinking", "thinking": "So", "signature": "s"},
-                    {"type": "redacted_thinking", "data": "zz"},
-                    {"type": "text", "text": "Well", "citations": None},
-                    {"type": "tool_use", "id": "toolu_1", "name": "weather", "input": {"city": "Ulm"}},
-                    {"type": "tool_use", "id": "toolu_2", "name": "weather", "input": {}},
-                ],
-            },
-            {
-                "role": "user",
-                "content": [
-                    {"type": "tool_result", "tool_use_id": "toolu_1", "content": [{"type": "text", "text": "dry"}]},
-                    {"type": "tool_result", "tool_use_id": "toolu_2", "content": "no city", "is_error": True, **cached},
-                    {"type": "text", "text": "And now?"},
-                ],
-            },
-            {"role": "assistant", "content": "It is"},
-        ],
-        "tools": [{**TOOL, "type": "custom", "defer_loading": False, **cached}],
-        "tool_choice": {"type": "auto", "disable_parallel_tool_use": True},
-        "thinking": {"type": "disabled"},
-        "context_management": {"edits": [{"type": "clear_thinking_20251015", "keep": "all"}]},
-        "metadata": {"user_id": "u" * 300},
-        "service_tier": "auto",
-        "output_config": {"effort": "max"},
-        "mcp_servers": [],
-        "container": None,
-        "temperature": 0.5,
-        "top_k": 3,
-        "top_p": 0.9,
-        "stop_sequences": ["END"],
-    }
     headers = {"anthropic-version": "2023-06-01", "anthropic-beta": "effort-2025-11-24"}
-    response = site.http.post(PATH, json=body, headers=headers, params={"beta": "true"})
+    response = site.http.post(PATH, json=CONVERSATION, headers=headers, params={"beta": "true"})
     assert response.status_code == 200, response.text
     assert "x-rung-ignored" not in response.headers
     text = TOKENIZER.decode(site.last().prompt_ids, skip_special_tokens=False)
