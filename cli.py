@@ -110,29 +110,17 @@ class Parser(argparse.ArgumentParser):
             self.error(f"unknown flag{'s' if len(unknown) > 1 else ''} {', '.join(map(self._with_match, unknown))}")
         return super().parse_args(given, namespace)
 
-    def _unknown(self, given: Sequence[str]) -> list[str]:
+    def _unknown(self, given: list[str]) -> list[str]:
         """The words that look like flags but are not."""
-        known = self._option_string_actions
-        before = given[: given.index("--")] if "--" in given else given
-        if any(action.nargs in (argparse.REMAINDER, argparse.PARSER) for action in self._actions):
-            before = self._before_program(before)
-        words = [text.partition("=")[0] for text in before if re.match(r"--?[a-zA-Z]", text) and " " not in text]
-        return [word for word in words if not self._is_known(word, list(known))]
-
-    def _before_program(self, given: Sequence[str]) -> list[str]:
-        """The flags before the program to start, whose own flags follow."""
-        rest, flags = list(given), []
-        while rest and rest[0].startswith("-"):
-            flags.append(rest.pop(0))
-            action = self._option_string_actions.get(flags[-1])
-            if action is not None and action.nargs is None:
-                rest[:1] = []  # its value
-        return flags
-
-    def _is_known(self, word: str, known: list[str]) -> bool:
-        if word.startswith("--"):
-            return word in known or (self.allow_abbrev and any(flag.startswith(word) for flag in known))
-        return word in known or word[:2] in known  # -n5 is -n 5
+        required = [action for action in self._actions if action.required]
+        for action in required:
+            action.required = False
+        try:
+            _, rest = self.parse_known_args(given[: given.index("--")] if "--" in given else given)
+        finally:
+            for action in required:
+                action.required = True
+        return [word.partition("=")[0] for word in rest if re.match(r"--?[a-zA-Z]", word) and " " not in word]
 
     def _with_match(self, word: str) -> str:
         close = get_close_matches(word, self._option_string_actions, n=1, cutoff=0.7)

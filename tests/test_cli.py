@@ -125,7 +125,7 @@ def parser() -> Parser:
         (["--nonsense"], "unknown flag --nonsense; see it --help"),
         (["--nonsense", "--model", "x"], "unknown flag --nonsense; see it --help"),
         (["--modle=x"], "unknown flag --modle (did you mean --model?); see it --help"),
-        (["--number", "many", "-q"], "unknown flag -q; see it --help"),
+        (["--number", "3", "-q"], "unknown flag -q; see it --help"),
         (
             ["--modell", "x", "--txet", "y"],
             "unknown flags --modell (did you mean --model?), --txet (did you mean --text?); see it",
