@@ -61,6 +61,9 @@ BAD_COMPLETIONS: list[tuple[dict[str, Any], str | None]] = [
     ({"min_tokens": 3, "max_tokens": 3, "allowed_token_ids": [EOS, 5, 5], "stop_token_ids": [5]}, "min_tokens"),
     ({"min_tokens": 3, "max_tokens": 3, "stop_token_ids": [*range(TOKENIZER.vocab_size)]}, "min_tokens"),
     ({"suffix": "x"}, "suffix"),
+    ({"use_beam_search": True}, "use_beam_search"),
+    ({"tools": [{}]}, "tools"),
+    ({"stop_token_ids": [-1]}, "stop_token_ids.0"),
     ({"length_penalty": 2.0}, "length_penalty"),
     ({"cache_salt": ""}, "cache_salt"),
     ({"cache_salt": "\ud800"}, "cache_salt"),
@@ -178,11 +181,10 @@ def test_error_statuses(site: Site) -> None:
     for path, status in (("/nope", 404), ("/v1/models/nope", 404), ("/v1/completions", 405)):
         response = site.http.get(path)
         assert response.status_code == status and replies.ErrorReply.model_validate(response.json())
-    for content in (b"{", b"[]", b"\xff", b"[" * 100_000, b'{"n": ' + b"9" * 5000 + b"}"):
+    assert site.http.delete("/v1/models").status_code == 405
+    for content in (b"[]", b'"text"'):
         response = site.http.post("/v1/completions", content=content, headers={"content-type": "application/json"})
-        assert response.status_code == 400 and replies.ErrorReply.model_validate(response.json()), response.text
-    response = site.http.post("/v1/completions", content=b'{"prompt": "x"}', headers={"content-type": "text/plain"})
-    assert response.status_code == 400 and "Content-Type" in response.text
+        assert response.status_code == 400 and "JSON object" in response.json()["error"]["message"]
 
 
 # Patterns by which clients recognize that a conversation is too long, and by how much. The first is litellm's, the last
@@ -263,7 +265,7 @@ def test_a_body_that_does_not_say_that_it_is_json_is_not_parsed(site: Site) -> N
     """Nothing would bound its number of values and its depth."""
     for headers in ({}, {"content-type": "text/plain"}):
         response = site.http.post("/v1/completions", content=b'{"prompt": "Hi"}', headers=headers)
-        assert response.status_code == 400 and response.json()["error"]["type"] == "invalid_request_error"
+        assert response.status_code == 400 and "Content-Type" in response.json()["error"]["message"]
 
 
 def test_an_unknown_model_is_named_beside_those_that_the_server_has(site: Site) -> None:

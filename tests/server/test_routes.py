@@ -15,13 +15,22 @@ from prometheus_client import CollectorRegistry, Histogram
 from engine.protocol import Stats
 from server import app, metrics, replies
 from server.metrics import Latencies, Rate, TokenHistogram
-from tests.support.server_thread import CHAT, STORY, TOKENIZER, TOOL, Site, wait_for
+from tests.support.server_thread import CHAT, CONTEXT, STORY, TOKENIZER, TOOL, Site, wait_for
 
 
 def test_tokenize_and_detokenize(site: Site) -> None:
-    answer = site.post("/tokenize", {"prompt": "Hi Zoë", "return_token_strs": True})
-    assert answer["tokens"] == TOKENIZER.encode("Hi Zoë") and answer["count"] == len(answer["token_strs"])
-    assert site.post("/detokenize", {"tokens": answer["tokens"]})["prompt"] == TOKENIZER.decode(answer["tokens"], False)
+    text = "Hi Zoë, a 🦊"
+    answer = site.post("/tokenize", {"model": "tiny-hybrid", "prompt": text, "return_token_strs": True})
+    assert answer["tokens"] == TOKENIZER.encode(text) and answer["max_model_len"] == CONTEXT
+    assert answer["count"] == len(answer["tokens"]) == len(answer["token_strs"])
+    bare = site.post("/tokenize", {"prompt": text, "add_special_tokens": False})["tokens"]
+    assert bare == answer["tokens"][1:]
+    for body, wanted in (
+        ({"tokens": bare}, text),
+        ({"tokens": answer["tokens"]}, "<|begin|>" + text),
+        ({"tokens": answer["tokens"], "skip_special_tokens": True}, text),
+    ):
+        assert site.post("/detokenize", body)["prompt"] == wanted
     chat = site.post("/tokenize", {"messages": CHAT["messages"]})
     assert chat["tokens"] == TOKENIZER.encode_chat(CHAT["messages"])
     assert site.refused("/tokenize", {})["param"] == "prompt"
@@ -31,7 +40,10 @@ def test_tokenize_and_detokenize(site: Site) -> None:
 def test_models_health_version_docs(site: Site) -> None:
     assert site.openai.models.list().data[0].id == "tiny-hybrid"
     replies.ModelCard.model_validate(site.http.get("/v1/models/tiny-hybrid").json())
-    assert site.http.get("/version").json()["version"]
+    assert site.http.get("/version").json()["version"].count(".") == 2
+    for path in ("/", "/docs"):
+        page = site.http.get(path)
+        assert page.headers["content-type"].startswith("text/html") and "Rung" in page.text
     assert "repetition_penalty" in site.http.get("/docs").text and "//cdn" not in site.http.get("/docs").text
     assert site.http.get("/version", headers={"x-request-id": "mine-1"}).headers["x-request-id"] == "mine-1"
 

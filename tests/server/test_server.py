@@ -772,37 +772,12 @@ def test_the_second_identical_prompt_is_cached(complete: Complete, server: Serve
     assert server.metrics()["rung:prefix_cache_hits_total"] >= before + 288 + 96
 
 
-def test_tokenize_and_back(server: ServerProcess, reference: Reference) -> None:
-    def post(path: str, **body: Any) -> Any:
-        return server.http.post(path, json=body).raise_for_status().json()
-
-    text = "Zoë saw a 🦊 fox."
-    whole = post("/tokenize", model=NAME, prompt=text, return_token_strs=True)
-    assert whole["tokens"] == reference.encode(text)
-    assert (whole["count"], whole["max_model_len"]) == (len(whole["tokens"]), 1024)
-    assert len(whole["token_strs"]) == whole["count"]
-    bare = post("/tokenize", prompt=text, add_special_tokens=False)["tokens"]
-    assert bare == whole["tokens"][1:]
-    assert post("/detokenize", tokens=bare)["prompt"] == text
-    assert post("/detokenize", tokens=whole["tokens"])["prompt"] == "<|begin|>" + text
-    assert post("/detokenize", tokens=whole["tokens"], skip_special_tokens=True)["prompt"] == text
-    assert post("/tokenize", messages=SUM)["count"] == 15
-
-
-def test_models_version_and_pages(server: ServerProcess, client: openai.OpenAI) -> None:
+def test_the_model_and_the_state(server: ServerProcess, client: openai.OpenAI) -> None:
     (model,) = client.models.list().data
     assert (model.id, model.object, model.max_model_len) == (NAME, "model", 1024)
     assert client.models.retrieve(NAME) == model
     with pytest.raises(openai.NotFoundError):
         client.models.retrieve("gpt-4o")
-    assert server.http.get("/version").json()["version"].count(".") == 2
-    assert server.http.get("/health").json() == {"status": "ready"}
-    for path in ("/", "/docs"):
-        page = server.http.get(path)
-        assert page.status_code == 200 and page.headers["content-type"].startswith("text/html") and "Rung" in page.text
-    described = server.http.get("/openapi.json").json()["paths"]
-    for path in ("/v1/completions", "/v1/chat/completions", "/v1/models", "/tokenize", "/detokenize", "/health", "/metrics"):
-        assert path in described
     stats = server.stats()
     assert (stats["world_size"], stats["communicator"], stats["device"], stats["dtype"]) == (2, "gloo", "cpu", "float32")
     assert "ladder" in stats["variant"]
@@ -845,71 +820,6 @@ def test_metrics_count(server: ServerProcess, complete: Complete) -> None:
     assert after["rung:num_requests_running"] == after["rung:num_requests_waiting"] == after["rung:kv_cache_usage_perc"] == 0
     for name in ("prefix_cache_hits_total", "num_preemptions_total"):
         assert after[f"rung:{name}"] >= 0
-
-
-# --- refusals ------------------------------------------------------------------------------------------------------------
-
-
-@pytest.mark.parametrize(
-    ("params", "param"),
-    [
-        ({"temperature": -1}, "temperature"),
-        ({"temperature": "warm"}, "temperature"),
-        ({"top_p": 1.5}, "top_p"),
-        ({"max_tokens": -1}, "max_tokens"),
-        ({"max_tokens": 2000}, "max_tokens"),
-        ({"n": 0}, "n"),
-        ({"logprobs": 21}, "logprobs"),
-        ({"logit_bias": {"5000": 1}}, "logit_bias"),
-        ({"stop": ["x"] * 17}, "stop"),
-        ({"stop_token_ids": [-1]}, "stop_token_ids.0"),
-        ({"best_of": 1, "n": 2}, "best_of"),
-        ({"suffix": "The end."}, "suffix"),
-        ({"use_beam_search": True}, "use_beam_search"),
-        ({"tools": [{}]}, "tools"),
-        ({"prompt": [5, 1024]}, "prompt"),
-        ({"prompt": []}, "prompt"),
-        ({"prompt": "word " * 2000}, "prompt"),
-        ({"response_format": {"type": "json_schema", "json_schema": {"name": "x", "schema": {"type": 5}}}}, "response_format"),
-    ],
-)
-def test_bad_parameters_are_named(complete: Complete, params: dict[str, Any], param: str) -> None:
-    with pytest.raises(openai.BadRequestError) as caught:
-        complete(**params)
-    error = caught.value
-    assert error.status_code == 400 and error.type == "invalid_request_error"
-    assert error.param == param
-    assert param.split(".")[0] in error.message
-
-
-def test_chat_refusals(client: openai.OpenAI) -> None:
-    for params, param in (
-        ({"messages": []}, "messages"),
-        ({"messages": [{"role": "wizard", "content": "x"}]}, "messages.0.role"),
-        ({"top_logprobs": 2}, "top_logprobs"),
-        ({"tool_choice": "required"}, "tool_choice"),
-        ({"max_tokens": 3, "max_completion_tokens": 4}, "max_completion_tokens"),
-        ({"extra_body": {"echo": True}}, "echo"),
-        ({"messages": [{"role": "user", "content": "word " * 2000}]}, "messages"),
-    ):
-        with pytest.raises(openai.BadRequestError) as caught:
-            client.chat.completions.create(**({"model": NAME, "messages": SUM} | params))
-        assert caught.value.param == param, params
-
-
-def test_an_unknown_model(complete: Complete) -> None:
-    with pytest.raises(openai.NotFoundError) as caught:
-        complete(model="gpt-4o")
-    assert (caught.value.code, caught.value.param) == ("model_not_found", "model")
-
-
-def test_raw_mistakes(server: ServerProcess) -> None:
-    for body in (b"{", b"[]", b'"text"', b"\xff\xfe"):
-        reply = server.http.post("/v1/completions", content=body, headers={"content-type": "application/json"})
-        assert reply.status_code == 400 and set(reply.json()["error"]) == {"message", "type", "param", "code"}, body
-    for method, path, status in (("GET", "/v1/nothing", 404), ("GET", "/v1/completions", 405), ("DELETE", "/v1/models", 405)):
-        reply = server.http.request(method, path)
-        assert reply.status_code == status and reply.json()["error"]["message"]
 
 
 # --- clients that leave --------------------------------------------------------------------------------------------------
