@@ -1,9 +1,12 @@
-"""uvicorn's HTTP protocol, with limits on the time and size of a request line and headers."""
+"""uvicorn's HTTP protocol, with limits on the time and size of a request line and headers. What arrives in a burst begins in turn."""
 
 import asyncio
 import contextlib
 import http
 import socket
+import time
+from collections import deque
+from collections.abc import Callable
 from functools import partial
 from typing import Any
 
@@ -15,10 +18,45 @@ from server.clients import sender
 from server.errors import ApiError
 from server.http import PIECE, to_json
 from server.limits import Connections
-from server.turns import Turns
 
 MAX_HEAD = 65536  # bytes of a request line and headers, or of trailers
 MOST_PARTS, SMALL_PART = 4096, 16  # of a body; more parts than these may not have fewer bytes on average
+TURN_SECONDS = 0.02  # which a part of a burst may take; after a longer one fewer begin at once
+MOST_AT_ONCE = 16  # that begin together
+
+
+class Turns:
+    """Lets what arrives in a burst begin a part at a time, so that streams go on between the parts.
+
+    An event loop calls everything that is ready before it looks for more: what begins together delays all streams. At least one
+    begins in each part. How many do follows from how long the last part took, with the tasks that it started.
+    """
+
+    def __init__(self, now: Callable[[], float] = time.perf_counter) -> None:
+        """now: seconds."""
+        self._now = now
+        self._most, self._begun, self._since = MOST_AT_ONCE, 0, 0.0
+        self._waiting: deque[Callable[[], None]] = deque()
+
+    def call(self, begin: Callable[[], None]) -> None:
+        """Call `begin` now, or in its turn: the order stays that of the calls."""
+        if self._waiting or self._begun == self._most:
+            self._waiting.append(begin)
+        else:
+            self._begin(begin)
+
+    def _begin(self, begin: Callable[[], None]) -> None:
+        if not self._begun:
+            self._since, loop = self._now(), asyncio.get_running_loop()
+            loop.call_soon(loop.call_soon, self._next)  # behind the tasks that begin now
+        self._begun += 1
+        begin()
+
+    def _next(self) -> None:
+        long = self._now() - self._since > TURN_SECONDS
+        self._most, self._begun = max(1, self._most // 2) if long else min(self._most + 1, MOST_AT_ONCE), 0
+        while self._waiting and self._begun < self._most:
+            self._begin(self._waiting.popleft())
 
 
 class Pipelined(Exception):

@@ -27,11 +27,10 @@ from server.embedding_bodies import EmbeddingBody, PoolingBody, ScoreBody, liste
 from server.endpoint import begin
 from server.errors import ApiError, bad
 from server.generation import timed_out
-from server.http import JsonResponse, to_json, unless_gone
+from server.http import JsonResponse, PacedResponse, to_json, unless_gone
 from server.limits import Full, HeldBytes
 from server.openapi import errors_of
 from server.service import Service
-from server.sse import PacedResponse
 
 SLICE = 4  # as many texts are in the engine at once as this many steps can begin; then its last step is seldom nearly empty
 

@@ -26,7 +26,7 @@ from server.clients import Client, owner, sender
 from server.embedding_bodies import PoolingBody
 from server.errors import ApiError, bad
 from server.generation import Plan, Prompt, Usage, make_params, run
-from server.http import JsonResponse, to_json, unless_gone
+from server.http import DONE, EventStream, JsonResponse, error_event, to_json, unless_gone
 from server.journal import Promise
 from server.json_schema import Compiled
 from server.logprobs import by_id_layout, chat_layout
@@ -34,7 +34,6 @@ from server.parsers import PartReader, kept_special_ids, syntax_for, thinking_bu
 from server.parts import PartList
 from server.schemas import MAX_USER, GenerationBody
 from server.service import Service
-from server.sse import DONE, EventStream, error_event
 
 HEARTBEAT = b": the ranks start again\n\n"
 

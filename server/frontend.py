@@ -22,7 +22,7 @@ from errors import UserError
 from server import logs
 from server.app import create_app
 from server.banner import banner
-from server.connections import Connection
+from server.connections import Connection, Turns
 from server.engine_client import EngineClient
 from server.errors import ApiError
 from server.limits import Connections, raise_descriptor_limit
@@ -33,7 +33,6 @@ from server.recovery import Watchdog
 from server.resume import Resumer
 from server.service import Service
 from server.settings import Settings
-from server.turns import Turns
 from text.tokenizer import Tokenizer
 from text.tokenizer_files import tokenizer_of
 

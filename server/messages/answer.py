@@ -12,13 +12,13 @@ from engine.text import Delta
 from server.chat import TranslatedChat
 from server.errors import ApiError
 from server.generation import Prompt
+from server.http import Event, named_event
 from server.messages.bodies import ID_PREFIX, MessagesBody
 from server.messages.errors import error_body
 from server.parsers import marks_reasoning
 from server.parts import Arguments, Call, Part, Reasoning, Text
 from server.schemas import ChatBody
 from server.service import Service
-from server.sse import Event, named_event
 
 SIGNATURE = "unsigned"  # clients expect one and send it back; this server does not check it
 # by the type of a part: the type of its block, and the type and the field of the delta that it brings

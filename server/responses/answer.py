@@ -14,14 +14,13 @@ from server.chat import TranslatedChat, read_conversation
 from server.endpoint import JsonLists
 from server.errors import TOO_LONG, ApiError
 from server.generation import Prompt
-from server.http import to_json
+from server.http import Event, to_json
 from server.parts import Arguments, Call, Part, Reasoning, Text
 from server.responses.items import is_json, new_id, seal
 from server.responses.replies import ResponsesReply
 from server.responses.schemas import CustomTool, Offered, ResponsesBody
 from server.schemas import ChatBody
 from server.service import Service
-from server.sse import Event
 from text.chat_form import read_arguments
 
 RESERVED_SHARE = 4  # truncation auto leaves a quarter of the context for an answer without max_output_tokens

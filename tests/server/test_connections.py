@@ -20,9 +20,8 @@ from unittest.mock import Mock
 import pytest
 
 from server import frontend
-from server.connections import MAX_HEAD, MOST_PARTS, SMALL_PART, Connection
+from server.connections import MAX_HEAD, MOST_PARTS, SMALL_PART, Connection, Turns
 from server.limits import MOST_DESCRIPTORS, Connections, raise_descriptor_limit
-from server.turns import Turns
 from tests.support.server_thread import Site, raw_request, wait_for
 
 GET = b"GET /health HTTP/1.1\r\nHost: x\r\n"

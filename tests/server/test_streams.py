@@ -21,10 +21,9 @@ from server.endpoint import Chunks
 from server.engine_client import COUNTED_BYTES, LOGPROB_BYTES, OUTPUT_BYTES, SLICE_BYTES, EngineClient
 from server.errors import ApiError
 from server.generation import Usage
-from server.http import PIECE, ClientGone, to_json
+from server.http import PIECE, ClientGone, EventStream, event, to_json
 from server.limits import Backlog
 from server.metrics import Metrics
-from server.sse import EventStream, event
 from tests.support.server_thread import STORY, TOKENIZER, WIDTH, Site, raw_request, ready, wait_for
 
 

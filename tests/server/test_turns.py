@@ -1,4 +1,4 @@
-"""server/turns.py: how much of a burst begins at once, and that nothing else waits for all of it."""
+"""Turns: how much of a burst begins at once, and that nothing else waits for all of it."""
 
 import asyncio
 import random
@@ -6,7 +6,7 @@ from itertools import pairwise
 
 import pytest
 
-from server.turns import MOST, SECONDS, Turns
+from server.connections import MOST_AT_ONCE, TURN_SECONDS, Turns
 
 
 def begun_between_turns(costs: list[float], in_tasks: bool) -> list[int]:
@@ -45,13 +45,15 @@ def begun_between_turns(costs: list[float], in_tasks: bool) -> list[int]:
 @pytest.mark.parametrize("in_tasks", [True, False])
 def test_of_a_burst_so_many_begin_at_once_as_take_a_short_time(in_tasks: bool, seed: int) -> None:
     rng = random.Random(seed)
-    long, short = [SECONDS * rng.uniform(1.1, 5) for _ in range(40)], [SECONDS / MOST / 2] * 400
+    long, short = [TURN_SECONDS * rng.uniform(1.1, 5) for _ in range(40)], [TURN_SECONDS / MOST_AT_ONCE / 2] * 400
     looks = begun_between_turns([*long, *short], in_tasks)
     parts = [after - before for before, after in pairwise([0, *looks]) if after > before]
     ends = [sum(parts[: i + 1]) for i in range(len(parts))]
-    assert max(parts) <= MOST
-    assert {part for part, end in zip(parts, ends, strict=True) if 2 * MOST <= end <= len(long)} == {1}  # as few as possible
-    assert parts[-2] == MOST  # as many as before, once they are short
+    assert max(parts) <= MOST_AT_ONCE
+    assert {part for part, end in zip(parts, ends, strict=True) if 2 * MOST_AT_ONCE <= end <= len(long)} == {
+        1
+    }  # as few as possible
+    assert parts[-2] == MOST_AT_ONCE  # as many as before, once they are short
     calm = [part for part, end in zip(parts, ends, strict=True) if end > len(long) + 1]
     assert all(after <= before + 1 for before, after in pairwise(calm)), calm
 
@@ -59,7 +61,7 @@ def test_of_a_burst_so_many_begin_at_once_as_take_a_short_time(in_tasks: bool, s
 def test_what_comes_alone_begins_at_once() -> None:
     async def run() -> None:
         turns, begun = Turns(), list[int]()
-        for i in range(3 * MOST):
+        for i in range(3 * MOST_AT_ONCE):
             turns.call(lambda i=i: begun.append(i))  # type: ignore[misc]
             assert begun[-1] == i
             await asyncio.sleep(0)
