@@ -5,6 +5,7 @@ import json
 import random
 import re
 import sys
+import zlib
 from pathlib import Path
 
 import numpy as np
@@ -47,6 +48,12 @@ def test_a_document_depends_only_on_its_number(kind: str | None) -> None:
     assert whole == list(corpus.documents(3, 40, "train", kind))
     assert whole[25:] == list(corpus.documents(3, 15, "train", kind, start=25))
     assert whole != list(corpus.documents(4, 40, "train", kind))
+
+
+@pytest.mark.parametrize(("split", "checksum"), [("train", 0xB3B0768E), ("heldout", 0xD9E52511)])
+def test_the_corpus_is_that_of_the_embedded_models(split: str, checksum: int) -> None:
+    text = "".join(map(corpus.render, corpus.documents(1, 500, split)))
+    assert zlib.crc32(text.encode()) == checksum, "the held-out documents may now be among those that they were trained on"
 
 
 def test_documents_do_not_depend_on_the_process() -> None:
