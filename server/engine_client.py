@@ -35,8 +35,8 @@ from server.adapters import ServedAdapters
 from server.errors import NO_RETRY, ApiError, internal_error
 from server.logs import log
 from server.metrics import Metrics, SequenceTimes
-from server.process import Started
 from server.recovery import GOT_ON, Recovery, Watchdog
+from server.started import Started
 
 OUTPUT_BYTES = 400  # that an output takes in memory
 LOGPROB_BYTES = 100  # and each log-probability of it

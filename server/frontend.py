@@ -28,11 +28,11 @@ from server.errors import ApiError
 from server.limits import Connections, raise_descriptor_limit
 from server.logs import log
 from server.metrics import Metrics
-from server.process import FAILED, SIGNALLED, TICK, Started
 from server.recovery import Watchdog
 from server.resume import Resumer
 from server.service import Service
 from server.settings import Settings
+from server.started import FAILED, SIGNALLED, TICK, Started
 from text.tokenizer import Tokenizer
 from text.tokenizer_files import tokenizer_of
 

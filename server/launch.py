@@ -34,8 +34,9 @@ from ranks.processes import LAUNCHER, local_rank, rank, run_folder, start_ticks
 from server import logs
 from server.journal_file import check_journal
 from server.logs import log
-from server.process import FAILED, FRONTEND, Frontend, addresses, describe_end, note_start, tell
+from server.process import Frontend, describe_end, tell
 from server.settings import BatchOptions, LoraOptions, Settings, load_settings
+from server.started import FAILED, FRONTEND, addresses, note_start
 from server.torchrun import (
     TorchrunFrontend,
     all_ranks_run,

@@ -11,34 +11,21 @@ import time
 from collections import deque
 from functools import partial
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any
 
 import zmq
 
 from cli import USER_ERROR, note
 from engine.protocol import Fatal, encode
-from errors import UserError
 from ranks.processes import kill_ranks, name_process, parent_pid, when_ended
 from server.settings import Settings
-
-FRONTEND = "RUNG_FRONTEND"  # environment variable of ranks: the folder with the sockets of a frontend that runs already
-STARTED = "started"  # file in this folder, once ranks have been ready: the fields of `Started`
-FAILED = 1  # exit code
-SIGNALLED = 128  # exit codes above it are 128 + the signal
+from server.started import FAILED, SIGNALLED, TICK, Started, addresses, read_started
 
 WINDOW = 600.0  # seconds for which a restart counts
 JOIN_SECONDS = 10.0  # time for the frontend to end after the engine
 HANG_SECONDS = 30.0  # for which the frontend's event loop may not run until the frontend is taken for hanging
 START_SECONDS = 120.0  # the same while the frontend starts
-TICK = 0.5  # seconds between looks at the frontend, which counts at least as often
 ORPHAN_SECONDS = 5.0  # time for the frontend to send errors to its clients after the engine has ended
-
-
-class Started(NamedTuple):
-    """What is known of a server's ranks that were ready."""
-
-    longest: float = 0.0  # seconds of their longest start so far; 0 if none has ended
-    pid: int = 0  # of the newest rank 0 among them
 
 
 class Frontend:
@@ -107,36 +94,6 @@ class Restarts:
         self._times.append(now)
         note(f"{what}; starting {which} again")
         return True
-
-
-def addresses(folder: Path) -> tuple[str, str]:
-    """Where the engine binds its socket, and where the frontend binds its own."""
-    return f"ipc://{folder}/to-engine", f"ipc://{folder}/from-engine"
-
-
-def read_started(folder: Path) -> Started:
-    path = folder / STARTED
-    if not path.exists():
-        return Started()
-    longest, pid = path.read_text().split()
-    return Started(float(longest), int(pid))
-
-
-def note_start(folder: Path, seconds: float) -> float:
-    """Note that the ranks with this rank 0 are ready, so many seconds after they started. Returns those of the longest start so far.
-
-    If the folder cannot be written, the note of an earlier start stays. Raises UserError if there is none.
-    """
-    longest, new = max(seconds, read_started(folder).longest), folder / f"{STARTED}.new"
-    try:
-        new.write_text(f"{longest} {os.getpid()}")
-        new.replace(folder / STARTED)  # whole, whenever a frontend reads it
-    except OSError as e:
-        if not (folder / STARTED).exists():
-            raise UserError(
-                f"{folder} cannot be written ({e.strerror}); free some space there, or set TMPDIR to another folder"
-            ) from None
-    return longest
 
 
 def describe_end(code: int) -> int:

@@ -29,7 +29,7 @@ from ranks.processes import is_running
 from server.errors import NO_RETRY, ApiError
 from server.logs import log
 from server.metrics import Metrics
-from server.process import Started
+from server.started import Started
 
 SUSPECT, REFUSED = 2, 3  # ends in a row of ranks that had a request and hardly got on with it
 GOT_ON = 8  # tokens of one of its sequences since it was sent with which ranks get on with a request, or the end of a sequence

@@ -13,8 +13,9 @@ from cli import USER_ERROR, note
 from engine.protocol import Fatal
 from launch import Ranks, start_ranks
 from ranks.processes import run_folder
-from server.process import FRONTEND, JOIN_SECONDS, SIGNALLED, STARTED, Frontend, Restarts, describe_end, tell
+from server.process import JOIN_SECONDS, Frontend, Restarts, describe_end, tell
 from server.settings import Settings
+from server.started import FRONTEND, SIGNALLED, STARTED
 
 STOP_SECONDS = 30.0  # time for all processes to end, added to --drain-timeout
 GRACE_SECONDS = 5.0  # time for ranks to end by themselves after the frontend

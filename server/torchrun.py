@@ -27,8 +27,9 @@ from ranks.processes import (
     remove_abandoned,
     start_ticks,
 )
-from server.process import JOIN_SECONDS, Restarts, Started, addresses, read_started, report_end
+from server.process import JOIN_SECONDS, Restarts, report_end
 from server.settings import load_settings
+from server.started import Started, addresses, read_started
 
 PID = "frontend-pid"  # file in the folder
 WRONG_INPUT = "wrong-input"  # file in the folder, once a frontend has said what is wrong with the input

@@ -24,8 +24,8 @@ from server import recovery
 from server.engine_client import EngineClient
 from server.errors import ApiError
 from server.metrics import Metrics
-from server.process import STARTED, note_start, read_started
 from server.recovery import GOT_ON, REFUSED, SUSPECT, Recovery, Watchdog
+from server.started import STARTED, note_start, read_started
 from tests.support.server_thread import STORY, TOKENIZER, Site, ready, wait_for
 
 DECODES = -1  # in place of a token: all but the first one since a request was sent

@@ -15,7 +15,7 @@ import pytest
 
 from cli import USER_ERROR
 from server import process, supervisor
-from server.process import FAILED, FRONTEND
+from server.started import FAILED, FRONTEND
 from server.supervisor import Supervisor
 from tests.support.server_thread import wait_for
 

@@ -42,8 +42,8 @@ from server.engine_client import EngineClient, OutputQueue
 from server.errors import ApiError
 from server.journal import Kept
 from server.metrics import Metrics
-from server.process import Started
 from server.recovery import GOT_ON, REFUSED, SUSPECT
+from server.started import Started
 from tests.simulation.fakes import ADAPTERS, VOCAB, FakeGrammar, alone, fake_engine
 from tests.simulation.journal import MemoryFile, SteppedJournal
 
