@@ -28,7 +28,8 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from checkpoints.hf_config import config_from_hf
-from checkpoints.weights import Place, Source, check_names, fill_all, linear_place, open_files, whole_place
+from checkpoints.sources import Source, open_files
+from checkpoints.weights import Place, check_names, fill_all, linear_place, whole_place
 from comm import Communicator, Local, Residual
 from config import ModelConfig
 from errors import UserError

@@ -34,18 +34,8 @@ from tqdm import tqdm
 
 from checkpoints.hf_config import config_to_hf
 from checkpoints.presets import has_random_weights, model_config
-from checkpoints.weights import (
-    DTYPES,
-    INDEX,
-    Place,
-    Source,
-    check_plain,
-    check_source,
-    fill,
-    full_shape,
-    module_places,
-    weights_fingerprint,
-)
+from checkpoints.sources import INDEX, Source, weights_fingerprint
+from checkpoints.weights import DTYPES, Place, check_plain, check_source, fill, full_shape, module_places
 from cli import Parser, note, run
 from comm import Local, Residual
 from config import ModelConfig

@@ -16,20 +16,11 @@ import transformers
 from safetensors.torch import load_file, save_file
 from torch import Tensor
 
-from checkpoints import weights
+from checkpoints import sources, weights
 from checkpoints.hf_config import config_from_hf, config_to_hf
 from checkpoints.presets import model_config, preset
-from checkpoints.weights import (
-    INDEX,
-    PTH,
-    SINGLE,
-    build_model,
-    check_source,
-    load_model,
-    open_source,
-    places,
-    weights_fingerprint,
-)
+from checkpoints.sources import INDEX, PTH, SINGLE, open_source, weights_fingerprint
+from checkpoints.weights import build_model, check_source, load_model, places
 from comm import Communicator, Local, NoCommunication
 from config import ModelConfig, with_variant
 from errors import UserError
@@ -397,7 +388,7 @@ def test_a_gpt_fast_file_computes_what_the_hf_layout_computes(gpt_fast: tuple[Pa
 @pytest.mark.parametrize("n", [2, 8])
 def test_ranks_slice_both_formats_alike(gpt_fast: tuple[Path, dict[str, Tensor], Any], n: int, monkeypatch: Any) -> None:
     directory, _, theirs = gpt_fast
-    monkeypatch.setattr(weights, "MAX_TOUCHED_BYTES", 20_000)  # so small that the file is opened more than once
+    monkeypatch.setattr(sources, "MAX_TOUCHED_BYTES", 20_000)  # so small that the file is opened more than once
     theirs.save_pretrained(directory / "hf")
     for rank in range(n):
         comm = NoCommunication(rank, n)
@@ -407,7 +398,7 @@ def test_ranks_slice_both_formats_alike(gpt_fast: tuple[Path, dict[str, Tensor],
 def test_columns_of_a_mapped_file_count_as_all_its_pages(tmp_path: Path, seed: int) -> None:
     """So that no more of it stays in memory than is meant to."""
     torch.save({"a": torch.randn(40, 30), "b": torch.ones(())}, tmp_path / "model.pth")
-    source = weights.PickledSource(tmp_path / "model.pth")
+    source = sources.PickledSource(tmp_path / "model.pth")
     counted = []
     for read in (("a", 0, 3, 5), ("a", 1, 3, 5), ("b", 0, 0, 1)):
         source.read(*read)
@@ -774,7 +765,7 @@ def test_variants_of_a_checkpoint_and_of_a_preset(saved: Path) -> None:
 MEASURE = """
 import sys, torch
 sys.path.insert(0, sys.argv[1])
-from checkpoints import weights
+from checkpoints import sources, weights
 from comm import NoCommunication
 from checkpoints.presets import model_config
 from tp import World
@@ -784,7 +775,7 @@ def memory(key):
     return int(line.split()[1]) * 1024
 
 path, n = sys.argv[2], int(sys.argv[3])
-weights.MAX_TOUCHED_BYTES = int(sys.argv[4]) or weights.MAX_TOUCHED_BYTES
+sources.MAX_TOUCHED_BYTES = int(sys.argv[4]) or sources.MAX_TOUCHED_BYTES
 torch.ones(64, 64) @ torch.ones(64, 64)
 config = model_config(path, None, n)
 before = memory("VmRSS")

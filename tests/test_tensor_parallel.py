@@ -15,7 +15,7 @@ from safetensors.torch import load_file
 from torch import Tensor
 
 import comm
-from checkpoints import weights
+from checkpoints import sources, weights
 from checkpoints.presets import model_config
 from comm.interface import SCHEDULES
 from config import ModelConfig, with_variant
@@ -273,18 +273,18 @@ def test_streams_that_the_model_cannot_be_split_into() -> None:
 def slices(world: World, directory: Path) -> tuple[dict[str, Tensor], dict[str, int]]:
     """This rank's parameters, and how many elements of each tensor it read from the file."""
     taken: dict[str, int] = {}
-    read = weights.SafetensorsSource.read
+    read = sources.SafetensorsSource.read
 
-    def counting(self: weights.SafetensorsSource, name: str, *where: int) -> Tensor:
+    def counting(self: sources.SafetensorsSource, name: str, *where: int) -> Tensor:
         part = read(self, name, *where)
         taken[name] = taken.get(name, 0) + part.numel()
         return part
 
-    weights.SafetensorsSource.read = counting  # type: ignore[method-assign]
+    sources.SafetensorsSource.read = counting  # type: ignore[method-assign]
     try:
         model = load(world, directory)
     finally:
-        weights.SafetensorsSource.read = read  # type: ignore[method-assign]
+        sources.SafetensorsSource.read = read  # type: ignore[method-assign]
     return {name: p.detach().clone() for name, p in model.named_parameters()}, taken
 
 

@@ -17,7 +17,8 @@ import torch
 from torch import Tensor
 
 from checkpoints.hf_config import read_config
-from checkpoints.weights import build_model, open_source, weights_fingerprint
+from checkpoints.sources import open_source, weights_fingerprint
+from checkpoints.weights import build_model
 from cli import Parser, run
 from comm import Local
 from config import ModelConfig, require_causal

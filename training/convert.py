@@ -22,7 +22,8 @@ import torch
 from tqdm import tqdm
 
 from checkpoints.hf_config import config_to_hf, read_config
-from checkpoints.weights import ORDER, check_source, open_files
+from checkpoints.sources import ORDER, open_files
+from checkpoints.weights import check_source
 from cli import Parser, run
 from comm import Local
 from config import ModelConfig, require_causal, validate

@@ -32,7 +32,8 @@ from torch import Tensor
 
 from checkpoints.eagle import STREAMS, EagleConfig, EagleHead, default_streams
 from checkpoints.presets import has_random_weights, model_config
-from checkpoints.weights import load_model, open_source, weights_fingerprint
+from checkpoints.sources import open_source, weights_fingerprint
+from checkpoints.weights import load_model
 from cli import Parser, note, run
 from comm import Local
 from config import ModelConfig, require_causal

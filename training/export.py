@@ -13,7 +13,8 @@ from torch import Tensor
 
 from checkpoints.eagle import ARCHITECTURE, EagleHead, head_places
 from checkpoints.hf_config import config_to_hf
-from checkpoints.weights import INDEX, SINGLE, places
+from checkpoints.sources import INDEX, SINGLE
+from checkpoints.weights import places
 from config import ModelConfig
 from errors import UserError
 from files import writing

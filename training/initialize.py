@@ -6,7 +6,8 @@ from collections.abc import Callable
 import torch
 from torch import nn
 
-from checkpoints.weights import Source, check_names, fill, module_places, places, randomize
+from checkpoints.sources import Source
+from checkpoints.weights import check_names, fill, module_places, places, randomize
 from comm import Local
 from config import ModelConfig
 from errors import UserError

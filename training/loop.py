@@ -12,7 +12,7 @@ import torch
 import torch.distributed as dist
 
 from checkpoints.hf_config import config_to_hf
-from checkpoints.weights import Source
+from checkpoints.sources import Source
 from cli import note
 from config import ModelConfig
 from errors import RankError, UserError, first_line

@@ -15,7 +15,7 @@ from dataclasses import replace
 from pathlib import Path
 
 from checkpoints.presets import PRESETS, has_random_weights, model_config, named_config
-from checkpoints.weights import open_source
+from checkpoints.sources import open_source
 from cli import Parser, run
 from config import TRAINABLE, require_causal, usage
 from errors import UserError

@@ -9,7 +9,7 @@ from typing import Any
 import torch
 
 from checkpoints.presets import has_random_weights, model_config
-from checkpoints.weights import open_source
+from checkpoints.sources import open_source
 from comm.registry import choose
 from errors import UserError
 from scripts.lib.vllm_model import QUANTIZES

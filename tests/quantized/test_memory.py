@@ -11,7 +11,8 @@ from torch import Tensor
 from checkpoints import memory
 from checkpoints.memory import cache_bytes, check_memory, loading_bytes, weight_bytes
 from checkpoints.presets import model_config, preset
-from checkpoints.weights import READERS, all_places, fill_all, open_files, random_weights
+from checkpoints.sources import open_files
+from checkpoints.weights import READERS, all_places, fill_all, random_weights
 from comm import Local
 from errors import UserError
 from model import Transformer

@@ -21,7 +21,8 @@ import scripts.quantize
 from checkpoints.hf_config import config_to_hf
 from checkpoints.memory import weight_bytes
 from checkpoints.presets import model_config
-from checkpoints.weights import load_model, open_files
+from checkpoints.sources import open_files
+from checkpoints.weights import load_model
 from comm import Local
 from config import ModelConfig, with_variant
 from engine.draft_models import EMBEDDED

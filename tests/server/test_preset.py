@@ -17,7 +17,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from checkpoints.presets import model_config, preset
-from checkpoints.weights import SafetensorsSource, fill_all, load_model, open_files, places
+from checkpoints.sources import SafetensorsSource, open_files
+from checkpoints.weights import fill_all, load_model, places
 from comm import Local
 from comm.table import Table
 from engine import LLM, SamplingParams

@@ -17,7 +17,8 @@ from torch import Tensor
 import cli
 import generate
 from checkpoints.hf_config import config_to_hf, read_config
-from checkpoints.weights import INDEX, SINGLE, load_model
+from checkpoints.sources import INDEX, SINGLE
+from checkpoints.weights import load_model
 from comm import Local
 from config import Llama3Scaling, ModelConfig, with_variant
 from errors import UserError

@@ -12,7 +12,8 @@ from safetensors import SafetensorError
 from safetensors.torch import load_file
 
 from checkpoints.hf_config import read_config
-from checkpoints.weights import INDEX, SINGLE, open_source, random_weights
+from checkpoints.sources import INDEX, SINGLE, open_source
+from checkpoints.weights import random_weights
 from comm import Local, NoCommunication
 from config import with_variant
 from errors import UserError
