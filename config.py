@@ -6,6 +6,7 @@
 import math
 from collections.abc import Iterable
 from dataclasses import dataclass, fields, replace
+from typing import Literal
 
 from errors import UserError
 from files import shown
@@ -137,7 +138,28 @@ RopeScaling = Llama3Scaling | LinearScaling | DynamicScaling | YarnScaling | Lon
 
 # --- the model ----------------------------------------------------------------------------------------------------------------
 
-FAMILIES = ("llama", "mistral", "qwen2", "qwen3")
+
+@dataclass(frozen=True)
+class Family:
+    """What the models of a `model_type` of `config.json` have in common, as transformers defines it."""
+
+    name: str  # with which the names of its classes in transformers begin
+    head_dim: int | None = None  # if config.json has none; None: hidden_size / num_attention_heads
+    qk_norm: bool = False
+    attention_bias: bool = True  # whether config.json has this key
+    qkv_bias: bool = False  # always a bias in q, k and v, and never one in o_proj
+    mlp_bias: bool = False  # whether config.json has this key
+    windows: Literal["none", "where used", "all"] = (
+        "none"  # which models have a sliding window: those with use_sliding_window, or all
+    )
+
+
+FAMILIES = {
+    "llama": Family("Llama", mlp_bias=True),
+    "mistral": Family("Mistral", attention_bias=False, windows="all"),
+    "qwen2": Family("Qwen2", qkv_bias=True, windows="where used"),
+    "qwen3": Family("Qwen3", head_dim=128, qk_norm=True, windows="where used"),
+}
 
 
 @dataclass(frozen=True)
@@ -259,13 +281,14 @@ def validate(config: ModelConfig) -> ModelConfig:
     require(not outside, f"eos_token_id {shown(outside)} is outside the vocabulary of {config.vocab_size} tokens")
     require(config.head_dim % 2 == 0, f"head_dim must be even for RoPE, not {config.head_dim}")
     require(
-        config.family == "qwen2" or config.qkv_bias == config.o_bias,
+        FAMILIES[config.family].qkv_bias or config.qkv_bias == config.o_bias,
         f"the {config.family} family has a bias in q, k, v and o_proj, or in none of them",
     )
     sizes = {w for w in config.windows if w is not None}
     require(len(config.windows) in (0, config.n_layers), "windows must name one sliding window a layer")
     require(len(sizes) <= 1 and min(sizes, default=1) >= 1, f"sliding_window must be one positive size, not {sorted(sizes)}")
-    require(config.family != "llama" or not sizes, "sliding_window is not a feature of the llama family; use mistral")
+    has_windows = FAMILIES[config.family].windows != "none"
+    require(has_windows or not sizes, f"sliding_window is not a feature of the {config.family} family; use mistral")
     require(config.causal or not sizes, "a sliding window together with is_causal false is not supported")
     if config.variant == "ladder":
         known = sorted(set(config.ladder_layers) & set(range(config.n_layers)))

@@ -111,11 +111,7 @@ HARMLESS = {
     "layer_types", "max_window_layers", "sliding_window", "use_sliding_window",  # read where a window is used
 }  # fmt: skip
 
-ARCHITECTURES = {
-    "llama": "LlamaForCausalLM",
-    "mistral": "MistralForCausalLM",
-    "qwen2": "Qwen2ForCausalLM",
-    "qwen3": "Qwen3ForCausalLM",
+ARCHITECTURES = {name: f"{family.name}ForCausalLM" for name, family in FAMILIES.items()} | {
     "llamaLadder": "LlamaLadderForCausalLM",
     "rung": "RungForCausalLM",
 }
@@ -185,7 +181,7 @@ def config_from_hf(raw: dict[str, Any]) -> ModelConfig:
     n_layers, hidden, heads = (
         count(raw, key, most=MOST[key]) for key in ("num_hidden_layers", "hidden_size", "num_attention_heads")
     )
-    head_dim = count(raw, "head_dim", 128 if family == "qwen3" else hidden // heads, MOST["head_dim"])
+    head_dim = count(raw, "head_dim", FAMILIES[family].head_dim or hidden // heads, MOST["head_dim"])
     theta = 10000.0
     for holder in (parameters, raw, rope):  # the last one that has the key takes precedence
         theta = positive(holder, "rope_theta", theta)
@@ -206,7 +202,7 @@ def config_from_hf(raw: dict[str, Any]) -> ModelConfig:
         rope_scaling=scaling,
         tie_embeddings=get(raw, "tie_word_embeddings", bool, False),
         **_biases(raw, family),
-        qk_norm=family == "qwen3",
+        qk_norm=FAMILIES[family].qk_norm,
         windows=_windows(raw, family, n_layers),
         causal=get(raw, "is_causal", bool, True),
         eos_token_ids=(eos,) if isinstance(eos, int) else tuple(eos),
@@ -250,34 +246,35 @@ def _refuse_unsupported(*holders: dict[str, Any]) -> None:
 
 
 def _biases(raw: dict[str, Any], family: str) -> dict[str, Any]:
-    """Which layers have a bias. Llama and Qwen3 have it in q, k, v and o_proj if `attention_bias` is true. Qwen2 always has
-    it in q, k and v, and never in o_proj."""
+    """Which layers have a bias: q, k, v and o_proj if `attention_bias` is true, unless the family has it always in the first three."""
+    known = FAMILIES[family]
     attention, mlp = get(raw, "attention_bias", bool, False), get(raw, "mlp_bias", bool, False)
-    for key, value, families in (("attention_bias", attention, ("llama", "qwen2", "qwen3")), ("mlp_bias", mlp, ("llama",))):
-        if value and family not in families:
+    for key, value, allowed in (("attention_bias", attention, known.attention_bias), ("mlp_bias", mlp, known.mlp_bias)):
+        if value and not allowed:
             raise UserError(f"{key} is true, but a {family} model has no such bias; set it to false if the weights have none")
-    return dict(qkv_bias=attention or family == "qwen2", o_bias=attention and family != "qwen2", mlp_bias=mlp)
+    return dict(qkv_bias=attention or known.qkv_bias, o_bias=attention and not known.qkv_bias, mlp_bias=mlp)
 
 
 def _windows(raw: dict[str, Any], family: str, n_layers: int) -> tuple[int | None, ...]:
     """Each layer's sliding window. A missing key has the default of transformers."""
-    used = get(raw, "use_sliding_window", bool, family == "llama")
-    if family == "llama" and used and (raw.get("sliding_window") or set(raw.get("layer_types") or ()) - {"full_attention"}):
-        raise UserError("sliding_window is not a feature of the llama family; set it to null, or model_type to mistral")
-    if family == "llama" or (family != "mistral" and not used):
+    windows = FAMILIES[family].windows
+    used = get(raw, "use_sliding_window", bool, windows == "none")
+    if windows == "none" and used and (raw.get("sliding_window") or set(raw.get("layer_types") or ()) - {"full_attention"}):
+        raise UserError(f"sliding_window is not a feature of the {family} family; set it to null, or model_type to mistral")
+    if windows == "none" or (windows == "where used" and not used):
         return ()
     if raw.get("sliding_window", 4096) is None:
         return ()
     window = count(raw, "sliding_window", 4096)
     kinds = get(raw, "layer_types", list, None)
-    if kinds is None:  # Qwen: the layers from max_window_layers on; Mistral: all of them
-        first = 0 if family == "mistral" else get(raw, "max_window_layers", int, 28)
+    if kinds is None:  # all layers, or those from max_window_layers on
+        first = 0 if windows == "all" else get(raw, "max_window_layers", int, 28)
         kinds = ["sliding_attention" if i >= first else "full_attention" for i in range(n_layers)]
     for kind in kinds:
         if kind not in ("sliding_attention", "full_attention"):
             raise UserError(f"layer_types names {shown(kind)}, which is not supported; supported: full_, sliding_attention")
-    windows = tuple(window if kind == "sliding_attention" else None for kind in kinds)
-    return windows if set(windows) != {None} or len(windows) != n_layers else ()
+    found = tuple(window if kind == "sliding_attention" else None for kind in kinds)
+    return found if set(found) != {None} or len(found) != n_layers else ()
 
 
 def _variant(raw: dict[str, Any], n_layers: int) -> dict[str, Any]:
@@ -333,16 +330,17 @@ def config_to_hf(config: ModelConfig) -> dict[str, Any]:
     }
     if not config.causal:
         raw["is_causal"] = False
-    if config.family in ("llama", "qwen3"):
+    family = FAMILIES[config.family]
+    if family.attention_bias and not family.qkv_bias:
         raw["attention_bias"] = config.o_bias
-    if config.family == "llama":
+    if family.mlp_bias:
         raw["mlp_bias"] = config.mlp_bias
     if any(config.windows):
         raw["sliding_window"] = next(w for w in config.windows if w)
         raw["use_sliding_window"] = True
-        if config.family != "mistral" or not all(config.windows):  # transformers reads a Mistral with this key as another model
+        if family.windows != "all" or not all(config.windows):  # transformers reads a Mistral with this key as another model
             raw["layer_types"] = ["sliding_attention" if w else "full_attention" for w in config.windows]
-    elif config.family == "mistral":
+    elif family.windows == "all":
         raw["sliding_window"] = None  # a missing key would mean Mistral's default of 4096
     if not plain:
         raw |= {"base_model_type": config.family, "residual_variant": config.variant}

@@ -15,7 +15,7 @@ from checkpoints.eagle import ARCHITECTURE, EagleHead, head_places
 from checkpoints.hf_config import config_to_hf
 from checkpoints.sources import INDEX, SINGLE
 from checkpoints.weights import places
-from config import ModelConfig
+from config import FAMILIES, ModelConfig
 from errors import UserError
 from files import writing
 from model import Transformer
@@ -26,7 +26,6 @@ TOKENIZER_FILES = (
 )  # fmt: skip
 MAX_FILE_BYTES = 4 * 10**9  # of one written safetensors file
 MODELING = Path(__file__).with_name("modeling_rung.py")
-CLASSES = {"llama": "LlamaLadder", "mistral": "MistralLadder", "qwen2": "Qwen2Ladder", "qwen3": "Qwen3Ladder"}  # in MODELING
 
 
 def save_checkpoint(
@@ -134,5 +133,5 @@ def add_modeling(directory: Path, config: ModelConfig) -> dict[str, Any]:
     if config.variant != "ladder":
         return {}
     shutil.copyfile(MODELING, directory / MODELING.name)
-    name = f"modeling_rung.{CLASSES[config.family]}"
+    name = f"modeling_rung.{FAMILIES[config.family].name}Ladder"
     return {"auto_map": {"AutoConfig": f"{name}Config", "AutoModelForCausalLM": f"{name}ForCausalLM"}}
