@@ -1,16 +1,9 @@
-"""What the benchmark of attention compares with: its sampled reference and PyTorch's attention of a prompt's last chunk. And the file
-of the read ceiling."""
+"""What the benchmark of attention compares with: its sampled reference and PyTorch's attention of a prompt's last chunk."""
 
-import json
 import random
-import sys
-from pathlib import Path
 
-import pytest
 import torch
 
-from errors import UserError
-from scripts.bench.kernels import read
 from scripts.bench.kernels.non_gemm import attend, prefill_rows_exact, unpaged
 from tests.kernels.test_attention import Pages, Shape, attend64
 
@@ -25,15 +18,3 @@ def test_references_of_a_prompts_last_chunk(seed: int) -> None:
     torch.testing.assert_close(got.double(), whole[rows], atol=1e-5, rtol=1e-5)
     q, k, v = unpaged(q, pages.keys, pages.values, pages.tables)
     torch.testing.assert_close(attend(q, k[:, :length], v[:, :length], causal=True).double(), whole, atol=1e-5, rtol=1e-5)
-
-
-def test_the_read_ceiling_is_written_into_a_new_folder(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
-    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
-    monkeypatch.setattr(read, "rates", lambda: {"one": 2e12, "other": 3e12})
-    monkeypatch.setattr(sys, "argv", ["read", "--out", str(out := tmp_path / "new" / "read.json")])
-    read.main()
-    assert json.loads(out.read_text())["bytes_per_second"] == {"one": 2e12, "other": 3e12}
-    monkeypatch.setattr(read, "rates", lambda: pytest.fail("measured what cannot be written"))
-    monkeypatch.setattr(sys, "argv", ["read", "--out", str(tmp_path)])
-    with pytest.raises(UserError, match=str(tmp_path)):
-        read.main()

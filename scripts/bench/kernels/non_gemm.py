@@ -1,20 +1,17 @@
 """Measure a decoder layer's kernels on one GPU: errors, and median times in CUDA graphs compared with plain PyTorch.
 
     python -m scripts.bench.kernels.non_gemm --out out/kernels.json
-    python -m scripts.bench.kernels.non_gemm --ranks 4 --decode-configs 64,4,3,3,64 64,4,4,2,64 --prefill-configs 64,64,4,3 128,64,8,3
-
     python -m scripts.bench.kernels.non_gemm --only long --ranks 1 4 8   # attention at 32k and 128k tokens
 
 The shapes are those of Llama-3-70B on 4 and on 8 ranks; on 1 rank, all its 8 key-value heads. A graph holds at least 20 launches,
 or 20 ms of them, which cycle through several inputs. The inputs together exceed the L2 cache, so that none is still cached when
-it is used again. Prints a table; --out writes the rows as JSON. Decode is also compared with how fast the GPU reads its memory. With --decode-configs or --prefill-configs only attention is timed, once with each of these launch configurations.
-This is how the tables at the top of kernels/paged_attention.py are found.
+it is used again. Prints a table; --out writes the rows as JSON. Decode is also compared with how fast the GPU reads its memory. The
+launch configurations at the top of kernels/paged_attention.py were found with this script of commit 4a2e01f.
 """
 
-import argparse
 import json
 import math
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
@@ -38,6 +35,7 @@ from kernels.rope_cache import rope_store, rope_store_reference
 from kernels.sampling import combine_best, local_best
 from scripts.bench.kernels.read import read_ceiling
 from scripts.lib.machine import machine
+from scripts.lib.results import write_text
 
 LAUNCHES, REPLAYS = 20, 15
 GRAPH_SECONDS, REPLAYED_SECONDS = 0.02, 0.5  # of the launches of a graph and of its replays: enough of them
@@ -46,7 +44,6 @@ SCORES_BYTES = 5e9  # most for the scores of a reference in fp32; of larger case
 SAMPLED = 48
 HIDDEN, INTERMEDIATE, VOCAB, HEADS, KV_HEADS, HEAD_DIM, BLOCK = 8192, 28672, 128256, 64, 8, 128, 16
 BATCHES, LENGTHS, EPS = (1, 4, 16, 64), (1024, 1536, 8192), 1e-5
-TRIED = ((1, 1100), (1, 8192), (1, 32768), (4, 1100), (16, 1100), (64, 1100), (64, 8192))  # batch and length, per DecodeConfig
 
 Inputs = tuple[Any, ...]
 
@@ -335,61 +332,11 @@ def measure(case: Case, ceiling: float) -> dict[str, Any]:
     }
 
 
-def tried(table: str, configs: Sequence[Any], cases: Iterable[Case]) -> Iterator[dict[str, Any]]:
-    """Time the cases with each of `configs` in place of the kernels' whole `table`. All configs get the same inputs."""
-    from triton.runtime.errors import OutOfResources
-
-    from kernels import paged_attention as kernels
-
-    usual = getattr(kernels, table)
-    for case in cases:
-        inputs = [case.make() for _ in range(case.copies())]
-        exact = case.exact(*inputs[0]).float()
-        error_of_torch = case.error(case.peer(*case.for_peer(*inputs[0])), exact)
-        print(case.kernel, *(f"{k}={v}" for k, v in case.shape.items()))
-        for config in configs:
-            setattr(kernels, table, ((math.inf, config),))
-            try:
-                error = case.error(case.ours(*inputs[0]), exact)
-            except OutOfResources as refusal:
-                print(f"    {config}: {refusal}")
-                continue
-            row = {"kernel": case.kernel, **case.shape, "config": config._asdict()}
-            row |= {"us": round(microseconds(case.ours, inputs), 2), "right": error <= 2 * error_of_torch + 1e-6}
-            rate = case.flops / row["us"] / 1e6 or case.bytes / row["us"] / 1e3
-            wrong = "" if row["right"] else "  WRONG"
-            print(
-                f"    {','.join(map(str, config)):20} {row['us']:9.2f} us {rate:8.1f} {'TFLOP' if case.flops else 'GB'}/s{wrong}"
-            )
-            yield row
-    setattr(kernels, table, usual)
-
-
-def trials(args: argparse.Namespace) -> Iterator[dict[str, Any]]:
-    from kernels import paged_attention
-
-    decode = (decode_case(n, batch, length, length) for n in args.ranks for batch, length in TRIED)
-    prefill = (case for n in args.ranks for case in prefill_cases(n))
-    yield from tried("DECODE_CONFIGS", args.decode_configs, decode if args.decode_configs else ())
-    paged_attention.specialized = lambda *_: False  # Hopper's own prefill kernel has no such configurations
-    yield from tried("PREFILL_CONFIGS", args.prefill_configs, prefill if args.prefill_configs else ())
-
-
 def measured(ranks: list[int], families: list[str], ceiling: float) -> Iterator[dict[str, Any]]:
     for case in (case for name in families for n in ranks for case in FAMILIES[name](n)):
         row = measure(case, ceiling)
         show(row, case)
         yield row
-
-
-def config_of(kind: str) -> Callable[[str], Any]:
-    def parse(text: str) -> Any:
-        from kernels import paged_attention as kernels
-
-        return getattr(kernels, kind)(*map(int, text.split(",")))
-
-    parse.__name__ = kind  # argparse shows this name in its error message
-    return parse
 
 
 def show(row: dict[str, Any], case: Case) -> None:
@@ -412,25 +359,16 @@ def main() -> None:
         default=[4, 8],
         help="measure the shards of these numbers of ranks (default: 4 8)",
     )
-    add = partial(parser.add_argument, nargs="+", default=[], metavar="N,N,…")
-    fields = "keys of a tile, warps, stages, programs an SM and most splits"
-    add("--decode-configs", type=config_of("DecodeConfig"), help=f"time only attention, paged_decode with these {fields}")
-    fields = "rows of a program, keys of a tile, warps and stages"
-    add("--prefill-configs", type=config_of("PrefillConfig"), help=f"time only attention, paged_prefill with these {fields}")
     args = parser.parse_args()
     if not torch.cuda.is_available():
         raise UserError("measuring needs a GPU, and this machine shows none")
     torch.manual_seed(0)
     content: dict[str, Any] = {"machine": machine()}
     with torch.no_grad():
-        if args.decode_configs or args.prefill_configs:
-            rows = list(trials(args))
-        else:
-            content["read_bytes_per_second"] = read_ceiling()
-            rows = list(measured(args.ranks, args.only, content["read_bytes_per_second"]))
+        content["read_bytes_per_second"] = read_ceiling()
+        rows = list(measured(args.ranks, args.only, content["read_bytes_per_second"]))
     if args.out:
-        args.out.parent.mkdir(parents=True, exist_ok=True)
-        args.out.write_text(json.dumps(content | {"rows": rows}, indent=1) + "\n")
+        write_text(args.out, json.dumps(content | {"rows": rows}, indent=1) + "\n")
     wrong = [row["kernel"] for row in rows if not row["right"]]
     if wrong:
         raise UserError(f"wrong results: {', '.join(sorted(set(wrong)))}")
