@@ -48,10 +48,7 @@ from engine.profiling import (
 )
 from errors import UserError
 from options import ModelOptions, add_options, dtype_name, rank_options
-from ranks.processes import rank
-from scripts.lib.machine import machine
 from scripts.lib.markdown import table_lines
-from scripts.lib.results import check_output, write_text
 from tp import World, init_world
 
 COLLECTIVE = r"^gloo:"
@@ -188,7 +185,7 @@ def kernel_table(phase: str, time: GpuTime) -> str:
 
 
 def gpu_record(time: GpuTime) -> dict[str, Any]:
-    """As it is written to the file of --json: µs of a step, with the kernels that the table shows."""
+    """As it is written to the row of a sweep: µs of a step, with the kernels that the table shows."""
     kernels = [
         {name: round(value, 3) if isinstance(value, float) else value for name, value in asdict(k).items()}
         for k in time.kernels[:SHOWN_KERNELS]
@@ -294,17 +291,6 @@ def record_model(args: argparse.Namespace) -> bool:
     return world.rank == 0
 
 
-def write_record(args: argparse.Namespace, times: dict[str, GpuTime]) -> None:
-    """Write --json. Raises UserError if the trace has no GPU kernels."""
-    if not times:
-        raise UserError(f"--json: {args.read or args.out} has no GPU kernels; record a trace on a GPU")
-    unwanted = ("read", "out", "json", "kernels")
-    settings = {} if args.read else {name: value for name, value in vars(args).items() if name not in unwanted}
-    record = {"settings": settings, "machine": machine(), "phases": {name: gpu_record(time) for name, time in times.items()}}
-    write_text(args.json, json.dumps(record, indent=1, default=str) + "\n")
-    note(f"wrote {args.json}")
-
-
 def main() -> None:
     parser = Parser(description=__doc__)
     add_options(parser, ModelOptions, "the model", without=("tp", "max_model_len"), optional=("model",))
@@ -324,16 +310,11 @@ def main() -> None:
     parser.add_argument("--batch-size", type=int, default=1, help="sequences (default: 1)")
     parser.add_argument("--seed", type=int, default=0, help="random seed of the prompts (default: 0)")
     parser.add_argument("--out", type=Path, default=Path("out/trace.json"), help="trace to write (default: out/trace.json)")
-    parser.add_argument(
-        "--json", type=Path, metavar="FILE", help="also write what takes the GPU's time in a step, by kind and by kernel"
-    )
     args = parser.parse_args()
     if (args.read is None) == (args.model is None):
         raise UserError("give --model to record a trace, or --read to analyse one")
     if min(args.prompt_length, args.new_tokens, args.batch_size) < 1:
         raise UserError("--prompt-length, --new-tokens and --batch-size must be at least 1")
-    if args.json and rank() == 0:
-        check_output(args.json)
     if args.read is None and not record_model(args):
         return
     path = args.read or args.out
@@ -345,8 +326,6 @@ def main() -> None:
     if args.read is None:
         path.write_text(json.dumps(trace | {"traceEvents": marked(trace["traceEvents"], line)}))
         note(f"wrote {path}; open it at ui.perfetto.dev: the process `overlap` marks what is hidden and what is exposed")
-    if args.json:
-        write_record(args, times)
 
 
 if __name__ == "__main__":

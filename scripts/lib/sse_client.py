@@ -8,16 +8,13 @@ measure itself. Here the event loop passes the bytes of a socket to the C parser
 import asyncio
 import ssl
 import time
-from collections.abc import Coroutine
 from contextlib import suppress
-from typing import Any, Protocol, TypeVar, cast
+from typing import Protocol, cast
 from urllib.parse import SplitResult, urlsplit
 
 import httptools
 
 from errors import UserError
-
-T = TypeVar("T")
 
 KEEP_SECONDS = 5.0  # a connection that was idle for longer is not reused, because the server may be about to close it
 
@@ -182,13 +179,3 @@ class StreamClient:
         connection = (await loop.create_connection(lambda: _Connection(self), self._host, self._port, ssl=self._tls))[1]
         connection.now = time.perf_counter()
         return connection
-
-
-def in_event_loop(main: Coroutine[Any, Any, T]) -> T:
-    """`asyncio.run`, with uvloop if it is installed, which halves the cost of a read."""
-    try:
-        from uvloop import new_event_loop
-    except ImportError:
-        return asyncio.run(main)
-    with asyncio.Runner(loop_factory=new_event_loop) as runner:
-        return runner.run(main)

@@ -13,6 +13,7 @@ from typing import Any
 
 import numpy as np
 import pytest
+import uvloop
 
 from engine.protocol import Stats
 from errors import UserError
@@ -20,7 +21,7 @@ from scripts.bench.serving import load
 from scripts.bench.serving.load import idle_share, parse_range, step_seconds, table
 from scripts.lib import sse_client
 from scripts.lib.load_generator import Answer, Request, keep_busy, keeps, offer, plan, summary
-from scripts.lib.sse_client import StreamClient, in_event_loop
+from scripts.lib.sse_client import StreamClient
 from server.metrics import Metrics
 from tests import MODELS
 from tests.support import quick_start
@@ -420,7 +421,7 @@ def test_against_the_server(seed: int) -> None:
 
     with ServerProcess("--model", MODELS / "tiny-ladder") as server:
         server.ready()
-        answers = in_event_loop(run(server.url))
+        answers = uvloop.run(run(server.url))
     assert [a.outcome for a in answers] == ["complete"] * 6
     assert [a.tokens for a in answers] == [r.new_tokens for r in requests]
     assert all(len(a.gaps) == a.tokens - 1 and a.first and a.end and a.first <= a.end for a in answers)

@@ -21,6 +21,8 @@ from multiprocessing.connection import Connection
 from pathlib import Path
 from typing import Any
 
+import uvloop
+
 from cli import Parser, run
 from engine.protocol import Abort, Outputs, Ready, Shutdown, Submit, SubmitAll, TokenOutput, decode_to_engine
 from engine.worker import FrontendLink
@@ -30,7 +32,7 @@ from ranks.processes import run_folder
 from scripts.lib.load_generator import offer, plan, summary
 from scripts.lib.results import ROOT
 from scripts.lib.servers import STOP_SECONDS, is_healthy
-from scripts.lib.sse_client import StreamClient, in_event_loop
+from scripts.lib.sse_client import StreamClient
 from server.process import Frontend
 from server.settings import load_settings
 
@@ -155,7 +157,7 @@ def main() -> None:
         url = f"http://127.0.0.1:{port}"
         if not is_healthy(url, READY_SECONDS, process.is_alive):
             raise UserError(f"the frontend was not ready within {READY_SECONDS:g} s, or ended")
-        found = in_event_loop(measure(url, pid, args))
+        found = uvloop.run(measure(url, pid, args))
     finally:
         if pid is not None:
             os.kill(pid, signal.SIGTERM)  # the frontend then sends Shutdown to the stand-in and ends

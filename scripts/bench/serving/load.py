@@ -34,6 +34,7 @@ from pathlib import Path
 from typing import Any
 
 import httpx
+import uvloop
 
 from checkpoints.presets import has_random_weights, model_config
 from cli import Parser, note, run
@@ -47,7 +48,7 @@ from scripts.lib.machine import machine
 from scripts.lib.markdown import Columns
 from scripts.lib.results import ROOT, check_output, write_text
 from scripts.lib.servers import Server, is_healthy, rung_server, running
-from scripts.lib.sse_client import StreamClient, in_event_loop, parse_url
+from scripts.lib.sse_client import StreamClient, parse_url
 from scripts.lib.vllm_model import QUANTIZES, add_vllm_memory, write_model
 
 UNSHARED = ("tp", "max_model_len", "compile")  # model options that `engine.bench` does not take
@@ -349,7 +350,7 @@ def main() -> None:
         result["offline"] = offline(args)
         note(f"all at once, without HTTP: {result['offline']['generated_tokens_per_second']:.1f} tokens/s")
     with serving(args) as url:
-        result["clients" if args.clients else "rates"] = in_event_loop(measure(args, url, vocab_size))
+        result["clients" if args.clients else "rates"] = uvloop.run(measure(args, url, vocab_size))
     result["machine"] = machine()  # last: it initializes CUDA, and the server uses the GPUs' memory until it ends
     write_text(args.out, json.dumps(result, separators=(",", ":")) + "\n")
     print(table(result))
