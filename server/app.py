@@ -14,12 +14,12 @@ from starlette.responses import FileResponse, HTMLResponse, Response
 from starlette.staticfiles import StaticFiles
 
 from server import embeddings, errors, routes
+from server.calls.choice import warn_of_unknown_calls
 from server.engine_client import EngineClient
 from server.errors import ApiError
 from server.messages import routes as messages
 from server.middleware import ApiKey, BodyLimit, RequestScope
 from server.openapi import describe, render_docs
-from server.parsers import warn_of_unknown_calls
 from server.responses import routes as responses
 from server.service import Service, read_chat_template
 from server.settings import VERSION, Settings

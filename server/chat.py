@@ -6,12 +6,12 @@ from typing import Any
 
 from engine.text import Delta
 from server.bounds import Limits, fit_answer, fit_prompt
+from server.calls.choice import PartReader, parser_for
+from server.calls.parts import Arguments, Call, Part, Reasoning, Text
 from server.endpoint import Chunks, GenerationRequest, StreamWriter, WholeChoice
 from server.errors import bad
 from server.generation import Prompt
 from server.http import Event, named_event
-from server.parsers import PartReader, parser_for
-from server.parts import Arguments, Call, Part, Reasoning, Text
 from server.prompts import SLOW_TEXT, Conversation, chat_prompt, prediction_ids
 from server.schemas import ChatBody, TokenizeBody
 from server.service import Service

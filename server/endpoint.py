@@ -19,19 +19,19 @@ from starlette.responses import Response
 
 from engine.protocol import Turn
 from engine.text import Delta
-from server import grammar
 from server.body import Body
 from server.bounds import Limits, check_answers
+from server.calls.choice import PartReader, kept_special_ids, syntax_for, thinking_budget
+from server.calls.parts import PartList
 from server.clients import Client, owner, sender
+from server.constrain import request as grammar
+from server.constrain.check import Compiled
 from server.embedding_bodies import PoolingBody
 from server.errors import ApiError, bad
 from server.generation import Plan, Prompt, Usage, make_params, run
 from server.http import DONE, EventStream, JsonResponse, error_event, to_json, unless_gone
 from server.journal import Promise
-from server.json_schema import Compiled
 from server.logprobs import by_id_layout, chat_layout
-from server.parsers import PartReader, kept_special_ids, syntax_for, thinking_budget
-from server.parts import PartList
 from server.schemas import MAX_USER, GenerationBody
 from server.service import Service
 

@@ -15,12 +15,12 @@ from engine.protocol import Pooling
 from errors import UserError
 from files import shown
 from server.bounds import MAX_VALUES, BodyBounds, parse
+from server.constrain.check import Compiled
 from server.engine_client import EngineClient, broken
 from server.errors import ApiError
 from server.examples import read_examples
 from server.http import unless_gone
 from server.journal import Journal
-from server.json_schema import Compiled
 from server.limits import Admission, Backlog, HeldBytes
 from server.logs import log
 from server.pooling_file import checkpoint_embedder
@@ -39,7 +39,7 @@ UNREAD_BYTES = 1 << 30  # of vectors that are computed, or wait for their client
 INLINE = 16384  # bytes, about 2,000 token ids or a few pages of text; larger bodies are checked in a worker
 WORKER_MODULES = (  # with the jobs of workers, or bodies that these parse; those left out are imported by these
     "server.bounds",
-    "server.constraints",
+    "server.constrain.demand",
     "server.embedding_bodies",
     "server.messages.bodies",
     "server.prompts",
@@ -67,7 +67,7 @@ class Service:
             settings.max_body_bytes,
             WORKER_MODULES,
         )
-        self.grammars: OrderedDict[bytes, Compiled] = OrderedDict()  # see grammar.py
+        self.grammars: OrderedDict[bytes, Compiled] = OrderedDict()  # see constrain/request.py
         self.journal = self._open_journal()
         if self.journal:
             client.later = "; its next start finishes the request: GET /v1/results/ID"

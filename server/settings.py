@@ -27,7 +27,7 @@ from options import (
     positive,
     zero_or_more,
 )
-from server.call_syntax import SYNTAXES
+from server.calls.syntax import SYNTAXES
 from server.clients import read_keys
 from server.config_sources import parse_environment, parse_file
 from server.journal_file import JournalBounds

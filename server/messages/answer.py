@@ -9,14 +9,14 @@ from typing import Any
 from pydantic_core import from_json
 
 from engine.text import Delta
+from server.calls.choice import marks_reasoning
+from server.calls.parts import Arguments, Call, Part, Reasoning, Text
 from server.chat import TranslatedChat
 from server.errors import ApiError
 from server.generation import Prompt
 from server.http import Event, named_event
 from server.messages.bodies import ID_PREFIX, MessagesBody
 from server.messages.errors import error_body
-from server.parsers import marks_reasoning
-from server.parts import Arguments, Call, Part, Reasoning, Text
 from server.schemas import ChatBody
 from server.service import Service
 

@@ -10,12 +10,12 @@ import msgspec
 
 from engine.text import Delta
 from server.bounds import Limits, fit_answer
+from server.calls.parts import Arguments, Call, Part, Reasoning, Text
 from server.chat import TranslatedChat, read_conversation
 from server.endpoint import JsonLists
 from server.errors import TOO_LONG, ApiError
 from server.generation import Prompt
 from server.http import Event, to_json
-from server.parts import Arguments, Call, Part, Reasoning, Text
 from server.responses.items import is_json, new_id, seal
 from server.responses.replies import ResponsesReply
 from server.responses.schemas import CustomTool, Offered, ResponsesBody

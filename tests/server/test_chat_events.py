@@ -11,11 +11,11 @@ from typing import Any
 import pytest
 
 from engine.protocol import Logprob, TokenLogprobs
+from server.calls.parts import Arguments, Call, Part, Reasoning, Text
 from server.chat import ChatRequest
 from server.completions import CompletionRequest
 from server.endpoint import GenerationRequest
 from server.generation import Prompt
-from server.parts import Arguments, Call, Part, Reasoning, Text
 from server.replies import ChatChunk, CompletionChunk, ErrorReply
 from server.schemas import ChatBody, CompletionBody
 from tests.support.scripted import Scripted, deltas, written

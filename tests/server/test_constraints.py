@@ -19,16 +19,17 @@ import jsonschema
 import pytest
 
 from engine.thinking import ReasoningSyntax
-from server import grammar as grammar_module
-from server.answer_parser import AnswerParser, Tools
-from server.call_syntax import HERMES, JSON, LLAMA, SYNTAXES, CallSyntax, Marks
-from server.constraints import Demand, compile_demand
+from server.calls.parser import AnswerParser, Tools
+from server.calls.parts import Arguments, Call, PartList, Reasoning, Text
+from server.calls.syntax import HERMES, JSON, LLAMA, SYNTAXES, CallSyntax, Marks
+from server.constrain import request as grammar_module
+from server.constrain.check import SchemaError
+from server.constrain.demand import Demand, compile_demand
+from server.constrain.json_schema import CallableTool
+from server.constrain.request import demand_of
 from server.errors import ApiError
 from server.formats import Constraint
 from server.generation import make_params
-from server.grammar import demand_of
-from server.json_schema import CallableTool, SchemaError
-from server.parts import Arguments, Call, PartList, Reasoning, Text
 from server.schemas import ChatBody
 from server.workers import Workers
 from tests.server.test_parsers import (
@@ -670,7 +671,7 @@ def test_a_busy_worker_leaves_free_what_need_not_be_constrained(
     make_site: Callable[..., Site], monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
     site = make_site(tool_parser="hermes")
-    monkeypatch.setattr("server.grammar.BRIEF_SECONDS", 0.2)
+    monkeypatch.setattr("server.constrain.request.BRIEF_SECONDS", 0.2)
     named: Any = {"type": "function", "function": {**TOOL["function"], "name": f"new_{random.getrandbits(60):x}"}}
     strict: Any = {"type": "function", "function": {**named["function"], "strict": True}}
     workers, gate = site.server.service.workers, tmp_path / "gate"

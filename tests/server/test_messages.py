@@ -12,12 +12,12 @@ import pytest
 
 from engine.protocol import Starting
 from server import recovery
+from server.calls.parts import Arguments, Call, Part, Reasoning, Text
 from server.errors import ApiError
 from server.generation import Prompt
 from server.messages import replies
 from server.messages.answer import MessagesRequest, read_input
 from server.messages.bodies import MessagesBody
-from server.parts import Arguments, Call, Part, Reasoning, Text
 from tests.support import server_thread
 from tests.support.scripted import Scripted, deltas, written
 from tests.support.server_thread import CONTEXT, EOS, STORY, TOKENIZER, Site, ready

@@ -13,11 +13,12 @@ import pytest
 
 from engine.protocol import ThinkingBudget
 from engine.thinking import REASONING
-from server import call_syntax, replies
-from server.answer_parser import AnswerParser, Tools
-from server.call_syntax import GLM, PYTHON, QWEN, SYNTAXES, syntax_of
-from server.incremental import Reader
-from server.parts import Arguments, Call, Part, PartList, Reasoning, Text
+from server import replies
+from server.calls import syntax as call_syntax
+from server.calls.parser import AnswerParser, Tools
+from server.calls.parts import Arguments, Call, Part, PartList, Reasoning, Text
+from server.calls.reader import Reader
+from server.calls.syntax import GLM, PYTHON, QWEN, SYNTAXES, syntax_of
 from tests.support.constrained import accepts
 from tests.support.server_thread import CHAT, EOS, TOKENIZER, TOOL, Site
 

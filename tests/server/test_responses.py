@@ -12,10 +12,10 @@ from openai.types.responses import Response, ResponseItem, ResponseStreamEvent
 from pydantic import TypeAdapter
 
 from engine.protocol import Logprob, TokenLogprobs
+from server.calls.parts import Arguments, Call, Part, Reasoning, Text
 from server.errors import ApiError
 from server.generation import Prompt
 from server.http import to_json
-from server.parts import Arguments, Call, Part, Reasoning, Text
 from server.responses import answer
 from server.responses.answer import ResponsesRequest
 from server.responses.convert import convert

@@ -4,9 +4,9 @@ from collections.abc import Sequence
 
 from engine.protocol import TokenLogprobs
 from engine.text import Delta
+from server.calls.parts import Part
 from server.endpoint import GenerationRequest
 from server.errors import ApiError
-from server.parts import Part
 
 ERROR = ApiError(500, "internal error; the server's log has the details")
 

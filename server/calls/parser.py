@@ -13,10 +13,10 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from engine.thinking import ReasoningSyntax
-from server.argument_values import json_word, parsed, quoted, types_of
-from server.call_syntax import ArgumentSyntax, CallSyntax
-from server.incremental import Markers, Reader, Sink, Truth, Word, ignore
-from server.parts import Arguments, Call, Part, Reasoning, Text
+from server.calls.parts import Arguments, Call, Part, Reasoning, Text
+from server.calls.reader import Markers, Reader, Sink, Truth, Word, ignore
+from server.calls.syntax import ArgumentSyntax, CallSyntax
+from server.calls.values import json_word, parsed, quoted, types_of
 
 SPACES = re.compile(r"\s*")
 NEWLINES = re.compile(r"\n*")

@@ -4,12 +4,13 @@ import json
 from collections.abc import Iterable
 from typing import TYPE_CHECKING, Any
 
-from server.argument_values import regex, resolved
-from server.call_syntax import ArgumentSyntax
-from server.json_schema import CallableTool, SchemaError, compile_schema
+from server.calls.syntax import ArgumentSyntax
+from server.calls.values import regex, resolved
+from server.constrain.check import SchemaError
+from server.constrain.json_schema import CallableTool, compile_schema
 
 if TYPE_CHECKING:
-    from server.constraints import Rules
+    from server.constrain.demand import Rules
 
 MAX_DEPTH = 12  # of nested values whose schemas are followed
 MAX_LENGTH = 1000  # longest text whose length is enforced

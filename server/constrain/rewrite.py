@@ -1,4 +1,4 @@
-"""Compile JSON schemas to grammars. Objects are closed by default. What cannot be enforced is refused or reported.
+"""Rewrite JSON schemas for llguidance. Objects are closed by default. What cannot be enforced is refused or reported.
 
 llguidance compiles schemas, and refuses what it cannot enforce. A schema is rewritten before that, for what it does not do:
 
@@ -18,7 +18,7 @@ This module imports little, because it runs in worker processes.
 
 import json
 import re
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, field
 from decimal import Decimal
 from functools import cached_property
@@ -26,12 +26,11 @@ from math import lcm
 from typing import Any, NamedTuple
 from urllib.parse import quote, unquote
 
-from llguidance import LLMatcher, LLTokenizer
+from llguidance import LLMatcher
 
-from engine.grammars import MAX_TEXT, compiled, limits
-from errors import UserError
+from engine.grammars import limits
+from server.constrain.check import SchemaError
 
-ONE_SPACE = "[ ]?"  # between JSON tokens: a small model could otherwise fill the answer with blank lines
 MAX_NODES = 100_000  # subschemas that the rewrite visits, plus the names that closed objects allow
 MAX_NOTED = 100  # most keywords reported as not enforced
 
@@ -69,8 +68,6 @@ _DURATION = "P(?:{0}W|(?:{0}Y(?:{0}M(?:{0}D)?)?|{0}M(?:{0}D)?|{0}D)(?:T{1})?|T{1
     "[0-9]{1,9}", "(?:{0}H(?:{0}M(?:{0}S)?)?|{0}M(?:{0}S)?|{0}S)".format("[0-9]{1,9}")
 )
 FORMATS = {"date": _DATE, "time": _TIME, "date-time": f"{_DATE}T{_TIME}", "duration": _DURATION}
-INTERNAL = re.compile(r"\s*while processing json-schema:\S*|:\s+\([A-Z]\w* \(.*", re.DOTALL)
-SPECIAL_ID = re.compile(r"<\[\d+\]>")  # in Lark
 SPELLED_OUT = re.compile(r"\^(?:\((?:\?:)?([\w-]+(?:\|[\w-]+)*)\)|([\w-]+))\$", re.ASCII)  # ^name$ or ^(one|two)$
 # Words in llguidance's errors about patterns, formats and bounds that are valid but not supported. With any other error they are
 # invalid or too complex.
@@ -78,146 +75,6 @@ UNSUPPORTED_ERRORS = ("not supported", "Unknown format", "not disjoint", "Failed
 TOO_LARGE = ": numbers of this size cannot be enforced exactly"
 NOT_UNIQUE = ": that no name comes twice can only be enforced of names in `properties`"
 
-
-class SchemaError(UserError):
-    """A schema cannot be enforced; the message is one line. `tool`: index of its tool in the request, if known."""
-
-    def __init__(self, message: str, tool: int | None = None) -> None:
-        super().__init__(message)
-        self.tool = tool
-
-
-@dataclass(frozen=True)
-class Compiled:
-    grammar: str
-    not_enforced: tuple[str, ...] = ()  # JSON pointers of keywords that are not enforced, then llguidance's warnings
-
-
-class CallableTool(NamedTuple):
-    """A tool that may be called. `position`: in the request's tools. `strict`: all of `parameters` must be enforced."""
-
-    position: int
-    name: str
-    parameters: dict[str, Any] | None
-    strict: bool
-
-    @property
-    def path(self) -> str:
-        return f"tools.{self.position}.function.parameters"
-
-    @property
-    def schema(self) -> dict[str, Any]:
-        """The schema of the arguments, which are an object. A tool that lists no parameters accepts none. Raises SchemaError."""
-        keywords = set(self.parameters or {}) - {"type", "title", "description", "$schema"}
-        if not self.parameters or not keywords or (keywords == {"required"} and not self.parameters["required"]):
-            return {"type": "object", "properties": {}}
-        given = self.parameters.get("type", "object")
-        if "object" not in (given if isinstance(given, list) else [given]):
-            raise SchemaError("its type is not object", self.position)
-        return {**self.parameters, "type": "object"}
-
-
-# --- compiling ---------------------------------------------------------------------------------------------------------------
-
-
-def compile_schema(schema: dict[str, Any], strict: bool, whitespace: str | None = None, path: str = "#") -> Compiled:
-    """Compile a JSON schema. `whitespace`: the regex of what may stand between JSON tokens; None: at most one space.
-
-    `path`: of the schema, for what is reported. Raises SchemaError.
-    """
-    rewriter = Rewriter()
-    return _compile(lambda: rewriter.document(schema, path, strict), rewriter, strict, whitespace)
-
-
-def compile_arguments(tool: CallableTool) -> Compiled:
-    """Compile the schema of a tool's arguments. Raises SchemaError, which names the tool."""
-    try:
-        return compile_schema(tool.schema, tool.strict, path=f"{tool.path}#")
-    except SchemaError as e:
-        raise SchemaError(str(e), tool.position) from e
-
-
-def compile_calls(
-    tools: Sequence[CallableTool],
-    answer: dict[str, Any] | None = None,
-    strict: bool = False,
-    whitespace: str | None = None,
-    key: str = "arguments",
-) -> Compiled:
-    """Compile a grammar for one call {"name": …, "arguments": {…}} of one of `tools`, or for JSON that fits the schema `answer`.
-
-    `strict`: that of `answer`. `key`: of the arguments. Raises SchemaError.
-    """
-    rewriter = Rewriter()
-
-    def calls() -> dict[str, Any]:
-        found = [_call(rewriter, tool, key) for tool in tools]
-        return {"anyOf": found if answer is None else [*found, rewriter.document(answer, "#", strict)]}
-
-    try:
-        return _compile(calls, rewriter, strict or any(tool.strict for tool in tools), whitespace)
-    except SchemaError as e:
-        if answer is not None:
-            compile_schema(answer, strict, whitespace)  # raises an error of the answer alone
-        elif len(tools) == 1:
-            raise SchemaError(str(e), tools[0].position) from e
-        for tool in tools:
-            compile_arguments(tool)  # raises an error that names the wrong tool
-        raise
-
-
-def _call(rewriter: "Rewriter", tool: CallableTool, key: str) -> dict[str, Any]:
-    return {
-        "type": "object",
-        "properties": {"name": {"const": tool.name}, key: rewriter.document(tool.schema, f"{tool.path}#", tool.strict)},
-        "required": ["name", key],
-        "additionalProperties": False,
-    }
-
-
-def _compile(build: Callable[[], Any], rewriter: "Rewriter", strict: bool, whitespace: str | None) -> Compiled:
-    options: Any = {"whitespace_pattern": whitespace or ONE_SPACE} if whitespace != "" else {"whitespace_flexible": False}
-    options["lenient"] = not strict
-    try:
-        schema = {**build(), "$defs": rewriter.definitions}
-        text = LLMatcher.grammar_from_json_schema(schema, overrides=options)
-    except RecursionError as e:
-        raise SchemaError("it is nested too deeply") from e
-    except (ValueError, TypeError) as e:  # from llguidance
-        raise SchemaError(_line(str(e))) from e
-    return Compiled(text, (*rewriter.not_enforced, *check_grammar(text)))
-
-
-def check_matcher(text: str) -> None:
-    """Compile a grammar as a rank does, which finds more wrong than `check_grammar`, and what takes too much. Raises SchemaError."""
-    _check_length(text)
-    no_special = SPECIAL_ID.sub("<[255]>", text)  # the tokenizer of bytes has no special tokens
-    try:
-        compiled(LLTokenizer("byte"), no_special)
-    except UserError as e:
-        raise SchemaError(_line(str(e))) from e
-
-
-def _check_length(text: str) -> None:
-    if len(text.encode()) > MAX_TEXT:
-        raise SchemaError(f"it is longer than {MAX_TEXT} bytes")
-
-
-def check_grammar(text: str, **bounds: int) -> list[str]:
-    """llguidance's warnings about a grammar. bounds: see `limits`. Raises SchemaError."""
-    _check_length(text)
-    failed, messages = LLMatcher.validate_grammar_with_warnings(text, limits=limits(**bounds))
-    if failed:
-        raise SchemaError(_line(messages[0]))
-    return [_line(message) for message in messages if not message.startswith("no tokenizer")]  # only the engine has one
-
-
-def _line(text: str) -> str:
-    """llguidance's message in one line, without what only its code has: names of the rewritten definitions, types, syntax trees."""
-    return " ".join(INTERNAL.sub("", text).replace("f64", "a number").split())[:300]
-
-
-# --- rewriting ---------------------------------------------------------------------------------------------------------------
 
 Names = frozenset[str] | None  # the property names that an object may have; None: any
 NO_NAMES: Names = frozenset()

@@ -18,20 +18,12 @@ from llguidance.gbnf_to_lark import gbnf_to_lark
 from pydantic import ValidationError
 
 from engine.grammars import limits
-from server.argument_grammar import ArgumentGrammar
-from server.argument_values import regex
-from server.call_syntax import JSON, CallSyntax, Marks
+from server.calls.syntax import JSON, CallSyntax, Marks
+from server.calls.values import regex
+from server.constrain.arguments import ArgumentGrammar
+from server.constrain.check import Compiled, SchemaError, check_grammar, check_matcher
+from server.constrain.json_schema import CallableTool, compile_arguments, compile_calls, compile_schema
 from server.formats import Constraint, StructuralTagFormat
-from server.json_schema import (
-    CallableTool,
-    Compiled,
-    SchemaError,
-    check_grammar,
-    check_matcher,
-    compile_arguments,
-    compile_calls,
-    compile_schema,
-)
 
 LARK = re.compile(r"^\s*(%llguidance\b|\??start\b[^:\n]*:(?!:=))", re.MULTILINE)  # otherwise GBNF, whose rules are `name ::= …`
 GAP = r"/\n{1,4}/?"  # between reasoning and what follows it

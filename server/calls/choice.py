@@ -9,12 +9,12 @@ from engine.protocol import ThinkingBudget
 from engine.text import Delta
 from engine.thinking import REASONING, ReasoningSyntax, budget_after, budget_of, reasoning_of
 from errors import UserError
-from server.answer_parser import AnswerParser, Tools
-from server.call_syntax import JSON, SYNTAXES, CallSyntax, Marks, syntax_of
+from server.calls.parser import AnswerParser, Tools
+from server.calls.parts import Parser, Part, Text
+from server.calls.syntax import JSON, SYNTAXES, CallSyntax, Marks, syntax_of
 from server.errors import bad
 from server.generation import Usage
 from server.logs import log
-from server.parts import Parser, Part, Text
 from server.schemas import ChatBody, GenerationBody
 from server.service import Service
 from text.tokenizer import Tokenizer

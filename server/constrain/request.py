@@ -3,11 +3,12 @@
 import pickle
 
 from engine.grammars import MAX_TEXT
-from server.call_syntax import JSON, CallSyntax, Marks
-from server.constraints import Demand, compile_demand
+from server.calls.choice import special_ids
+from server.calls.syntax import JSON, CallSyntax, Marks
+from server.constrain.check import Compiled, SchemaError
+from server.constrain.demand import Demand, compile_demand
+from server.constrain.json_schema import CallableTool
 from server.errors import ApiError, bad
-from server.json_schema import CallableTool, Compiled, SchemaError
-from server.parsers import special_ids
 from server.schemas import ChatBody, GenerationBody
 from server.service import Service
 from text.tokenizer import Tokenizer

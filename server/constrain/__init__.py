@@ -1,0 +1,1 @@
+"""Grammars for what requests demand of their answers: JSON schemas, tool calls and other constraints."""
