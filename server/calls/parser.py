@@ -16,7 +16,7 @@ from engine.thinking import ReasoningSyntax
 from server.calls.parts import Arguments, Call, Part, Reasoning, Text
 from server.calls.reader import Markers, Reader, Sink, Truth, Word, ignore
 from server.calls.syntax import ArgumentSyntax, CallSyntax
-from server.calls.values import json_word, parsed, quoted, types_of
+from server.calls.values import WORD, json_word, parsed, quoted, types_of
 
 SPACES = re.compile(r"\s*")
 NEWLINES = re.compile(r"\n*")
@@ -24,7 +24,6 @@ ANYTHING = re.compile(r"(?s:.)*")
 LETTERS = re.compile(r"[a-z_]*")
 NAME = re.compile(r"[A-Za-z0-9_.-]*")
 ID = re.compile(r"[A-Za-z0-9_.:-]*")
-WORD = re.compile(r"[^\s,:=()\[\]{}<\"']*")
 BARE = re.compile(r"[^,()\[\]{}<\"']*")
 OUTSIDE = {quote: re.compile(rf"[^{quote}\\]*") for quote in ('"', "'")}
 
@@ -390,6 +389,8 @@ class AnswerParser:
         text = _Trimmed(self._argue_text, "\n") if is_text else None
         if text:
             self._argue('"')
+        elif types and "string" not in types and (yield from self._reader.peek()) in ("[", "{"):
+            yield from self._reader.json_object(value.append)  # whose strings may have the closing tag
         ended = yield from self._reader.until(Markers([syntax.end]), text.push if text else value.append, whole=False)
         if text:
             text.flush(syntax.edge)

@@ -5,6 +5,7 @@ import re
 from collections.abc import Iterator
 from typing import Any
 
+WORD = re.compile(r"[^\s,:=()\[\]{}<\"']*")  # a name without quotes
 NUMBER = re.compile(r"-?(0|[1-9]\d*)(\.\d+)?([eE][+-]?\d+)?")
 MAX_DEPTH = 8  # of references and alternatives in a schema
 TYPES = {str: "string", bool: "boolean", int: "integer", float: "number", dict: "object", list: "array", type(None): "null"}

@@ -5,7 +5,7 @@ from collections.abc import Iterable
 from typing import TYPE_CHECKING, Any
 
 from server.calls.syntax import ArgumentSyntax
-from server.calls.values import regex, resolved
+from server.calls.values import WORD, parsed, regex, resolved, types_of
 from server.constrain.check import SchemaError
 from server.constrain.json_schema import CallableTool, compile_schema
 
@@ -30,8 +30,9 @@ class ArgumentGrammar:
         self._rules, self._syntax, self._tool = rules, syntax, tool
         self._root = tool.schema
         self._any = self._text = ""  # the rules of any value, and of any text
-        self._tag_end = syntax.edge + syntax.end
-        self._close = rules.literal(self._tag_end) if syntax.tag else ""
+        self._end = syntax.end if syntax.tag else syntax.quotes[0]  # of a text, for the parser
+        self._mark = syntax.edge + self._end if syntax.tag else self._end
+        self._close = rules.literal(self._mark) if syntax.tag else ""
 
     def build(self) -> str:
         """Lark for all arguments, and what surrounds them."""
@@ -47,7 +48,7 @@ class ArgumentGrammar:
         listed, required = schema.get("properties"), schema.get("required", [])
         properties = {name: {} for name in required} | (listed or {})
         found = [
-            (self._pair(name, self._value(one, f"{path}/properties/{name}", depth + 1), depth), name in required)
+            (self._pair(name, self._value(one, f"{path}/properties/{name}", depth + 1, name), depth), name in required)
             for name, one in properties.items()
         ]
         more = schema.get("additionalProperties", listed is None)
@@ -72,11 +73,21 @@ class ArgumentGrammar:
     def _pair(self, name: str, value: str, depth: int) -> str:
         syntax, rules = self._syntax, self._rules
         if syntax.tag:
-            return (
-                f"{rules.literal(syntax.tag + name)} {rules.spaced(syntax.to_value)} {rules.literal(syntax.edge)} {value} SPACE"
-            )
-        spelled = json.dumps(name) if depth and syntax.escapes else name
-        return f"{rules.literal(spelled)} {rules.literal(':' if depth else syntax.assign)} SPACE {value}"
+            begin = rules.literal(syntax.tag + self._spelled_name(name, depth))
+            return f"{begin} {rules.spaced(syntax.to_value)} {rules.literal(syntax.edge)} {value} SPACE"
+        assign = rules.literal(":" if depth else syntax.assign)
+        return f"{rules.literal(self._spelled_name(name, depth))} {assign} SPACE {value}"
+
+    def _spelled_name(self, name: str, depth: int) -> str:
+        """A name as the model writes it. Raises SchemaError if the parser would read another one."""
+        syntax = self._syntax
+        if depth and syntax.escapes:
+            return json.dumps(name)
+        if syntax.to_value.split()[0] not in name if syntax.tag else name and WORD.fullmatch(name):
+            return name
+        if syntax.tag or syntax.escapes:
+            raise self._unwritable(name)
+        return self._spelled(name)
 
     def _other_pair(self, schema: dict[str, Any], path: str, depth: int) -> str:
         """A pair with any name."""
@@ -88,8 +99,8 @@ class ArgumentGrammar:
 
     # --- values ----------------------------------------------------------------------------------------------------------------
 
-    def _value(self, schema: Any, path: str, depth: int) -> str:
-        """A value. In tags it ends with its closing tag."""
+    def _value(self, schema: Any, path: str, depth: int, name: str = "") -> str:
+        """A value. In tags it ends with its closing tag. name: of its property."""
         if depth > MAX_DEPTH:
             self._leave_out(path)
             return self._any_value()
@@ -98,11 +109,11 @@ class ArgumentGrammar:
         schema = resolved(schema, self._root)
         if "enum" in schema or "const" in schema:
             values = schema["enum"] if isinstance(schema.get("enum"), list) else [schema.get("const")]
-            return self._choice(f"{self._rules.literal(self._spelled(one))} {self._close}" for one in values)
+            return self._choice(f"{self._rules.literal(self._constant(one, values, name))} {self._close}" for one in values)
         for key in ("anyOf", "oneOf"):
             if isinstance(schema.get(key), list):
                 self._name_others(schema, {key, "type"}, path)
-                each = [self._value(one, f"{path}/{key}/{i}", depth + 1) for i, one in enumerate(schema[key])]
+                each = [self._value(one, f"{path}/{key}/{i}", depth + 1, name) for i, one in enumerate(schema[key])]
                 return self._alternatives(each)
         types = schema.get("type", "object" if "properties" in schema else [])
         kinds = types if isinstance(types, list) else [types]
@@ -125,8 +136,13 @@ class ArgumentGrammar:
 
     def _free(self) -> str:
         """A text without bounds, up to what ends it."""
-        self._text = self._text or self._rules.until(self._tag_end if self._syntax.tag else self._syntax.quotes[0])
+        if not self._text:
+            self._text = self._rules.until(self._mark, self._without_end("TEXT") if self._syntax.tag else "TEXT")
         return self._text
+
+    def _without_end(self, text: str) -> str:
+        """`text` that has nothing that ends it for the parser."""
+        return self._rules.terminal(rf"{text} & ~/(.|\n)*({regex(self._end)})(.|\n)*/")
 
     def _typed(self, kind: str, schema: dict[str, Any], path: str, depth: int) -> str:
         rules, names = self._rules, self._syntax.names
@@ -156,14 +172,14 @@ class ArgumentGrammar:
         if syntax.escapes:
             text = rules.part(compile_schema({**own, "type": "string"}, self._tool.strict, path=path))
             return text if own else rf"({text} | /'([^'\\\n]|\\['\"\\ntr])*'/)"
-        begin, mark = ("", self._tag_end) if syntax.tag else (rules.literal(syntax.quotes[0]), syntax.quotes[0])
+        begin = "" if syntax.tag else rules.literal(self._end)
         least, most = own.get("minLength", 0), own.get("maxLength", "")
         if not own or max(least, most or 0) > MAX_LENGTH:
             for key in own:
                 self._leave_out(f"{path}/{key}")
             return f"{begin} {self._free()}".strip()
-        text = rules.terminal(rf"/(.|\n){{{least},{most}}}/ & ~/(.|\n)*({regex(mark)})(.|\n)*/")
-        return f"{begin} {rules.until(mark, text)}"
+        text = self._without_end(rf"/(.|\n){{{least},{most}}}/")
+        return f"{begin} {rules.until(self._mark, text)}"
 
     def _any_value(self) -> str:
         syntax, rules = self._syntax, self._rules
@@ -183,13 +199,35 @@ class ArgumentGrammar:
             return r'/"[^"\\\n]*"/'
         return f"(NAME | {self._rules.literal(self._syntax.quotes[0])} {self._free()})"
 
+    def _constant(self, value: Any, values: list[Any], name: str) -> str:
+        """One of the values of the property `name` as the model writes it. Raises SchemaError if the parser would read none of them."""
+        if not self._syntax.tag:
+            return self._spelled(value)
+        text = value if isinstance(value, str) else json.dumps(value, ensure_ascii=False)
+        types = types_of(self._root, name)
+        read = value if types == {"string"} and text is value else json.loads(parsed(text, types))
+        ends = self._end in text and (isinstance(value, str) or not types or "string" in types)
+        if ends or json.dumps(read) not in map(json.dumps, values):
+            raise self._unwritable(value)
+        return text
+
     def _spelled(self, value: Any) -> str:
         syntax = self._syntax
         if value is None or isinstance(value, bool):
             return syntax.names[2 if value is None else not value]
-        if isinstance(value, str) and not syntax.escapes:
-            return value if syntax.tag else f"{syntax.quotes[0]}{value}{syntax.quotes[0]}"
-        return json.dumps(value, ensure_ascii=False)
+        if syntax.escapes or isinstance(value, int | float):
+            return json.dumps(value, ensure_ascii=False)
+        if isinstance(value, list):
+            return f"[{','.join(map(self._spelled, value))}]"
+        if isinstance(value, dict):
+            return f"{{{','.join(f'{self._spelled_name(name, 1)}:{self._spelled(one)}' for name, one in value.items())}}}"
+        if self._end in value:
+            raise self._unwritable(value)
+        return f"{self._end}{value}{self._end}"
+
+    def _unwritable(self, value: Any) -> SchemaError:
+        shown = json.dumps(value, ensure_ascii=False)[:100]
+        return SchemaError(f"{shown} cannot be written in the form in which this model writes calls", self._tool.position)
 
     def _choice(self, each: Iterable[str]) -> str:
         return f"({' | '.join(each)})"

@@ -226,13 +226,6 @@ def _object(given: dict[str, Any] | str) -> dict[str, Any]:
     return given
 
 
-def _arguments_or_any(tool: CallableTool) -> Compiled:
-    try:
-        return compile_arguments(tool)
-    except SchemaError:
-        return Compiled(compile_schema({"type": "object"}, strict=True).grammar, (tool.path,))
-
-
 def _takes_nothing(arguments: Compiled) -> bool:
     """Whether `{}` is in the grammar."""
     bytes_ = LLTokenizer("byte")
@@ -289,13 +282,16 @@ class Rules:
         return [self._callable(syntax, tool, must or tool.strict) for tool in tools]
 
     def _callable(self, syntax: CallSyntax, tool: CallableTool, must: bool) -> Function:
-        compiled = compile_arguments(tool) if must else _arguments_or_any(tool)
-        if syntax.arguments is None:
-            return Function(tool.name, self.part(compiled), _takes_nothing(compiled), _count_optional(tool))
-        if compiled.not_enforced == (tool.path,):
+        try:
+            compiled = compile_arguments(tool)
+            if syntax.arguments is None:
+                return Function(tool.name, self.part(compiled), _takes_nothing(compiled), _count_optional(tool))
+            return Function(tool.name, self.rule(ArgumentGrammar(self, syntax.arguments, tool).build()), False, 0)
+        except SchemaError:
+            if must:
+                raise
             self.leave_out(tool.path)
-            tool = tool._replace(parameters={"additionalProperties": True})
-        return Function(tool.name, self.rule(ArgumentGrammar(self, syntax.arguments, tool).build()), False, 0)
+            return self._callable(syntax, tool._replace(parameters={"additionalProperties": True}), must=True)
 
     def all_calls(self, syntax: CallSyntax, tools: Sequence[Function], several: bool) -> list[str]:
         """Calls and nothing else, in the ways in which they may begin, but for JSON without a trigger."""

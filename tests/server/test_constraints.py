@@ -534,6 +534,51 @@ def test_arguments_that_are_no_json_fit_their_schema(family: str, seed: int) -> 
         jsonschema.validate(json.loads(arguments.text), schema)
 
 
+ENDS = ["</parameter>", "a</arg_value>b", "</tool_call>", '<|"|>', "'\"", "a\nb\n", " ", "5", "true", "None", "", ")", "é,=>"]
+CONSTANTS = [*ENDS, [ENDS[0], ENDS[1]], {'a "b"': [None, True, 1.5, {"<|": '"x"'}]}, {ENDS[3]: 1}, {}, [[]], 7, False, None]
+
+
+@pytest.mark.parametrize("family", [name for name, syntax in SYNTAXES.items() if syntax.arguments])
+def test_no_value_or_name_ends_a_call_early(family: str) -> None:
+    """It is written so that the parser reads it back, or refused."""
+    refused, syntax = list[Any](), SYNTAXES[family]
+    listed = [{name: {"const": 1}} for name in ENDS]
+    for one in (
+        *({"a": {"enum": [value]}} for value in CONSTANTS),
+        *({"a": {"enum": [value, 8]}} for value in CONSTANTS),
+        *listed,
+    ):
+        schema = {"type": "object", "properties": one, "required": [*one]}
+        tool = CallableTool(0, "f", schema, True)
+        try:
+            text = write(compile_demand(Demand(tools=[tool], calls="must", syntax=syntax)).grammar)
+        except SchemaError as e:
+            if "cannot be written" not in str(e) or e.tool != 0:
+                raise
+            free = compile_demand(Demand(tools=[tool._replace(strict=False)], syntax=syntax))
+            assert free.not_enforced == (tool.path,)
+            refused.append(one)
+            continue
+        parser, parts = AnswerParser(None, False, Tools(syntax, frozenset("f"), schemas={"f": schema}), frozenset()), PartList()
+        for part in parser.push(text, final=True):
+            parts.add(part)
+        [_, arguments] = parts.joined()
+        assert isinstance(arguments, Arguments) and parser.complete, text
+        jsonschema.validate(json.loads(arguments.text), {**schema, "additionalProperties": False})
+    assert 0 < len(refused) < len(CONSTANTS), refused
+
+
+@pytest.mark.parametrize(("family", "end"), [("qwen3_coder", "</parameter>"), ("glm45", "</arg_value>")])
+def test_a_text_in_tags_has_no_closing_tag(family: str, end: str) -> None:
+    for bounds in ({}, {"minLength": 20, "maxLength": 60}):
+        schema = {"properties": {"a": {"type": "string", **bounds}}, "required": ["a"]}
+        found = compile_demand(
+            Demand(tools=[CallableTool(0, "f", schema, True)], calls="must", syntax=SYNTAXES[family])
+        ).grammar
+        call = next(one for one in tagged("f", {"a": "x" * 20}) if accepts(found, one))
+        assert not accepts(found, call.replace("xx", f"x{end}x", 1))
+
+
 def test_what_only_json_could_enforce_is_named_or_refused() -> None:
     schema = {"properties": {"a": {"type": "string", "pattern": "^[0-9]+$"}, "b": {"type": "string", "maxLength": 2}}}
     tool = CallableTool(3, "f", schema, False)

@@ -283,9 +283,10 @@ def test_the_largest_exact_bounds_are_kept() -> None:
         assert accepts(grammar, str(number))
     for number in (2**53 + 1, -(2**53) - 1):
         assert not accepts(grammar, str(number))
-    days = {"type": "integer", "allOf": [{"multipleOf": 86400}, {"multipleOf": 7}, {"multipleOf": 0.5}]}
-    grammar = compile_schema(days, strict=True).grammar
-    assert accepts(grammar, str(86400 * 7)) and not accepts(grammar, "86400") and not accepts(grammar, "7")
+    minutes = {"type": "integer", "allOf": [{"multipleOf": 60}, {"multipleOf": 7}, {"multipleOf": 0.5}]}
+    for schema, yes, no in ((minutes, 420, 60), ({"properties": {"a": {"multipleOf": 86400}}, "allOf": [{}]}, 86400, 43200)):
+        grammar, text = compile_schema(schema, strict=True).grammar, "{}" if schema is minutes else '{{"a": {}}}'
+        assert accepts(grammar, text.format(yes)) and not accepts(grammar, text.format(no))
 
 
 def test_digits_of_times_have_an_end(seed: int) -> None:
