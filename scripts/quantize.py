@@ -69,7 +69,7 @@ SAMPLES, LENGTH = 128, 2048  # of GPTQ's calibration text, at most
 
 @dataclass(frozen=True)
 class Job:
-    """What one command makes."""
+    """A quantization of one checkpoint: its source, scheme and new folder."""
 
     config: ModelConfig
     source: Source
@@ -95,7 +95,7 @@ class Job:
 
     @property
     def stored(self) -> torch.dtype:
-        """Of the linear layers in the source, on which that of their scales in the new file depends."""
+        """The data type of the linear layers in the source. The scales in the new file get a type that depends on it."""
         return self.source.read(f"{next(iter(self.linears(0)))}.weight", 0, 0, 1).dtype
 
 
@@ -145,7 +145,7 @@ class Calibration:
             self.streams = [[stream] * len(self.shards) for stream in self.streams]
 
     def block(self, layer: int) -> nn.Module:
-        """Layer `layer` with its weights as they are in the source."""
+        """The block of a layer with its weights as they are in the source."""
         factory: Factory = {"device": self.job.device, "dtype": self.job.dtype}
         block = BLOCKS[self.job.config.variant](self.job.config, layer, self.shards, Local(), factory).requires_grad_(False)
         for place in self.places(layer, block):
@@ -249,7 +249,7 @@ def write(job: Job, number: int, layers: dict[str, Quantized]) -> None:
 
 
 def is_written(job: Job, number: int) -> bool:
-    """Whether an earlier run has written file `number`, all of it."""
+    """Whether an earlier run has written the whole file `number`."""
     try:
         with safe_open(job.file(number), framework="pt") as file:
             found, expected = ({name.rpartition(".")[0] for name in names} for names in (file.keys(), job.names(number)))

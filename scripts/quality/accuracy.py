@@ -57,12 +57,12 @@ def evaluate(path: Path, world: World, items: int) -> dict[str, Any]:
 
 
 def setting_of(path: Path, ranks: int, comm: str, args: argparse.Namespace) -> dict[str, Any]:
-    """What decides the figures of an evaluation, apart from the code."""
+    """The settings of an evaluation: all that its figures depend on, apart from the code."""
     return {"model": path.name, "weights": weights_checksum(path), "tp": ranks, "comm": comm, "items": args.items}
 
 
 def evaluations(args: argparse.Namespace) -> Experiment:
-    """Those that are done with this code."""
+    """The file of the evaluations that this version of the code has done."""
     return Experiment(args.rows, {"torch": torch.__version__, "code": code_digest()})
 
 
@@ -77,7 +77,7 @@ def work(args: argparse.Namespace) -> None:
 
 
 def launch(ranks: int, comm: str, args: argparse.Namespace) -> list[dict[str, Any]]:
-    """The rows of all models, of which those that are not done are evaluated."""
+    """The rows of all models. Models that have no row yet are evaluated on so many ranks."""
     settings, done = {path: setting_of(path, ranks, comm, args) for path in args.models}, evaluations(args)
     todo = [path for path, setting in settings.items() if done.row(setting) is None]
     if todo:

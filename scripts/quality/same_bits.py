@@ -149,7 +149,7 @@ def load(args: argparse.Namespace, world: World) -> Transformer:
 
 
 def engines_of(model: Transformer, world: World, dtype: torch.dtype) -> dict[str, LLM]:
-    """The engines of the settings."""
+    """The engines that the settings name, by name."""
     block = CHUNKED.block_size
     size = PagedCache.bytes_per_block(model.attention_slots, block, model.n_kv_heads, model.config.head_dim, dtype)
     sequence = size * (LENGTH // block)
@@ -172,7 +172,7 @@ def engine_of(llm: LLM) -> Engine:
 
 
 def predicting(params: list[SamplingParams], texts: list[tuple[list[int], list[int]]], vocab_size: int) -> list[SamplingParams]:
-    """The parameters with predictions of the answers, of whose tokens some are wrong."""
+    """The parameters with predictions of the answers. Some tokens of each prediction are wrong."""
     draw = random.Random(0)
     guesses = [[t if draw.random() < RIGHT else draw.randrange(vocab_size) for t in tokens] for _, tokens in texts]
     return [msgspec.structs.replace(each, prediction=guess) for each, guess in zip(params, guesses, strict=True)]
@@ -246,9 +246,9 @@ def stored(name: str, args: argparse.Namespace) -> Iterator[str]:
     if not has_random_weights(name):
         yield name
         return
-    alone = World(0, 1, torch.device(args.device), Local())
+    one_rank = World(0, 1, torch.device(args.device), Local())
     with tempfile.TemporaryDirectory() as folder:
-        model = build_model(name, model_config(name, None, 1), alone, DTYPES[args.dtype])
+        model = build_model(name, model_config(name, None, 1), one_rank, DTYPES[args.dtype])
         save_checkpoint(model, Path(folder), DTYPES[args.dtype])
         del model
         torch.cuda.empty_cache()
@@ -271,7 +271,7 @@ def launched(model: tuple[str, str | None], folder: str, ranks: int, args: argpa
 
 
 def measure(args: argparse.Namespace) -> list[dict[str, Any]]:
-    """A row for each model, number of ranks and setting."""
+    """Measure a row for each model, number of ranks and setting."""
     rows, counts = list[dict[str, Any]](), (1, *args.tp)
     for name, quantize in args.models:
         with stored(name, args) as folder:
@@ -281,7 +281,7 @@ def measure(args: argparse.Namespace) -> list[dict[str, Any]]:
 
 
 def compared(name: str, ranks: tuple[int, ...], found: list[dict[str, Any]]) -> list[dict[str, Any]]:
-    """The rows of a model. differ: the prompts whose vector is not that of a single request on one rank."""
+    """The rows of a model. `differ` lists the prompts whose vector is not that of a single request on one rank."""
     right = found[0]["vectors"][REFERENCE]
     rows = []
     for n, one in zip(ranks, found, strict=True):
@@ -298,7 +298,7 @@ def compared(name: str, ranks: tuple[int, ...], found: list[dict[str, Any]]) -> 
 
 
 def model_and_width(text: str) -> tuple[str, str | None]:
-    """The type of `--models`."""
+    """Parse a value of `--models`: a model, and how its weights are quantized."""
     name, _, width = text.partition(",")
     if width not in ("", *SCHEMES):
         raise argparse.ArgumentTypeError(f"{text!r} has the unknown width {width!r}; known: {', '.join(SCHEMES)}")

@@ -169,7 +169,7 @@ def unbacked(text: str, claims: Claims) -> Iterator[str]:
 
 
 def is_known(number: str, claims: Claims, percent: bool = False) -> bool:
-    """Whether a number is in the sources or stated. percent: it may be a share there."""
+    """Whether a number is in the sources or stated. percent: the sources may have it as a share of 1."""
     return number in claims.stated or any(
         rounds_to(v, number) or (percent and rounds_to(100 * v, number)) for v in claims.values
     )
@@ -246,7 +246,7 @@ def main() -> None:
     found += [] if args.pages else [*stale(RESULTS), *unlisted(ROOT / "docs" / "results.md", RESULTS), *over_budget(ROOT)]
     if found:
         print("\n".join(found))
-        raise UserError(f"{len(found)} figures of the documentation are not what their files say")
+        raise UserError(f"{len(found)} lines above name what to mend in the documentation")
 
 
 if __name__ == "__main__":

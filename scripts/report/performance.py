@@ -296,7 +296,7 @@ Table = tuple[Callable[[Path], str | None], str]  # what makes it from a folder,
 
 
 def of(make: Callable[[dict[str, Any]], str | None], file: str, *more: str) -> Table:
-    """A table of the content of one file. more: other patterns of its raw files."""
+    """A table of the content of one file. more: the patterns of the other raw files that it is made from."""
     return lambda folder: None if (found := read_row(folder / file)) is None else make(found), " ".join((file, *more))
 
 

@@ -230,11 +230,11 @@ def split(rows: Sequence[Row]) -> Figure | None:
     figure, axes = column(shown, height=2.4 + 0.28 * longest)
     for axis, (_, found) in zip(axes, shown, strict=True):
         labels = [f"{r.setting.variant}, tp {r.setting.tp}, batch {r.setting.batch}" for r in found]
-        left = [0.0] * len(found)
+        starts = [0.0] * len(found)
         for part, (shade, title) in PARTS.items():
             widths = [float((r.split or {})[part]) for r in found]
-            axis.barh(range(len(found)), widths, left=left, color=shade, label=title)
-            left = [a + b for a, b in zip(left, widths, strict=True)]
+            axis.barh(range(len(found)), widths, left=starts, color=shade, label=title)
+            starts = [a + b for a, b in zip(starts, widths, strict=True)]
         steps = [[ms for sample in r.samples for ms in sample["step_ms"]] for r in found]
         for line, ms in enumerate(steps):
             if ms:

@@ -14,13 +14,13 @@ NAME = 36  # characters of a kernel's name
 
 
 def swept(folder: Path, patterns: str) -> list[Row]:
-    """The finished rows of the folder's sweeps. patterns: of their names, with spaces between them."""
+    """The finished rows of the folder's sweeps. patterns: the glob patterns of their files, separated by spaces."""
     paths = (path for pattern in patterns.split() for path in sorted(folder.glob(pattern)))
     return [row for path in paths for row in finished(read_rows(path))]
 
 
 def table(folder: Path) -> str | None:
-    """A line for each profiled phase in the folder's FILES: ms by kind, and the longest kernels. None without any."""
+    """A line for each profiled phase in the folder's FILES: ms by kind, and the longest kernels. None if no row was profiled."""
     profiles = [(row, row.split["gpu"]) for row in swept(folder, FILES) if row.split and "gpu" in row.split]
     if not profiles:
         return None
