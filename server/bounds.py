@@ -155,10 +155,10 @@ def fit_answer(context: int, prompt: int, max_tokens: int | None, default: int |
     `default` is reduced to what is left of the context; None takes all of it. Refuses a `max_tokens` that exceeds it. `name`,
     `field`: the request's fields of `max_tokens` and of the prompt.
     """
-    left = context - prompt
+    room = context - prompt
     if max_tokens is None:
-        return left if default is None else min(default, left)
-    if max_tokens > left:
+        return room if default is None else min(default, room)
+    if max_tokens > room:
         raise context_error(context, prompt, max_tokens, name, part=field)
     return max_tokens
 

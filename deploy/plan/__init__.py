@@ -1,1 +1,1 @@
-"""The planner for serving. A program on top, as `training/` and `scripts/` are: nothing else of `server/` imports it."""
+"""The planner for serving. It reads the engine's rules, and nothing else imports it."""

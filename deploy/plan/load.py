@@ -58,15 +58,17 @@ def simulate(
     while rows or partial or admitted < n:
         if idle := not rows and not partial and arrivals[admitted] > due:
             now = due = max(now, arrivals[admitted])
-        tokens, pairs, begun, left = 0, 0.0, list[int](), budget - rows
-        while left > 0:
+        tokens, pairs, begun, unused = 0, 0.0, list[int](), budget - rows
+        while unused > 0:
             if partial is None:
                 if rows + len(begun) == most or admitted == n or arrivals[admitted] > due:
                     break
                 partial, admitted = (admitted, 0), admitted + 1
             request, done = partial
-            count = min(left, prompts[request] - done)
-            tokens, pairs, left = tokens + count, pairs + count * (done + count / 2), left - count
+            count = min(unused, prompts[request] - done)
+            tokens += count
+            pairs += count * (done + count / 2)
+            unused -= count
             partial = (request, done + count) if done + count < prompts[request] else None
             if partial is None:
                 begun.append(request)
@@ -95,8 +97,8 @@ def simulate(
 
 @dataclass(frozen=True)
 class Goals:
-    """Of `share` of the requests: seconds until the first token, and mean seconds between tokens (the goodput of DistServe, Zhong et
-    al., arXiv:2401.09670, section 2)."""
+    """The most seconds until the first token, and on average between tokens, that `share` of the requests may take (the goodput of
+    DistServe, Zhong et al., arXiv:2401.09670, section 2)."""
 
     first: float
     gap: float

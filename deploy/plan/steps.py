@@ -83,17 +83,17 @@ class Setup:
 
     @cached_property
     def kv_bytes(self) -> int:
-        """Of a token."""
+        """Bytes that a token takes in the KV cache."""
         return cache_bytes(self.config, self.tp, torch.bfloat16, 1)
 
     @property
     def table(self) -> int:
-        """Entries of the embedding or of the head, of all ranks."""
+        """The number of entries that the embedding has on all ranks together, and the head as well."""
         return self.config.vocab_size * self.config.hidden_size
 
     @property
     def read_bytes(self) -> float:
-        """Of the weights, in a step: all but the rows of the embedding that it does not look up."""
+        """Bytes of the weights that a step reads: all but the rows of the embedding that it does not look up."""
         return self.weights - (0 if self.config.tie_embeddings else 2 * self.table / self.tp)
 
     def roofline(self, tokens: Any, launch: float, share: float) -> Any:
@@ -106,24 +106,24 @@ class Setup:
         ) + self.config.n_layers * launch
 
     def link_seconds(self, tokens: Any) -> Any:
-        """Of the bytes that a rank sends for a standard model's all-reduces."""
+        """Seconds that the link takes for the bytes that a rank sends in a standard model's all-reduces."""
         sent = 2 * self.config.n_layers * 2 * self.config.hidden_size * 2 * (self.tp - 1) / self.tp
         return sent * np.asarray(tokens, float) / self.gpu.link
 
     @property
     def seconds_per_context(self) -> float:
-        """Of a decoding sequence's attention to a token."""
+        """Seconds that a decoding sequence's attention to a token takes."""
         return self.kv_bytes / self.gpu.read
 
     @property
     def seconds_per_pair(self) -> float:
-        """Of a prompt's attention, for a pair of a token and one before it."""
+        """Seconds that a prompt's attention takes for a pair of a token and one before it."""
         config = self.config
         return 4 * config.n_heads * config.head_dim * config.n_layers / self.tp / (ATTENTION_SHARE * self.gpu.flops)
 
     @property
     def layer(self) -> tuple[object, ...]:
-        """Equal if the layers take equally long."""
+        """What decides how long a layer takes: setups of which it is equal have layers that take equally long."""
         c = self.config
         shape = c.hidden_size, c.n_heads, c.n_kv_heads, c.head_dim, c.intermediate_size, c.vocab_size
         variant = c.variant_name, len(c.ladder_layers) / c.n_layers, c.desync_streams
@@ -206,23 +206,23 @@ class Tables:
 
     def __init__(self, rows: Sequence[Row]) -> None:
         self.rows = rows
-        alone = [row for row in rows if row.setup.tp == 1 and row.setup.variant == "standard"]
-        self.alone = {  # by GPU and width: launch, share
+        single = [row for row in rows if row.setup.tp == 1 and row.setup.variant == "standard"]
+        self.one_rank = {  # by GPU and width: launch, share
             key: _fit(
-                [row for row in alone if (row.setup.gpu.name, row.setup.width) == key],
+                [row for row in single if (row.setup.gpu.name, row.setup.width) == key],
                 lambda row, launch, share: row.setup.roofline(row.tokens, launch, share),
                 lambda row: row.seconds,
                 np.arange(0, 60e-6, 1e-6),
                 np.arange(0.3, 1.0, 0.01),
             )
-            for key in {(row.setup.gpu.name, row.setup.width) for row in alone}
+            for key in {(row.setup.gpu.name, row.setup.width) for row in single}
         }
         several = [row for row in rows if row.setup.tp > 1 and row.setup.width == "bf16"]
-        self.several = {  # by variant: launch beyond that on one GPU, exposed
+        self.several_ranks = {  # by variant: launch beyond that on one GPU, exposed
             variant: _fit(
                 [row for row in several if row.setup.config.variant_name == variant],
                 lambda row, launch, exposed: (
-                    self._alone(row.setup, row.tokens)
+                    self._on_one_rank(row.setup, row.tokens)
                     + row.setup.config.n_layers * launch
                     + exposed * row.setup.link_seconds(row.tokens)
                 ),
@@ -234,36 +234,38 @@ class Tables:
         }
 
     def figures(self, gpu: str, width: str) -> Figures:
-        """Of the GPU and width; if these were not measured, those of the width on another GPU, or of a similar width."""
+        """The fitted figures of the GPU and width; if these were not measured, of the width on another GPU, or of a similar width."""
         like = LIKE.get(width, width)
         keys = [(name, w) for w in (width, like) for name in (gpu, *READ)]
         for key in keys:
-            if key in self.alone:
-                return self.alone[key]
+            if key in self.one_rank:
+                return self.one_rank[key]
         raise UserError(f"no step with {width} weights was measured on one GPU; add a sweep of one with --sweeps")
 
-    def _alone(self, setup: Setup, tokens: Any) -> Any:
+    def _on_one_rank(self, setup: Setup, tokens: Any) -> Any:
         return setup.roofline(tokens, *self.figures(setup.gpu.name, setup.width))
 
     def roofline(self, setup: Setup, tokens: Any) -> Any:
         """Seconds of a step without attention by the fitted figures alone."""
-        seconds = self._alone(setup, tokens)
+        seconds = self._on_one_rank(setup, tokens)
         if setup.tp == 1:
             return seconds
-        launch, exposed = self._several(setup)
+        launch, exposed = self._on_several_ranks(setup)
         return seconds + setup.config.n_layers * launch + exposed * setup.link_seconds(tokens)
 
-    def _several(self, setup: Setup) -> Figures:
+    def _on_several_ranks(self, setup: Setup) -> Figures:
         """A hybrid's figures are between those of its two kinds of layers."""
         variant = setup.config.variant_name
-        if variant == "hybrid" and {"ladder", "standard"} <= self.several.keys():
+        if variant == "hybrid" and {"ladder", "standard"} <= self.several_ranks.keys():
             share = len(setup.config.ladder_layers) / setup.config.n_layers
-            pairs = zip(self.several["ladder"], self.several["standard"], strict=True)
+            pairs = zip(self.several_ranks["ladder"], self.several_ranks["standard"], strict=True)
             launch, exposed = (share * ladder + (1 - share) * standard for ladder, standard in pairs)
             return launch, exposed
-        if variant not in self.several:
-            raise UserError(f"variant {variant} was not measured on several GPUs; known: {', '.join(sorted(self.several))}")
-        return self.several[variant]
+        if variant not in self.several_ranks:
+            raise UserError(
+                f"variant {variant} was not measured on several GPUs; known: {', '.join(sorted(self.several_ranks))}"
+            )
+        return self.several_ranks[variant]
 
     def measured(self, setup: Setup) -> list[Row]:
         """The rows of the same layers on as many ranks, of the model with the most similar number of them."""
@@ -323,13 +325,13 @@ class Steps:
         return steps
 
     def seconds(self, rows: int, context: int, tokens: int, pairs: float) -> float:
-        """Of a step with `rows` decoding sequences of `context` tokens in all, and `tokens` of prompts that attend to `pairs`."""
+        """Seconds of a step with `rows` decoding sequences of `context` tokens in all, and `tokens` of prompts that attend to `pairs`."""
         linear = self._mixed[rows + tokens] if tokens else self._decode[rows]
         read = context * self._context / (MIXED_SHARE if tokens else 1)
         return linear + read + pairs * self._pair
 
     def repeated(self, rows: int, context: int, count: int) -> float:
-        """Of `count` steps without prompts, one after the other."""
+        """Seconds of `count` steps without prompts, one after the other."""
         return count * self.seconds(rows, context, 0, 0) + rows * count * (count - 1) / 2 * self._context
 
     def repeats(self, rows: int, context: int, most: int, until: float, lead: float) -> int:
