@@ -112,11 +112,12 @@ class Parser(argparse.ArgumentParser):
 
     def _unknown(self, given: list[str]) -> list[str]:
         """The words that look like flags but are not."""
+        before = given[: given.index("--")] if "--" in given else given
         required = [action for action in self._actions if action.required]
         for action in required:
             action.required = False
-        try:
-            _, rest = self.parse_known_args(given[: given.index("--")] if "--" in given else given)
+        try:  # without --help, whose usage has to name what is required
+            _, rest = self.parse_known_args([word for word in before if word not in ("-h", "--help")])
         finally:
             for action in required:
                 action.required = True

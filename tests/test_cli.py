@@ -151,6 +151,15 @@ def test_what_looks_like_a_flag_and_is_none(argv: list[str]) -> None:
     assert parser().parse_args(argv).model == "x"
 
 
+def test_the_usage_names_what_is_required(capsys: pytest.CaptureFixture[str]) -> None:
+    for argv in (["--help"], ["-n", "3", "-h"]):
+        with pytest.raises(SystemExit):
+            parser().parse_args(argv)
+        assert "--model MODEL [--text TEXT]" in capsys.readouterr().out
+    with pytest.raises(UserError, match="unknown flag --nonsense"):
+        parser().parse_args(["--nonsense", "--help"])
+
+
 # --- names of models -----------------------------------------------------------------------------------------------------
 
 
