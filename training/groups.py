@@ -107,6 +107,19 @@ def _handle(name: str, split: Split, ranks: tuple[int, ...]) -> dist.ProcessGrou
     return made[name, split][ranks]
 
 
+def block_of(rank: int, mesh: Mesh, cluster: Mesh) -> tuple[int, int]:
+    """Which of the blocks of shape `mesh` contains a rank: its place among the nodes and among the GPUs."""
+    return rank // cluster.gpus // mesh.nodes, rank % cluster.gpus // mesh.gpus
+
+
+def blocks_of(key: Callable[[int], Hashable], ranks: int) -> list[list[int]]:
+    """The ranks with the same `key`, in ascending order."""
+    by_key: dict[Hashable, list[int]] = {}
+    for rank in range(ranks):
+        by_key.setdefault(key(rank), []).append(rank)
+    return list(by_key.values())
+
+
 def make_groups(rank: int, sharding: Sharding, cluster: Mesh) -> Groups:
     """Create this rank's process groups. Collective: every rank must call it, with the same arguments except `rank`."""
     coordinates = [coordinates_of(r, sharding, cluster) for r in range(cluster.size)]
@@ -116,18 +129,15 @@ def make_groups(rank: int, sharding: Sharding, cluster: Mesh) -> Groups:
 
     def group(name: str, key: Callable[[int], Hashable]) -> Group:
         """This rank's group, where ranks with the same `key` form a group."""
-        by_key: dict[Hashable, list[int]] = {}
-        for r in range(cluster.size):
-            by_key.setdefault(key(r), []).append(r)
-        split = tuple(map(tuple, by_key.values()))
+        split = tuple(map(tuple, blocks_of(key, cluster.size)))
         ranks = next(some for some in split if rank in some)
         return Group(ranks, ranks.index(rank), _handle(name, split, ranks) if len(ranks) > 1 else None)
 
-    def same_block(mesh: Mesh) -> Callable[[int], tuple[int, int]]:
-        return lambda r: (r // cluster.gpus // mesh.nodes, r % cluster.gpus // mesh.gpus)
+    def same_block(mesh: Mesh) -> Callable[[int], Hashable]:
+        return lambda r: block_of(r, mesh, cluster)
 
     def same_part(mesh: Mesh) -> Callable[[int], Hashable]:
-        return lambda r: (same_block(mesh)(r), coordinates[r].parameters)
+        return lambda r: (block_of(r, mesh, cluster), coordinates[r].parameters)
 
     optimizer = group("optimizer", same_part(o))
     return Groups(

@@ -11,9 +11,9 @@ it on all nodes that you will train on: the planner interpolates between meshes,
 """
 
 import argparse
-import os
 import time
 from collections.abc import Callable, Sequence
+from functools import partial
 from pathlib import Path
 from statistics import median
 
@@ -25,16 +25,15 @@ from tqdm import tqdm
 from cli import Parser, note, run
 from errors import UserError
 from ranks.processes import rank
-from tp import World, agree_on_error, init_world
+from tp import World, init_world
+from training.groups import block_of, blocks_of
+from training.loop import together
 from training.options import ranks_mesh
 from training.plan import count
 from training.planner.collectives import OPERATIONS, Point, Profile, write_profile
 from training.planner.search import tiling_meshes
 from training.sharding import Mesh
-
-# torch 2.13 renamed these and warns about the old names; torch 2.11 has only the old names
-all_gather = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
-reduce_scatter = getattr(dist, "reduce_scatter_single", None) or dist.reduce_scatter_tensor
+from training.weights import all_gather, reduce_scatter
 
 WARM_UP = 2  # runs before those that are counted
 QUEUED = 4  # calls per run on GPUs; 1 if a call takes longer than SLOW
@@ -82,15 +81,6 @@ def cluster_mesh(args: argparse.Namespace, world_size: int) -> Mesh:
             "a single rank has no other to communicate with; start several: python launch.py --ranks 2 -m training.profile_collectives …"
         )
     return ranks_mesh(args, world_size)
-
-
-def group_of(mine: int, mesh: Mesh, cluster: Mesh) -> list[int]:
-    """The ranks of the block of shape `mesh` that contains rank `mine`. Rank r is GPU r % R of node r // R."""
-
-    def block(r: int) -> tuple[int, int]:
-        return r // cluster.gpus // mesh.nodes, r % cluster.gpus // mesh.gpus
-
-    return [r for r in range(cluster.size) if block(r) == block(mine)]
 
 
 def collective(operation: str, whole: Tensor, group: dist.ProcessGroup, ranks: list[int]) -> Callable[[], None]:
@@ -142,10 +132,9 @@ def measure(world: World, cluster: Mesh, sizes: Sequence[int], repeats: int) -> 
     dtype = torch.bfloat16 if world.device.type == "cuda" else torch.float32
     meshes = [mesh for mesh in tiling_meshes(cluster) if mesh.size > 1]
     for mesh in tqdm(meshes, unit="mesh", disable=None if world.rank == 0 else True):
-        ranks = group_of(world.rank, mesh, cluster)
-        blocks = dict.fromkeys(tuple(group_of(r, mesh, cluster)) for r in range(cluster.size))
-        handles = [dist.new_group(list(block)) for block in blocks]  # on all ranks: NCCL splits groups off the one of all ranks
-        group = handles[list(blocks).index(tuple(ranks))]
+        blocks = blocks_of(partial(block_of, mesh=mesh, cluster=cluster), cluster.size)
+        handles = [dist.new_group(block) for block in blocks]  # on all ranks: NCCL splits groups off the one of all ranks
+        ranks, group = next((block, handle) for block, handle in zip(blocks, handles, strict=True) if world.rank in block)
         assert group is not None
         for size in sizes:
             count_of_rank = -(-size // (dtype.itemsize * mesh.size))
@@ -158,15 +147,9 @@ def measure(world: World, cluster: Mesh, sizes: Sequence[int], repeats: int) -> 
 
 
 def main() -> None:
-    args = cluster = error = None
-    try:
-        args = parse_args()
-        cluster = cluster_mesh(args, int(os.environ.get("WORLD_SIZE", 1)))
-    except UserError as e:
-        error = e
-    world = init_world(args.device if args else "cpu", error=error)
-    agree_on_error(world, error)
-    assert args is not None and cluster is not None
+    args = parse_args()
+    world = init_world(args.device)
+    cluster = together(world, lambda: cluster_mesh(args, world.world_size))
     sizes = [args.smallest]
     while sizes[-1] * 4 <= args.largest:
         sizes.append(sizes[-1] * 4)

@@ -5,6 +5,7 @@ import json
 import math
 import random
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -14,8 +15,9 @@ from comm.cluster import CLUSTERS, FIGURES, Cluster, load_cluster, shipped_clust
 from errors import UserError
 from tests.support.ranks import Ranks
 from tp import World
+from training.groups import block_of, blocks_of
 from training.planner.collectives import OPERATIONS, Point, Profile, link_seconds, read_profile, synthesize, write_profile
-from training.profile_collectives import cluster_mesh, group_of, measure
+from training.profile_collectives import cluster_mesh, measure
 from training.sharding import Mesh
 
 
@@ -227,14 +229,14 @@ def test_measuring_gives_each_operation_mesh_and_size(ranks: Ranks) -> None:
 
 def test_groups_are_blocks_of_the_grid() -> None:
     grid = Mesh(4, 4)  # rank = 4 * node + GPU
-    assert group_of(0, Mesh(2, 1), grid) == [0, 1]
-    assert group_of(7, Mesh(2, 1), grid) == [6, 7]
-    assert group_of(9, Mesh(1, 2), grid) == [9, 13]
-    assert group_of(6, Mesh(2, 2), grid) == [2, 3, 6, 7]
-    for mesh in (Mesh(2, 1), Mesh(1, 4), Mesh(2, 2), Mesh(4, 4)):
-        groups = {tuple(group_of(r, mesh, grid)) for r in range(16)}
-        assert sorted(r for group in groups for r in group) == list(range(16))
-        assert all(len(group) == mesh.size for group in groups)
+
+    def blocks(mesh: Mesh) -> list[list[int]]:
+        return blocks_of(partial(block_of, mesh=mesh, cluster=grid), 16)
+
+    assert blocks(Mesh(2, 1)) == [[rank, rank + 1] for rank in range(0, 16, 2)]
+    assert blocks(Mesh(1, 2)) == [[0, 4], [1, 5], [2, 6], [3, 7], [8, 12], [9, 13], [10, 14], [11, 15]]
+    assert blocks(Mesh(2, 2)) == [[0, 1, 4, 5], [2, 3, 6, 7], [8, 9, 12, 13], [10, 11, 14, 15]]
+    assert blocks(Mesh(4, 4)) == [list(range(16))]
 
 
 def test_ranks_must_be_whole_nodes() -> None:
