@@ -4,6 +4,7 @@ import argparse
 import os
 from collections.abc import Sequence
 from pathlib import Path
+from typing import Any
 
 import torch
 
@@ -125,6 +126,18 @@ def add_exchange_options(group: argparse._ArgumentGroup) -> None:
         metavar="WHAT",
         help="do not overlap this communication with computation",
     )
+
+
+def execution_settings(args: argparse.Namespace) -> dict[str, Any]:
+    """The fields of a planner's `Workload` that are options of planning and of training alike."""
+    return {
+        "sequence_length": args.sequence_length,
+        "micro_batch": args.micro_batch,
+        "recompute": args.recompute,
+        "intra_tensor": args.intra_tensor,
+        "bucket_bytes": max(1, int(args.bucket_mb * 2**20)),
+        "overlap": frozenset(OVERLAPS) - frozenset(args.no_overlap),
+    }
 
 
 def add_run_options(parser: argparse.ArgumentParser) -> None:

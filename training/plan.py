@@ -24,13 +24,13 @@ from cli import Parser, run
 from comm.cluster import load_cluster, shipped_clusters
 from errors import UserError
 from options import zero_or_more
-from training.options import add_exchange_options
+from training.options import add_exchange_options, execution_settings
 from training.planner.collectives import profile_for
 from training.planner.cost import Prediction, predict
 from training.planner.report import as_json, describe, rows, table, why_chosen
 from training.planner.scaling import MOST_GPUS, draw, scaling
 from training.planner.search import OBJECTIVE, OBJECTIVES, TOLERANCE, alternatives, choose
-from training.planner.workload import OVERLAPS, PRECISIONS, Workload
+from training.planner.workload import PRECISIONS, Workload
 from training.sharding import Mesh, Sharding
 
 SUFFIXES = {"k": 2**10, "m": 2**20, "g": 2**30}
@@ -159,15 +159,10 @@ def workload_of(args: argparse.Namespace) -> Workload:
         mesh=mesh,
         cluster=cluster,
         profile=profile,
-        sequence_length=args.sequence_length,
-        micro_batch=args.micro_batch,
         global_batch=args.global_batch,
-        recompute=args.recompute,
         precision=args.precision,
-        intra_tensor=args.intra_tensor,
-        bucket_bytes=max(1, int(args.bucket_mb * 2**20)),
-        overlap=frozenset(OVERLAPS) - frozenset(args.no_overlap),
         reserve_bytes=args.reserve * 1e9,
+        **execution_settings(args),
     )
 
 

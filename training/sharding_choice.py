@@ -9,7 +9,7 @@ from comm.cluster import Cluster, load_cluster, shipped_clusters
 from config import ModelConfig
 from errors import UserError
 from training.executor import Execution, Overlap
-from training.options import dtype_of
+from training.options import dtype_of, execution_settings
 from training.planner.collectives import profile_for
 from training.planner.cost import predict
 from training.planner.search import OBJECTIVE, OBJECTIVES, TOLERANCE, choose
@@ -28,9 +28,9 @@ class Planned:
 
 
 def execution_of(args: argparse.Namespace, planned: Planned) -> Execution:
-    overlap = Overlap(*(name not in args.no_overlap for name in OVERLAPS))
-    cut = args.intra_tensor or planned.intra_tensor
-    return Execution(overlap, cut, args.recompute, args.compile, int(args.bucket_mb * 2**20))
+    given = execution_settings(args)
+    overlap = Overlap(*(name in given["overlap"] for name in OVERLAPS))
+    return Execution(overlap, args.intra_tensor or planned.intra_tensor, args.recompute, args.compile, given["bucket_bytes"])
 
 
 def plan(args: argparse.Namespace, config: ModelConfig, mesh: Mesh, device: torch.device) -> Planned:
@@ -79,14 +79,9 @@ def workload_of(args: argparse.Namespace, config: ModelConfig, mesh: Mesh, devic
         mesh=mesh,
         cluster=cluster,
         profile=profile,
-        sequence_length=args.sequence_length,
-        micro_batch=args.micro_batch,
         global_batch=args.global_batch * args.sequence_length,
-        recompute=args.recompute,
         precision=str(dtype_of(args, device)).removeprefix("torch."),
-        intra_tensor=args.intra_tensor,
-        bucket_bytes=int(args.bucket_mb * 2**20),
-        overlap=frozenset(OVERLAPS) - frozenset(args.no_overlap),
+        **execution_settings(args),
     )
 
 

@@ -17,16 +17,16 @@ The paper's planner minimizes T_P + T_OS + T_G (IV.C.4). The step time predicted
 communication is hidden behind computation.
 """
 
-from dataclasses import asdict, dataclass
+from dataclasses import dataclass
 
 from config import ModelConfig
 from training.planner.memory import Memory, memory
-from training.planner.workload import Workload, buckets, layer_matrices, tables
+from training.planner.workload import Parts, Workload, buckets, layer_matrices, tables
 from training.sharding import Mesh, Sharding
 
 
 @dataclass(frozen=True)
-class Communication:
+class Communication(Parts):
     """Seconds of communication per step, by cause."""
 
     gather_forward: float  # T_P: all-gathers for forward
@@ -36,22 +36,14 @@ class Communication:
     all_reduce: float  # T_OS: the all-reduce after the last micro-batch
     updates: float  # T_OS: new parameters, from their owners
 
-    @property
-    def total(self) -> float:
-        return sum(asdict(self).values())
-
 
 @dataclass(frozen=True)
-class ExposedSeconds:
+class ExposedSeconds(Parts):
     """Seconds per step in which the GPU waits for communication, by what it waits for."""
 
     parameters: float
     gradients: float
     updates: float
-
-    @property
-    def total(self) -> float:
-        return sum(asdict(self).values())
 
 
 @dataclass(frozen=True)
@@ -76,7 +68,7 @@ class Prediction:
 def forward_flops(config: ModelConfig, sequence_length: int, sequences: int) -> float:
     """FLOPs of a forward pass: layers and head, with attention over the full square as Megatron-LM counts it.
 
-    The model FLOPs of a step are three times these. For an MLP of 8 h² weights that is 72 B s l h² (1 + s / 6h + V /
+    The model FLOPs of a step are three times these, also with recomputation, which is no useful work. For an MLP of 8 h² weights that is 72 B s l h² (1 + s / 6h + V /
     12lh), the formula of Narayanan et al. (arXiv:2104.04473, without recomputation). Here the model's actual matrices are
     counted. AMSP's footnote 2 also counts the full square.
     """
@@ -84,11 +76,6 @@ def forward_flops(config: ModelConfig, sequence_length: int, sequences: int) -> 
     matrices = config.n_layers * sum(layer_matrices(config)) + config.vocab_size * config.hidden_size
     attention = 4 * config.n_layers * config.n_heads * config.head_dim * sequence_length
     return tokens * (2.0 * matrices + attention)
-
-
-def model_flops(workload: Workload) -> float:
-    """FLOPs of a micro-batch's forward and backward pass. Recomputation is not counted, because it is not useful work."""
-    return 3 * forward_flops(workload.config, workload.sequence_length, workload.micro_batch)
 
 
 def compute_seconds(workload: Workload) -> tuple[float, float]:
@@ -194,6 +181,7 @@ def predict(workload: Workload, sharding: Sharding, secondary: Mesh | None = Non
     computing = workload.micro_batches * sum(compute_seconds(workload))
     updating = optimizer_seconds(workload, sharding)
     step = computing + updating + waited.total
+    useful = 3 * forward_flops(workload.config, workload.sequence_length, workload.micro_batches * workload.micro_batch)
     return Prediction(
         sharding=sharding,
         secondary=secondary,
@@ -203,6 +191,6 @@ def predict(workload: Workload, sharding: Sharding, secondary: Mesh | None = Non
         communication=spent,
         exposed=waited,
         step_seconds=step,
-        mfu=workload.micro_batches * model_flops(workload) / step / workload.cluster.peak_flops(workload.precision),
+        mfu=useful / step / workload.cluster.peak_flops(workload.precision),
         tokens_per_gpu_second=workload.micro_batches * workload.tokens / step,
     )

@@ -6,16 +6,16 @@ The paper refers to other papers' formulas for activations. Here the tensors tha
 counted, with an attention kernel that does not store the scores.
 """
 
-from dataclasses import asdict, dataclass
+from dataclasses import dataclass
 
 from config import ModelConfig
 from training.losses import chunk_of
-from training.planner.workload import Workload, layer_matrices, tables
+from training.planner.workload import Parts, Workload, layer_matrices, tables
 from training.sharding import Mesh, Sharding
 
 
 @dataclass(frozen=True)
-class Memory:
+class Memory(Parts):
     """Bytes of one GPU, by kind."""
 
     parameters: float
@@ -24,10 +24,6 @@ class Memory:
     activations: float  # at their peak, including the logits
     buffers: float  # gathered weights, unsharded gradients, buckets
     reserve: float
-
-    @property
-    def total(self) -> float:
-        return sum(asdict(self).values())
 
 
 def streams(config: ModelConfig, layer: int) -> tuple[int, int]:

@@ -51,22 +51,8 @@ def shardings(meshes: Iterable[Mesh]) -> list[Sharding]:
     return [Sharding(p, g, os) for p, os in pairs for g in dict.fromkeys((p, os))]
 
 
-def rank(plans: Iterable[Prediction], objective: str = OBJECTIVE, tolerance: float = TOLERANCE) -> list[Prediction]:
-    """The plans: the chosen one first, then the others sorted by `objective`.
-
-    objective: `step` is the predicted step time. `communication` is the paper's equation 1, which includes communication
-    that is hidden behind computation, and does not include the time of Adam. Plans within `tolerance` (a fraction) of the
-    lowest count as equal. Of these, a plan with G = P is chosen if there is one, because it stays as good when
-    micro-batches are added (at M = 1, T_G is 0 for every G). If there are several, the one with the least memory is chosen.
-    """
-    ranked = sorted(plans, key=lambda plan: (OBJECTIVES[objective](plan), plan.memory.total))
-    close = _close(ranked, objective, tolerance)
-    best = min(close, key=lambda plan: (plan.sharding.gradients != plan.sharding.parameters, plan.memory.total))
-    return [best, *(plan for plan in ranked if plan is not best)]
-
-
 def _close(plans: Iterable[Prediction], objective: str, tolerance: float) -> list[Prediction]:
-    """The plans within `tolerance` of the lowest `objective`."""
+    """The plans within `tolerance` (a fraction) of the lowest `objective`."""
     costs = {plan: OBJECTIVES[objective](plan) for plan in plans}
     return [plan for plan, cost in costs.items() if cost <= (1 + tolerance) * min(costs.values())]
 
@@ -76,8 +62,13 @@ def choose(
 ) -> list[Prediction]:
     """The plans that fit into `memory_bytes` of a GPU: the chosen one first, then the others sorted by `objective`.
 
-    Of the plans that count as equal by `objective`, the one with the least communication is chosen, as in the paper: even
-    hidden communication takes SMs and memory bandwidth from the computation. Raises UserError if no plan fits.
+    objective: `step` is the predicted step time. `communication` is the paper's equation 1, which includes communication
+    that is hidden behind computation, and does not include the time of Adam. Plans within `tolerance` (a fraction) of the
+    lowest count as equal. Of these, the one with the least communication is chosen, as in the paper: even hidden communication
+    takes SMs and memory bandwidth from the computation. If it is about equal, too, one with G = P is chosen, because it stays
+    as good when micro-batches are added (at M = 1, T_G is 0 for every G), and then the one with the least memory.
+
+    Raises UserError if no plan fits.
     """
     fitting = [s for s in shardings(filtered_meshes(workload.mesh)) if memory(workload, s).total <= memory_bytes]
     if not fitting:
@@ -86,10 +77,13 @@ def choose(
             f"no plan fits: even with all states sharded over all {workload.mesh.size} GPUs a GPU needs {least.total / 1e9:.1f} GB of "
             f"{memory_bytes / 1e9:.1f}; try {' or '.join(_remedies(workload, least, memory_bytes))}"
         )
-    ranked = rank((predict(workload, s) for s in fitting), objective, tolerance)
-    best = rank(_close(ranked, objective, tolerance), "communication", tolerance)[0]
-    by_cost = sorted(ranked, key=lambda plan: (OBJECTIVES[objective](plan), plan.memory.total))
-    return [best, *(plan for plan in by_cost if plan is not best)]
+    ranked = sorted((predict(workload, s) for s in fitting), key=lambda plan: (OBJECTIVES[objective](plan), plan.memory.total))
+
+    def preference(plan: Prediction) -> tuple[bool, float, float]:
+        return plan.sharding.gradients != plan.sharding.parameters, plan.memory.total, plan.communication.total
+
+    best = min(_close(_close(ranked, objective, tolerance), "communication", tolerance), key=preference)
+    return [best, *(plan for plan in ranked if plan is not best)]
 
 
 def _remedies(workload: Workload, least: Memory, memory_bytes: float) -> list[str]:

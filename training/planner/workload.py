@@ -1,7 +1,7 @@
 """The input of the planner: a model, the GPUs it is trained on, the batch, and how the executor runs."""
 
 import math
-from dataclasses import dataclass, field
+from dataclasses import asdict, dataclass, field
 from functools import cached_property
 from typing import NamedTuple
 
@@ -10,6 +10,15 @@ from config import ModelConfig
 from errors import UserError
 from training.planner.collectives import Profile
 from training.sharding import Mesh
+
+
+@dataclass(frozen=True)
+class Parts:
+    """Numbers that add up."""
+
+    @property
+    def total(self) -> float:
+        return sum(asdict(self).values())
 
 
 class Precision(NamedTuple):
