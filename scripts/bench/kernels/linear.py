@@ -2,7 +2,7 @@
 
     python launch.py --ranks 2 -m scripts.bench.kernels.linear --out linear.json --seconds 300   # half of the shapes a GPU
     python -m scripts.bench.kernels.linear --merge linear-0.json linear-1.json                   # into kernels/linear_configs
-    python -m scripts.bench.kernels.linear --device 2 --part 2/4 --shapes 70b-tp4 --rows 1 16
+    python -m scripts.bench.kernels.linear --shapes 70b-tp4 --rows 1 16
 
 `kernels/linear_tuning.py` says how a time is measured. Here the layers have distinct random weights, many times the size of
 the L2 cache, so that every weight is read from HBM. Shapes that end in -swiglu are compared with cuBLAS plus a separate kernel for
@@ -124,11 +124,10 @@ def describe(found: list[dict[str, Any]]) -> str:
 def bench(args: argparse.Namespace) -> None:
     start = time.monotonic()
     rank, ranks = int(os.environ.get("LOCAL_RANK", 0)), int(os.environ.get("LOCAL_WORLD_SIZE", 1))
-    part, parts = args.part or (rank, ranks)
-    device = torch.device("cuda", rank if args.device is None else args.device)
+    device = torch.device("cuda", rank)
     torch.cuda.set_device(device)
     known = shapes()
-    chosen = [name for name in known if not args.shapes or any(word in name for word in args.shapes)][part::parts]
+    chosen = [name for name in known if not args.shapes or any(word in name for word in args.shapes)][rank::ranks]
     if not chosen:
         raise UserError(f"--shapes {' '.join(args.shapes)} names no shape; known: {' '.join(known)}")
     largest = max(known[name].bytes for name in chosen)
@@ -190,18 +189,9 @@ def entries(table: Mapping[str, Any]) -> str:
     return ",\n".join(f"  {json.dumps(key)}: {json.dumps(config)}" for key, config in table.items())
 
 
-def a_part(text: str) -> tuple[int, int]:
-    part, parts = (int(number) for number in text.split("/"))
-    if not 0 <= part < parts:
-        raise argparse.ArgumentTypeError(f"{text}: parts count from 0/{parts} to {parts - 1}/{parts}")
-    return part, parts
-
-
 def main() -> None:
     parser = Parser(description=__doc__)
     parser.add_argument("--out", type=Path, default=Path("linear.json"), help="the file to write (default: linear.json)")
-    parser.add_argument("--device", type=int, help="the GPU's index (default: LOCAL_RANK)")
-    parser.add_argument("--part", type=a_part, help="I/N: the I-th of N parts of the shapes (default: LOCAL_RANK's)")
     parser.add_argument(
         "--shapes",
         nargs="+",
