@@ -16,9 +16,9 @@ defaults below are those on GPUs, of Llama-3 8B; on a CPU they are the preset `t
 --variants vllm measures vLLM on the same lengths. --vllm-python names the Python of an environment with vLLM. Weights are
 random, sampling is greedy, and one engine serves all batch sizes of a model and seed.
 
---interconnects: `default`; `no-p2p` (NCCL_P2P_DISABLE=1, the paper's "No NVLink"); `two-hosts` (two
-simulated hosts with half of the GPUs each, connected by sockets); NAME=VALUE[;NAME=VALUE] for the ranks' environment; or, on
-a CPU, a simulated link LATENCY,BANDWIDTH.
+--interconnects: `default`; `no-p2p` (NCCL_P2P_DISABLE=1, the paper's "No NVLink"); `two-hosts` (two simulated
+hosts with half of the GPUs each, connected by sockets); NAME=VALUE[;NAME=VALUE] for the ranks' environment; or, on a CPU, a
+simulated link LATENCY,BANDWIDTH.
 """
 
 import argparse
