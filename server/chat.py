@@ -156,7 +156,7 @@ class TranslatedChat(GenerationRequest):
         """The answer as it is now."""
 
     def encode(self, events: Iterable[Event]) -> bytes:
-        return b"".join(map(named_event, events))
+        return b"".join([named_event(*event) for event in events])
 
     def stream_writer(self) -> StreamWriter:
         self._streams = True

@@ -151,9 +151,8 @@ def event(value: Any) -> bytes:
     return b"data: " + to_json(value) + b"\n\n"
 
 
-def named_event(event: Event) -> bytes:
+def named_event(kind: str, fields: dict[str, Any]) -> bytes:
     """An event whose name is the `type` of its data."""
-    kind, fields = event
     return b"event: " + kind.encode() + b"\ndata: " + to_json({"type": kind, **fields}) + b"\n\n"
 
 

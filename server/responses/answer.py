@@ -10,7 +10,7 @@ import msgspec
 
 from engine.text import Delta
 from server.bounds import Limits, fit_answer
-from server.calls.parts import Arguments, Call, Part, Reasoning, Text
+from server.calls.parts import Call, Part, Reasoning, Text
 from server.chat import TranslatedChat, read_conversation
 from server.endpoint import JsonLists
 from server.errors import TOO_LONG, ApiError
@@ -70,7 +70,8 @@ class ResponsesRequest(TranslatedChat):
         self._numbers = itertools.count()  # of events
 
     def encode(self, events: Iterable[Event]) -> bytes:
-        return super().encode((kind, {"sequence_number": next(self._numbers), **fields}) for kind, fields in events)
+        numbered = [(kind, {"sequence_number": next(self._numbers), **fields}) for kind, fields in events]
+        return super().encode(numbered)
 
     def events_of(self, delta: Delta) -> Iterator[Event]:
         if self.status == "queued":
@@ -146,22 +147,19 @@ class Output:
         if logprobs:
             self._logprobs.extend({"all": list(logprobs)})
         for part in parts:
-            match part:
-                case Text(text):
-                    yield from self._push_text(text)
-                case Call():
-                    yield from self._begin_call(part)
-                case Reasoning(text):
-                    if not self._is_open(REASONING):
-                        yield from self._begin(REASONING, {"summary": []})
-                    yield from self._grow(text)
-                case Arguments(text):
-                    yield from self._grow(text)
+            if isinstance(part, Text):
+                yield from self._push_text(part.text)
+            elif isinstance(part, Call):
+                yield from self._begin_call(part)
+            else:
+                if isinstance(part, Reasoning) and self._layout is not REASONING:
+                    yield from self._begin(REASONING, {"summary": []})
+                yield from self._grow(part.text)
 
     def end(self, status: Status) -> Iterator[Event]:
         """The events at the end of the answer. One without calls has a message, even if it is empty."""
-        called = any(item["type"] != "reasoning" for item in self.items) or self._is_open(FUNCTION, CUSTOM)
-        if not self._is_open(MESSAGE) and not called and (status == "completed" or not self._open):
+        called = any(item["type"] != "reasoning" for item in self.items) or self._layout in (FUNCTION, CUSTOM)
+        if self._layout is not MESSAGE and not called and (status == "completed" or not self._open):
             yield from self._begin(MESSAGE, {"role": "assistant"})
             if self._blank:
                 yield from self._grow(self._blank)
@@ -172,11 +170,13 @@ class Output:
         for _ in self._end_item("incomplete"):
             pass
 
-    def _is_open(self, *layouts: "Layout") -> bool:
-        return self._open is not None and self._open.layout in layouts
+    @property
+    def _layout(self) -> "Layout | None":
+        """The layout of the open item."""
+        return self._open.layout if self._open else None
 
     def _push_text(self, text: str) -> Iterator[Event]:
-        if not self._is_open(MESSAGE):
+        if self._layout is not MESSAGE:
             self._blank += text
             if not text.strip():
                 return
