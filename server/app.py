@@ -1,6 +1,7 @@
 """The HTTP application: its routes, how their bodies are parsed, the middleware, and the pages."""
 
 import inspect
+import re
 from collections.abc import Callable, Coroutine
 from functools import cache
 from pathlib import Path
@@ -16,7 +17,7 @@ from starlette.staticfiles import StaticFiles
 from server import embeddings, errors, routes
 from server.calls.choice import warn_of_unknown_calls
 from server.engine_client import EngineClient
-from server.errors import ApiError
+from server.errors import NO_OBJECT, ApiError, bad
 from server.messages import routes as messages
 from server.middleware import ApiKey, BodyLimit, RequestScope
 from server.openapi import describe, render_docs
@@ -27,6 +28,7 @@ from server.tracing import Spans
 from text.tokenizer import Tokenizer
 
 STATIC = Path(__file__).parent / "static"
+JSON_TYPE = re.compile(r"application/([^/]+\+)?json")
 
 
 def create_app(settings: Settings, client: EngineClient, tokenizer: Tokenizer) -> FastAPI:
@@ -38,7 +40,6 @@ def create_app(settings: Settings, client: EngineClient, tokenizer: Tokenizer) -
         docs_url=None,
         redoc_url=None,
         summary="An OpenAI-compatible server",
-        strict_content_type=True,  # else it would parse, without bounds, bodies that do not say what they are
     )
     app.state.service = service
     app.router.route_class = BoundedRoute
@@ -65,22 +66,23 @@ def create_app(settings: Settings, client: EngineClient, tokenizer: Tokenizer) -
 class BoundedRoute(APIRoute):
     """A route that parses its parameter `body`, if it has one, within bounds, as the model of the parameter's annotation.
 
-    FastAPI would parse bodies of any length in the event loop.
+    FastAPI would parse bodies of any length in the event loop. Besides `body`, such a route has the parameter `request` alone.
     """
 
     def get_route_handler(self) -> Callable[[Request], Coroutine[Any, Any, Response]]:
-        handler = super().get_route_handler()
         parameter = inspect.signature(self.endpoint).parameters.get("body")
         if parameter is None:
-            return handler
+            return super().get_route_handler()
         model: type[BaseModel] = parameter.annotation
 
         async def handle(request: Request) -> Response:
             raw = request._body = request.state.body  # Starlette would copy it
-            if raw and "json" in request.headers.get("content-type", "").partition(";")[0].lower():
-                # FastAPI takes this for the parsed body, and only runs its models' `after` validators once more
-                request._json = await request.app.state.service.parse(raw, model, request.receive)
-            return await handler(request)
+            content_type = request.headers.get("content-type", "").partition(";")[0].strip().lower()
+            if not raw or not JSON_TYPE.fullmatch(content_type):
+                raise bad(None, NO_OBJECT)
+            body = await request.app.state.service.parse(raw, model, request.receive)
+            response: Response = await self.endpoint(body=body, request=request)
+            return response
 
         return handle
 

@@ -105,12 +105,12 @@ class Body(Checked):
 
     refused: ClassVar[Refusals] = REFUSED
     model: str | None = Field(None, description="A name from /v1/models. Default: the model that is served.")
-    _ignored: list[str] | None = PrivateAttr(None)
+    _ignored: list[str] = PrivateAttr(default_factory=list)
 
     @property
     def ignored(self) -> list[str]:
         """Paths of unknown fields in the body, as `shown_names` shows them."""
-        return self._ignored or []
+        return self._ignored
 
     @model_validator(mode="before")
     @classmethod
@@ -127,6 +127,5 @@ class Body(Checked):
 
     @model_validator(mode="after")
     def _ignore_unknown(self) -> "Body":
-        if self._ignored is None:  # FastAPI checks a body a second time
-            self._ignored = shown_names(take_unknown(self))
+        self._ignored = shown_names(take_unknown(self))
         return self

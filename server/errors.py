@@ -18,7 +18,6 @@ from server.messages.errors import error_body, is_messages
 
 if TYPE_CHECKING:  # worker processes raise these errors, too, and start faster without FastAPI
     from fastapi import FastAPI
-    from fastapi.exceptions import RequestValidationError
 
 TYPES = {
     400: "invalid_request_error",
@@ -35,6 +34,7 @@ RETRY_SECONDS = {429: "1", 503: "2"}
 NO_RETRY = {"x-should-retry": "false"}  # else the SDKs of OpenAI and Anthropic repeat a request at every status from 500 on
 MOST_ERRORS = 100  # most validation errors that are examined; the rest are of the same kind
 TOO_LONG = "context_length_exceeded"
+NO_OBJECT = "the body must be a JSON object, sent with Content-Type: application/json"
 MAX_MESSAGE = 2000  # characters
 MAX_PARAM = 256  # of a field's path, which may have keys of the client's
 SHOWN = 20  # characters quoted of a body that is not JSON
@@ -147,14 +147,6 @@ def unparsable(error: Exception) -> ApiError:
     return ApiError(400, f"the body is not valid JSON: {reason}", None, "invalid_json")
 
 
-def from_validation(error: "RequestValidationError") -> ApiError:
-    errors = error.errors()
-    if errors[0]["type"] == "json_invalid":
-        cause = error.__cause__
-        return unparsable(cause if isinstance(cause, Exception) else ValueError(errors[0]["msg"]))
-    return from_errors(errors, error.body)
-
-
 def from_model(error: ValidationError, body: Any) -> ApiError:
     """The 400 of a body that does not fit its model."""
     return from_errors([{**one, "loc": ("body", *one["loc"])} for one in error.errors(include_url=False)], body)
@@ -172,7 +164,7 @@ def from_errors(errors: Sequence[Any], body: Any) -> ApiError:
     same = [e for e in errors if _param(e, body) == param]
     message = " or ".join(dict.fromkeys(str(e["msg"]) for e in same))
     if not param and not isinstance(body, dict):
-        message = "the body must be a JSON object, sent with Content-Type: application/json"
+        message = NO_OBJECT
     return bad(param, message)
 
 
@@ -201,13 +193,11 @@ def install(app: "FastAPI") -> None:
 
     async def on_validation(request: Request, e: Exception) -> Response:
         assert isinstance(e, RequestValidationError)
-        return from_validation(e).response(request.scope)
+        return from_errors(e.errors(), None).response(request.scope)  # of the path or the query: `BoundedRoute` reads bodies
 
     async def on_http(request: Request, e: Exception) -> Response:
         assert isinstance(e, HTTPException)
         if not isinstance(e, ApiError):
-            if isinstance(e.__cause__, (ValueError, RecursionError)):  # FastAPI could not read the body
-                return unparsable(e.__cause__).response(request.scope)
             path, message = request.url.path, str(e.detail)
             if e.status_code == 404:
                 message = f"no such path: {request.method} {path}"

@@ -75,13 +75,12 @@ class CountBody(Body):
 
     @model_validator(mode="after")
     def _convert(self) -> "CountBody":
-        if self._chat is None:  # FastAPI checks a body a second time
-            self._check()
-            try:
-                self._chat = chat_of(self._chat_fields())
-            except ApiError as e:
-                raise field_error(field_name(e.param or ""), e.message.removeprefix(f"{e.param}: ")) from None
-            self._chat._ignored = self._ignored = [*self.ignored, *shown_names(self._left_out)]
+        self._check()
+        try:
+            self._chat = chat_of(self._chat_fields())
+        except ApiError as e:
+            raise field_error(field_name(e.param or ""), e.message.removeprefix(f"{e.param}: ")) from None
+        self._chat._ignored = self._ignored = [*self.ignored, *shown_names(self._left_out)]
         return self
 
     @property
