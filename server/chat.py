@@ -8,7 +8,7 @@ from engine.text import Delta
 from server.bounds import Limits, fit_answer, fit_prompt
 from server.calls.choice import PartReader, parser_for
 from server.calls.parts import Arguments, Call, Part, Reasoning, Text
-from server.endpoint import Chunks, GenerationRequest, StreamWriter, WholeChoice
+from server.endpoint import ChoicesRequest, Chunks, GenerationRequest, StreamWriter, WholeChoice
 from server.errors import bad
 from server.generation import Prompt
 from server.http import Event, named_event
@@ -71,7 +71,7 @@ async def read_conversation(service: Service, body: ChatBody, size: int) -> list
     return [prompt]
 
 
-class ChatRequest(GenerationRequest):
+class ChatRequest(ChoicesRequest):
     """One chat completion. Raises a 400 as `fit_answer` and `GenerationRequest` do."""
 
     id_prefix, kind = "chatcmpl", "chat.completion"
@@ -91,11 +91,11 @@ class ChatRequest(GenerationRequest):
     def prompt_logprobs(self, delta: Delta) -> list[dict[str, Any] | None] | None:
         return None if delta.index else super().prompt_logprobs(delta)  # an answer has them once
 
-    def reply(self, choices: Sequence[WholeChoice]) -> dict[str, Any]:
-        reply = self.head(self.kind) | {"choices": [self._choice(i, choice) for i, choice in enumerate(choices)]}
+    def reply(self) -> dict[str, Any]:
+        reply = self.head(self.kind) | {"choices": [self._choice(i, choice) for i, choice in enumerate(self.whole_choices)]}
         reply["usage"] = self.usage.report()
         # null where nothing was asked for, as in vLLM's answers: its clients read both fields in any case
-        reply["prompt_logprobs"] = None if self.top_prompt_logprobs is None else choices[0].prompt_logprobs
+        reply["prompt_logprobs"] = None if self.top_prompt_logprobs is None else self.whole_choices[0].prompt_logprobs
         reply["prompt_token_ids"] = self.plan.prompts[0].ids if self.with_ids else None
         return reply
 
@@ -151,10 +151,6 @@ class TranslatedChat(GenerationRequest):
     def events_of(self, delta: Delta) -> Iterator[Event]:
         """The events of the next delta."""
 
-    @abstractmethod
-    def whole(self) -> dict[str, Any]:
-        """The answer as it is now."""
-
     def encode(self, events: Iterable[Event]) -> bytes:
         return b"".join([named_event(*event) for event in events])
 
@@ -168,10 +164,7 @@ class TranslatedChat(GenerationRequest):
     def last(self) -> bytes:
         return b""  # the last delta brings the last event
 
-    def reply(self, choices: Sequence[WholeChoice]) -> dict[str, Any]:
-        return self.whole()
-
-    def _collect(self, choices: Sequence[WholeChoice], delta: Delta) -> None:
+    def collect(self, delta: Delta) -> None:
         if not self._streams:  # otherwise the stream's writer has it
             for _ in self.events_of(delta):
                 pass

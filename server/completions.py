@@ -6,7 +6,7 @@ from typing import Any
 from engine.text import Delta
 from errors import UserError
 from server.bounds import Limits, check_characters, fit_answer, fit_prompt
-from server.endpoint import Chunks, GenerationRequest, StreamWriter, WholeChoice
+from server.endpoint import ChoicesRequest, Chunks, StreamWriter, WholeChoice
 from server.generation import Prompt
 from server.logprobs import completion_layout, text_offsets
 from server.logs import log
@@ -18,7 +18,7 @@ DEFAULT_MAX_TOKENS = 16
 PROMPT_WORK = 64  # fixed cost of tokenizing a prompt, expressed in characters
 
 
-class CompletionRequest(GenerationRequest):
+class CompletionRequest(ChoicesRequest):
     """The completions of a request's prompts. Raises a 400 as `fit_answer` and `GenerationRequest` do."""
 
     id_prefix, kind = "cmpl", "text_completion"
@@ -46,11 +46,11 @@ class CompletionRequest(GenerationRequest):
                 values = list(delta.prompt_logprobs or [None] * len(prompt.ids)) + values
         return completion_layout(tokenizer, ids, values, offsets, self.top_logprobs, self.tokens_as_ids)
 
-    def reply(self, choices: Sequence[WholeChoice]) -> dict[str, Any]:
+    def reply(self) -> dict[str, Any]:
         each = self.plan.choices
         best: list[WholeChoice] = []
-        for at in range(0, len(choices), each):  # the n choices of each prompt with the highest mean log-probability
-            of_prompt = choices[at : at + each]
+        for at in range(0, self.plan.total, each):  # the n choices of each prompt with the highest mean log-probability
+            of_prompt = self.whole_choices[at : at + each]
             if each > self.n:
                 of_prompt = sorted(of_prompt, key=lambda one: one.mean_logprob, reverse=True)[: self.n]
             best += of_prompt

@@ -11,6 +11,7 @@ import time
 import uuid
 from abc import ABC, abstractmethod
 from collections.abc import AsyncGenerator, Callable, Coroutine, Sequence
+from functools import cached_property
 from typing import Any, ClassVar, Protocol, TypeVar
 
 import msgspec
@@ -174,11 +175,7 @@ class GenerationRequest(ABC):
             params = [one.changed(thinking=own) for one, own in zip(params, budgets, strict=True)]
         self.plan = Plan(prompts, params, body.choices, adapter=service.adapter_of(body.model), hidden=body.max_tokens == 0)
         self.usage = Usage(self.plan)
-        self.with_ids, self.tokens_as_ids = bool(body.return_token_ids), bool(body.return_tokens_as_token_ids)
-        self.with_drafted = bool(body.return_drafted)
-        self.include_usage, self.continuous_usage = body.usage_options
-        self.top_logprobs = body.listed_logprobs
-        self.top_prompt_logprobs = body.prompt_logprobs
+        self.top_logprobs, self.tokens_as_ids = body.listed_logprobs, bool(body.return_tokens_as_token_ids)
         self.promise = Promise()
         self.count_unread: Callable[[int], None] | None = None  # counts bytes of a stream that its client has not read yet
         self.id = f"{self.id_prefix}-{body.request_id or uuid.uuid4().hex}"
@@ -187,16 +184,16 @@ class GenerationRequest(ABC):
     # --- defined by each endpoint ------------------------------------------------------------------------------------
 
     @abstractmethod
-    def reply(self, choices: Sequence["WholeChoice"]) -> dict[str, Any]:
-        """The whole answer."""
+    def collect(self, delta: Delta) -> None:
+        """Add `delta` to the whole answer."""
+
+    @abstractmethod
+    def reply(self) -> dict[str, Any]:
+        """The answer, as far as it is collected."""
 
     @abstractmethod
     def stream_writer(self) -> StreamWriter:
         """What encodes the events of the stream."""
-
-    def part_reader(self, index: int) -> PartReader | None:
-        """A new reader of the parts of one answer; None: the endpoint has text alone."""
-        return None
 
     def write_error(self, error: ApiError) -> bytes:
         """The event of an error after the stream has begun."""
@@ -206,13 +203,13 @@ class GenerationRequest(ABC):
 
     async def answer(self, log_fields: dict[str, Any]) -> bytes:
         """Run the request and return its whole answer, as JSON."""
-        choices = self._whole_choices()
+        self._check_whole()
         with run(self.service, self.plan, self.usage, log_fields) as running, self.promise.given():
             await self.promise.written()
             while running.unfinished:
                 for delta in await running.next():
-                    self._collect(choices, delta)
-            return self._finish(choices)
+                    self.collect(delta)
+            return self._finish()
 
     async def events(self, log_fields: dict[str, Any]) -> AsyncGenerator[bytes, None]:
         """Run the request and yield the events of its stream.
@@ -223,7 +220,8 @@ class GenerationRequest(ABC):
         """
         writer = self.stream_writer()
         begun = False
-        choices = self._whole_choices() if self.promise.keeps else []
+        if self.promise.keeps:
+            self._check_whole()
         with run(self.service, self.plan, self.usage, log_fields) as running, self.promise.given():
             running.count_unread(self.count_unread)
             await self.promise.written()
@@ -233,7 +231,7 @@ class GenerationRequest(ABC):
                 try:
                     for delta in await running.next():
                         if self.promise.keeps:
-                            self._collect(choices, delta)
+                            self.collect(delta)
                         events.append(writer.push(delta))
                 except Exception as e:
                     failure = e
@@ -245,24 +243,19 @@ class GenerationRequest(ABC):
                 if failure is not None:
                     raise failure
             if self.promise.keeps:
-                self._finish(choices)
+                self._finish()
         if data := writer.last():
             yield data
 
-    def _whole_choices(self) -> list["WholeChoice"]:
-        """What collects the choices of a whole answer. Raises a 400 if it may become too long to be kept."""
-        plan = self.plan
+    def _check_whole(self) -> None:
+        """Raises a 400 if the whole answer may become too long to be kept."""
         if self.top_logprobs is not None:
-            tokens = plan.choices * sum(params.max_tokens for params in plan.params)
+            tokens = self.plan.choices * sum(params.max_tokens for params in self.plan.params)
             check_answers(tokens, Limits(self.service.max_model_len), self.top_logprobs)
-        return [WholeChoice(self.part_reader(i)) for i in range(plan.total)]
 
-    def _collect(self, choices: Sequence["WholeChoice"], delta: Delta) -> None:
-        choices[delta.index].add(delta, self.logprobs(delta), self.prompt_logprobs(delta), self.of_tokens(delta))
-
-    def _finish(self, choices: Sequence["WholeChoice"]) -> bytes:
+    def _finish(self) -> bytes:
         """The whole answer, which also fulfils the promise."""
-        body = to_json(self.reply(choices))
+        body = to_json(self.reply())
         self.promise.finish(200, body)
         return body
 
@@ -272,8 +265,31 @@ class GenerationRequest(ABC):
             return None
         return chat_layout(self.service.tokenizer, delta.logprobs or [], self.top_logprobs, self.tokens_as_ids)
 
+
+class ChoicesRequest(GenerationRequest):
+    """A request whose answer is a list of choices: a completion or a chat completion."""
+
+    def __init__(
+        self, service: Service, body: GenerationBody, grammar: str, prompts: list[Prompt], max_tokens: Sequence[int]
+    ) -> None:
+        super().__init__(service, body, grammar, prompts, max_tokens)
+        self.with_ids, self.with_drafted = bool(body.return_token_ids), bool(body.return_drafted)
+        self.include_usage, self.continuous_usage = body.usage_options
+        self.top_prompt_logprobs = body.prompt_logprobs
+
+    @cached_property
+    def whole_choices(self) -> list["WholeChoice"]:
+        return [WholeChoice(self.part_reader(i)) for i in range(self.plan.total)]
+
+    def part_reader(self, index: int) -> PartReader | None:
+        """A new reader of the parts of one answer; None: the endpoint has text alone."""
+        return None
+
+    def collect(self, delta: Delta) -> None:
+        self.whole_choices[delta.index].add(delta, self.logprobs(delta), self.prompt_logprobs(delta), self.of_tokens(delta))
+
     def prompt_logprobs(self, delta: Delta) -> list[dict[str, Any] | None] | None:
-        """Those of the `prompt_logprobs` extension: a dict by token id for each position."""
+        """The log-probabilities of the `prompt_logprobs` extension: a dict by token id for each position."""
         if self.top_prompt_logprobs is None or delta.prompt_logprobs is None:
             return None
         return by_id_layout(self.service.tokenizer, delta.prompt_logprobs, self.top_prompt_logprobs)
@@ -355,7 +371,7 @@ class JsonLists:
 class Chunks:
     """Encodes the chunks of a completion or chat completion as events, the fields that they share only once."""
 
-    def __init__(self, request: GenerationRequest, kind: str) -> None:
+    def __init__(self, request: ChoicesRequest, kind: str) -> None:
         """kind: `object` of a chunk."""
         self._head = b"data: " + to_json(request.head(kind))[:-1] + b',"choices":['
         self._usage = request.usage

@@ -50,7 +50,7 @@ class MessagesRequest(TranslatedChat):
 
     def events_of(self, delta: Delta) -> Iterator[Event]:
         if delta.first:
-            yield "message_start", {"message": self.whole()}
+            yield "message_start", {"message": self.reply()}
         for part in self.reader.push(delta):
             yield from self.content.push(part)
         if delta.finish_reason:
@@ -60,7 +60,7 @@ class MessagesRequest(TranslatedChat):
             yield "message_delta", {"delta": self._stop, "usage": self._report()}
             yield "message_stop", {}
 
-    def whole(self) -> dict[str, Any]:
+    def reply(self) -> dict[str, Any]:
         head = {"id": self.id, "type": "message", "role": "assistant", "model": self.model}
         return {**head, "content": self.content.blocks, **self._stop, "usage": self._report()}
 

@@ -76,8 +76,8 @@ class ResponsesRequest(TranslatedChat):
     def events_of(self, delta: Delta) -> Iterator[Event]:
         if self.status == "queued":
             self.status = "in_progress"
-            yield "response.created", {"response": self.whole()}
-            yield "response.in_progress", {"response": self.whole()}
+            yield "response.created", {"response": self.reply()}
+            yield "response.in_progress", {"response": self.reply()}
         logprobs = self.logprobs(delta)
         yield from self.output.push(self.reader.push(delta), logprobs["content"] if logprobs else None)
         if delta.finish_reason:
@@ -86,7 +86,7 @@ class ResponsesRequest(TranslatedChat):
             self.status = status
             self.completed_at = int(time.time()) if status == "completed" else None
             self._keep(self)
-            yield f"response.{status}", {"response": self.whole()}
+            yield f"response.{status}", {"response": self.reply()}
 
     def write_error(self, error: ApiError) -> bytes:
         return self.encode([self.fail(error)])
@@ -100,9 +100,9 @@ class ResponsesRequest(TranslatedChat):
         self.status = "failed"
         self.output.stop()
         self.error = {"code": "rate_limit_exceeded" if error.status_code == 429 else "server_error", "message": error.message}
-        return "response.failed", {"response": self.whole()}
+        return "response.failed", {"response": self.reply()}
 
-    def whole(self) -> dict[str, Any]:
+    def reply(self) -> dict[str, Any]:
         own = {
             "id": self.id,
             "object": "response",

@@ -204,7 +204,7 @@ class Responses:
         if made.body.store is False or (record.running and self.store.find(name, made.id) is not record):
             return
         self.store.remove(name, made.id)
-        record.id, record.running, record.answer = made.id, None, to_json(made.whole())
+        record.id, record.running, record.answer = made.id, None, to_json(made.reply())
         record.output = Items.of_output(made.output.items)
         if not self.store.put(name, record):
             log.warning("the response %s is too long to be stored (--responses-mb)", made.id)
@@ -247,7 +247,7 @@ class Background:
         await self._request.promise.written()
 
     def json(self) -> bytes:
-        return to_json(self._request.whole())
+        return to_json(self._request.reply())
 
     async def cancel(self) -> None:
         assert self._task is not None

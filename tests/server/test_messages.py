@@ -138,7 +138,7 @@ def test_streams_equal_the_published_order(
             assert events[-1]["type"] == "error"
             continue
         for delta in given:
-            whole._collect([], delta)
+            whole.collect(delta)
         content = whole.content.blocks
         assert joined(events)["content"] == content == streamed.content.blocks
         assert display == "summarized" or not any(block.get("thinking") for block in content)

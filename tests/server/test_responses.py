@@ -366,7 +366,7 @@ def test_an_answer_that_ends_in_the_middle_keeps_its_items(site: Site, how: str)
                 assert fields["response"]["error"] == {"code": code, "message": "broken"}
         else:
             request.cancel()
-        reply = json.loads(to_json(request.whole()))
+        reply = json.loads(to_json(request.reply()))
         ResponsesReply.model_validate(reply)
         *others, last = reply["output"]
         assert [one["status"] for one in others] == ["completed"] * len(others) and last["status"] == "incomplete"
