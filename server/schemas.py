@@ -413,8 +413,8 @@ class ChatBody(TemplateBody, GenerationBody):
         return self
 
     def _check_tools(self) -> None:
-        names = [tool.function.name for tool in self.tools or []]
-        if len(set(names)) < len(names):
+        names = {tool.function.name for tool in self.tools or []}
+        if len(names) < len(self.tools or []):
             raise field_error("tools", "has two functions of the same name")
         choice = self.tool_choice
         if choice not in (None, "none", "auto") and not names:

@@ -263,9 +263,13 @@ def test_a_body_that_is_no_json_is_told_why(site: Site, content: bytes, reason: 
 
 def test_a_body_that_does_not_say_that_it_is_json_is_not_parsed(site: Site) -> None:
     """Nothing would bound its number of values and its depth."""
-    for headers in ({}, {"content-type": "text/plain"}):
+    for kind in (None, "text/plain", "text/json", "application/jsonl", "application/x+y", "xapplication/json"):
+        headers = {} if kind is None else {"content-type": kind}
         response = site.http.post("/v1/completions", content=b'{"prompt": "Hi"}', headers=headers)
-        assert response.status_code == 400 and "Content-Type" in response.json()["error"]["message"]
+        assert response.status_code == 400 and "Content-Type" in response.json()["error"]["message"], kind
+    for kind in ("Application/JSON ; charset=utf-8", "application/vnd.api+json"):
+        response = site.http.post("/v1/completions", content=b'{"prompt": "Hi"}', headers={"content-type": kind})
+        assert response.status_code == 200, kind
 
 
 def test_an_unknown_model_is_named_beside_those_that_the_server_has(site: Site) -> None:
