@@ -12,8 +12,6 @@ from server import replies
 from tests.support.server_thread import CHAT, CONTEXT, EOS, STORY, TOKENIZER, TOOL, Site
 from text.control_tokens import PRIVATE_USE
 
-STORY_6 = TOKENIZER.decode(TOKENIZER.encode(STORY, add_special_tokens=False)[:6])
-
 
 def test_chat_with_the_openai_client(site: Site) -> None:
     messages: Any = [{"role": "system", "content": "Be kind."}, {"role": "user", "content": [{"type": "text", "text": "Hi"}]}]
@@ -25,23 +23,6 @@ def test_chat_with_the_openai_client(site: Site) -> None:
     assert content and all(len(one.top_logprobs) == 2 for one in content)
     assert b"".join(bytes(one.bytes or []) for one in content).decode() == STORY
     assert site.last().params.max_tokens == CONTEXT - len(site.last().prompt_ids)
-
-
-def test_chat_stream_has_the_role_first(site: Site) -> None:
-    chunks = list(
-        site.openai.chat.completions.create(
-            model="tiny-hybrid",
-            messages=[{"role": "user", "content": "Hi"}],
-            stream=True,
-            max_completion_tokens=6,
-            stream_options={"include_usage": True},
-        )
-    )
-    assert chunks[0].choices[0].delta.role == "assistant"
-    assert all(chunk.object == "chat.completion.chunk" for chunk in chunks)
-    assert "".join(c.choices[0].delta.content or "" for c in chunks if c.choices) == STORY_6
-    assert [c.choices[0].finish_reason for c in chunks if c.choices][-1] == "length"
-    assert chunks[-1].usage and chunks[-1].usage.completion_tokens == 6
 
 
 def test_chat_template_options(make_site: Callable[..., Site]) -> None:

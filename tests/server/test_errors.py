@@ -267,6 +267,8 @@ def test_a_body_that_does_not_say_that_it_is_json_is_not_parsed(site: Site) -> N
         headers = {} if kind is None else {"content-type": kind}
         response = site.http.post("/v1/completions", content=b'{"prompt": "Hi"}', headers=headers)
         assert response.status_code == 400 and "Content-Type" in response.json()["error"]["message"], kind
+    empty = site.http.post("/v1/completions", content=b"", headers={"content-type": "application/json"}).json()
+    assert empty["error"]["message"] == "the body must be a JSON object, sent with Content-Type: application/json"
     for kind in ("Application/JSON ; charset=utf-8", "application/vnd.api+json"):
         response = site.http.post("/v1/completions", content=b'{"prompt": "Hi"}', headers={"content-type": kind})
         assert response.status_code == 200, kind
