@@ -14,19 +14,17 @@ from starlette.responses import JSONResponse, Response, StreamingResponse
 
 from deploy.routing import Call, prefix_keys
 from server.clients import sender
-from server.errors import NO_RETRY, ClientGone, error_type, with_retry
+from server.errors import CLIENT_GONE, CLOSE, NO_RETRY, ClientGone, error_type, with_retry
 from server.limits import Full, HeldBytes, TooLarge, TooSlow, read_body
+from server.logs import HEALTH_PATHS
 from server.messages import errors as messages
 
 MOST_LOSSES = 5  # replicas that may end with a request before it counts as the reason
 ELSEWHERE = {"loading", "draining", "engine_failed"}  # codes of a 503 that another replica may not have
 UNKNOWN = {"response_not_found", "previous_response_not_found", "result_not_found"}  # codes of a 404: another may know it
-HEALTH = {"/health", "/ping", "/health_generate"}
 HOP = {"connection", "keep-alive", "transfer-encoding", "upgrade", "te", "trailer", "host", "content-length"}
-CLOSE = {"connection": "close"}  # the rest of the body is not read
 SHUTTING_DOWN = "the server is shutting down; send the request to another one"
 EVENT_END = b"\n\n"
-CLIENT_GONE = 499  # nginx's status; it is sent to nobody
 
 
 class ServerLost(Exception):
@@ -69,7 +67,7 @@ class Gateway:
 
     async def __call__(self, request: Request) -> Response:
         path, client = request.url.path, sender({"state": {}, "client": request.client}).name
-        if self._draining and (request.method != "GET" or path in HEALTH):
+        if self._draining and (request.method != "GET" or path in HEALTH_PATHS):
             return refusal(path)
         self._note_request()
         with self.bodies.hold(client) as take:
@@ -89,7 +87,7 @@ class Gateway:
     async def _within_time(self, path: str, call: Call) -> Response:
         try:
             async with asyncio.timeout(self._timeout):
-                if path in HEALTH:
+                if path in HEALTH_PATHS:
                     return await self._health(path, call)
                 return await (self._metrics(call) if path == "/metrics" else self._answer(path, call))
         except asyncio.CancelledError:
@@ -265,7 +263,9 @@ def call_of(request: Request, body: bytes) -> Call:
 
 def refusal(path: str) -> Response:
     """The answer of a server that drains."""
-    response = JSONResponse({"status": "draining"}, 503) if path in HEALTH else failure(path, 503, SHUTTING_DOWN, "draining")
+    response = (
+        JSONResponse({"status": "draining"}, 503) if path in HEALTH_PATHS else failure(path, 503, SHUTTING_DOWN, "draining")
+    )
     response.headers["retry-after"] = "1"
     return response
 

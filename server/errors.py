@@ -31,6 +31,8 @@ TYPES = {
     503: "service_unavailable_error",
 }
 RETRY_SECONDS = {429: "1", 503: "2"}
+CLOSE = {"connection": "close"}  # the rest of the body is not read
+CLIENT_GONE = 499  # nginx's status for the log; it is sent to nobody
 NO_RETRY = {"x-should-retry": "false"}  # else the SDKs of OpenAI and Anthropic repeat a request at every status from 500 on
 MOST_ERRORS = 100  # most validation errors that are examined; the rest are of the same kind
 TOO_LONG = "context_length_exceeded"

@@ -14,7 +14,7 @@ from starlette.datastructures import Headers, MutableHeaders
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from server.clients import current_client, digest, read_keys, sender
-from server.errors import ApiError, ClientGone, internal_error
+from server.errors import CLIENT_GONE, CLOSE, ApiError, ClientGone, internal_error
 from server.limits import Full, HeldBytes, TooLarge, TooSlow, read_body
 from server.logs import HEALTH_PATHS, METRIC_PATHS, PAGE_PATHS, STATIC, access_line, log
 from server.messages.errors import is_messages
@@ -24,9 +24,7 @@ OPEN_PATHS = frozenset({"/version", "/docs", "/openapi.json", *PAGE_PATHS, *HEAL
 REQUEST_ID = re.compile(r"[A-Za-z0-9._:-]{1,128}")
 BODIES_BYTES = 1 << 30  # of requests without an answer; one client may have a quarter. Parsed, they take as much again
 FREE_BYTES = 16384  # of each body, which do not count
-CLOSE = {"connection": "close"}  # the rest of the body is not read
 LOGGED_PATH = 256  # characters; a client may send 64 KiB
-CLIENT_GONE = 499  # nginx's status for the log; it is sent to nobody
 
 
 class RequestScope:
