@@ -174,6 +174,18 @@ def test_retry_after_before_any_end(monkeypatch: pytest.MonkeyPatch) -> None:
         assert admission.retry_after(1) == 3, "an idle server does"
 
 
+def test_retry_after_of_a_client_counts_its_own_ends(monkeypatch: pytest.MonkeyPatch) -> None:
+    now = 0.0
+    without_jitter(monkeypatch)
+    admission = Admission(10, 10, lambda: now)
+    with admission.hold("a", 1, 0):
+        for _ in range(20):
+            now += 1
+            with admission.hold("b", 1, 1):
+                pass
+        assert admission.retry_after(1) == admission.retry_after(1, "b") == 1 and admission.retry_after(1, "a") == 20
+
+
 def test_retry_after_of_more_ends_than_are_remembered(monkeypatch: pytest.MonkeyPatch) -> None:
     """The time before the first of them does not count."""
     monkeypatch.setattr(limits, "MOST_FREED", 16)
