@@ -8,8 +8,7 @@ from typing import Any
 
 from files import ENGINE, source_digest
 
-FOLDERS = "training", "training/planner", "scripts/corpus", "scripts/quality"
-CODE = (*ENGINE, *(f"{folder}/*.py" for folder in FOLDERS), "scripts/quantize.py")
+CODE = (*ENGINE, "scripts/corpus/*.py", "scripts/corpus/*.toml", "scripts/quality/*.py")
 
 
 @cache

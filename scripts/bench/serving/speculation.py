@@ -52,7 +52,7 @@ from tp import World, init_world
 
 STORY_WORDS = 10  # of a story are the prompt
 GOAL = 0.97  # the least ratio that is wanted where drafts do not help
-CODE = (*ENGINE, "scripts/corpus/*.py", "scripts/bench/serving/speculation.py")
+CODE = (*ENGINE, "scripts/corpus/*.py", "scripts/corpus/*.toml", "scripts/bench/serving/speculation.py")
 COLUMNS: Columns = {
     "model": "{model}",
     "task": "{task}",
