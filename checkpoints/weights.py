@@ -1,7 +1,7 @@
 """Reading weights: which slices of a checkpoint's tensors a rank needs, and filling its model with them; random weights for presets.
 
 Each rank reads only its own slices: the reader goes through the tensors of the rank's model and reads the slice of each from
-the file. `training/export.py` writes checkpoints.
+the file. `checkpoints/export.py` writes checkpoints.
 """
 
 import re

@@ -32,6 +32,7 @@ from safetensors.torch import load_file
 from torch import Tensor, nn
 from tqdm import tqdm
 
+from checkpoints.export import add_modeling, save_config, save_tensors
 from checkpoints.hf_config import config_to_hf
 from checkpoints.presets import has_random_weights, model_config
 from checkpoints.sources import INDEX, Source, weights_fingerprint
@@ -56,7 +57,6 @@ from quantized.weight import Quantized, check_finite, dequantize, joined, quanti
 from scripts.corpus.documents import documents, render
 from text.tokenizer_files import load_tokenizer
 from tp import SPLITS, World, stream_shards
-from training.export import add_modeling, save_config, save_tensors
 
 METHODS = ("rtn", "gptq")
 STATE = "quantize.json"  # in the new folder: how it was made, and which command may go on

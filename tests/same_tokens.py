@@ -31,6 +31,7 @@ import torch
 from tqdm import tqdm
 
 import tests.conftest  # noqa: F401, one thread, and the scheduling that gloo's threads need
+from checkpoints.export import save_checkpoint
 from checkpoints.presets import model_config
 from checkpoints.weights import load_model
 from cli import Parser, run
@@ -58,7 +59,6 @@ from tests.engine.test_engine import (
 )
 from tests.support.ranks import Ranks
 from tp import World
-from training.export import save_checkpoint
 
 RANKS = 1, 1, 1, 2, 2, 4  # in turn; each step of more ranks than cores is slow
 VARIANTS = [name for name in (*PLAIN, *WINDOWS) if name != "upper-bound"]  # which has no head on several ranks

@@ -16,7 +16,8 @@ import transformers
 from safetensors.torch import load_file, save_file
 from torch import Tensor
 
-from checkpoints import sources, weights
+from checkpoints import export, sources, weights
+from checkpoints.export import save_checkpoint
 from checkpoints.hf_config import config_from_hf, config_to_hf
 from checkpoints.presets import model_config, preset
 from checkpoints.sources import INDEX, PTH, SINGLE, open_source, weights_fingerprint
@@ -29,8 +30,6 @@ from layers.linear import ShardedLinear
 from model import Transformer
 from tests import ROOT
 from tp import SPLITS, World
-from training import export
-from training.export import save_checkpoint
 
 CPU = torch.device("cpu")
 FAMILIES = ["llama", "mistral", "qwen2", "qwen3"]

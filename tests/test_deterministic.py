@@ -17,6 +17,7 @@ from torch import Tensor
 
 import generate
 from checkpoints import weights
+from checkpoints.export import save_checkpoint
 from checkpoints.presets import model_config
 from comm import Local, TreeCommunicator
 from comm.registry import choose
@@ -42,7 +43,6 @@ from tp import Shard, World, init_world, stream_shards
 from training import adapt, train
 from training.batches import IGNORED, Batch
 from training.executor import Execution, Executor
-from training.export import save_checkpoint
 from training.losses import cross_entropy
 from training.sharding import Mesh, Sharding
 

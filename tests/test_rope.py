@@ -16,6 +16,7 @@ from torch import Tensor
 from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS
 
 from checkpoints import weights
+from checkpoints.export import save_checkpoint
 from checkpoints.hf_config import config_from_hf, config_to_hf
 from checkpoints.presets import model_config
 from config import limit_context
@@ -32,7 +33,6 @@ from tests.support.paged import CachedSequences
 from tests.support.ranks import Ranks
 from tests.test_model import save_hf
 from tp import World
-from training.export import save_checkpoint
 
 CPU = torch.device("cpu")
 TOLERANCE = 1e-4  # of fp32 logits of size about 1; a vector that is nearly zero before a norm magnifies rounding

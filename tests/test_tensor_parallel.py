@@ -16,6 +16,7 @@ from torch import Tensor
 
 import comm
 from checkpoints import sources, weights
+from checkpoints.export import save_checkpoint
 from checkpoints.presets import model_config
 from comm.interface import SCHEDULES
 from config import ModelConfig, with_variant
@@ -26,7 +27,6 @@ from tests.support.models import custom_desync
 from tests.support.paged import CachedSequences
 from tests.support.ranks import RankError, Ranks
 from tp import World, agree_on_error, stream_shards
-from training.export import save_checkpoint
 
 CPU = torch.device("cpu")
 TOLERANCE = 1e-4  # of fp32 logits of size about 1

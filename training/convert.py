@@ -21,6 +21,7 @@ from pathlib import Path
 import torch
 from tqdm import tqdm
 
+from checkpoints.export import MODELING, TOKENIZER_FILES, add_modeling, copy_tokenizer, save_config
 from checkpoints.hf_config import config_to_hf, read_config
 from checkpoints.sources import ORDER, open_files
 from checkpoints.weights import check_source
@@ -29,7 +30,6 @@ from comm import Local
 from config import ModelConfig, require_causal, validate
 from errors import UserError
 from tp import World
-from training.export import MODELING, TOKENIZER_FILES, add_modeling, copy_tokenizer, save_config
 
 
 def to_hybrid_ladder(config: ModelConfig, ladder_layers: int | Sequence[int]) -> ModelConfig:

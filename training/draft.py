@@ -31,6 +31,7 @@ import torch
 from torch import Tensor
 
 from checkpoints.eagle import STREAMS, EagleConfig, EagleHead, default_streams
+from checkpoints.export import save_head
 from checkpoints.presets import has_random_weights, model_config
 from checkpoints.sources import open_source, weights_fingerprint
 from checkpoints.weights import load_model
@@ -44,7 +45,6 @@ from options import DTYPE_NAMES
 from tp import World, init_world
 from training.batches import GlobalBatches
 from training.chains import chain_loss
-from training.export import save_head
 from training.loop import check_same, identity, together
 from training.metrics import Measured, Meter, plot_run
 from training.optimizer import AdamSettings

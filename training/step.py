@@ -8,13 +8,13 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from checkpoints.export import save_checkpoint
 from comm import Local
 from errors import UserError
 from model import Transformer
 from training.batches import Batch, GlobalBatches
 from training.captured_step import CapturedStep
 from training.executor import Executor
-from training.export import save_checkpoint
 from training.groups import Group
 from training.optimizer import Optimizer, Schedule
 from training.snapshot import Piece, Snapshots

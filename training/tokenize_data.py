@@ -29,6 +29,7 @@ from tempfile import TemporaryDirectory
 import numpy as np
 from tqdm import tqdm
 
+from checkpoints.export import copy_tokenizer
 from cli import Parser, run
 from errors import UserError
 from files import writing
@@ -36,7 +37,6 @@ from text.tokenizer import Tokenizer
 from text.tokenizer_files import load_tokenizer
 from training.chat_data import packed
 from training.encode import Encoded, Task, WorkItem, encode_all, work_items
-from training.export import copy_tokenizer
 from training.token_file import TokenWriter, open_tokens, tokenizer_fingerprint, tokenizer_folder
 
 

@@ -32,6 +32,7 @@ from typing import Any, NamedTuple
 import msgspec
 import torch
 
+from checkpoints.export import save_checkpoint
 from checkpoints.presets import has_random_weights, model_config
 from checkpoints.weights import DTYPES, build_model, load_model
 from cli import Parser, run
@@ -53,7 +54,6 @@ from scripts.lib.results import ROOT, add_write_option, results_folder, write_ta
 from scripts.sweep.rows import with_widths
 from tp import World, init_world
 from training.executor import Execution, Executor
-from training.export import save_checkpoint
 from training.losses import head_logits
 from training.sharding import Mesh, Sharding
 

@@ -19,6 +19,7 @@ import pytest
 import torch
 
 from checkpoints.eagle import EagleConfig, EagleHead
+from checkpoints.export import save_checkpoint
 from checkpoints.presets import model_config
 from comm import Local
 from engine import LLM, draft_models
@@ -57,7 +58,6 @@ from tests.engine.test_engine import (
 from tests.engine.test_sampler import chi_square_is_plausible
 from tests.support.ranks import Ranks
 from tp import World
-from training.export import save_checkpoint
 
 WHOLE = Submit("whole", [5], SamplingParams(max_tokens=24))  # where text drafts for it, tokens of its prediction are accepted
 

@@ -13,6 +13,7 @@ import transformers
 from tokenizers import processors
 from torch import Tensor
 
+from checkpoints.export import save_checkpoint
 from checkpoints.presets import model_config
 from checkpoints.weights import check_source, fill_model
 from comm import Local
@@ -41,7 +42,6 @@ from tests.support.ranks import Ranks
 from tests.test_tokenizer import LINES, train_bytes, write_json
 from text.tokenizer_files import load_tokenizer
 from tp import World
-from training.export import save_checkpoint
 
 
 def wanted(count: int, longest: int = 50) -> list[Submit]:

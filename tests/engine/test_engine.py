@@ -21,6 +21,7 @@ from torch import Tensor
 import comm
 from checkpoints import weights
 from checkpoints.eagle import EagleHead
+from checkpoints.export import save_checkpoint
 from checkpoints.presets import model_config
 from config import ModelConfig, YarnScaling, with_variant
 from engine.core import Engine
@@ -40,7 +41,6 @@ from tests.support.models import custom_desync
 from tests.support.ranks import Ranks
 from text.tokenizer_files import load_tokenizer
 from tp import World
-from training.export import save_checkpoint
 
 CPU = torch.device("cpu")
 ALONE = World(0, 1, CPU, comm.Local())

@@ -9,6 +9,7 @@ import pytest
 import torch
 from torch import Tensor
 
+from checkpoints.export import save_checkpoint
 from engine import LLM, SamplingParams
 from engine.core import Engine
 from engine.limits import EngineLimits
@@ -22,7 +23,6 @@ from tests.engine.test_engine import ALONE, TINY, assert_same, config_of, load, 
 from tests.engine.test_runner import as_on_a_gpu
 from tests.support.ranks import Ranks
 from tp import World
-from training.export import save_checkpoint
 
 FLIPS = 0.02  # of logits, where fp32's rounding decides between two codes
 

@@ -19,6 +19,7 @@ import comm.fused
 import engine.draft_costs
 import engine.llm
 import engine.runner
+from checkpoints.export import save_checkpoint
 from engine import LLM, SamplingParams
 from engine.limits import EngineLimits
 from engine.llm import Completion, Timing
@@ -46,7 +47,6 @@ from tests.engine.test_engine import (
 from tests.engine.test_runner import as_on_a_gpu
 from tests.support.ranks import Ranks
 from tp import World
-from training.export import save_checkpoint
 
 TINY = MODELS / "tiny-hybrid"
 

@@ -13,6 +13,7 @@ import pytest
 import torch
 from torch import Tensor
 
+from checkpoints.export import save_checkpoint
 from engine import LLM, SamplingParams
 from engine.core import Engine
 from engine.llm import Completion
@@ -37,7 +38,6 @@ from tests.engine.test_engine import (
 from tests.engine.test_runner import as_on_a_gpu
 from tests.support.ranks import Ranks
 from tp import World
-from training.export import save_checkpoint
 
 POISON = 100  # the token whose embedding overflows
 VALUES = [1e25, -3e38, torch.inf, torch.nan]  # the square of the first is too large for fp32

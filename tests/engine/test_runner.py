@@ -18,6 +18,7 @@ import engine.core
 import engine.draft_costs
 import engine.paged_cache
 import engine.runner
+from checkpoints.export import save_checkpoint
 from comm.fused_buckets import bucket
 from engine.core import Engine
 from engine.draft_costs import Costs
@@ -49,7 +50,6 @@ from tests.engine.test_engine import (
 from tests.engine.test_engine import engine_of as engine_of_tokens
 from tests.support.ranks import Ranks
 from tp import World
-from training.export import save_checkpoint
 
 
 class CalledAgain(Graphs):

@@ -18,6 +18,7 @@ import engine.core
 import engine.runner
 import engine.schedules
 import engine.step_inputs
+from checkpoints.export import save_checkpoint
 from comm import GlooCommunicator, PendingAllReduce
 from comm.interface import LEAST_COPIED, SCHEDULES, Schedule
 from comm.table import Table
@@ -34,7 +35,6 @@ from tests.engine.test_engine import assert_same, config_of, load, random_model,
 from tests.engine.test_runner import Answer, as_on_a_gpu
 from tests.support.ranks import Ranks
 from tp import World
-from training.export import save_checkpoint
 
 Timed = list[tuple[str, int]]  # schedules, and how many replays were timed
 

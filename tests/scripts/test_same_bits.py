@@ -11,6 +11,7 @@ from typing import Any
 import pytest
 import torch
 
+from checkpoints.export import save_checkpoint
 from comm import Local, TreeCommunicator
 from errors import UserError
 from kernels import determinism
@@ -19,7 +20,6 @@ from scripts.quality import same_bits
 from tests.engine.test_engine import config_of, random_model
 from tests.support.ranks import Ranks
 from tp import World
-from training.export import save_checkpoint
 
 LENGTH = 320  # little more than a segment of attention, so that the test is fast
 SETTINGS = [one for one in same_bits.SETTINGS if one.engine != "whole" or one.batch not in (2, 8, 32)]

@@ -10,6 +10,7 @@ from pathlib import Path
 import pytest
 import torch
 
+from checkpoints.export import save_checkpoint
 from checkpoints.hf_config import read_config
 from checkpoints.weights import random_weights
 from comm import Local
@@ -17,7 +18,6 @@ from model import Transformer
 from tests import MODELS
 from tests.support.command_line import environment
 from tests.support.server_process import ServerProcess
-from training.export import save_checkpoint
 
 CHECKS = (
     "not_a_server_error,status_code_conformance,content_type_conformance,response_schema_conformance,"

@@ -16,6 +16,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from checkpoints.export import save_checkpoint
 from checkpoints.presets import model_config, preset
 from checkpoints.sources import SafetensorsSource, open_files
 from checkpoints.weights import fill_all, load_model, places
@@ -37,7 +38,6 @@ from tests.support.server_process import ServerProcess
 from text.tokenizer import ByteTokenizer, IncrementalDetokenizer
 from text.tokenizer_files import tokenizer_of
 from tp import World
-from training.export import save_checkpoint
 
 HYBRID = MODELS / "tiny-hybrid"
 CPU = torch.device("cpu")

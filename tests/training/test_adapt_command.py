@@ -11,6 +11,7 @@ import pytest
 import torch
 import torch.nn.functional as F
 
+from checkpoints.export import save_checkpoint
 from checkpoints.hf_config import read_config
 from checkpoints.presets import model_config, preset
 from checkpoints.weights import load_model, random_weights
@@ -23,7 +24,6 @@ from tests.support.ranks import Ranks
 from tp import World
 from training import adapt as command
 from training.batches import GlobalBatches
-from training.export import save_checkpoint
 from training.loop import prepare, train
 from training.token_file import open_tokens, tokenizer_fingerprint, write_tokens
 

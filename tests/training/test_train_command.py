@@ -18,6 +18,7 @@ import pytest
 import torch
 
 import cli
+from checkpoints.export import save_checkpoint
 from checkpoints.hf_config import read_config
 from checkpoints.presets import preset
 from checkpoints.weights import load_model, random_weights
@@ -36,7 +37,6 @@ from tp import World
 from training import metrics
 from training import train as command
 from training.executor import Executor
-from training.export import save_checkpoint
 from training.loop import prepare, train
 from training.optimizer import Schedule
 from training.snapshot_folder import MANIFEST, checksum, read_manifest

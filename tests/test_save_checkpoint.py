@@ -11,6 +11,8 @@ import transformers
 from safetensors import SafetensorError
 from safetensors.torch import load_file
 
+from checkpoints import export
+from checkpoints.export import save_checkpoint
 from checkpoints.hf_config import read_config
 from checkpoints.sources import INDEX, SINGLE, open_source
 from checkpoints.weights import random_weights
@@ -19,8 +21,6 @@ from config import with_variant
 from errors import UserError
 from model import Transformer
 from tests.test_checkpoint import FAMILIES, VARIANTS, assert_equal, fails, full_tensors, load, logits, random_model, tiny
-from training import export
-from training.export import save_checkpoint
 from training.initialize import empty_model, materializer
 
 

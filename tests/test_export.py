@@ -12,6 +12,7 @@ import torch
 import transformers
 from torch import Tensor
 
+from checkpoints.export import add_modeling, save_checkpoint
 from checkpoints.hf_config import config_from_hf, read_config
 from checkpoints.presets import preset
 from checkpoints.weights import load_model, random_weights
@@ -26,7 +27,6 @@ from text.tokenizer_files import load_tokenizer
 from tp import World
 from training import tokenize_data, train
 from training.convert import convert
-from training.export import add_modeling, save_checkpoint
 
 CPU = torch.device("cpu")
 STANDARD = MODELS / "tiny-standard"
@@ -141,7 +141,7 @@ def test_what_a_preset_s_training_wrote_is_complete(
 
 def test_the_embedded_models_have_the_code_of_now() -> None:
     """A checkpoint with ladder layers has a copy of it, for transformers."""
-    code = (ROOT / "training" / "modeling_rung.py").read_bytes()
+    code = (ROOT / "checkpoints" / "modeling_rung.py").read_bytes()
     copies = sorted(MODELS.glob("*/modeling_rung.py"))
     assert [copy.parent.name for copy in copies] == ["tiny-hybrid", "tiny-hybrid-int4", "tiny-ladder"]
     assert all(copy.read_bytes() == code for copy in copies)
