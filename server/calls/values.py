@@ -48,13 +48,18 @@ def resolved(schema: Any, root: dict[str, Any]) -> dict[str, Any]:
     for _ in range(MAX_DEPTH):
         if not isinstance(schema, dict):
             return {}
-        pointer = schema.get("$ref")
-        if not isinstance(pointer, str):
+        if not isinstance(schema.get("$ref"), str):
             return schema
-        schema = root
-        for key in pointer.removeprefix("#").split("/")[1:]:
-            schema = schema.get(key.replace("~1", "/").replace("~0", "~")) if isinstance(schema, dict) else None
+        schema = target(schema["$ref"], root)
     return {}
+
+
+def target(pointer: str, root: dict[str, Any]) -> Any:
+    """What a reference within `root` names; None: nothing."""
+    found: Any = root
+    for key in pointer.removeprefix("#").split("/")[1:]:
+        found = found.get(key.replace("~1", "/").replace("~0", "~")) if isinstance(found, dict) else None
+    return found
 
 
 def types_of(root: dict[str, Any], name: str) -> set[str]:

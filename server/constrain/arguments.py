@@ -1,12 +1,12 @@
 """Grammars for the arguments of calls that are no JSON: of Python, of tags, and of Gemma."""
 
 import json
-from collections.abc import Iterable
+from collections.abc import Collection, Iterable
 from typing import TYPE_CHECKING, Any
 
 from server.calls.syntax import ArgumentSyntax
-from server.calls.values import WORD, parsed, regex, resolved, types_of
-from server.constrain.check import SchemaError
+from server.calls.values import WORD, parsed, regex, resolved, target, types_of
+from server.constrain.check import Compiled, SchemaError, accepts
 from server.constrain.json_schema import CallableTool, compile_schema
 
 if TYPE_CHECKING:
@@ -37,6 +37,7 @@ class ArgumentGrammar:
     def build(self) -> str:
         """Lark for all arguments, and what surrounds them."""
         syntax, path = self._syntax, f"{self._tool.path}#"
+        self._name_beside_references(self._root, path, {"type"})
         self._name_others(resolved(self._root, self._root), {"type", *PAIRS}, path)
         pairs = self._pairs(self._root, path, 0)
         return pairs if syntax.tag else f"{self._rules.literal(syntax.begin)} {pairs} {self._rules.literal(syntax.end)}"
@@ -50,9 +51,12 @@ class ArgumentGrammar:
         found = [
             (self._pair(name, self._value(one, f"{path}/properties/{name}", depth + 1, name), depth), name in required)
             for name, one in properties.items()
+            if one is not False
         ]
         more = schema.get("additionalProperties", listed is None)
-        other = self._other_pair(more if isinstance(more, dict) else {}, path, depth) if more is not False else ""
+        other = (
+            self._other_pair(more if isinstance(more, dict) else {}, path, depth, [*properties]) if more is not False else ""
+        )
         if self._syntax.tag:
             tags = [pair if needed else f"({pair})?" for pair, needed in found]
             return " ".join([*tags, *([f"({other})*"] if other else [])])
@@ -89,13 +93,14 @@ class ArgumentGrammar:
             raise self._unwritable(name)
         return self._spelled(name)
 
-    def _other_pair(self, schema: dict[str, Any], path: str, depth: int) -> str:
-        """A pair with any name."""
+    def _other_pair(self, schema: dict[str, Any], path: str, depth: int, listed: list[str]) -> str:
+        """A pair with a name that is not listed."""
         value = self._value(schema, f"{path}/additionalProperties", depth + 1)
         if self._syntax.tag:
             pair = self._pair("", value, depth).removeprefix(f"{self._rules.literal(self._syntax.tag)} ")
-            return f"{self._rules.literal(self._syntax.tag)} NAME {pair}"
-        return f"{self._name() if depth else 'NAME'} {self._rules.literal(':' if depth else self._syntax.assign)} SPACE {value}"
+            return f"{self._rules.literal(self._syntax.tag)} {self._other_than('NAME', listed)} {pair}"
+        name = self._name(listed) if depth else self._other_than("NAME", listed)
+        return f"{name} {self._rules.literal(':' if depth else self._syntax.assign)} SPACE {value}"
 
     # --- values ----------------------------------------------------------------------------------------------------------------
 
@@ -104,16 +109,21 @@ class ArgumentGrammar:
         if depth > MAX_DEPTH:
             self._leave_out(path)
             return self._any_value()
+        self._name_beside_references(schema, path)
         if isinstance(schema, dict) and "$ref" in schema:
             path = f"{path}/$ref"
+        if schema is False:
+            self._leave_out(path)
         schema = resolved(schema, self._root)
         if "enum" in schema or "const" in schema:
-            values = schema["enum"] if isinstance(schema.get("enum"), list) else [schema.get("const")]
-            return self._choice(f"{self._rules.literal(self._constant(one, values, name))} {self._close}" for one in values)
+            values = self._fitting(schema, path)
+            texts = [text for one in values for text in self._constant(one, values, name)]
+            return self._choice(f"{self._rules.literal(text)} {self._close}" for text in texts)
         for key in ("anyOf", "oneOf"):
             if isinstance(schema.get(key), list):
                 self._name_others(schema, {key, "type"}, path)
-                each = [self._value(one, f"{path}/{key}/{i}", depth + 1, name) for i, one in enumerate(schema[key])]
+                branches = [self._of_type(one, schema, path) for one in schema[key]]
+                each = [self._value(one, f"{path}/{key}/{i}", depth + 1, name) for i, one in enumerate(branches)]
                 return self._alternatives(each)
         types = schema.get("type", "object" if "properties" in schema else [])
         kinds = types if isinstance(types, list) else [types]
@@ -123,6 +133,31 @@ class ArgumentGrammar:
         if not kinds:
             return self._any_value()
         return self._alternatives([self._typed(kind, schema, path, depth) for kind in kinds])
+
+    def _of_type(self, branch: Any, schema: dict[str, Any], path: str) -> Any:
+        """A branch of `schema`, with the types of both."""
+        if "type" not in schema or branch is False:
+            return branch
+        self._name_beside_references(branch, path)
+        found = resolved(branch, self._root)
+        if found.get("type", schema["type"]) != schema["type"]:
+            self._leave_out(f"{path}/type")
+        return {"type": schema["type"], **found}
+
+    def _fitting(self, schema: dict[str, Any], path: str) -> list[Any]:
+        """The constants that fit the whole schema. Raises SchemaError if none does."""
+        values = schema["enum"] if isinstance(schema.get("enum"), list) else [schema.get("const")]
+        if len(schema.keys() - NO_DEMAND) > 1:
+            grammar = self._as_json(schema, path, strict=False).grammar
+            texts = [json.dumps(one, ensure_ascii=False).replace("\x7f", "\\u007f") for one in values]
+            values = [one for one, text in zip(values, texts, strict=True) if accepts(grammar, text)]
+        if not values:
+            raise SchemaError(f"{path}: no value fits", self._tool.position)
+        return values
+
+    def _as_json(self, schema: dict[str, Any], path: str, strict: bool) -> Compiled:
+        definitions: dict[str, Any] = {key: self._root[key] for key in ("$defs", "definitions") if key in self._root}
+        return compile_schema({**definitions, **schema}, strict, path=path)
 
     def _enforced(self, kind: str) -> set[str]:
         """The keywords that this form can enforce for values of a type."""
@@ -154,9 +189,7 @@ class ArgumentGrammar:
             return f"{rules.literal(names[2])} {self._close}"
         if self._syntax.tag or kind not in ("array", "object"):
             own = schema if kind in ("array", "object") else {key: schema[key] for key in NUMBERS if key in schema}
-            definitions: dict[str, Any] = {key: self._root[key] for key in ("$defs", "definitions") if key in self._root}
-            compiled = compile_schema({**definitions, **own, "type": kind}, self._tool.strict, path=path)
-            return f"{rules.part(compiled)} {self._close}"
+            return f"{rules.part(self._as_json({**own, 'type': kind}, path, self._tool.strict))} {self._close}"
         if kind == "object":
             return f'"{{" {self._pairs(schema, path, depth)} "}}"'
         item = rules.rule(self._value(schema.get("items", {}), f"{path}/items", depth + 1))
@@ -187,29 +220,36 @@ class ArgumentGrammar:
             return self._free()
         if not self._any:
             self._any = rules.rule("")  # which is a part of itself
-            pair = f'{self._name()} ":" SPACE {self._any}'
+            pair = f'{self._name([])} ":" SPACE {self._any}'
             scalars = [self._typed(kind, {}, "", 0) for kind in ("string", "number", "boolean", "null")]
             array, pairs = f'"[" ({self._any} (COMMA {self._any})*)? "]"', f'"{{" ({pair} (COMMA {pair})*)? "}}"'
             rules.fill(self._any, " | ".join([*scalars, array, pairs]))
         return self._any
 
-    def _name(self) -> str:
-        """Any name within a value."""
+    def _name(self, listed: list[str]) -> str:
+        """A name within a value that is not listed."""
         if self._syntax.escapes:
-            return r'/"[^"\\\n]*"/'
-        return f"(NAME | {self._rules.literal(self._syntax.quotes[0])} {self._free()})"
+            return self._other_than(r'/"[^"\\\n]*"/', [json.dumps(one, ensure_ascii=False) for one in listed])
+        quoted = self._rules.until(self._mark, self._other_than("TEXT", listed))
+        return f"({self._other_than('NAME', listed)} | {self._rules.literal(self._mark)} {quoted})"
 
-    def _constant(self, value: Any, values: list[Any], name: str) -> str:
-        """One of the values of the property `name` as the model writes it. Raises SchemaError if the parser would read none of them."""
+    def _other_than(self, terminal: str, texts: list[str]) -> str:
+        return self._rules.terminal(f"{terminal} & ~/({'|'.join(map(regex, texts))})/") if texts else terminal
+
+    def _constant(self, value: Any, values: list[Any], name: str) -> list[str]:
+        """One of the values of the property `name`, in the ways in which the model may write it. Raises SchemaError if the parser
+        would read none of them."""
         if not self._syntax.tag:
-            return self._spelled(value)
+            text = self._spelled(value)
+            in_single_quotes = "'" + text[1:-1].replace('\\"', '"').replace("'", "\\'") + "'"
+            return [text, in_single_quotes] if self._syntax.escapes and isinstance(value, str) else [text]
         text = value if isinstance(value, str) else json.dumps(value, ensure_ascii=False)
         types = types_of(self._root, name)
         read = value if types == {"string"} and text is value else json.loads(parsed(text, types))
         ends = self._end in text and (isinstance(value, str) or not types or "string" in types)
         if ends or json.dumps(read) not in map(json.dumps, values):
             raise self._unwritable(value)
-        return text
+        return [text]
 
     def _spelled(self, value: Any) -> str:
         syntax = self._syntax
@@ -238,6 +278,14 @@ class ArgumentGrammar:
         for key in schema:
             if key not in NO_DEMAND | enforced:
                 self._leave_out(f"{path}/{key}")
+
+    def _name_beside_references(self, schema: Any, path: str, enforced: Collection[str] = ()) -> None:
+        """Only what they lead to is enforced."""
+        for _ in range(MAX_DEPTH):
+            if not isinstance(schema, dict) or not isinstance(schema.get("$ref"), str):
+                break
+            path, given, schema = f"{path}/$ref", schema, target(schema["$ref"], self._root)
+            self._name_others(given, {"$ref", *enforced}, path.removesuffix("/$ref"))
 
     def _leave_out(self, path: str) -> None:
         if self._tool.strict:

@@ -36,6 +36,13 @@ def check_matcher(text: str) -> None:
         raise SchemaError(one_line(str(e))) from e
 
 
+def accepts(text: str, answer: str) -> bool:
+    """Whether an answer is complete in the language of a grammar, which is valid."""
+    matcher = LLMatcher(LLTokenizer("byte"), text, log_level=0, limits=limits())
+    ids = list(answer.encode(errors="replace"))
+    return bool(matcher.try_consume_tokens(ids) == len(ids) and matcher.is_accepting())
+
+
 def _check_length(text: str) -> None:
     if len(text.encode()) > MAX_TEXT:
         raise SchemaError(f"it is longer than {MAX_TEXT} bytes")

@@ -13,15 +13,14 @@ from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import replace
 from typing import Any, Literal, NamedTuple
 
-from llguidance import LLMatcher, LLTokenizer
+from llguidance import LLMatcher
 from llguidance.gbnf_to_lark import gbnf_to_lark
 from pydantic import ValidationError
 
-from engine.grammars import limits
 from server.calls.syntax import JSON, CallSyntax, Marks
 from server.calls.values import regex
 from server.constrain.arguments import ArgumentGrammar
-from server.constrain.check import Compiled, SchemaError, check_grammar, check_matcher
+from server.constrain.check import Compiled, SchemaError, accepts, check_grammar, check_matcher
 from server.constrain.json_schema import CallableTool, compile_arguments, compile_calls, compile_schema
 from server.formats import Constraint, StructuralTagFormat
 
@@ -226,14 +225,6 @@ def _object(given: dict[str, Any] | str) -> dict[str, Any]:
     return given
 
 
-def _takes_nothing(arguments: Compiled) -> bool:
-    """Whether `{}` is in the grammar."""
-    bytes_ = LLTokenizer("byte")
-    matcher = LLMatcher(bytes_, arguments.grammar, log_level=0, limits=limits())
-    ids = bytes_.tokenize_str("{}")
-    return bool(matcher.try_consume_tokens(ids) == len(ids) and matcher.is_accepting())
-
-
 def _count_optional(tool: CallableTool) -> int:
     properties, required = ((tool.parameters or {}).get(key) for key in ("properties", "required"))
     names = set(properties) if isinstance(properties, dict) else set[str]()
@@ -285,7 +276,9 @@ class Rules:
         try:
             compiled = compile_arguments(tool)
             if syntax.arguments is None:
-                return Function(tool.name, self.part(compiled), _takes_nothing(compiled), _count_optional(tool))
+                return Function(tool.name, self.part(compiled), accepts(compiled.grammar, "{}"), _count_optional(tool))
+            for path in compiled.not_enforced:
+                self.leave_out(path)
             return Function(tool.name, self.rule(ArgumentGrammar(self, syntax.arguments, tool).build()), False, 0)
         except SchemaError:
             if must:

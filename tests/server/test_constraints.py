@@ -5,6 +5,7 @@ Random logits write the answers, and `re`, `jsonschema`, `ast` and plain loops c
 
 import ast
 import asyncio
+import contextlib
 import json
 import random
 import re
@@ -45,6 +46,7 @@ from tests.server.test_parsers import (
     ULM,
     tagged,
 )
+from tests.server.test_schemas import random_leaf, random_schema
 from tests.support.constrained import VOCAB, accepts, grammars, write
 from tests.support.server_thread import CHAT, TOKENIZER, TOOL, Site, wait_for
 from tests.support.worker_jobs import until_there
@@ -212,7 +214,13 @@ def written(syntax: CallSyntax, name: str, arguments: str) -> str:
     forms = {
         "mistral": f"[TOOL_CALLS]{name}[ARGS]{arguments}",
         "mistral_list": f"[TOOL_CALLS][{plain}]",
-        **dict(zip(("qwen3_coder", "glm45", "glm47"), tagged(name, {k: str(v) for k, v in given.items()}), strict=True)),
+        **dict(
+            zip(
+                ("qwen3_coder", "glm45", "glm47"),
+                tagged(name, {k: v if isinstance(v, str) else json.dumps(v) for k, v in given.items()}),
+                strict=True,
+            )
+        ),
         "hermes": f"<tool_call>\n{plain}\n</tool_call>",
         "kimi_k2": f"<|tool_calls_section_begin|>{KIMI}{name}:0{TO_ARGUMENTS}{arguments}<|tool_call_end|><|tool_calls_section_end|>",
         "deepseek_v3": f"{BEGIN}{CALL}function{SEPARATOR}{name}\n```json\n{arguments}\n```{END}{CLOSE}",
@@ -518,36 +526,85 @@ def rich_schema(rng: random.Random) -> dict[str, Any]:
     }
 
 
-@pytest.mark.parametrize("family", [name for name, syntax in SYNTAXES.items() if syntax.arguments])
+NO_JSON = [name for name, syntax in SYNTAXES.items() if syntax.arguments]
+
+
+def arguments_of(text: str, syntax: CallSyntax, schema: dict[str, Any]) -> Any:
+    """The arguments of a text that is one call of the tool `f`."""
+    parser, parts = AnswerParser(None, False, Tools(syntax, frozenset("f"), schemas={"f": schema}), frozenset()), PartList()
+    for part in parser.push(text, final=True):
+        parts.add(part)
+    [call, arguments] = parts.joined()
+    assert isinstance(call, Call) and isinstance(arguments, Arguments) and parser.complete, text
+    return json.loads(arguments.text)
+
+
+@pytest.mark.parametrize("family", NO_JSON)
 def test_arguments_that_are_no_json_fit_their_schema(family: str, seed: int) -> None:
-    syntax, rng = SYNTAXES[family], random.Random(seed)
-    for _ in range(3):
-        schema = rich_schema(rng)
-        compiled = compile_demand(Demand(tools=[CallableTool(0, "f", schema, True)], calls="must", syntax=syntax))
-        assert not compiled.not_enforced
-        text = write(compiled.grammar)
-        parser, parts = AnswerParser(None, False, Tools(syntax, frozenset("f"), schemas={"f": schema}), frozenset()), PartList()
-        for part in parser.push(text, final=True):
-            parts.add(part)
-        [call, arguments] = parts.joined()
-        assert isinstance(call, Call) and isinstance(arguments, Arguments) and parser.complete, text
-        jsonschema.validate(json.loads(arguments.text), schema)
+    """What is not reported is enforced, of simple schemas all."""
+    syntax, rng, checker = SYNTAXES[family], random.Random(seed), jsonschema.FormatChecker()
+    for i in range(12):
+        simple = i < 3
+        listed = {
+            "properties": {name: random_schema(rng, 2) for name in "ab"},
+            "$defs": {one: random_leaf(rng) for one in "pq"},
+        }
+        schema = rich_schema(rng) if simple else {"type": "object", **listed, "required": ["a"]}
+        try:
+            compiled = compile_demand(Demand(tools=[CallableTool(0, "f", schema, simple)], calls="must", syntax=syntax))
+        except SchemaError:
+            assert not simple
+            continue
+        assert not (simple and compiled.not_enforced)
+        if compiled.not_enforced:
+            continue
+        text = ""
+        with contextlib.nullcontext() if simple else contextlib.suppress(AssertionError):  # text without bounds may be too long
+            text = write(compiled.grammar, limit=4000 if simple else 300)
+        if text:
+            given = arguments_of(text, syntax, schema)
+            errors = [*jsonschema.Draft202012Validator(schema, format_checker=checker).iter_errors(given)]
+            assert not errors, (schema, given)
+
+
+@pytest.mark.parametrize("family", NO_JSON)
+@pytest.mark.parametrize(
+    ("schema", "left_out"),
+    [
+        ({"enum": [1, None, "\x7f"], "type": ["null", "string"]}, None),
+        ({"enum": [1, None], "allOf": [{"type": "null"}]}, None),
+        ({"const": {"b": 1}, "properties": {"b": {"type": "integer"}}}, None),
+        ({"type": "integer", "anyOf": [{"maximum": 3, "minimum": 2}, {"type": "integer", "minimum": 9, "maximum": 9}]}, None),
+        ({"type": "integer", "anyOf": [{"type": ["integer", "null"], "maximum": 3}]}, "type"),
+        ({"oneOf": [{"type": "string", "maxLength": 3}, {"type": "string", "minLength": 2}]}, "oneOf"),
+        ({"properties": {"b": False}, "type": "object"}, None),
+        ({"$ref": "#/properties/b", "const": 1}, "const"),
+    ],
+)
+def test_all_of_a_value_is_enforced_or_named(family: str, schema: dict[str, Any], left_out: str | None) -> None:
+    syntax = SYNTAXES[family]
+    whole = {"properties": {"a": schema, "b": {"type": "integer"}}, "required": ["a"]}
+    tool = CallableTool(0, "f", whole, left_out is None)
+    found = compile_demand(Demand(tools=[tool], calls="must", syntax=syntax))
+    assert found.not_enforced == ((f"{tool.path}#/properties/a/{left_out}",) if left_out else ())
+    if left_out:
+        with pytest.raises(SchemaError):
+            compile_demand(Demand(tools=[tool._replace(strict=True)], calls="must", syntax=syntax))
+    else:
+        jsonschema.validate(arguments_of(write(found.grammar), syntax, whole), whole)
 
 
 ENDS = ["</parameter>", "a</arg_value>b", "</tool_call>", '<|"|>', "'\"", "a\nb\n", " ", "5", "true", "None", "", ")", "é,=>"]
 CONSTANTS = [*ENDS, [ENDS[0], ENDS[1]], {'a "b"': [None, True, 1.5, {"<|": '"x"'}]}, {ENDS[3]: 1}, {}, [[]], 7, False, None]
 
 
-@pytest.mark.parametrize("family", [name for name, syntax in SYNTAXES.items() if syntax.arguments])
+@pytest.mark.parametrize("family", NO_JSON)
 def test_no_value_or_name_ends_a_call_early(family: str) -> None:
     """It is written so that the parser reads it back, or refused."""
     refused, syntax = list[Any](), SYNTAXES[family]
     listed = [{name: {"const": 1}} for name in ENDS]
-    for one in (
-        *({"a": {"enum": [value]}} for value in CONSTANTS),
-        *({"a": {"enum": [value, 8]}} for value in CONSTANTS),
-        *listed,
-    ):
+    mixed = [{"a": {"enum": [value, 8]}} for value in ("5", "true", "None", "", ENDS[0], ENDS[1])]
+    for one in (*({"a": {"enum": [value]}} for value in CONSTANTS), *mixed, *listed):
         schema = {"type": "object", "properties": one, "required": [*one]}
         tool = CallableTool(0, "f", schema, True)
         try:
@@ -559,13 +616,24 @@ def test_no_value_or_name_ends_a_call_early(family: str) -> None:
             assert free.not_enforced == (tool.path,)
             refused.append(one)
             continue
-        parser, parts = AnswerParser(None, False, Tools(syntax, frozenset("f"), schemas={"f": schema}), frozenset()), PartList()
-        for part in parser.push(text, final=True):
-            parts.add(part)
-        [_, arguments] = parts.joined()
-        assert isinstance(arguments, Arguments) and parser.complete, text
-        jsonschema.validate(json.loads(arguments.text), {**schema, "additionalProperties": False})
+        jsonschema.validate(arguments_of(text, syntax, schema), {**schema, "additionalProperties": False})
     assert 0 < len(refused) < len(CONSTANTS), refused
+
+
+@pytest.mark.parametrize("family", NO_JSON)
+def test_a_listed_name_comes_once(family: str) -> None:
+    """Where other names are allowed, too, whose values fit another schema."""
+    syntax, inner = SYNTAXES[family], {"properties": {"a": {"type": "integer"}}, "additionalProperties": True}
+    given = {"a": 1, "bb": "x"}
+    for schema in (inner, {"properties": {"o": {"type": "object", **inner}}}):
+        found = compile_demand(Demand(tools=[CallableTool(0, "f", schema, True)], calls="must", syntax=syntax)).grammar
+        if schema is not inner and family == "gemma4":
+            names = ("bb", '<|"|>bb<|"|>')
+            texts = [f'<|tool_call>call:f{{o:{{a:1,{name}:<|"|>x<|"|>}}}}<tool_call|>' for name in names]
+        else:
+            texts = [written(syntax, "f", json.dumps(given if schema is inner else {"o": given}))]
+        for text in texts:
+            assert accepts(found, text) and not accepts(found, text.replace("bb", "a")), text
 
 
 @pytest.mark.parametrize(("family", "end"), [("qwen3_coder", "</parameter>"), ("glm45", "</arg_value>")])
