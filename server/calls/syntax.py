@@ -1,5 +1,6 @@
 """How families of models write tool calls."""
 
+import functools
 from dataclasses import dataclass, replace
 from typing import Literal, NamedTuple
 
@@ -144,6 +145,7 @@ LATE = {
 }
 
 
+@functools.lru_cache(maxsize=16)  # the server's templates, and those that requests bring
 def syntax_of(template: str) -> str | None:
     """The name in SYNTAXES of the calls that a chat template writes in earlier turns; None: of none of these."""
     if any(sign in template for sign in FOREIGN):

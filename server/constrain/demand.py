@@ -134,39 +134,25 @@ def _demanded(demand: Demand) -> Compiled:
     constraint, tools, syntax = demand.constraint, demand.tools, demand.syntax
     free = demand.calls == "may" and constraint is None
     rules = Rules(demand.special, demand.reasoning, free_spelling() if free else forced_spelling(syntax))
-    if not tools:
-        assert constraint is not None
-        if constraint.kind == "structural_tag":
-            return rules.finish(rules.free(rules.structures(constraint.value)))
-        return rules.finish_with(_compile(constraint))
-    if demand.calls == "must":
-        plain = [compile_calls(tools, key=syntax.key)] if syntax.plain and not syntax.arguments else []
-        if not syntax.trigger and plain:
-            return rules.finish_with(plain[0])
-        calls = rules.all_calls(syntax, rules.callables(syntax, tools, must=True), several=False)
-        return rules.finish(rules.after_reasoning(f"({' | '.join([*calls, *map(rules.part, plain)])})"))
     if free:
         return rules.finish(rules.free_with_calls(syntax, rules.callables(syntax, tools)))
-    assert constraint is not None
-    return _either(rules, constraint, demand)
-
-
-def _either(rules: "Rules", constraint: Constraint, demand: Demand) -> Compiled:
-    """Calls or what the constraint says."""
-    tools, syntax = demand.tools, demand.syntax
-    if constraint.kind == "structural_tag":
-        raise SchemaError("structural tags cannot be combined with tools")
-    plain = syntax.plain and not syntax.arguments
-    if plain and constraint.kind == "json":  # one schema: both may begin alike
-        parts = [compile_calls(tools, _schema(constraint.value), constraint.strict, constraint.whitespace, syntax.key)]
+    if constraint and constraint.kind == "structural_tag":
+        if tools:
+            raise SchemaError("structural tags cannot be combined with tools")
+        return rules.finish(rules.free(rules.structures(constraint.value)))
+    has_plain = bool(tools) and syntax.plain and not syntax.arguments
+    if has_plain and constraint and constraint.kind == "json":  # one schema: both may begin alike
+        whole = [compile_calls(tools, _schema(constraint.value), constraint.strict, constraint.whitespace, syntax.key)]
     else:
-        parts = [*([compile_calls(tools, key=syntax.key)] if plain else []), _compile(constraint)]
-    options = [rules.part(one) for one in parts]
-    if syntax.trigger or syntax.arguments:
-        options += rules.all_calls(syntax, rules.callables(syntax, tools), demand.several)
-    elif len(parts) == 1:
-        return rules.finish_with(parts[0])
-    return rules.finish(rules.after_reasoning(f"({' | '.join(options)})"))
+        whole = [compile_calls(tools, key=syntax.key)] if has_plain else []
+        whole += [_compile(constraint)] if constraint else []
+    marked = list[str]()
+    if tools and (syntax.trigger or syntax.arguments):
+        must = demand.calls == "must"
+        marked = rules.all_calls(syntax, rules.callables(syntax, tools, must), demand.several and not must)
+    if len(whole) == 1 and not marked:
+        return rules.finish_with(whole[0])
+    return rules.finish(rules.after_reasoning(f"({' | '.join([*marked, *map(rules.part, whole)])})"))
 
 
 def _compile(constraint: Constraint) -> Compiled:
