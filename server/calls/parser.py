@@ -186,7 +186,8 @@ class AnswerParser:
         yield from reader.run(SPACES, hold)
         marked = opener not in ("", FENCE)
         before = 0 if marked else self._calls
-        if marked and tools.syntax.form == "named" and (yield from reader.peek()) not in ("[", "{"):
+        alone = tools.syntax.form == "named" and not tools.syntax.between
+        if marked and alone and (yield from reader.peek()) not in ("[", "{"):
             found = yield from self._named_call(tools, opener)
         else:
             found = yield from self._listed_calls(tools, marked or tools.forced, marked)

@@ -37,19 +37,23 @@ class CallSyntax:
     """How calls are written. Line breaks stand for spaces that may be missing.
 
     `trigger`: what begins calls, and nothing else in an answer does. Empty: there is none.
-    `form`: of what follows: an object with the name and the arguments; several of them with `;`; a list of them; lines; or the name
-    behind `before`, perhaps an id, `to_arguments` and the arguments. `end`: what follows then. `section`: around all calls.
+    `form`: of a call: an object with the name and the arguments; or the name behind `before`, perhaps an id, `to_arguments` and the
+    arguments. `opening`, `between` and `closing`: where several calls follow one trigger. `end`: what follows then. `section`: around
+    all calls.
     `plain`: a call at the start of an answer has no trigger.
     `also`: what models write for the trigger, too.
     `signs`: texts in the chat templates of the family.
     `key`: of the arguments in an object. `id_length`: of the calls' ids, which templates of the family check; they are letters
     and digits. 0: any. `id_mark`: between a name and an id. `name_in_id`: the name is a part of the id, which the model counts up.
-    `arguments`: how they are written; None: as a JSON object. With literals and any form but a name, calls are as in Python.
+    `arguments`: how they are written; None: as a JSON object.
     """
 
     trigger: str = ""
-    form: Literal["object", "objects", "list", "lines", "named"] = "object"
+    form: Literal["object", "named"] = "object"
     end: str = ""
+    opening: str = ""
+    between: str = ""
+    closing: str = ""
     plain: bool = False
     signs: tuple[str, ...] = ()
     also: tuple[str, ...] = ()
@@ -80,8 +84,10 @@ class Marks(NamedTuple):
 
 
 HERMES = CallSyntax("<tool_call>", "object", "</tool_call>", signs=("<tool_call>",))
-LLAMA = CallSyntax("<|python_tag|>", "objects", plain=True, signs=('"parameters": ',), key="parameters")
+LLAMA = CallSyntax("<|python_tag|>", "object", between=";", plain=True, signs=('"parameters": ',), key="parameters")
 JSON = CallSyntax(plain=True)
+JSON_LIST = CallSyntax(opening="[", between=",", closing="]")
+PYTHON_LIST = replace(JSON_LIST, form="named", arguments=PYTHON)
 DEEPSEEK_SECTION = ("<｜tool▁calls▁begin｜>", "<｜tool▁calls▁end｜>")
 DEEPSEEK_31 = CallSyntax(
     "<｜tool▁call▁begin｜>", "named", "<｜tool▁call▁end｜>",
@@ -102,7 +108,7 @@ SYNTAXES = {  # the first whose signs are in a template is that of the model
     "mistral": CallSyntax(
         "[TOOL_CALLS]", "named", signs=("[TOOL_CALLS]", "[ARGS]"), to_arguments="[ARGS]\n", id_mark="[CALL_ID]", id_length=9
     ),
-    "mistral_list": CallSyntax("[TOOL_CALLS]", "list", signs=("[TOOL_CALLS]",), id_length=9),
+    "mistral_list": replace(JSON_LIST, trigger="[TOOL_CALLS]", signs=("[TOOL_CALLS]",), id_length=9),
     "qwen3_coder": CallSyntax(
         "<tool_call>", "named", "\n</function>\n</tool_call>", signs=("<tool_call>", "<function="), also=("<function=",),
         before="\n<function=", to_arguments=">\n", arguments=QWEN,
@@ -118,14 +124,16 @@ SYNTAXES = {  # the first whose signs are in a template is that of the model
     "deepseek_v3": DEEPSEEK,
     "deepseek_v31": DEEPSEEK_31,
     "gemma4": CallSyntax("<|tool_call>", "named", "<tool_call|>", signs=("<|tool_call>",), before="call:", arguments=GEMMA),
-    "granite": CallSyntax("<|tool_call|>", "list", signs=("<|tool_call|>",), also=("<tool_call>",)),
-    "olmo3": CallSyntax("<function_calls>", "lines", "\n</function_calls>", signs=("<function_calls>",), arguments=PYTHON),
-    "lfm2": CallSyntax("<|tool_call_start|>", "list", "<|tool_call_end|>", signs=("<|tool_call_start|>",), arguments=PYTHON),
-    "llama3_json": LLAMA,
-    "llama4_pythonic": CallSyntax(
-        "<|python_start|>", "list", "<|python_end|>", plain=True, signs=("<|python_start|>",), arguments=PYTHON
+    "granite": replace(JSON_LIST, trigger="<|tool_call|>", signs=("<|tool_call|>",), also=("<tool_call>",)),
+    "olmo3": CallSyntax(
+        "<function_calls>", "named", "\n</function_calls>", between="\n", signs=("<function_calls>",), arguments=PYTHON
     ),
-    "pythonic": CallSyntax("", "list", plain=True, signs=("[func_name1(",), arguments=PYTHON),
+    "lfm2": replace(PYTHON_LIST, trigger="<|tool_call_start|>", end="<|tool_call_end|>", signs=("<|tool_call_start|>",)),
+    "llama3_json": LLAMA,
+    "llama4_pythonic": replace(
+        PYTHON_LIST, trigger="<|python_start|>", end="<|python_end|>", plain=True, signs=("<|python_start|>",)
+    ),
+    "pythonic": replace(PYTHON_LIST, plain=True, signs=("[func_name1(",)),
     "json": JSON,
 }  # fmt: skip
 

@@ -17,7 +17,7 @@ from llguidance import LLMatcher
 from llguidance.gbnf_to_lark import gbnf_to_lark
 from pydantic import ValidationError
 
-from server.calls.syntax import JSON, CallSyntax, Marks
+from server.calls.syntax import JSON, JSON_LIST, CallSyntax, Marks
 from server.calls.values import regex
 from server.constrain.arguments import ArgumentGrammar
 from server.constrain.check import Compiled, SchemaError, accepts, check_grammar, check_matcher
@@ -282,7 +282,7 @@ class Rules:
     def _calls(self, syntax: CallSyntax, tools: Sequence[Function], several: bool) -> str:
         begin = syntax.section[0] if syntax.section else syntax.trigger
         group = f"{self.literal(begin)} {self._group(syntax, tools, several)}"
-        if not several or syntax.section or syntax.form in ("objects", "lines"):
+        if not several or syntax.section or (syntax.between and not syntax.opening):
             return group
         group = self.rule(group)
         return rf"{group} (/[ \n]/? {group})*"
@@ -298,7 +298,7 @@ class Rules:
             return self.free(tags)
         names = "|".join(regex(tool.name) for tool in tools)
         if syntax.arguments:
-            call = self._as_in_python(tools)
+            call = self._named(syntax, tools)
             return self.free(tags, Place(r"\s*\[\s*", f'{call} (COMMA {call})* SPACE "]"', self._text_without(rf"({names})\(")))
         # any number of spaces, as for the parser: text is free anyway
         spelling = self.spelling
@@ -312,37 +312,24 @@ class Rules:
 
     def _group(self, syntax: CallSyntax, tools: Sequence[Function], several: bool) -> str:
         """What follows the first text of calls."""
-        around = self.spelling.around
-        match syntax.form:
-            case "object":
-                group = self._object(around, tools)
-            case "objects":
-                group = self._object(around, tools) + f" {self._object(f';{around}', tools)}*" * several
-            case "list" if syntax.arguments:
-                call = self._as_in_python(tools)
-                group = f'SPACE "[" SPACE {call}{f" (COMMA {call})*" * several} SPACE "]"'
-            case "list":
-                group = self._list(tools, several)
-            case "lines":
-                call = self._as_in_python(tools)
-                group = f"SPACE {call}" + f" (SPACE {call})*" * several
-            case "named":
-                group = self._named(syntax, tools)
-                if syntax.id_mark:  # the older form of the family
-                    group = self.rule(f"{group} | {self._list(tools, several)}")
+        if syntax.form == "object":
+            around = self.spelling.around
+            group = self._object(f"{around}{regex(syntax.opening)}{around}" if syntax.opening else around, tools)
+            more = f"{self._object(f'{regex(syntax.between)}{around}', tools)}*" if several and syntax.between else ""
+            group = f"{group} {more} {self.literal(syntax.closing)}"
+        else:
+            group = call = self._named(syntax, tools)
+            if syntax.between:
+                comma = "COMMA" if syntax.between == "," else "SPACE"
+                more = f"({comma} {call})*" * several
+                group = f"SPACE {self.literal(syntax.opening)} SPACE {call} {more} SPACE {self.literal(syntax.closing)}"
+            if syntax.id_mark:  # the older form of the family
+                group = self.rule(f"{group} | {self._group(JSON_LIST, tools, several)}")
         group = f"{group} {self.spaced(syntax.end)}"
         if syntax.section is None:
             return group
         group = self.rule(f"SPACE {self.literal(syntax.trigger)} {group}")
         return f"{group}{'+' * several} SPACE {self.literal(syntax.section[1])}"
-
-    def _as_in_python(self, tools: Sequence[Function]) -> str:
-        return self.rule(" | ".join(f"{self.literal(tool.name)} {tool.arguments}" for tool in tools))
-
-    def _list(self, tools: Sequence[Function], several: bool) -> str:
-        around = self.spelling.around
-        more = f" {self._object(f',{around}', tools)}*" * several
-        return self.rule(self._object(rf"{around}\[{around}", tools) + more + r" /\]/")
 
     def _object(self, begin: str, tools: Sequence[Function]) -> str:
         """An object that is a call, behind `begin`, a regular expression."""
@@ -361,7 +348,9 @@ class Rules:
         spelling = self.spelling
         call_id = f"({self.literal(syntax.id_mark)} /[A-Za-z0-9]{{{spelling.id_lengths}}}/)?" if syntax.id_mark else ""
         call_id = "/:[0-9]{1,4}/" if syntax.name_in_id else call_id
-        before = f"SPACE {self.spaced(syntax.before)}" if syntax.before.strip() == syntax.before else self.spaced(syntax.before)
+        before = self.spaced(syntax.before)
+        if syntax.before.strip() == syntax.before and not syntax.between:
+            before = f"SPACE {before}"
         found = [
             f"{before} {self.literal(tool.name)} {call_id} {self.spaced(syntax.to_arguments)} {tool.arguments}"
             for tool in tools
