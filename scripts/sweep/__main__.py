@@ -42,8 +42,7 @@ from scripts.sweep.rows import read_rows
 from scripts.sweep.tables import latency_table, table
 
 
-def parse_args() -> argparse.Namespace:
-    parser = Parser(description=__doc__)
+def add_axes(parser: argparse.ArgumentParser) -> None:
     axes = parser.add_argument_group("axes, each with one value or several")
     axes.add_argument("--grid", choices=GRIDS, help="a named set of axes; other axes given here replace its values")
     axes.add_argument(
@@ -68,6 +67,11 @@ def parse_args() -> argparse.Namespace:
         metavar=("BATCH", "PROMPT", "NEW"),
         help="one more batch size with its own lengths, measured in the same launch",
     )
+
+
+def parse_args() -> argparse.Namespace:
+    parser = Parser(description=__doc__)
+    add_axes(parser)
     parser.add_argument("--device", choices=("cpu", "cuda"), help="default: CUDA if there is any")
     parser.add_argument("--dtype", choices=DTYPES, help="default: bfloat16 on CUDA, float32 on CPU")
     parser.add_argument("--compile", action=argparse.BooleanOptionalAction, default=False, help="compile the modules")

@@ -200,7 +200,7 @@ async def measure(args: argparse.Namespace, url: str, vocab_size: int) -> list[d
     more = {"detokenize": False} if args.vllm_python else {}  # `vllm_server` starts without a tokenizer
     async with StreamClient(url, args.timeout) as client:
         warm_up = plan(args.rates[0], min(4, args.requests), *shape, args.seed + 1, words)
-        await offer(client, warm_up, "warm-up", more=more)
+        await (keep_busy(client, warm_up, 2, "warm-up") if args.clients else offer(client, warm_up, "warm-up", more=more))
         gc.collect()
         gc.freeze()  # the garbage collector then skips the imported modules, so that it adds no delay between tokens
         for clients in args.clients or ():

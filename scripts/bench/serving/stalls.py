@@ -158,12 +158,13 @@ def whole(body: Any, path: str) -> bytes:
     return head(f"content-length: {len(data)}", path) + data
 
 
-def completion(**more: Any) -> dict[str, Any]:
-    return {"prompt": [9] * 8, "max_tokens": 24, "ignore_eos": True, **more}
+def complete(**more: Any) -> Attack:
+    return post("/v1/completions", {"prompt": [9] * 8, "max_tokens": 24, "ignore_eos": True, **more})
 
 
-def many(**more: Any) -> dict[str, Any]:
-    return completion(n=64, **more)
+def answers(**more: Any) -> Attack:
+    """64 answers to one prompt."""
+    return complete(n=64, **more)
 
 
 def chat(text: str = "Hello", **more: Any) -> dict[str, Any]:
@@ -184,27 +185,21 @@ def cases() -> dict[str, Attack]:
     return {
         "nothing": post("/tokenize", {"prompt": "x"}),
         # what the ranks compute
-        "64 plain answers": post("/v1/completions", many()),
-        "64 answers with penalties": post("/v1/completions", many(**penalties)),
-        "64 answers with top_p, top_k and min_p": post("/v1/completions", many(**filters)),
-        "64 answers with 998 biases": post("/v1/completions", many(logit_bias=bias)),
-        "64 answers with 998 allowed ids": post("/v1/completions", many(allowed_token_ids=ids)),
-        "64 answers with 16 long stop strings": post("/v1/completions", many(stop=[chr(97 + i) * 1000 for i in range(16)])),
-        "64 answers with log-probabilities": post("/v1/completions", many(logprobs=20)),
-        "64 answers with all of it": post("/v1/completions", many(**all_of_it)),
-        "7 x 128 answers to 900 tokens": post("/v1/completions", completion(prompt=prompts[:1] * 7, n=128, max_tokens=1)),
-        "7 x 128 answers with 998 biases": post(
-            "/v1/completions", completion(prompt=prompts[:1] * 7, n=128, max_tokens=1, logit_bias=bias)
-        ),
-        "900 prompts": post("/v1/completions", completion(prompt=[[i] * 4 for i in ids[:900]], max_tokens=1)),
-        "6 prompts of 900 tokens": post("/v1/completions", completion(prompt=prompts, max_tokens=1)),
-        "log-probabilities of 6 prompts of 900 tokens": post(
-            "/v1/completions", completion(prompt=prompts, max_tokens=1, prompt_logprobs=20)
-        ),
-        "their echo": post("/v1/completions", completion(prompt=prompts, max_tokens=0, echo=True, logprobs=20)),
-        "900 prompts of 40 words": post(
-            "/v1/completions", completion(prompt=[f"{i} {words}" for i in ids[:900]], max_tokens=1)
-        ),
+        "64 plain answers": answers(),
+        "64 answers with penalties": answers(**penalties),
+        "64 answers with top_p, top_k and min_p": answers(**filters),
+        "64 answers with 998 biases": answers(logit_bias=bias),
+        "64 answers with 998 allowed ids": answers(allowed_token_ids=ids),
+        "64 answers with 16 long stop strings": answers(stop=[chr(97 + i) * 1000 for i in range(16)]),
+        "64 answers with log-probabilities": answers(logprobs=20),
+        "64 answers with all of it": answers(**all_of_it),
+        "7 x 128 answers to 900 tokens": complete(prompt=prompts[:1] * 7, n=128, max_tokens=1),
+        "7 x 128 answers with 998 biases": complete(prompt=prompts[:1] * 7, n=128, max_tokens=1, logit_bias=bias),
+        "900 prompts": complete(prompt=[[i] * 4 for i in ids[:900]], max_tokens=1),
+        "6 prompts of 900 tokens": complete(prompt=prompts, max_tokens=1),
+        "log-probabilities of 6 prompts of 900 tokens": complete(prompt=prompts, max_tokens=1, prompt_logprobs=20),
+        "their echo": complete(prompt=prompts, max_tokens=0, echo=True, logprobs=20),
+        "900 prompts of 40 words": complete(prompt=[f"{i} {words}" for i in ids[:900]], max_tokens=1),
         "4,096 embeddings of 40 words": post("/v1/embeddings", {"input": [words] * 4096}),
         # what the frontend reads and writes
         "200 slow readers of log-probabilities": connections(
@@ -217,20 +212,18 @@ def cases() -> dict[str, Attack]:
         ),
         "200 paths of 60 kB": connections([b"GET /" + b"%ff" * 20000 + b" HTTP/1.1\r\nhost: a\r\n\r\n"], 200, 0.5),
         "1,000 scrapes": connections([b"GET /metrics HTTP/1.1\r\nhost: a\r\n\r\n"], 1000, 1.0),
-        "a model's name of 15 MB": post("/v1/completions", completion(model=long)),
+        "a model's name of 15 MB": complete(model=long),
         "a field's name of 15 MB": post("/v1/chat/completions", {**chat(), long: 1}),
         "a tool's name of 15 MB": post("/v1/chat/completions", chat(tools=tools[:1], tool_choice=named(long))),
-        "a prompt of 15 MB": post("/v1/completions", completion(prompt=long)),
+        "a prompt of 15 MB": complete(prompt=long),
         "15 MB to detokenize": post("/detokenize", {"tokens": [5] * 5_000_000}),
         "1,000 tools": post("/v1/chat/completions", chat(tools=tools)),
         "8,000 messages": post("/v1/chat/completions", {**chat(), "messages": chat()["messages"] * 8000}),
         "not JSON, 15 MB": post("/v1/completions", b"x" * (15 << 20)),
         # grammars
-        "64 answers with an ambiguous grammar": post("/v1/completions", many(guided_grammar=AMBIGUOUS, ignore_eos=False)),
-        "a regex of a thousand million characters": post(
-            "/v1/completions", many(guided_regex="((a{1000}){1000}){1000}", ignore_eos=False)
-        ),
-        "a choice of 1 MB": post("/v1/completions", many(guided_choice=choice, ignore_eos=False)),
+        "64 answers with an ambiguous grammar": answers(guided_grammar=AMBIGUOUS, ignore_eos=False),
+        "a regex of a thousand million characters": answers(guided_regex="((a{1000}){1000}){1000}", ignore_eos=False),
+        "a choice of 1 MB": answers(guided_choice=choice, ignore_eos=False),
     }
 
 
