@@ -15,9 +15,9 @@ import httpx
 import openai
 import pytest
 
-from tests.server.test_server import LONG, NAME, PROMPT, STORY, Reference, ids_of
 from tests.support.command_line import HYBRID, MODELS
 from tests.support.ports import free_port
+from tests.support.real_server import LONG, NAME, PROMPT, STORY, Reference, ids_of
 from tests.support.server_process import ServerProcess, runs, wait_until
 from tests.support.server_thread import raw_request
 
