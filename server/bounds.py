@@ -71,7 +71,7 @@ def check_complexity(value: Any, bounds: BodyBounds) -> None:
 
 
 @dataclass(frozen=True)
-class Limits:
+class TokenBounds:
     """Limits in tokens.
 
     `context`: of a prompt and its answer together; a prompt that leaves no room for an answer is refused. `keep`: a prompt is cut at
@@ -83,14 +83,14 @@ class Limits:
     answer: int = 1
 
     @classmethod
-    def of_request(cls, context: int, truncate: int | None, max_tokens: int | None) -> "Limits":
+    def of_request(cls, context: int, truncate: int | None, max_tokens: int | None) -> "TokenBounds":
         """`truncate`: truncate_prompt_tokens; -1 keeps what the context can hold with the answer. If that is nothing, one token is
         kept, and `fit_answer` refuses the answer."""
         answer = max(max_tokens or 1, 1)
         return cls(context, max(1, context - answer) if truncate == -1 else truncate, answer)
 
     @classmethod
-    def without_answer(cls, context: int, truncate: int | None) -> "Limits":
+    def without_answer(cls, context: int, truncate: int | None) -> "TokenBounds":
         """`truncate`: as for `of_request`."""
         return cls(context, context if truncate == -1 else truncate, 0)
 
@@ -110,7 +110,7 @@ class Limits:
         return max(MAX_LOGPROBS, 2 * self.context)
 
 
-def check_characters(tokenizer: Tokenizer, text: str, limits: Limits, field: str) -> None:
+def check_characters(tokenizer: Tokenizer, text: str, limits: TokenBounds, field: str) -> None:
     """Refuse a text that cannot fit, because a token covers at most `tokenizer.covers` characters.
 
     This is far cheaper than tokenizing the text.
@@ -121,25 +121,25 @@ def check_characters(tokenizer: Tokenizer, text: str, limits: Limits, field: str
             raise context_error(limits.context, at_least, limits.answer, field, part=field, at_least=True)
 
 
-def cut_prompt(ids: list[int], limits: Limits) -> list[int]:
+def cut_prompt(ids: list[int], limits: TokenBounds) -> list[int]:
     """The last `limits.keep` ids."""
     return ids if limits.keep is None else ids[max(0, len(ids) - limits.keep) :]
 
 
-def check_prompt(ids: list[int], limits: Limits, field: str) -> None:
+def check_prompt(ids: list[int], limits: TokenBounds, field: str) -> None:
     """Refuse a prompt that leaves no room for an answer. `field`: the request's field, "prompt" or "messages"."""
     if len(ids) > limits.prompt:
         raise context_error(limits.context, len(ids), limits.answer, field, part=field)
 
 
-def check_prediction(tokens: int, limits: Limits) -> None:
+def check_prediction(tokens: int, limits: TokenBounds) -> None:
     """Refuse a prediction of `tokens` tokens or more that no answer can hold."""
     if tokens > limits.context:
         message = f"has at least {tokens} tokens, but prompt and answer have at most {limits.context}; send a shorter one"
         raise bad("prediction", message, TOO_MANY)
 
 
-def fit_prompt(ids: list[int], limits: Limits, vocab_size: int, field: str) -> list[int]:
+def fit_prompt(ids: list[int], limits: TokenBounds, vocab_size: int, field: str) -> list[int]:
     """The prompt's ids, cut at the start to `limits.keep`. Refuses a prompt that is empty, too long or has an unknown id."""
     ids = cut_prompt(ids, limits)
     if not ids:
@@ -168,7 +168,7 @@ def check_ids(ids: Sequence[int], vocab_size: int, field: str) -> None:
         raise bad(field, f"has the token id {highest}, but ids run from 0 to {vocab_size - 1}")
 
 
-def check_prompts(tokens: int, limits: Limits, prompt_logprobs: int | None = None, field: str = "prompt") -> None:
+def check_prompts(tokens: int, limits: TokenBounds, prompt_logprobs: int | None = None, field: str = "prompt") -> None:
     """Refuse a request whose prompts are too long together or have too many log-probabilities.
 
     `tokens`: of all prompts; a prompt counts once for each of its answers.
@@ -182,7 +182,7 @@ def check_prompts(tokens: int, limits: Limits, prompt_logprobs: int | None = Non
         raise bad("prompt", f"{message}; {advice}", TOO_MANY)
 
 
-def check_answers(tokens: int, limits: Limits, logprobs: int) -> None:
+def check_answers(tokens: int, limits: TokenBounds, logprobs: int) -> None:
     """Refuse answers that may have more log-probabilities than can be kept until the answers are complete.
 
     `tokens`: the most tokens of all answers. `logprobs`: the likeliest tokens that are listed with each.

@@ -5,7 +5,7 @@ from collections.abc import Iterable, Iterator, Sequence
 from typing import Any
 
 from engine.text import Delta
-from server.bounds import Limits, fit_answer, fit_prompt
+from server.bounds import TokenBounds, fit_answer, fit_prompt
 from server.calls.choice import PartReader, parser_for
 from server.calls.parts import Arguments, Call, Part, Reasoning, Text
 from server.endpoint import ChoicesRequest, Chunks, GenerationRequest, StreamWriter, WholeChoice
@@ -63,7 +63,7 @@ async def read_conversation(service: Service, body: ChatBody, size: int) -> list
     Raises a 400 as `conversation` and `prompts.chat_prompt` do, and for a prompt or a prediction that is too long.
     """
     chat = conversation(service, body)
-    limits = Limits.of_request(service.max_model_len, body.truncate_prompt_tokens, body.limit)
+    limits = TokenBounds.of_request(service.max_model_len, body.truncate_prompt_tokens, body.limit)
     ids = await service.workers.run(chat_prompt, chat, limits, slow=chat.own_template or size > SLOW_TEXT)
     prompt = Prompt(fit_prompt(ids, limits, service.vocab_size, "messages"))
     if service.settings.speculate and body.prediction and (text := body.prediction.text):
@@ -84,7 +84,7 @@ class ChatRequest(ChoicesRequest):
         default = None  # all that is left of the context
         collected = not body.stream or service.journal is not None
         if logprobs is not None and collected:  # the answer's log-probabilities must also fit into memory
-            default = Limits(context).logprobs // ((1 + logprobs) * body.choices)
+            default = TokenBounds(context).logprobs // ((1 + logprobs) * body.choices)
         limit = fit_answer(context, len(prompts[0].ids), body.limit, default, name, "messages")
         super().__init__(service, body, grammar, prompts, [limit])
 

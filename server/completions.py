@@ -5,7 +5,7 @@ from typing import Any
 
 from engine.text import Delta
 from errors import UserError
-from server.bounds import Limits, check_characters, fit_answer, fit_prompt
+from server.bounds import TokenBounds, check_characters, fit_answer, fit_prompt
 from server.endpoint import ChoicesRequest, Chunks, StreamWriter, WholeChoice
 from server.generation import Prompt
 from server.logprobs import completion_layout, text_offsets
@@ -106,7 +106,7 @@ async def read_prompts(service: Service, body: CompletionBody, size: int) -> lis
     `size`: bytes of the request's body.
     """
     max_tokens = DEFAULT_MAX_TOKENS if body.max_tokens is None else body.max_tokens
-    limits = Limits.of_request(service.max_model_len, body.truncate_prompt_tokens, max_tokens)
+    limits = TokenBounds.of_request(service.max_model_len, body.truncate_prompt_tokens, max_tokens)
     prompts = await encode_prompts(service, as_list(body.prompt), body.add_special_tokens is not False, limits, "prompt")
     if body.echo:
         await _add_texts(service, prompts, body.skip_special_tokens is not False)
@@ -114,7 +114,7 @@ async def read_prompts(service: Service, body: CompletionBody, size: int) -> lis
 
 
 async def encode_prompts(
-    service: Service, given: Sequence[str | list[int]], add_special_tokens: bool, limits: Limits, field: str
+    service: Service, given: Sequence[str | list[int]], add_special_tokens: bool, limits: TokenBounds, field: str
 ) -> list[Prompt]:
     """Texts and lists of token ids as prompts. Raises a 400, which names the request's `field`, for one that is too long."""
     texts = [one for one in given if isinstance(one, str)]
@@ -130,7 +130,7 @@ async def encode_prompts(
 
 
 async def _encode(
-    service: Service, texts: list[str], add_special_tokens: bool, limits: Limits, field: str
+    service: Service, texts: list[str], add_special_tokens: bool, limits: TokenBounds, field: str
 ) -> list[tuple[list[int], bool]]:
     """The token ids of each text, and whether they cover all of it. Long texts, and those that the tokenizer may lengthen, are
     tokenized in a worker."""

@@ -20,7 +20,7 @@ from starlette.responses import Response
 
 from engine.protocol import SamplingParams, Submit, Turn
 from server import replies
-from server.bounds import Limits, check_prompts
+from server.bounds import TokenBounds, check_prompts
 from server.clients import sender
 from server.completions import as_list, encode_prompts
 from server.embedding_bodies import EmbeddingBody, PoolingBody, ScoreBody, listed
@@ -98,7 +98,7 @@ async def _embeddings(
 ) -> tuple[list[Vector], int]:
     """The vector of each text, not normalized, and how many tokens all texts have."""
     context = min(service.max_model_len, service.embedder.longest or service.max_model_len)
-    limits = Limits.without_answer(context, body.truncate_prompt_tokens)
+    limits = TokenBounds.without_answer(context, body.truncate_prompt_tokens)
     prompts, tokens = list[list[int]](), 0
     for field, texts in given.items():
         texts = [service.embedder.prompt + text if isinstance(text, str) else text for text in texts]

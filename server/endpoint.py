@@ -21,7 +21,7 @@ from starlette.responses import Response
 from engine.protocol import Turn
 from engine.text import Delta
 from server.body import Body
-from server.bounds import Limits, check_answers
+from server.bounds import TokenBounds, check_answers
 from server.calls.choice import PartReader, kept_special_ids, syntax_for, thinking_budget
 from server.calls.parts import PartList
 from server.clients import Client, owner, sender
@@ -251,7 +251,7 @@ class GenerationRequest(ABC):
         """Raises a 400 if the whole answer may become too long to be kept."""
         if self.top_logprobs is not None:
             tokens = self.plan.choices * sum(params.max_tokens for params in self.plan.params)
-            check_answers(tokens, Limits(self.service.max_model_len), self.top_logprobs)
+            check_answers(tokens, TokenBounds(self.service.max_model_len), self.top_logprobs)
 
     def _finish(self) -> bytes:
         """The whole answer, which also fulfils the promise."""

@@ -12,7 +12,7 @@ from typing import Any
 
 from engine.protocol import SamplingParams, Submit, TokenOutput, Turn
 from engine.text import AnswerStream, Delta, banned_by
-from server.bounds import Limits, check_ids, check_prompts
+from server.bounds import TokenBounds, check_ids, check_prompts
 from server.engine_client import OutputQueue
 from server.errors import NO_RETRY, ApiError, bad
 from server.schemas import SAMPLED, GenerationBody
@@ -151,7 +151,7 @@ def run(service: Service, plan: Plan, usage: Usage, log_fields: dict[str, Any]) 
     `log_fields` collects fields of the access log, and has what the client calls the request. Raises ApiError: 400, 429, 503.
     """
     service.check_ready()
-    check_prompts(plan.prompt_tokens, Limits(service.max_model_len), plan.params[0].prompt_logprobs)
+    check_prompts(plan.prompt_tokens, TokenBounds(service.max_model_len), plan.params[0].prompt_logprobs)
     log_fields |= {"prompt_tokens": usage.prompt, "completion_tokens": 0}
     client = service.client
     with (

@@ -6,7 +6,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from errors import UserError
-from server.bounds import Limits, check_characters, check_prediction, check_prompt, check_prompts, cut_prompt
+from server.bounds import TokenBounds, check_characters, check_prediction, check_prompt, check_prompts, cut_prompt
 from server.errors import bad
 from server.http import to_json
 from server.schemas import ChatMessage, Tool
@@ -26,7 +26,7 @@ class Conversation:
     own_template: bool  # the request brings its own template
 
 
-def chat_prompt(chat: Conversation, limits: Limits | None) -> list[int]:
+def chat_prompt(chat: Conversation, limits: TokenBounds | None) -> list[int]:
     """The token ids of a conversation, cut as `limits` says. `limits` None: no limits.
 
     Raises a 400 for messages or a template that cannot be rendered, and for a text that is too long.
@@ -42,7 +42,7 @@ def chat_prompt(chat: Conversation, limits: Limits | None) -> list[int]:
     return ids if limits is None else _cut(ids, limits, "messages")
 
 
-def prediction_ids(text: str, limits: Limits) -> list[int]:
+def prediction_ids(text: str, limits: TokenBounds) -> list[int]:
     """The token ids of a prediction. Raises a 400 if it is longer than any answer."""
     tokenizer = worker_tokenizer()
     if tokenizer.covers is not None:
@@ -52,7 +52,9 @@ def prediction_ids(text: str, limits: Limits) -> list[int]:
     return ids
 
 
-def text_prompts(texts: Sequence[str], add_special_tokens: bool, limits: Limits, field: str) -> list[tuple[list[int], bool]]:
+def text_prompts(
+    texts: Sequence[str], add_special_tokens: bool, limits: TokenBounds, field: str
+) -> list[tuple[list[int], bool]]:
     """The token ids of each text, cut as `limits` says, and whether they are all of its ids. Raises a 400 for too many."""
     tokenizer = worker_tokenizer()
     found: list[tuple[list[int], bool]] = []
@@ -66,7 +68,7 @@ def text_prompts(texts: Sequence[str], add_special_tokens: bool, limits: Limits,
     return found
 
 
-def _cut(ids: list[int], limits: Limits, field: str) -> list[int]:
+def _cut(ids: list[int], limits: TokenBounds, field: str) -> list[int]:
     """Refuses a prompt that is too long here, so that its ids are not sent to the frontend."""
     kept = cut_prompt(ids, limits)
     check_prompt(kept, limits, field)

@@ -9,7 +9,7 @@ from typing import Any, Literal, NamedTuple
 import msgspec
 
 from engine.text import Delta
-from server.bounds import Limits, fit_answer
+from server.bounds import TokenBounds, fit_answer
 from server.calls.parts import Call, Part, Reasoning, Text
 from server.chat import TranslatedChat, read_conversation
 from server.endpoint import JsonLists
@@ -58,7 +58,7 @@ class ResponsesRequest(TranslatedChat):
     ) -> None:
         context, logprobs = service.max_model_len, chat.listed_logprobs
         # the answer's log-probabilities must fit into memory
-        default = None if logprobs is None else Limits(context).logprobs // (1 + logprobs)
+        default = None if logprobs is None else TokenBounds(context).logprobs // (1 + logprobs)
         limit = fit_answer(context, len(prompts[0].ids), chat.limit, default, "max_output_tokens", "messages")
         super().__init__(service, chat, prompts, grammar, limit)
         self.id = new_id(self.id_prefix)
