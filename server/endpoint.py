@@ -81,7 +81,7 @@ async def accept(
     generation = make(service, body, prompts, compiled.grammar)
     generation.plan.turn = turn
     if service.journal:
-        data = Accepted.of(generation, raw, compiled.grammar)
+        data = Accepted.encode(generation, raw, compiled.grammar)
         ids = generation.id, request.state.request_id
         generation.promise = service.journal.promise(owner(request.scope), *ids, data, bool(body.store))
     if left_out := grammar.name_left_out(compiled):
@@ -127,7 +127,7 @@ class Accepted(msgspec.Struct, frozen=True, array_like=True):
     turn: Turn
 
     @classmethod
-    def of(cls, request: "GenerationRequest", body: bytes, grammar: str) -> bytes:
+    def encode(cls, request: "GenerationRequest", body: bytes, grammar: str) -> bytes:
         """The request, as `Resumer` reads it. body: of the HTTP request."""
         plan, model = request.plan, checkpoint_of(request.service)
         seed, turn = plan.params[0].seed, plan.turn

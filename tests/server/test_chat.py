@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 
 from server import replies
-from tests.support.server_thread import CHAT, CONTEXT, EOS, STORY, TOKENIZER, TOOL, Site
+from tests.support.server_thread import CHAT, CONTEXT, STORY, TOKENIZER, TOOL, Site
 from text.control_tokens import PRIVATE_USE
 
 
@@ -109,7 +109,7 @@ def test_json_formats_make_a_grammar(site: Site) -> None:
 @pytest.mark.parametrize("choice", ["required", {"type": "function", "function": {"name": "weather"}}, "auto"])
 def test_tool_calls(site: Site, choice: Any) -> None:
     text = '{"name": "weather", "arguments": {"city": "Zürich"}}'
-    site.engine.reply = lambda submit: [*TOKENIZER.encode(text, add_special_tokens=False), EOS]
+    site.says(text)
     answer = site.openai.chat.completions.create(
         model="tiny-hybrid",
         messages=CHAT["messages"],
@@ -132,7 +132,7 @@ def test_tool_calls(site: Site, choice: Any) -> None:
 
 def test_text_with_tools_stays_text(site: Site) -> None:
     for text in ("{not a call", '{"name": "other", "arguments": {}}', "Plain words"):
-        site.engine.reply = lambda submit, text=text: [*TOKENIZER.encode(text, add_special_tokens=False), EOS]  # type: ignore[misc]
+        site.says(text)
         answer = site.chat(tools=[TOOL])["choices"][0]
         assert answer["message"]["content"] == text and answer["finish_reason"] == "stop"
         events = site.events("/v1/chat/completions", {**CHAT, "tools": [TOOL]})

@@ -20,7 +20,7 @@ from server.messages.answer import MessagesRequest, read_input
 from server.messages.bodies import MessagesBody
 from tests.support import server_thread
 from tests.support.scripted import Scripted, deltas, written
-from tests.support.server_thread import CONTEXT, EOS, STORY, TOKENIZER, Site, ready
+from tests.support.server_thread import CONTEXT, STORY, TOKENIZER, Site, ready
 
 FIXTURES = Path(__file__).parent / "fixtures" / "messages"
 PATH = "/v1/messages"
@@ -80,10 +80,6 @@ def joined(events: list[dict[str, Any]]) -> dict[str, Any]:
         else:
             assert one["type"] == "ping"
     return message
-
-
-def answers_with(text: str, end: bool = True) -> Callable[[Any], list[int]]:
-    return lambda submit: TOKENIZER.encode(text, add_special_tokens=False) + [EOS] * end
 
 
 @pytest.mark.parametrize(
@@ -160,7 +156,8 @@ def test_streams_equal_whole_answers(site: Site, seed: int) -> None:
         (CALL, {"tools": [TOOL], "tool_choice": {"type": "none"}}, "end_turn"),
     ]
     for text, body, reason in cases:
-        site.engine.reply, site.engine.group = answers_with(text), random.randint(1, 4)
+        site.says(text)
+        site.engine.group = random.randint(1, 4)
         whole, streamed = ask(site, **body), joined(stream(site, **body))
         for message in (whole, streamed):
             assert message["id"].startswith("msg_"), seed
@@ -184,7 +181,8 @@ def test_thinking(make_site: Callable[..., Site], tmp_path: Path, seed: int) -> 
     )
     site = make_site(chat_template=str(template))
     text = f"<think>\nOf what city?\n</think>\n\nLet me look.\n<tool_call>\n{CALL}\n</tool_call>"
-    site.engine.reply, site.engine.group = answers_with(text), Random(seed).randint(1, 4)
+    site.says(text)
+    site.engine.group = Random(seed).randint(1, 4)
     for display in ("summarized", "omitted"):
         body = {"tools": [TOOL], "thinking": {"type": "adaptive", "display": display}}
         whole, streamed = ask(site, **body), joined(stream(site, **body))
@@ -196,7 +194,7 @@ def test_thinking(make_site: Callable[..., Site], tmp_path: Path, seed: int) -> 
         assert streamed["content"][:2] == [thinking, said] and streamed["usage"] == whole["usage"], seed
     cut = ask(site, max_tokens=len(TOKENIZER.encode("<think>\nOf what", add_special_tokens=False)))
     assert [block["type"] for block in cut["content"]] == ["thinking"] and cut["stop_reason"] == "max_tokens"
-    site.engine.reply = answers_with("Plain")
+    site.says("Plain")
     plain = ask(site, thinking={"type": "disabled"})
     assert plain["content"] == [{"type": "text", "text": "Plain"}]
     assert TOKENIZER.decode(site.last().prompt_ids).endswith("</think>")

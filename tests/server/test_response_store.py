@@ -12,7 +12,7 @@ from server.responses import routes
 from server.responses.answer import ResponsesRequest
 from server.responses.routes import Background
 from server.responses.store import LINK_BYTES, RECORD_BYTES, Items, Record, Store, StoreBounds
-from tests.server.test_responses import PATH, TOOL, respond, says
+from tests.server.test_responses import PATH, TOOL, respond
 from tests.support.server_thread import STORY, Site, wait_for
 
 
@@ -126,7 +126,7 @@ def test_the_store_drops_as_its_definition_says(seed: int) -> None:
 
 def test_background(site: Site) -> None:
     """It is polled, cancelled while it runs and after its end, and deleted while it runs; then the engine is free."""
-    says(site, STORY)
+    site.says(STORY)
     client = site.openai.responses
     made = client.create(model="tiny-hybrid", input="Hi", background=True)
     assert made.status in ("queued", "in_progress")
@@ -170,7 +170,7 @@ def test_the_background_is_bounded(make_site: Callable[..., Site], monkeypatch: 
 
 
 def test_a_cancelled_response_has_its_text(site: Site) -> None:
-    says(site, STORY)
+    site.says(STORY)
     site.engine.delay = 0.2
     made = respond(site, background=True)["id"]
     wait_for(lambda: site.openai.responses.retrieve(made).status == "in_progress")

@@ -24,7 +24,7 @@ from server.responses.replies import ResponseItems, ResponsesReply
 from server.responses.schemas import ResponsesBody
 from tests.support import server_thread
 from tests.support.scripted import Scripted, deltas, written
-from tests.support.server_thread import CONTEXT, EOS, STORY, TOKENIZER, Site, wait_for
+from tests.support.server_thread import CONTEXT, STORY, TOKENIZER, Site, wait_for
 
 PATH = "/v1/responses"
 FIXTURES = Path(__file__).parent / "fixtures" / "responses"
@@ -61,10 +61,6 @@ ASKED: dict[str, dict[str, Any]] = {
     "logprobs": {"include": ["message.output_text.logprobs"], "top_logprobs": 2},
     "encrypted_reasoning": {"include": ["reasoning.encrypted_content"]},
 }
-
-
-def says(site: Site, text: str) -> None:
-    site.engine.reply = lambda submit: [*TOKENIZER.encode(text, add_special_tokens=False), EOS]
 
 
 def respond(site: Site, **body: Any) -> dict[str, Any]:
@@ -121,7 +117,7 @@ def test_a_stream_equals_the_whole_answer(site: Site) -> None:
         (FORCED, {"tools": [TOOL], "tool_choice": {"type": "function", "name": "weather"}}),
         (STORY, {"max_output_tokens": 5}),
     ):
-        says(site, text)
+        site.says(text)
         whole, events = respond(site, **body), stream(site, **body)
         last = events[-1]["response"]
         assert events[-1]["type"] == f"response.{whole['status']}"
@@ -193,13 +189,13 @@ def test_items_become_the_messages_of_one_chat() -> None:
 def test_conversations_go_on(site: Site) -> None:
     """By previous_response_id, by references to items, and with the calls between; instructions are of one turn alone."""
     client = site.openai
-    says(site, FORCED)
+    site.says(FORCED)
     first = client.responses.create(
         model="tiny-hybrid", input="Hi", instructions="Be brief.", tools=[TOOL], tool_choice="required", metadata={"a": "b"}
     )
     call: Any = first.output[0]
     assert call.type == "function_call" and json.loads(call.arguments) == {"city": "Bonn"} and first.metadata == {"a": "b"}
-    says(site, "Rain.")
+    site.says("Rain.")
     result: Any = {"type": "function_call_output", "call_id": call.call_id, "output": "rain"}
     second = client.responses.create(model="tiny-hybrid", input=[result], previous_response_id=first.id)
     assert second.output_text == "Rain." and second.previous_response_id == first.id
@@ -236,7 +232,7 @@ def test_a_conversation_goes_on_behind_a_call_that_is_cut_off(make_site: Callabl
     site = make_site(chat_template=str(tmp_path / "template"), tool_parser="hermes")
     call = f"<tool_call>{FORCED}</tool_call>"
     cut = call[: call.index("onn")]
-    says(site, call if how == "stop" else cut)
+    site.says(call if how == "stop" else cut)
     limit = len(TOKENIZER.encode(cut, add_special_tokens=False))
     ways: dict[str, dict[str, Any]] = {"stop": {"stop": ["onn"]}, "EOS": {}, "max_output_tokens": {"max_output_tokens": limit}}
     asked = ways[how]
@@ -245,7 +241,7 @@ def test_a_conversation_goes_on_behind_a_call_that_is_cut_off(make_site: Callabl
         assert reply["status"] == ("incomplete" if how == "max_output_tokens" else "completed")
         assert [(one["status"], one["arguments"]) for one in reply["output"]] == [("incomplete", '{"city": "B')]
     (item,) = first["output"]
-    says(site, "Rain.")
+    site.says("Rain.")
     result = {"type": "function_call_output", "call_id": item["call_id"], "output": "no JSON"}
     hi, on = ({"role": "user", "content": text} for text in ("Hi", "Go on"))
     call = '<user>Hi<assistant>{"name": "weather", "arguments": {"city": "B"}}<user>'
@@ -263,7 +259,7 @@ def test_a_conversation_goes_on_behind_a_call_that_is_cut_off(make_site: Callabl
 
 def test_items_that_share_an_id_are_listed_once_each(site: Site) -> None:
     """By all pages, in one turn and by a reference in the next. The first keeps the id."""
-    says(site, "Rain.")
+    site.says("Rain.")
     ids = ["a", "b", "a", None, "", "a", "b"]
     first = respond(site, input=[{"id": name, "role": "user", "content": str(i)} for i, name in enumerate(ids)])
     reference = {"type": "item_reference", "id": first["output"][0]["id"]}
@@ -303,7 +299,7 @@ def _chat_call(call: Any) -> dict[str, Any]:
 
 
 def test_a_client_streams_and_stores(site: Site) -> None:
-    says(site, STORY)
+    site.says(STORY)
     with site.openai.responses.stream(model="tiny-hybrid", input="Hi") as events:
         types = [one.type for one in events]
         final = events.get_final_response()
@@ -439,7 +435,7 @@ def test_tools_that_are_not_run_are_left_out_and_named(site: Site) -> None:
 def test_functions_of_a_namespace(site: Site) -> None:
     """The model sees one name; the client gets both back, and so sends them again."""
     space = {"type": "namespace", "name": "home", "tools": [TOOL]}
-    says(site, FORCED.replace("weather", "home__weather"))
+    site.says(FORCED.replace("weather", "home__weather"))
     call = respond(site, tools=[space])["output"][0]
     assert (call["type"], call["name"], call["namespace"]) == ("function_call", "weather", "home")
     given = [
@@ -474,7 +470,7 @@ def test_the_tokens_of_the_input_are_counted(site: Site) -> None:
 def test_a_custom_tool_takes_a_text(site: Site) -> None:
     """It is offered as a function with one argument. The call, streamed or whole, has the text, and is taken back."""
     text = "*** Begin\n+ü"
-    says(site, json.dumps({"name": "apply_patch", "arguments": {"input": text}}))
+    site.says(json.dumps({"name": "apply_patch", "arguments": {"input": text}}))
     for choice in ("required", {"type": "custom", "name": "apply_patch"}):
         call = respond(site, tools=[PATCH], tool_choice=choice)["output"][0]
         assert (call["type"], call["name"], call["input"], call["status"]) == (
@@ -579,7 +575,7 @@ def test_an_accepted_response_outlives_the_server(make_site: Callable[..., Site]
     """With a journal, /v1/results has it."""
     journal = str(tmp_path / "journal")
     site = make_site(journal=journal)
-    says(site, STORY)
+    site.says(STORY)
     made = respond(site)
     wait_for(lambda: site.http.get(f"/v1/results/{made['id']}").status_code == 200)
     assert site.http.get(f"/v1/results/{made['id']}").json() == made

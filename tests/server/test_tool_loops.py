@@ -184,7 +184,7 @@ def messages(site: Site, foreign: Callable[[str], str]) -> tuple[str, Calls]:
 def test_the_next_prompt_has_calls_and_results(loop: tuple[Site, Family], ask: Any, count: int, text: str) -> None:
     site, family = loop
     answer = text + family.answer([ULM, BONN][:count])
-    site.engine.reply = lambda submit: [*TOKENIZER.encode(answer, add_special_tokens=False), EOS]
+    site.says(answer)
     for foreign in (lambda one: one, lambda one: f"call_{random.getrandbits(96):024x}"):
         said, calls = ask(site, foreign)
         prompt = TOKENIZER.decode(site.last().prompt_ids, skip_special_tokens=False)

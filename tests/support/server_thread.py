@@ -231,6 +231,11 @@ class Site:
             patch.setattr(self.server.service.workers, "_seconds", seconds)
             yield
 
+    def says(self, text: str, end: bool = True) -> None:
+        """Let the engine answer with this text, and end it with EOS."""
+        ids = TOKENIZER.encode(text, add_special_tokens=False) + [EOS] * end
+        self.engine.reply = lambda submit: ids
+
     def health(self) -> str:
         return str(self.http.get("/health").json()["status"])
 
