@@ -133,7 +133,7 @@ class Snapshots:
         part: dict[str, Any] = {"file": None, "pieces": ranges}
         if ranges:
             part["file"] = f"rank-{self.rank}.safetensors"
-            sizes = {_tensor_name(*piece, key): piece[2] - piece[1] for piece in ranges for key in KEYS}
+            sizes = {f"{name}[{start}:{stop}].{key}": stop - start for name, start, stop in ranges for key in KEYS}
             part |= write(partial / part["file"], sizes, values)
         write_json(partial / f"rank-{self.rank}.json", part)
 
@@ -168,25 +168,21 @@ class Snapshots:
         """The JSON of each rank about its file, once all are written. Raises UserError if a rank failed, or if no file
         grew for `timeout` seconds."""
         parts: dict[int, dict[str, Any]] = {}
-        sizes: dict[int, int | None] = {}
-        deadline = time.monotonic() + self.timeout
+        written, deadline = -1, 0.0
         while True:
-            missing = [rank for rank in range(self.world_size) if rank not in parts]
-            for rank in missing:
-                said, failed, data = (partial / f"rank-{rank}.{suffix}" for suffix in ("json", "failed", "safetensors"))
-                if said.exists():
+            for rank in range(self.world_size):
+                if rank not in parts and (said := partial / f"rank-{rank}.json").exists():
                     parts[rank] = json.loads(said.read_text())
-                elif failed.exists():
-                    raise UserError(f"rank {rank}: {json.loads(failed.read_text())['message']}")
-                elif (size := _size(data)) != sizes.get(rank):
-                    sizes[rank] = size
-                    deadline = time.monotonic() + self.timeout
-            if len(parts) == self.world_size:
+                    if "failed" in parts[rank]:
+                        raise UserError(f"rank {rank}: {parts[rank]['failed']}")
+            missing = [str(rank) for rank in range(self.world_size) if rank not in parts]
+            if not missing:
                 return [parts[rank] for rank in range(self.world_size)]
+            if (size := _size(partial)) != written:
+                written, deadline = size, time.monotonic() + self.timeout
             if time.monotonic() > deadline:
-                missing = [rank for rank in missing if rank not in parts]
                 raise UserError(
-                    f"rank{'s' * (len(missing) > 1)} {', '.join(map(str, missing))} wrote nothing more to {partial} for "
+                    f"rank{'s' * (len(missing) > 1)} {', '.join(missing)} wrote nothing more to {partial} for "
                     f"{self.timeout:g} s; see whether the processes run, and whether all hosts share that file system; {self._kept()}"
                 )
             time.sleep(POLL_SECONDS)
@@ -203,7 +199,7 @@ class Snapshots:
         with suppress(OSError):
             (partial / f"rank-{self.rank}.safetensors").unlink(missing_ok=True)
         with suppress(OSError):  # otherwise rank 0 waits until its timeout
-            write_json(partial / f"rank-{self.rank}.failed", {"message": str(error)})
+            write_json(partial / f"rank-{self.rank}.json", {"failed": str(error)})
         return error
 
     def _kept(self) -> str:
@@ -300,12 +296,10 @@ def _slices(
             begin += stop - start
 
 
-def _size(path: Path) -> int | None:
-    """Bytes of a file; None if it does not exist. A rank that fails may remove its file at any time."""
-    with suppress(FileNotFoundError):
-        return path.stat().st_size
-    return None
-
-
-def _tensor_name(name: str, start: int, stop: int, key: str) -> str:
-    return f"{name}[{start}:{stop}].{key}"
+def _size(folder: Path) -> int:
+    """Bytes of all files in a folder, which other ranks may remove at any time."""
+    size = 0
+    for path in folder.iterdir():
+        with suppress(FileNotFoundError):
+            size += path.stat().st_size
+    return size

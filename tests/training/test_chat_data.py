@@ -351,6 +351,18 @@ def test_a_document_has_one_end(seed: int) -> None:
         assert encode.document(cast(Any, tokenizer), "text").ids == [5, 6, 1]
 
 
+@pytest.mark.parametrize("key", ["messages", "conversations"])
+def test_a_conversation_has_time_for_each_of_its_answers(key: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """It is rendered twice for each of them. A document is read once."""
+    turns = [{"from": "human", "value": "a"}, {"from": "gpt", "value": "b"}] if key == "conversations" else [USER, ANSWER]
+    data = write_lines(tmp_path / "c.jsonl", [{key: turns}, {key: turns * 3}])
+    given: list[Any] = []
+    monkeypatch.setattr(encode, "bounded", lambda *_, characters, times: given.append((characters, times)))
+    for chat in (True, False):
+        encode.encode_item(encode.Task(EMBEDDED, chat), cast(Any, None), encode.work_items([data], chat)[0])
+    assert given == [(data.stat().st_size, 6), (data.stat().st_size, 1)]
+
+
 def test_documents_lie_one_after_the_other(
     command: Command, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, seed: int
 ) -> None:
