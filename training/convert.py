@@ -72,7 +72,8 @@ def convert(model: Path, out: Path, ladder_layers: int | Sequence[int], link: bo
     the checkpoint in `out`. Raises UserError; errors in `model` are raised before anything is overwritten.
     """
     config = to_hybrid_ladder(read_config(model / "config.json"), ladder_layers)
-    weights = weight_files(model, config)
+    weights = sorted(open_files(model).paths)
+    check_source(str(model), config, World(0, 1, torch.device("cpu"), Local()), torch.bfloat16)
     clear(out, model, force)
     try:
         out.mkdir(parents=True, exist_ok=True)
@@ -84,14 +85,6 @@ def convert(model: Path, out: Path, ladder_layers: int | Sequence[int], link: bo
         how = "--link needs one file system; leave it out" if link else "free some space or name another place"
         raise UserError(f"{out} cannot be written ({e.strerror}); {how}") from None
     return config
-
-
-def weight_files(model: Path, config: ModelConfig) -> list[Path]:
-    """The weight files of a checkpoint directory, and their index. Raises UserError if one is missing or damaged, or if their
-    tensors are not those of `config`."""
-    files = open_files(model)
-    check_source(str(model), config, World(0, 1, torch.device("cpu"), Local()), torch.bfloat16)
-    return sorted(files.paths)
 
 
 def hybrid_json(model: Path, config: ModelConfig) -> dict[str, object]:

@@ -25,8 +25,8 @@ from training.captured_step import CapturedStep
 from training.executor import Executor
 from training.initialize import empty_model, materializer
 from training.metrics import ModelMeter, plot_run
-from training.optimizer import Optimizer
-from training.options import adam_of, complete_steps, dtype_of, ranks_mesh, schedule_of
+from training.optimizer import AdamSettings, Optimizer
+from training.options import complete_steps, dtype_of, ranks_mesh, schedule_of
 from training.planner.cost import forward_flops
 from training.sharding_choice import Planned, execution_of, plan, workload_of
 from training.snapshot import Snapshots
@@ -181,7 +181,8 @@ def build_trainer(args: argparse.Namespace, world: World, setup: Setup, batches:
     fill = materializer(model, setup.source, args.seed)
     try:
         executor = Executor(model, fill, world.rank, planned.sharding, mesh, execution_of(args, planned))
-        optimizer = Optimizer(executor.weights, executor.vectors, executor.groups.copy, adam_of(args))
+        settings = AdamSettings(weight_decay=args.weight_decay, clip=args.clip)
+        optimizer = Optimizer(executor.weights, executor.vectors, executor.groups.copy, settings)
     except torch.OutOfMemoryError:
         raise UserError(
             f"the model states do not fit into {world.device} as {planned.sharding}; shard them further with --sharding"
@@ -203,22 +204,8 @@ def build_trainer(args: argparse.Namespace, world: World, setup: Setup, batches:
 
 
 def train(args: argparse.Namespace, world: World, trainer: Trainer, snapshots: Snapshots, setup: Setup) -> None:
-    """Train to --steps, then export the model and close the executor. With --metrics-only: without the model. Collective. Raises
-    UserError."""
-    take_steps(args, world, trainer, snapshots, setup)
-    is_done = trainer.step >= args.steps
-    if is_done and not args.metrics_only:
-        together(world, lambda: trainer.export(args.out / "model", setup.tokenizer_from))
-    trainer.executor.close()
-    if is_done:
-        note(f"done: {args.out if args.metrics_only else args.out / 'model'}")
-    else:
-        note(f"stopped after step {trainer.step}; {'nothing was saved' if args.metrics_only else 'go on with --resume'}")
-
-
-def take_steps(args: argparse.Namespace, world: World, trainer: Trainer, snapshots: Snapshots, setup: Setup) -> None:
-    """Train to --steps with a snapshot every --save-every steps, unless with --metrics-only, and plot the loss. Collective. Raises
-    UserError."""
+    """Train to --steps with a snapshot every --save-every steps, plot the loss, and export the model. With --metrics-only: without
+    snapshots and the model. Closes the executor. Collective. Raises UserError."""
     meta = _identity(args, setup, trainer.batches, trainer.device)
     last = min(args.steps, args.stop_after or args.steps)
     meter = ModelMeter(trainer, args.out / "metrics.jsonl", args.log_every, args.steps, *_flops(args, trainer))
@@ -242,6 +229,14 @@ def take_steps(args: argparse.Namespace, world: World, trainer: Trainer, snapsho
     together(world, snapshots.wait)
     if trainer.rank == 0:
         plot_run(args.out)
+    is_done = trainer.step >= args.steps
+    if is_done and not args.metrics_only:
+        together(world, lambda: trainer.export(args.out / "model", setup.tokenizer_from))
+    trainer.executor.close()
+    if is_done:
+        note(f"done: {args.out if args.metrics_only else args.out / 'model'}")
+    else:
+        note(f"stopped after step {trainer.step}; {'nothing was saved' if args.metrics_only else 'go on with --resume'}")
 
 
 def _flops(args: argparse.Namespace, trainer: Trainer) -> tuple[float, float | None]:

@@ -11,6 +11,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
+import torch.distributed as dist
 from torch import Tensor
 from tqdm import tqdm
 
@@ -19,7 +20,7 @@ from errors import UserError
 from figures import CYCLE, new_figure, plain_log_axis
 from files import writing
 from training.optimizer import Schedule
-from training.step import Trainer, total
+from training.step import Trainer
 
 
 @dataclass(frozen=True)
@@ -142,7 +143,10 @@ class ModelMeter(Meter):
 
     def whole(self, results: Tensor) -> Tensor:
         shares, norms = results.T.contiguous()
-        return torch.stack((total(shares, self.trainer.executor.whole_groups.replicas), norms), dim=1)
+        everyone = self.trainer.executor.whole_groups.replicas
+        if everyone.size > 1:
+            dist.all_reduce(shares, group=everyone.handle)
+        return torch.stack((shares, norms), dim=1)
 
     def line(self, results: list[list[float]], seconds: float) -> tuple[Measured, dict[str, str]]:
         trainer, (loss, norm) = self.trainer, results[-1]

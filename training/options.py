@@ -13,7 +13,7 @@ from comm.cluster import shipped_clusters
 from errors import UserError
 from options import above_zero, dtype_name
 from training.executor import BUCKET_BYTES
-from training.optimizer import AdamSettings, Schedule
+from training.optimizer import Schedule
 from training.planner.workload import OVERLAPS
 from training.sharding import Mesh
 
@@ -199,10 +199,6 @@ def complete_steps(args: argparse.Namespace, steps_per_pass: int) -> None:
 
 def schedule_of(args: argparse.Namespace) -> Schedule:
     return Schedule(args.learning_rate, args.steps, args.warmup, args.final_rate)
-
-
-def adam_of(args: argparse.Namespace) -> AdamSettings:
-    return AdamSettings(weight_decay=args.weight_decay, clip=args.clip)
 
 
 def dtype_of(args: argparse.Namespace, device: torch.device) -> torch.dtype:

@@ -5,7 +5,6 @@ from dataclasses import dataclass
 from pathlib import Path
 
 import torch
-import torch.distributed as dist
 from torch import Tensor
 
 from checkpoints.export import save_checkpoint
@@ -15,7 +14,6 @@ from model import Transformer
 from training.batches import Batch, GlobalBatches
 from training.captured_step import CapturedStep
 from training.executor import Executor
-from training.groups import Group
 from training.optimizer import Optimizer, Schedule
 from training.snapshot import Piece, Snapshots
 from training.snapshot_folder import read_manifest
@@ -120,13 +118,6 @@ class Trainer:
             weight.release()
         if copy is not None:
             save_checkpoint(copy, directory, dtype, tokenizer_from)
-
-
-def total(values: Tensor, group: Group) -> Tensor:
-    """All-reduce `values` in place over `group`, and return them."""
-    if group.size > 1:
-        dist.all_reduce(values, group=group.handle)
-    return values
 
 
 def check_batch(global_batch: int, world_size: int, micro_batch: int) -> None:

@@ -68,10 +68,6 @@ def _joined(digests: Iterable["hashlib._Hash"]) -> str:
     return " ".join(digest.hexdigest() for digest in digests)
 
 
-def token_dtype(vocab_size: int) -> str:
-    return "uint16" if vocab_size <= 2**16 else "uint32"
-
-
 def _little_endian(dtype: str) -> np.dtype:
     return np.dtype(dtype).newbyteorder("<")
 
@@ -90,7 +86,7 @@ class TokenWriter:
         if path.suffix != ".bin":
             raise UserError(f"{path}: the name of a token file must end in .bin")
         self.path, self.masked = path, masked
-        self.header = Header(token_dtype(vocab_size), 0, vocab_size, tokenizer, window)
+        self.header = Header("uint16" if vocab_size <= 2**16 else "uint32", 0, vocab_size, tokenizer, window)
 
     def __enter__(self) -> "TokenWriter":
         with writing(self.path):
