@@ -28,18 +28,19 @@ from pathlib import Path
 from tqdm import tqdm
 
 from checkpoints.presets import PRESETS
-from checkpoints.weights import DTYPES
 from cli import Parser, note, run
 from comm.registry import KNOWN
 from errors import UserError
-from options import KV_DTYPES, OVERLAPS
-from quantized.scheme import QUANTIZATIONS
+from options import ModelOptions, add_options
 from scripts.lib.results import ROOT
 from scripts.lib.vllm_model import MEMORY, add_vllm_memory
 from scripts.sweep.grids import GRIDS, settings_of
 from scripts.sweep.launches import RowsFile, by_launch, run_all
 from scripts.sweep.rows import read_rows
 from scripts.sweep.tables import latency_table, table
+
+# options of the model that axes take the place of, or that no setting has
+AXES = ("model", "tp", "variant", "max_model_len", "comm", "comm_error_budget", "simulate_link")
 
 
 def add_axes(parser: argparse.ArgumentParser) -> None:
@@ -72,19 +73,7 @@ def add_axes(parser: argparse.ArgumentParser) -> None:
 def parse_args() -> argparse.Namespace:
     parser = Parser(description=__doc__)
     add_axes(parser)
-    parser.add_argument("--device", choices=("cpu", "cuda"), help="default: CUDA if there is any")
-    parser.add_argument("--dtype", choices=DTYPES, help="default: bfloat16 on CUDA, float32 on CPU")
-    parser.add_argument("--compile", action=argparse.BooleanOptionalAction, default=False, help="compile the modules")
-    parser.add_argument(
-        "--overlap", choices=OVERLAPS, default="auto", help="how a ladder's all-reduces are computed (default: auto)"
-    )
-    parser.add_argument("--kv-dtype", choices=KV_DTYPES, default="auto", help="data type of the KV cache (default: auto)")
-    parser.add_argument(
-        "--quantize", choices=QUANTIZATIONS, help="quantize the weights while loading them; vLLM can do fp8 and int4"
-    )
-    parser.add_argument(
-        "--deterministic", action="store_true", help="the mode with the same bits in every batch and on any number of ranks"
-    )
+    add_options(parser, ModelOptions, "how they are computed", without=AXES)
     parser.add_argument("--runs", type=int, default=3, help="measured runs, after one warm-up run (default: 3)")
     parser.add_argument(
         "--profile", action="store_true", help="one more run under the profiler, to see how much communication is hidden"
