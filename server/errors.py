@@ -19,17 +19,7 @@ from server.messages.errors import error_body, is_messages
 if TYPE_CHECKING:  # worker processes raise these errors, too, and start faster without FastAPI
     from fastapi import FastAPI
 
-TYPES = {
-    400: "invalid_request_error",
-    401: "authentication_error",
-    404: "not_found_error",
-    405: "invalid_request_error",
-    413: "invalid_request_error",
-    429: "rate_limit_error",
-    431: "invalid_request_error",
-    500: "server_error",
-    503: "service_unavailable_error",
-}
+TYPES = {401: "authentication_error", 404: "not_found_error", 429: "rate_limit_error", 503: "service_unavailable_error"}
 RETRY_SECONDS = {429: "1", 503: "2"}
 CLOSE = {"connection": "close"}  # the rest of the body is not read
 CLIENT_GONE = 499  # nginx's status for the log; it is sent to nobody

@@ -1,4 +1,7 @@
-"""ASGI middleware of every request: request id, access log, API key, limits of the body, and uncaught exceptions."""
+"""ASGI middleware of every request: request id, access log, API key, limits of the body, and uncaught exceptions.
+
+uvicorn is started without WebSockets and lifespan, so all that comes is HTTP.
+"""
 
 import asyncio
 import hmac
@@ -34,9 +37,6 @@ class RequestScope:
         self.app, self.service = app, service
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        if scope["type"] != "http":
-            await self.app(scope, receive, send)
-            return
         method = scope["method"]
         if method == "HEAD":  # answered as GET; uvicorn keeps the original scope and leaves the body out
             scope = {**scope, "method": "GET"}
@@ -131,7 +131,7 @@ class ApiKey:
         self._open = OPEN_PATHS if protect_metrics else OPEN_PATHS.union(METRIC_PATHS)
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        if scope["type"] != "http" or self._is_open(scope["path"]) or self._has_key(scope):
+        if self._is_open(scope["path"]) or self._has_key(scope):
             await self.app(scope, receive, send)
             return
         message = "the API key is missing or wrong; send it as the header Authorization: Bearer KEY, or x-api-key: KEY"
@@ -165,9 +165,8 @@ class BodyLimit:
         self.bodies = HeldBytes(BODIES_BYTES, limit, FREE_BYTES)
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        if scope["type"] == "http":
-            current_client.set(sender(scope).name)
-        if scope["type"] != "http" or scope["method"] in ("GET", "HEAD", "OPTIONS"):
+        current_client.set(sender(scope).name)
+        if scope["method"] in ("GET", "HEAD", "OPTIONS"):
             await self.app(scope, receive, send)
             return
         headers = Headers(scope=scope)
