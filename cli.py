@@ -30,7 +30,8 @@ def check_ranks(count: int) -> None:
 
 
 def run(main: Callable[[], None]) -> NoReturn:
-    """Run `main` and exit the process with 0, 2 for a UserError, 1 for an OverflowedError or if another rank was lost, 130 for Ctrl-C."""
+    """Run `main` and exit the process with 0, 2 for a UserError, 1 for an OverflowedError or if another rank was lost, 130
+    for Ctrl-C."""
     join_launcher()
     code = 0
     try:

@@ -1,7 +1,8 @@
-"""What one request may ask for: values and depth of its JSON body, lengths of its prompts and answers, log-probabilities. Raises 400s.
+"""What one request may ask for: values and depth of its JSON body, lengths of its prompts and answers, log-probabilities.
+Raises 400s.
 
-One byte of JSON can take a hundred bytes in memory, and thousands of bytes in the list of its validation errors. `limits.py` has what
-all requests together may hold.
+One byte of JSON can take a hundred bytes in memory, and thousands of bytes in the list of its validation errors. `limits.py`
+has what all requests together may hold.
 """
 
 import json
@@ -74,8 +75,9 @@ def check_complexity(value: Any, bounds: BodyBounds) -> None:
 class TokenBounds:
     """Limits in tokens.
 
-    `context`: of a prompt and its answer together; a prompt that leaves no room for an answer is refused. `keep`: a prompt is cut at
-    its start to this many; None: not cut. `answer`: requested tokens of the answer, for the text of an error; 0: there is none.
+    `context`: of a prompt and its answer together; a prompt that leaves no room for an answer is refused. `keep`: a prompt is
+    cut at its start to this many; None: not cut. `answer`: requested tokens of the answer, for the text of an error; 0: there
+    is none.
     """
 
     context: int
@@ -84,8 +86,8 @@ class TokenBounds:
 
     @classmethod
     def of_request(cls, context: int, truncate: int | None, max_tokens: int | None) -> "TokenBounds":
-        """`truncate`: truncate_prompt_tokens; -1 keeps what the context can hold with the answer. If that is nothing, one token is
-        kept, and `fit_answer` refuses the answer."""
+        """`truncate`: truncate_prompt_tokens; -1 keeps what the context can hold with the answer. If that is nothing, one
+        token is kept, and `fit_answer` refuses the answer."""
         answer = max(max_tokens or 1, 1)
         return cls(context, max(1, context - answer) if truncate == -1 else truncate, answer)
 

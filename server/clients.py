@@ -1,4 +1,5 @@
-"""Who sends a request: the holder of an API key, or an address. Clients share the engine fairly (see `engine.protocol.Turn`)."""
+"""Who sends a request: the holder of an API key, or an address. Clients share the engine fairly (see
+`engine.protocol.Turn`)."""
 
 import hashlib
 import ipaddress

@@ -1,4 +1,5 @@
-"""uvicorn's HTTP protocol, with limits on the time and size of a request line and headers. What arrives in a burst begins in turn."""
+"""uvicorn's HTTP protocol, with limits on the time and size of a request line and headers. What arrives in a burst begins in
+turn."""
 
 import asyncio
 import contextlib
@@ -68,16 +69,17 @@ class Connection(HttpToolsProtocol):
 
     uvicorn itself limits only the time between requests.
 
-    A request to change to another protocol is answered like any other (RFC 9110, section 7.8). httptools would take its body for
-    data of that protocol, and uvicorn would drop it or read it as the next request. So the parser gets such a head a second time,
-    without the field Upgrade.
+    A request to change to another protocol is answered like any other (RFC 9110, section 7.8). httptools would take its body
+    for data of that protocol, and uvicorn would drop it or read it as the next request. So the parser gets such a head a
+    second time, without the field Upgrade.
 
     Pipelined requests are not answered: the connection closes after the first response, and the client sends the others again
     (RFC 9112, section 9.3.2). uvicorn would queue them, but then it stops reading and does not notice when the client leaves.
     """
 
     def __init__(self, *args: Any, idle_timeout: float, all_connections: Connections, turns: Turns, **options: Any) -> None:
-        """`idle_timeout`: seconds for a request line and headers to arrive. turns: of all connections. The others are uvicorn's."""
+        """`idle_timeout`: seconds for a request line and headers to arrive. turns: of all connections. The others are
+        uvicorn's."""
         super().__init__(*args, **options)
         self.idle_timeout, self._all, self._turns = idle_timeout, all_connections, turns
         self._arrived: list[bytes] = []  # waits for its turn
@@ -213,7 +215,8 @@ class Connection(HttpToolsProtocol):
         self.transport.close()
 
     def _abandon(self) -> None:
-        """End the connection of a client that has left or reads no more. Closing it would wait until it has read what is buffered."""
+        """End the connection of a client that has left or reads no more. Closing it would wait until it has read what is
+        buffered."""
         self.cycle.disconnected = True
         self.transport.abort()
 

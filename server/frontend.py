@@ -72,8 +72,8 @@ class FrontendServer(uvicorn.Server):
     def handle_exit(self, sig: int, frame: FrameType | None) -> None:
         """The first signal starts the drain, the second one ends it, and the third one ends the process.
 
-        Signals within a second count as one: a terminal, systemd or torchrun may signal several processes for the same cause, of
-        which each forwards its signal.
+        Signals within a second count as one: a terminal, systemd or torchrun may signal several processes for the same cause,
+        of which each forwards its signal.
         """
         if time.monotonic() - self._last_signal <= 1:
             return

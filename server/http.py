@@ -1,5 +1,5 @@
-"""What all routes need: responses of JSON and of server-sent events, written no faster than the client reads them, and an end to the work
-of one that has disconnected."""
+"""What all routes need: responses of JSON and of server-sent events, written no faster than the client reads them, and an end
+to the work of one that has disconnected."""
 
 import asyncio
 import json
@@ -52,14 +52,15 @@ class JsonResponse(Response):
 
 
 class Writer:
-    """Writes pieces of at most PIECE bytes. A write waits while the client's buffers are full, for about `timeout` seconds at most.
+    """Writes pieces of at most PIECE bytes. A write waits while the client's buffers are full, for about `timeout` seconds at
+    most.
 
     A client that has stopped reading must not keep its KV-cache blocks, so the time of each piece is limited. The total time is
     not, so a slow client may read for any time.
 
-    One timer checks CHECKS times in `timeout` seconds whether the same piece still waits, and then ends `limit`, which surrounds
-    all writes. A timeout for each piece would cost more than the write. Checks are counted, not seconds, because a busy event loop
-    sends nothing: its delay must not count against the client.
+    One timer checks CHECKS times in `timeout` seconds whether the same piece still waits, and then ends `limit`, which
+    surrounds all writes. A timeout for each piece would cost more than the write. Checks are counted, not seconds, because a
+    busy event loop sends nothing: its delay must not count against the client.
     """
 
     def __init__(self, send: Send, timeout: float, limit: asyncio.Timeout) -> None:

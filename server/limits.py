@@ -1,7 +1,8 @@
-"""What all requests together, and those of one client, may hold: connections, bytes of bodies, places in the queue, unread answers.
+"""What all requests together, and those of one client, may hold: connections, bytes of bodies, places in the queue, unread
+answers.
 
-`bounds.py` has what a single request may ask for. The gateway of replicas imports this file. Most of the server's packages are missing
-where it runs, so this file needs none of them but those of errors.py.
+`bounds.py` has what a single request may ask for. The gateway of replicas imports this file. Most of the server's packages
+are missing where it runs, so this file needs none of them but those of errors.py.
 """
 
 import asyncio
@@ -37,7 +38,8 @@ ByClient = dict[str, dict["Connection", None]]  # the oldest first
 
 
 def raise_descriptor_limit() -> None:
-    """Let this process have MOST_DESCRIPTORS, or as many as it may give itself. A shell's 1,024 are fewer than requests may wait."""
+    """Let this process have MOST_DESCRIPTORS, or as many as it may give itself. A shell's 1,024 are fewer than requests may
+    wait."""
     soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
     most = MOST_DESCRIPTORS if hard == resource.RLIM_INFINITY else min(hard, MOST_DESCRIPTORS)
     if soft != resource.RLIM_INFINITY and soft < most:
@@ -47,9 +49,9 @@ def raise_descriptor_limit() -> None:
 class Connections:
     """All connections, so that they leave descriptors for the server itself, and none of a client's keeps out others.
 
-    Beyond `most`, a new connection takes the place of one that has no complete request to be answered: of the client that has most
-    connections, the one that has waited longest. If there is none, it takes that of the newest one of the client that has most, if
-    its own has fewer, and is closed otherwise.
+    Beyond `most`, a new connection takes the place of one that has no complete request to be answered: of the client that has
+    most connections, the one that has waited longest. If there is none, it takes that of the newest one of the client that
+    has most, if its own has fewer, and is closed otherwise.
     """
 
     def __init__(self, most: int | None = None) -> None:
@@ -118,8 +120,8 @@ class HeldBytes:
     """Bytes of what requests hold in memory: their bodies, for example, until they have their answers."""
 
     def __init__(self, most: int, largest: int, free: int = 0) -> None:
-        """most: bytes of all requests. largest: bytes of one; all, and a client, may always have as many. free: the first bytes of
-        each request, which do not count, so that there is always room for short ones."""
+        """most: bytes of all requests. largest: bytes of one; all, and a client, may always have as many. free: the first
+        bytes of each request, which do not count, so that there is always room for short ones."""
         self._most, self.share, self._free = max(most, largest), max(most // SHARE, largest), free
         self._held = Counter[str]()  # by client
 
@@ -205,7 +207,8 @@ class Admission:
 
     @contextmanager
     def hold(self, client: str, sequences: int, active: int) -> Iterator[Callable[[], None]]:
-        """Take places for a client's sequences until the end of the `with` block. Yields a function that gives one back earlier.
+        """Take places for a client's sequences until the end of the `with` block. Yields a function that gives one back
+        earlier.
 
         `active`: the sequences in the engine. Raises a 429 if there is no room now, and a 400 if there never is."""
         most = min(self.capacity, self.per_client)
@@ -240,8 +243,8 @@ class Admission:
         return ApiError(429, f"{message}; try again in {seconds} s", None, "queue_full", {"retry-after": str(seconds)})
 
     def retry_after(self, missing: int, client: str | None = None) -> int:
-        """Seconds until so many places become free, of one client if given, at the rate of the last minute; at random up to twice as
-        long, so that refused clients do not come back together."""
+        """Seconds until so many places become free, of one client if given, at the rate of the last minute; at random up to
+        twice as long, so that refused clients do not come back together."""
         now = self._clock()
         since = max(self._busy_since, now - RATE_SECONDS)
         if len(self._freed) == MOST_FREED:  # older ones are not known

@@ -58,7 +58,8 @@ def configure(log_format: str, level: str) -> None:
 
 
 def access_line(fields: dict[str, Any]) -> None:
-    """Log one request: at level debug if it is a poll or for a file of the page, unless it failed. The 503 of a health poll is an answer."""
+    """Log one request: at level debug if it is a poll or for a file of the page, unless it failed. The 503 of a health poll
+    is an answer."""
     path, status = fields["path"], fields["status"]
     health = path in HEALTH_PATHS and status == 503
     frequent = path in HEALTH_PATHS + METRIC_PATHS + PAGE_PATHS or path.startswith(STATIC)

@@ -1,8 +1,8 @@
 """Metrics of the server: in Prometheus' format for /metrics, and of the last minute for the page's dashboard.
 
-/metrics has them twice, as `rung:NAME` and under the names that vLLM 0.24 and older versions have for the same numbers. Routers
-and dashboards read those: the production stack's router (vllm_router/stats/engine_stats.py), llm-d and the Kubernetes Gateway API
-Inference Extension (docs/proposals/003-model-server-protocol).
+/metrics has them twice, as `rung:NAME` and under the names that vLLM 0.24 and older versions have for the same numbers.
+Routers and dashboards read those: the production stack's router (vllm_router/stats/engine_stats.py), llm-d and the Kubernetes
+Gateway API Inference Extension (docs/proposals/003-model-server-protocol).
 """
 
 import math
@@ -71,8 +71,8 @@ disable_created_metrics()
 
 
 class Latencies:
-    """The latencies of the last minute (50 to 60 s), to 1%. It counts those of each class in each period, so that neither memory nor
-    the time for the quantiles grows with the number of tokens."""
+    """The latencies of the last minute (50 to 60 s), to 1%. It counts those of each class in each period, so that neither
+    memory nor the time for the quantiles grows with the number of tokens."""
 
     def __init__(self) -> None:
         self._counts = defaultdict[int, defaultdict[int, int]](lambda: defaultdict(int))  # by period and class
@@ -292,7 +292,8 @@ class Metrics:
 
 
 def _renamed(family: str, ours: str, theirs: str) -> str:
-    """The text of a metric, without the beginning of its HELP line, under vLLM's name. Only names stand at a line's beginning."""
+    """The text of a metric, without the beginning of its HELP line, under vLLM's name. Only names stand at a line's
+    beginning."""
     lines = re.sub(f"^(# TYPE )?rung:{ours}", rf"\1vllm:{theirs}", family, flags=re.MULTILINE)
     return f"# HELP vllm:{theirs}{lines.removeprefix(ours)}\n"
 

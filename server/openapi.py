@@ -20,8 +20,8 @@ TEMPLATE = "#/components/schemas/{model}"
 
 
 def event_stream(event: Schema, *data: Schema, **more: Any) -> Schema:
-    """The content of a response with `stream`: server-sent events. `schema` describes one event. event, data: schemas of its fields,
-    one of several for the data. more: other keywords.
+    """The content of a response with `stream`: server-sent events. `schema` describes one event. event, data: schemas of its
+    fields, one of several for the data. more: other keywords.
 
     OpenAPI 3.1 has no keyword for this; its readers take `schema` to describe one event. OpenAPI 3.2 has `itemSchema`, which
     3.1 does not allow.
@@ -90,7 +90,8 @@ def describe(app: FastAPI) -> None:
 
 
 def render_docs(api: Schema) -> str:
-    """The description as one page without scripts. The usual viewers load scripts from other hosts, which could read the page's key."""
+    """The description as one page without scripts. The usual viewers load scripts from other hosts, which could read the
+    page's key."""
     pages = Environment(autoescape=True, loader=FileSystemLoader(Path(__file__).parent))
     pages.filters["code"] = lambda text: Markup(re.sub(r"`([^`]+)`", r"<code>\1</code>", str(escape(text))))
     return pages.get_template("docs.html").render(api=api)

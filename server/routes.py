@@ -1,4 +1,5 @@
-"""The routes that are no API of their own: completions, chats and their kept results; the tokenizer; models and adapters; the state.
+"""The routes that are no API of their own: completions, chats and their kept results; the tokenizer; models and adapters; the
+state.
 
 An API with a folder or a file of its own has its routes there: `messages/`, `responses/`, `embeddings.py`.
 """
@@ -209,8 +210,8 @@ def add_state(app: FastAPI, service: Service) -> None:
 
 
 def add_routers(app: FastAPI, service: Service) -> None:
-    """What routers in front of several servers ask: the routes that SGLang's (sglang-router 0.3.2) calls, with the fields that it reads.
-    vLLM's, llm-d and gateways of Kubernetes read /metrics."""
+    """What routers in front of several servers ask: the routes that SGLang's (sglang-router 0.3.2) calls, with the fields
+    that it reads. vLLM's, llm-d and gateways of Kubernetes read /metrics."""
     _add_metrics(service)
     settings, client = service.settings, service.client
     config = _read_config(settings.model)

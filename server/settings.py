@@ -394,7 +394,8 @@ def load_settings(argv: Sequence[str] | None = None, environ: Mapping[str, str] 
 
 
 def check_needs(settings: Settings) -> None:
-    """Raises UserError for a flag that has no effect without others. Its default may be given: programs pass on all their flags."""
+    """Raises UserError for a flag that has no effect without others. Its default may be given: programs pass on all their
+    flags."""
     for names, needed in NEEDS.items():
         for name in names:
             given = getattr(settings, name) != getattr(Settings, name)

@@ -26,14 +26,16 @@ def measured(more: Sequence[Path] = ()) -> Tables:
 
 
 def largest_batch(setup: Setup, tokens: int, most: int) -> int:
-    """How many sequences of `tokens` tokens the KV cache holds besides the weights, as `--kv-memory` allots it, up to `most`."""
+    """How many sequences of `tokens` tokens the KV cache holds besides the weights, as `--kv-memory` allots it, up to
+    `most`."""
     free = default_memory(setup.gpu.memory - RESERVE - setup.weights)
     block = EngineLimits.block_size
     return max(0, min(most, int(free // (-(-tokens // block) * block * setup.kv_bytes))))
 
 
 def candidates(args: argparse.Namespace) -> list[dict[str, Any]]:
-    """All plans that `args` allows and that fit into memory, the one with the largest load first. Raises UserError if none fits."""
+    """All plans that `args` allows and that fit into memory, the one with the largest load first. Raises UserError if none
+    fits."""
     tables = measured(args.sweeps)
     setups, refused = list[Setup](), list[str]()
     for width in args.widths:

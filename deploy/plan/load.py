@@ -1,9 +1,9 @@
 """A replica under load: a simulation of the engine's steps, by the rules of `engine/scheduler.py`, with requests of one client.
 
-A step computes one token of each decoding sequence first, then of prompts in the order of their arrival, within --max-num-seqs and
---max-batch-tokens. It is scheduled shortly before the end of the step before (`engine/pace.py`), or when that one begins, if that one
-follows none. Sequences have their longest length and all blocks that they need, so that none is preempted; no prefix is cached, and
-nothing is drafted.
+A step computes one token of each decoding sequence first, then of prompts in the order of their arrival, within
+--max-num-seqs and --max-batch-tokens. It is scheduled shortly before the end of the step before (`engine/pace.py`), or when
+that one begins, if that one follows none. Sequences have their longest length and all blocks that they need, so that none is
+preempted; no prefix is cached, and nothing is drafted.
 """
 
 import heapq
@@ -97,8 +97,8 @@ def simulate(
 
 @dataclass(frozen=True)
 class Goals:
-    """The most seconds until the first token, and on average between tokens, that `share` of the requests may take (the goodput of
-    DistServe, Zhong et al., arXiv:2401.09670, section 2)."""
+    """The most seconds until the first token, and on average between tokens, that `share` of the requests may take (the
+    goodput of DistServe, Zhong et al., arXiv:2401.09670, section 2)."""
 
     first: float
     gap: float

@@ -4,12 +4,12 @@ A step of n tokens takes, besides attention,
 
     ((bytes / read speed)^p + (FLOPs / (share of the peak))^p)^(1/p) + layers * launch + exposed * all-reduces / link speed
 
-The weights' bytes are read once. `launch`, the time that a layer takes beyond its bytes, and `share` are fitted for each GPU and
-width to the rows on one GPU; for several ranks a variant adds to `launch`, and leaves some of its all-reduces' time `exposed`.
-Attention is added to it: the bytes of the keys and values that a decoding sequence reads, and the FLOPs of a prompt. If the same
-layers were measured on as many ranks, the roofline is multiplied by what was measured over what it predicts, interpolated in the
-logarithm of the tokens. So a row that was measured is predicted as measured, unless it is the mean of several steps of a prefill,
-in which the clock may be lower (`Tables.heat`).
+The weights' bytes are read once. `launch`, the time that a layer takes beyond its bytes, and `share` are fitted for each GPU
+and width to the rows on one GPU; for several ranks a variant adds to `launch`, and leaves some of its all-reduces' time
+`exposed`. Attention is added to it: the bytes of the keys and values that a decoding sequence reads, and the FLOPs of a
+prompt. If the same layers were measured on as many ranks, the roofline is multiplied by what was measured over what it
+predicts, interpolated in the logarithm of the tokens. So a row that was measured is predicted as measured, unless it is the
+mean of several steps of a prefill, in which the clock may be lower (`Tables.heat`).
 """
 
 import json
@@ -141,8 +141,8 @@ class Row:
 
 
 def setup_of(name: str, gpu: Gpu, variant: str | None, tp: int, quantize: str | None) -> Setup:
-    """name, variant and quantize: as the server takes them, but a variant that only names the model's own changes nothing. Raises
-    UserError."""
+    """name, variant and quantize: as the server takes them, but a variant that only names the model's own changes nothing.
+    Raises UserError."""
     own = named_config(name).variant_name
     config = model_config(name, None if variant == own else variant, tp, quantize)
     scheme = config.quantization.rules[0].scheme if config.quantization else None
@@ -151,8 +151,8 @@ def setup_of(name: str, gpu: Gpu, variant: str | None, tp: int, quantize: str | 
 
 
 def read_rows(files: Iterable[Path]) -> list[Row]:
-    """The rows of sweeps (`make sweep`) of presets on the known GPUs, in bf16 or quantized, with the communicator that `auto` chose.
-    Raises UserError for a file that cannot be read."""
+    """The rows of sweeps (`make sweep`) of presets on the known GPUs, in bf16 or quantized, with the communicator that `auto`
+    chose. Raises UserError for a file that cannot be read."""
     found = []
     for file in files:
         try:
@@ -234,7 +234,8 @@ class Tables:
         }
 
     def figures(self, gpu: str, width: str) -> Figures:
-        """The fitted figures of the GPU and width; if these were not measured, of the width on another GPU, or of a similar width."""
+        """The fitted figures of the GPU and width; if these were not measured, of the width on another GPU, or of a similar
+        width."""
         like = LIKE.get(width, width)
         keys = [(name, w) for w in (width, like) for name in (gpu, *READ)]
         for key in keys:
@@ -291,8 +292,8 @@ class Tables:
         return self.roofline(setup, tokens) * np.exp(factor)
 
     def heat(self, setup: Setup) -> float:
-        """How much longer tokens of prompts take while the GPU computes nothing else and lowers its clock: measured prefills of many
-        steps' tokens over one of a step's; at least 1, and 1 where only the roofline is known."""
+        """How much longer tokens of prompts take while the GPU computes nothing else and lowers its clock: measured prefills
+        of many steps' tokens over one of a step's; at least 1, and 1 where only the roofline is known."""
         long = [row.seconds / row.tokens for row in self.measured(setup) if row.run >= LONG]
         return max(1.0, float(np.median(long) / (self.seconds(setup, LARGEST_GRAPH) / LARGEST_GRAPH))) if long else 1.0
 
@@ -325,7 +326,8 @@ class Steps:
         return steps
 
     def seconds(self, rows: int, context: int, tokens: int, pairs: float) -> float:
-        """Seconds of a step with `rows` decoding sequences of `context` tokens in all, and `tokens` of prompts that attend to `pairs`."""
+        """Seconds of a step with `rows` decoding sequences of `context` tokens in all, and `tokens` of prompts that attend to
+        `pairs`."""
         linear = self._mixed[rows + tokens] if tokens else self._decode[rows]
         read = context * self._context / (MIXED_SHARE if tokens else 1)
         return linear + read + pairs * self._pair
@@ -335,8 +337,8 @@ class Steps:
         return count * self.seconds(rows, context, 0, 0) + rows * count * (count - 1) / 2 * self._context
 
     def repeats(self, rows: int, context: int, most: int, until: float, lead: float) -> int:
-        """How many steps without prompts follow each other: up to `most`, until one has begun and at most `lead` seconds are left of it
-        when a request arrives, at `until` seconds."""
+        """How many steps without prompts follow each other: up to `most`, until one has begun and at most `lead` seconds are
+        left of it when a request arrives, at `until` seconds."""
         low, high = 1, most
         while low < high:
             middle = (low + high) // 2

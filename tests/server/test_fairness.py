@@ -1,5 +1,5 @@
-"""Who counts as a client, how many places it may have, when a refused one should come again, and the order that the engine is asked
-for."""
+"""Who counts as a client, how many places it may have, when a refused one should come again, and the order that the engine is
+asked for."""
 
 import asyncio
 import logging
