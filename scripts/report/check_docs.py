@@ -17,7 +17,7 @@ source. A section with a measured unit (`MEASURED`) but no entry is an error, an
 
 Tables and plots in docs/results are compared with `made-from.json`, which the scripts that write them update
 (`scripts/lib/results.py`). A table or plot that was changed by hand or is older than its raw files is an error. So is a table to
-which docs/results.md has no link, and more words or bytes than MOST allows.
+which docs/results.md has no link, and a part of the repository that is larger than its budget (`scripts/report/budgets.py`).
 """
 
 import ast
@@ -33,6 +33,7 @@ from typing import Any
 from cli import Parser, run
 from errors import UserError
 from scripts.lib.results import RESULTS, ROOT, stale
+from scripts.report.budgets import over_budget
 
 NUMBER = r"\d(?:[\d,]*\d)?(?:\.\d+)?"
 MEASURED = re.compile(rf"{NUMBER}\s?(?:µs|ms|%|[KMGT]B/s|TFLOP/s|tokens/s|times as|tokens a (?:GPU|second))")
@@ -48,12 +49,6 @@ QUOTED = re.compile(r"<!-- docs/results/\S+ -->.*?<!-- end -->", re.DOTALL)  # c
 HEADING = re.compile(r"^#+ (.*)$", re.MULTILINE)
 LONE_NUMBER = re.compile(rf"(?<![\w.:/-]){NUMBER}(?!\w|:\w|-\w)")
 FIGURES = RESULTS / "figures.txt"
-MOST = {  # budgets, which only fall: say in a page what its reader decides by, and keep the raw files that pages quote
-    "words of README.md and docs": 31_000,  # tables included
-    "bytes of docs/results": 6_000_000,
-    "bytes of README.md": 8_000,
-    "lines of README.md": 110,
-}
 ARITHMETIC: dict[type, Callable[[float, float], float]] = {
     ast.Add: operator.add,
     ast.Sub: operator.sub,
@@ -221,19 +216,6 @@ def unlisted(page: Path, tables: Path) -> list[str]:
     """An error line for each table in the folder `tables` to which `page` has no link."""
     text = page.read_text()
     return [f"{page.name}: has no link to {path.name}" for path in sorted(tables.glob("*.md")) if f"/{path.name})" not in text]
-
-
-def over_budget(root: Path) -> list[str]:
-    """An error line for each figure of MOST that the repository in `root` exceeds."""
-    readme, results = root / "README.md", root / "docs" / "results"
-    pages = [page.read_text() for page in (readme, *(root / "docs").glob("*.md"))]
-    found = {
-        "words of README.md and docs": sum(len(page.split()) for page in pages),
-        "bytes of docs/results": sum(path.stat().st_size for path in results.rglob("*") if path.is_file()),
-        "bytes of README.md": readme.stat().st_size,
-        "lines of README.md": len(readme.read_text().splitlines()),
-    }
-    return [f"{found[what]:,} {what}, but at most {most:,} are allowed" for what, most in MOST.items() if found[what] > most]
 
 
 def main() -> None:

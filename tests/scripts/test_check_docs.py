@@ -8,7 +8,7 @@ import pytest
 
 from errors import UserError
 from scripts.lib import results
-from scripts.report import check_docs
+from scripts.report import budgets, check_docs
 from scripts.report.check_docs import ROOT, check_page
 
 RAW = {"found": {"nccl": 253.05, "int8": 136.51}, "step_ms": [1.0, 4.0, 7.5], "ranks": 2, "right": True}
@@ -120,19 +120,32 @@ def test_a_table_that_the_results_do_not_list_is_named(tmp_path: Path) -> None:
     assert check_docs.unlisted(page, tables) == ["results.md: has no link to phone.md"]
 
 
-def test_more_words_or_bytes_than_the_budget_are_named(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    (tmp_path / "docs" / "results" / "gpu").mkdir(parents=True)
-    (tmp_path / "README.md").write_text("one\ntwo\n")
-    (tmp_path / "docs" / "page.md").write_text("| three | four |")
-    (tmp_path / "docs" / "results" / "gpu" / "x.json").write_text("12345")
-    found = (7, 5, len((tmp_path / "README.md").read_text()), 2)
-    for most in (found, [figure - 1 for figure in found]):
-        monkeypatch.setattr(check_docs, "MOST", dict(zip(check_docs.MOST, most, strict=True)))
-        lines = [
-            f"{figure} {what}, but at most {figure - 1} are allowed"
-            for what, figure in zip(check_docs.MOST, found, strict=True)
-        ]
-        assert check_docs.over_budget(tmp_path) == ([] if most is found else lines)
+def test_parts_that_are_larger_than_their_budgets_are_named(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    for name in ("docs/results/gpu", "server/routes", "comm", "tests"):
+        (tmp_path / name).mkdir(parents=True)
+    files = {"README.md": "one\ntwo\n", "docs/page.md": "| three | four |", "docs/results/gpu/x.json": "12345"}
+    files |= {"model.py": "a\nb\n", "cli.py": "c\n", "server/routes/a.py": "d\ne\n", "comm/b.py": "f\n", "tests/c.py": "g\n"}
+    for name, text in files.items():
+        (tmp_path / name).write_text(text)
+    found = {
+        "lines of server/": 2,
+        "lines of comm/": 1,
+        "lines of tests/": 1,
+        "lines of inference": 6,
+        "Python files in the root": 2,
+        "words of README.md and docs": 7,
+        "bytes of docs/results": 5,
+        "bytes of README.md": 8,
+        "lines of README.md": 2,
+    }
+    names = ("INFERENCE_LINES", "ROOT_FILES", "PAGES_WORDS", "RESULTS_BYTES", "README_BYTES", "README_LINES")
+    for less in (0, 1):
+        sizes = [size - less for size in found.values()]
+        monkeypatch.setattr(budgets, "LINES", dict(zip(("server", "comm", "tests"), sizes, strict=False)))
+        for name, most in zip(names, sizes[3:], strict=True):
+            monkeypatch.setattr(budgets, name, most)
+        lines = [f"{size} {what}, but at most {size - 1} are allowed" for what, size in found.items()]
+        assert budgets.over_budget(tmp_path) == lines * less
 
 
 def test_each_module_of_the_server_is_in_the_table_once() -> None:
