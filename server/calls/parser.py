@@ -217,7 +217,7 @@ class AnswerParser:
         any_call, written = False, tools.syntax.arguments if listed or marked else None
         while True:
             if written and (yield from reader.peek()) != "{":
-                found = yield from self._written_call(tools, written)
+                found = yield from self._named_call(tools, "")
             else:
                 found = yield from self._object(tools, certain)
             if not found:
@@ -316,7 +316,8 @@ class AnswerParser:
         if syntax.id_mark and (yield from reader.literal(syntax.id_mark, hold)):
             yield from reader.run(NAME, hold)
         ready = ready and (yield from self._spaced(syntax.to_arguments, hold))
-        yield from reader.run(SPACES, hold)
+        if syntax.before or syntax.to_arguments:  # as in Python, no spaces stand in front of the arguments
+            yield from reader.run(SPACES, hold)
         if self._name in tools.names and ready and (yield from self._any_arguments(tools)):
             return True
         return self._cut_off(tools)
@@ -329,17 +330,6 @@ class AnswerParser:
             if self._name and not self._begun:
                 self._begin_call(tools)
         return self._begun
-
-    def _written_call(self, tools: Tools, syntax: ArgumentSyntax) -> Truth:
-        """A call as in Python, `name(key=value, …)`."""
-        start = len(self._held)
-        self._begun = False
-        yield from self._reader.run(NAME, self._held.append)
-        self._name, self._id = "".join(self._held[start:]), ""
-        yield from self._reader.peek()
-        if self._name in tools.names and (yield from self._any_arguments(tools)):
-            return True
-        return self._cut_off(tools)
 
     def _any_arguments(self, tools: Tools) -> Truth:
         """Arguments as the syntax writes them, passed on as JSON. False: none follow, or they are cut off."""

@@ -1,6 +1,6 @@
 """Compile the JSON schemas of answers and of tools' arguments to grammars."""
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from typing import Any, NamedTuple
 
 from llguidance import LLMatcher
@@ -41,7 +41,7 @@ def compile_schema(schema: dict[str, Any], strict: bool, whitespace: str | None 
     `path`: of the schema, for what is reported. Raises SchemaError.
     """
     rewriter = Rewriter()
-    return _compile(lambda: rewriter.document(schema, path, strict), rewriter, strict, whitespace)
+    return _compile(rewriter.document(schema, path, strict), rewriter, strict, whitespace)
 
 
 def compile_arguments(tool: CallableTool) -> Compiled:
@@ -64,13 +64,10 @@ def compile_calls(
     `strict`: that of `answer`. `key`: of the arguments. Raises SchemaError.
     """
     rewriter = Rewriter()
-
-    def calls() -> dict[str, Any]:
-        found = [_call(rewriter, tool, key) for tool in tools]
-        return {"anyOf": found if answer is None else [*found, rewriter.document(answer, "#", strict)]}
-
     try:
-        return _compile(calls, rewriter, strict or any(tool.strict for tool in tools), whitespace)
+        found = [_call(rewriter, tool, key) for tool in tools]
+        found += [] if answer is None else [rewriter.document(answer, "#", strict)]
+        return _compile({"anyOf": found}, rewriter, strict or any(tool.strict for tool in tools), whitespace)
     except SchemaError as e:
         if answer is not None:
             compile_schema(answer, strict, whitespace)  # raises an error of the answer alone
@@ -90,12 +87,11 @@ def _call(rewriter: Rewriter, tool: CallableTool, key: str) -> dict[str, Any]:
     }
 
 
-def _compile(build: Callable[[], Any], rewriter: Rewriter, strict: bool, whitespace: str | None) -> Compiled:
+def _compile(schema: dict[str, Any], rewriter: Rewriter, strict: bool, whitespace: str | None) -> Compiled:
     options: Any = {"whitespace_pattern": whitespace or ONE_SPACE} if whitespace != "" else {"whitespace_flexible": False}
     options["lenient"] = not strict
     try:
-        schema = {**build(), "$defs": rewriter.definitions}
-        text = LLMatcher.grammar_from_json_schema(schema, overrides=options)
+        text = LLMatcher.grammar_from_json_schema({**schema, "$defs": rewriter.definitions}, overrides=options)
     except RecursionError as e:
         raise SchemaError("it is nested too deeply") from e
     except (ValueError, TypeError) as e:  # from llguidance

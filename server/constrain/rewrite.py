@@ -110,7 +110,11 @@ class Rewriter:
     unsupported: dict[str, bool] = field(default_factory=dict)  # by schema, as JSON
 
     def document(self, schema: dict[str, Any], path: str, strict: bool) -> Any:
-        return _Document(self, schema, path, strict).rewrite(schema, path, Around())
+        """Rewrite a document, whose place in the request is `path`. Raises SchemaError."""
+        try:
+            return _Document(self, schema, path, strict).rewrite(schema, path, Around())
+        except RecursionError as e:
+            raise SchemaError("it is nested too deeply") from e
 
     def count(self, nodes: int = 1) -> None:
         self.nodes += nodes
