@@ -52,6 +52,7 @@ OF_TYPE: dict[str, tuple[str, ...]] = {
     "string": ("pattern", "format", "minLength", "maxLength"),
     "number": ("minimum", "maximum", "exclusiveMinimum", "exclusiveMaximum", "multipleOf"),
 }
+MEMBERS = ("allOf", "anyOf", "oneOf", "$ref")  # keywords whose schemas apply to the same value
 CONSTRAINTS = {"const", "enum"}.union(*OF_TYPE.values())
 COUNTS = ("minLength", "maxLength", "minItems", "maxItems", "minProperties", "maxProperties")
 MOST_COUNTED = 1 << 24  # characters, items or properties: more than an answer has
@@ -169,8 +170,10 @@ class _Document:
             kinds = [kind for kind, keys in OF_TYPE.items() if not new.keys().isdisjoint(keys)]
             if kinds:
                 new["type"], typed = kinds, True
-        sources = {key if key in MEMBERS else "" for key in new if key in MEMBERS or key in CONSTRAINTS}
-        shared = around.shared or len(sources) + len(new.get("allOf", ())) - ("allOf" in sources) > 1
+        sources = [key for key in ("anyOf", "oneOf", "$ref") if key in new] + [
+            key for key, _, _ in _parts(new) if key == "allOf"
+        ]
+        shared = around.shared or len(sources) + (not CONSTRAINTS.isdisjoint(new)) > 1
         if shared and "multipleOf" in new and not self.rewriter.multiplies(new["multipleOf"], bool(self.entered)):
             self._leave_out(f"{path}/multipleOf", TOO_LARGE)
             del new["multipleOf"]
@@ -388,11 +391,10 @@ class _Document:
             return False
         if _disjoint([_types(one) for one in schemas]) or _disjoint([_constants(one) for one in schemas]):
             return True
+        if any(_types(one) != {"object"} for one in schemas):
+            return False
         tags = [{name: _constants(self._followed(value)) for name, value in _required(one).items()} for one in schemas]
-        shared = set.intersection(*(set(one) for one in tags)) if tags else set()
-        return all(_types(one) == {"object"} for one in schemas) and any(
-            _disjoint([one[name] for one in tags]) for name in shared
-        )
+        return any(_disjoint([one.get(name) for one in tags]) for name in tags[0])
 
     def _followed(self, schema: Any) -> Any:
         for _ in range(10):
@@ -400,9 +402,6 @@ class _Document:
                 break
             schema = self._target(schema["$ref"])
         return schema
-
-
-MEMBERS = ("allOf", "anyOf", "oneOf", "$ref")  # keywords whose schemas apply to the same value
 
 
 def _parts(schema: dict[str, Any]) -> Iterator[tuple[str, int, Any]]:
@@ -481,10 +480,8 @@ def _disjoint(sets: list[set[str] | None]) -> bool:
 
 def _types(schema: dict[str, Any]) -> set[str] | None:
     given = schema.get("type")
-    if isinstance(given, str):
-        given = [given]
-    types = {one for one in given if isinstance(one, str)} if isinstance(given, list) else None
-    return types | {"integer"} if types and "number" in types else types
+    types = {one for one in (given if isinstance(given, list) else [given]) if isinstance(one, str)}
+    return (types | {"integer"} if "number" in types else types) or None
 
 
 def _constants(schema: Any) -> set[str] | None:

@@ -431,6 +431,8 @@ def test_the_rest_is_enforced_and_what_is_left_out_is_named(site: Site, schema: 
         {"$ref": "https://example.com/schema"},
         {"type": "integer", "minimum": 5, "maximum": 1},
         {"type": "integer", "minimum": "5"},
+        {"allOf": 5, "maximum": 1},
+        {"type": []},
         {"enum": []},
         {"type": "string", "minLength": 2**60},
         {"$ref": "#"},
