@@ -31,7 +31,7 @@ from layers.linear import ShardedLinear
 from model import Transformer
 from training.groups import Groups, make_groups
 from training.reducer import Reducer
-from training.sharding import Mesh, Sharding
+from training.sharding import OVERLAPS, Mesh, Sharding
 from training.waiting import Exposed
 from training.weights import Weight, balance
 
@@ -39,19 +39,10 @@ BUCKET_BYTES = 64 * 2**20
 
 
 @dataclass(frozen=True)
-class Overlap:
-    """Which communication overlaps with computation. Each kind can be switched off to measure what it gains (AMSP, table V)."""
-
-    parameters: bool = True  # all-gather and reduce-scatter of P, during forward and backward
-    gradients: bool = True  # the buckets' all-reduce, during backward
-    updates: bool = True  # the transfer of new parameters, during the next forward
-
-
-@dataclass(frozen=True)
 class Execution:
     """How to run a step, apart from the sharding."""
 
-    overlap: Overlap = Overlap()
+    overlap: frozenset[str] = frozenset(OVERLAPS)  # which communication overlaps with computation
     intra_tensor: bool = False  # cut every tensor's optimizer states evenly, instead of giving each tensor one owner
     recompute: bool = False  # keep only each layer's input, and compute the layer again in backward
     compile: bool = False
@@ -90,7 +81,7 @@ class Executor:
         self.model, self.execution, self.overlap = model, execution, execution.overlap
         device = model.frequencies.device
         self.exposed = Exposed(device)
-        self.reducer = Reducer(execution.bucket_bytes, self.overlap.gradients, self.exposed)
+        self.reducer = Reducer(execution.bucket_bytes, "gradients" in self.overlap, self.exposed)
         whole = replace(sharding, parameters=Mesh(1, 1))
         groups = make_groups(rank, sharding, cluster)
         self.groups = groups
@@ -139,7 +130,7 @@ class Executor:
             hooks.append(parameter.register_post_accumulate_grad_hook(self._vector_ready))
         if self.execution.compile:
             self.model.compile_modules()
-        weight_first = not self.execution.compile and self.groups.gather.size > 1 and self.overlap.parameters
+        weight_first = not self.execution.compile and self.groups.gather.size > 1 and "parameters" in self.overlap
         linears = [m for m in self.model.layers.modules() if isinstance(m, ShardedLinear)] if weight_first else []
         for module in linears:
             ready = partial(self._send, self._by_parameter[module.weight])
@@ -196,7 +187,7 @@ class Executor:
         first = unit.index == 0 or self.units[unit.index - 1].layer != unit.layer
         if unit.index == 0 and not self._in_backward and self.embedding is not self.head:
             self.embedding.release()
-        if first and self.overlap.parameters:
+        if first and "parameters" in self.overlap:
             for weight in self._of_layer(unit.layer):
                 weight.gather()
             for weight in self._of_layer(unit.layer - 1 if self._in_backward else unit.layer + 1):
@@ -217,7 +208,7 @@ class Executor:
 
     def _before_backward(self, unit: Unit, *_: object) -> None:
         self._have(unit.weight)
-        if self.overlap.parameters and not self.execution.recompute:
+        if "parameters" in self.overlap and not self.execution.recompute:
             for before in self._previous_parent(unit):
                 before.weight.gather()
 
@@ -246,7 +237,7 @@ class Executor:
     def _send(self, weight: Weight, *gradients: Tensor) -> None:
         flat = weight.flatten(gradients)
         shard, work = weight.scatter(flat)
-        if not self.overlap.parameters:
+        if "parameters" not in self.overlap:
             self.exposed.wait(work)
             work = None
         self.reducer.add(weight, flat, shard, work)

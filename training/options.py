@@ -14,8 +14,7 @@ from errors import UserError
 from options import above_zero, dtype_name
 from training.executor import BUCKET_BYTES
 from training.optimizer import Schedule
-from training.planner.workload import OVERLAPS
-from training.sharding import Mesh
+from training.sharding import OVERLAPS, Mesh
 
 PASSES = 4  # of adaptation; docs/training.md has the accuracy after one and four
 WARMUP = 20  # steps of adaptation for each step of warm-up

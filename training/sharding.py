@@ -10,6 +10,11 @@ from itertools import pairwise
 
 from errors import UserError
 
+# The communication that can overlap with computation: all-gather and reduce-scatter of P during forward and backward; the buckets'
+# all-reduce during backward; the transfer of new parameters during the next forward. Each can be switched off to measure what it
+# gains (AMSP, table V).
+OVERLAPS = ("parameters", "gradients", "updates")
+
 
 @dataclass(frozen=True, order=True)
 class Mesh:

@@ -8,12 +8,12 @@ import torch
 from comm.cluster import Cluster, load_cluster, shipped_clusters
 from config import ModelConfig
 from errors import UserError
-from training.executor import Execution, Overlap
+from training.executor import Execution
 from training.options import dtype_of, execution_settings
 from training.planner.collectives import profile_for
 from training.planner.cost import predict
 from training.planner.search import OBJECTIVE, OBJECTIVES, TOLERANCE, choose
-from training.planner.workload import OVERLAPS, Workload
+from training.planner.workload import Workload
 from training.sharding import Mesh, Sharding
 
 
@@ -29,8 +29,9 @@ class Planned:
 
 def execution_of(args: argparse.Namespace, planned: Planned) -> Execution:
     given = execution_settings(args)
-    overlap = Overlap(*(name in given["overlap"] for name in OVERLAPS))
-    return Execution(overlap, args.intra_tensor or planned.intra_tensor, args.recompute, args.compile, given["bucket_bytes"])
+    return Execution(
+        given["overlap"], args.intra_tensor or planned.intra_tensor, args.recompute, args.compile, given["bucket_bytes"]
+    )
 
 
 def plan(args: argparse.Namespace, config: ModelConfig, mesh: Mesh, device: torch.device) -> Planned:

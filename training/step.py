@@ -54,7 +54,7 @@ class Trainer:
         numbers = range(self.rank, self.accumulation * self.world_size, self.world_size)  # of this rank's micro-batches
         batches = (self.batches.micro_batch(self.step, number, self.micro_batch) for number in numbers)
         result = step(batches, supervised, rate)
-        if not self.executor.overlap.updates:
+        if "updates" not in self.executor.overlap:
             self.executor.synchronize()
         self.step += 1
         return result

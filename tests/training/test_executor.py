@@ -23,10 +23,10 @@ from errors import UserError
 from layers.attention import Causal
 from tests.support.ranks import Ranks
 from tp import World
-from training.executor import Execution, Executor, Overlap
+from training.executor import Execution, Executor
 from training.initialize import empty_model, materializer
 from training.optimizer import AdamSettings, Optimizer, Schedule
-from training.sharding import Mesh, Sharding
+from training.sharding import OVERLAPS, Mesh, Sharding
 from training.step import Trainer
 from training.weights import Weight, balance
 
@@ -142,7 +142,7 @@ def shardings(cluster: Mesh) -> list[Sharding]:
 
 def options(rng: random.Random) -> Execution:
     return Execution(
-        overlap=Overlap(*(rng.random() < 0.7 for _ in range(3))),
+        overlap=frozenset(name for name in OVERLAPS if rng.random() < 0.7),
         intra_tensor=rng.random() < 0.5,
         recompute=rng.random() < 0.5,
         bucket_bytes=rng.choice([1, 3000, 10**9]),
@@ -321,7 +321,7 @@ def test_recomputation_keeps_what_it_gathered(ranks: Ranks) -> None:
 
 
 def test_without_overlap_every_transfer_stands_alone(ranks: Ranks) -> None:
-    log = ranks.run(2, log_order, Sharding.parse("2,2,2"), Execution(overlap=Overlap(False, False, False)))[0]
+    log = ranks.run(2, log_order, Sharding.parse("2,2,2"), Execution(overlap=frozenset()))[0]
     assert log.index("forward 0.mlp.w_down") < log.index("gather 1.attention.wqkv")
 
 

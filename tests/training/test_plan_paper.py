@@ -12,8 +12,8 @@ from training.planner.collectives import synthesize
 from training.planner.cost import predict
 from training.planner.report import as_json
 from training.planner.search import choose, filtered_meshes, shardings, tiling_meshes
-from training.planner.workload import OVERLAPS, Workload
-from training.sharding import Mesh, Sharding
+from training.planner.workload import Workload
+from training.sharding import OVERLAPS, Mesh, Sharding
 
 STORED = json.loads((ROOT / "docs" / "results" / "plan-paper.json").read_text())
 A800 = load_cluster("a800")

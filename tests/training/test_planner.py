@@ -23,8 +23,8 @@ from training.planner.collectives import Profile, synthesize
 from training.planner.cost import communication, exposed, forward_flops, predict
 from training.planner.memory import activations, layer_activations, loss_activations, memory
 from training.planner.search import OBJECTIVES, alternatives, choose, filtered_meshes, shardings
-from training.planner.workload import OVERLAPS, Workload, layer_matrices, tables
-from training.sharding import Mesh, Sharding
+from training.planner.workload import Workload, layer_matrices, tables
+from training.sharding import OVERLAPS, Mesh, Sharding
 
 A800 = load_cluster("a800")
 NOBODY_HIDES = frozenset[str]()

@@ -9,7 +9,7 @@ from comm.cluster import Cluster
 from config import ModelConfig
 from errors import UserError
 from training.planner.collectives import Profile
-from training.sharding import Mesh
+from training.sharding import OVERLAPS, Mesh
 
 
 @dataclass(frozen=True)
@@ -34,7 +34,6 @@ PRECISIONS = {
     "bfloat16": Precision(2, 2, 12, 2),  # the optimizer keeps an fp32 master copy and Adam's two moments
     "float32": Precision(4, 4, 8, 4),  # the parameters are their own master copy
 }
-OVERLAPS = ("parameters", "gradients", "updates")  # the communication that can overlap with computation
 
 
 @dataclass(frozen=True)
