@@ -76,7 +76,9 @@ class ApiError(HTTPException):
         headers = with_retry(self.status_code, self.headers)
         if self.status_code == 401:
             headers["www-authenticate"] = "Bearer"
-        body = error_body(self, scope["state"]["request_id"]) if is_messages(scope["path"]) else self.body
+        body = self.body
+        if is_messages(scope["path"]):
+            body = error_body(self.status_code, self.message, scope["state"]["request_id"])
         return JsonResponse(body, self.status_code, headers)
 
 

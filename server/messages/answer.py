@@ -65,7 +65,7 @@ class MessagesRequest(TranslatedChat):
         return {**head, "content": self.content.blocks, **self._stop, "usage": self._report()}
 
     def write_error(self, error: ApiError) -> bytes:
-        return named_event("error", error_body(error, self._request_id))
+        return named_event("error", error_body(error.status_code, error.message, self._request_id))
 
     def _stop_reason(self, delta: Delta) -> tuple[str, str | None]:
         """`stop_reason` and `stop_sequence`."""

@@ -1,10 +1,7 @@
 """Errors in the format of Anthropic's clients: `{"type": "error", "error": {"type", "message"}, "request_id"}`."""
 
 import re
-from typing import TYPE_CHECKING, Any
-
-if TYPE_CHECKING:
-    from server.errors import ApiError
+from typing import Any
 
 PATH = "/v1/messages"
 TYPES = {
@@ -44,9 +41,8 @@ def field_name(path: str) -> str:
     return path
 
 
-def error_body(error: "ApiError", request_id: str) -> dict[str, Any]:
+def error_body(status: int, message: str, request_id: str) -> dict[str, Any]:
     """The body of a response, and the data of an `error` event."""
-    kind, message = error_type(error.status_code), error.message
     if too_long := TOO_LONG.search(message):  # coding agents search for these words, and then shorten the conversation
         message = f"prompt is too long: {too_long[2]} tokens > {int(too_long[1]) - 1} maximum"
-    return {"type": "error", "error": {"type": kind, "message": message}, "request_id": request_id}
+    return {"type": "error", "error": {"type": error_type(status), "message": message}, "request_id": request_id}
