@@ -55,6 +55,7 @@ BAD_COMPLETIONS: list[tuple[dict[str, Any], str | None]] = [
     ({"stream_options": {"include_usage": 1}}, "stream_options.include_usage"),
     ({"stream": True, "prompt_logprobs": 1}, "prompt_logprobs"),
     ({"best_of": 1, "n": 2}, "best_of"),
+    ({"truncate_prompt_tokens": 0}, "truncate_prompt_tokens"),
     ({"best_of": 2, "stream": True}, "best_of"),
     ({"min_tokens": 20, "max_tokens": 10}, "min_tokens"),
     ({"min_tokens": 3, "max_tokens": 3, "allowed_token_ids": [EOS]}, "min_tokens"),
@@ -355,6 +356,12 @@ def test_the_log_probabilities_of_all_answers_of_a_request(site: Site) -> None:
     assert site.last().params.max_tokens == MAX_LOGPROBS // (128 * 21), "a default is cut to what can be kept"
     site.events("/v1/chat/completions", {**CHAT, **chat})
     assert site.last().params.max_tokens > MAX_LOGPROBS // (128 * 21)
+
+
+def test_a_stream_that_a_journal_keeps_has_the_limits_of_a_whole_answer(make_site: Callable[..., Site], tmp_path: Path) -> None:
+    site = make_site(journal=str(tmp_path / "journal"))
+    asked = {"prompt": "Hi", "n": 80, "max_tokens": 100, "logprobs": 20, "stream": True}
+    assert site.refused("/v1/completions", asked)["code"] == "too_many_tokens"
 
 
 def test_keys(make_site: Callable[..., Site]) -> None:
