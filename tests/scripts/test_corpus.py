@@ -4,6 +4,7 @@ import dataclasses
 import json
 import random
 import re
+import shutil
 import sys
 import zlib
 from pathlib import Path
@@ -13,9 +14,10 @@ import pytest
 from tokenizers import pre_tokenizers
 
 import cli
+from checkpoints.presets import model_config
 from errors import UserError
 from scripts.corpus import documents as corpus
-from scripts.corpus import stories, tokens, words
+from scripts.corpus import stories, tokens, train_tiny, words
 from scripts.corpus.__main__ import main
 from scripts.corpus.plots import PLOTS
 from scripts.corpus.tokenizer import CHAT_TEMPLATE, MAX_LENGTH, load_tokenizer, train_tokenizer
@@ -373,3 +375,20 @@ def test_the_seconds_of_a_resumed_run_include_those_before() -> None:
     lines = [{"step": 20, "step_ms": 50.0}, {"step": 30, "step_ms": 100.0}, {"step": 50, "step_ms": 10.0}]
     assert seconds_of(lines) == pytest.approx(1.0 + 1.0 + 0.2)
     assert seconds_of([]) == 0
+
+
+@pytest.mark.long
+def test_a_tiny_model_is_trained_and_described(tokenizer_dir: Path, tmp_path: Path) -> None:
+    shutil.copytree(tokenizer_dir, tmp_path / "tokenizer")
+    flags = "--variant ladder --tokens 4200 --batch 2 --micro-batch 1 --seed 3 --device cpu --out"
+    train_tiny.main([*flags.split(), str(tmp_path)])
+    model = tmp_path / "tiny-ladder"
+    config = model_config(str(model), None, 1)
+    assert config == train_tiny.tiny_config("ladder")
+    record = json.loads((model / "training.json").read_text())
+    assert record["variant"] == "ladder" and record["ranks"] == 1 and record["seconds"] > 0
+    settings = {"steps": 2, "seed": 3, "global_batch": 2, "micro_batch": 1, "learning_rate": 4e-3, "sequence_length": 1024}
+    assert record["settings"].items() >= settings.items()
+    assert 2000 < record["tokens_in_corpus"] < 8000
+    assert 5 < record["loss_every_20_steps"][-1] < 9, "hardly trained on a vocabulary of 1,024 tokens"
+    assert json.loads((model / "examples.json").read_text()) == train_tiny.EXAMPLES
