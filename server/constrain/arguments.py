@@ -6,7 +6,7 @@ from typing import TYPE_CHECKING, Any
 
 from server.calls.syntax import ArgumentSyntax
 from server.calls.values import WORD, parsed, regex, resolved, target, types_of
-from server.constrain.check import Compiled, SchemaError, accepts
+from server.constrain.check import Compiled, SchemaError, accepted
 from server.constrain.json_schema import CallableTool, compile_schema
 
 if TYPE_CHECKING:
@@ -117,8 +117,9 @@ class ArgumentGrammar:
         schema = resolved(schema, self._root)
         if "enum" in schema or "const" in schema:
             values = self._fitting(schema, path)
-            texts = [text for one in values for text in self._constant(one, values, name)]
-            return self._choice(f"{self._rules.literal(text)} {self._close}" for text in texts)
+            known = set(map(json.dumps, values))
+            texts = [text for one in values for text in self._constant(one, known, name)]
+            return f"{self._rules.any_of(texts)} {self._close}"
         for key in ("anyOf", "oneOf"):
             if isinstance(schema.get(key), list):
                 self._name_others(schema, {key, "type"}, path)
@@ -150,7 +151,7 @@ class ArgumentGrammar:
         if len(schema.keys() - NO_DEMAND) > 1:
             grammar = self._as_json(schema, path, strict=False).grammar
             texts = [json.dumps(one, ensure_ascii=False).replace("\x7f", "\\u007f") for one in values]
-            values = [one for one, text in zip(values, texts, strict=True) if accepts(grammar, text)]
+            values = [json.loads(text) for text in accepted(grammar, texts)]
         if not values:
             raise SchemaError(f"{path}: no value fits", self._tool.position)
         return values
@@ -236,9 +237,9 @@ class ArgumentGrammar:
     def _other_than(self, terminal: str, texts: list[str]) -> str:
         return self._rules.terminal(f"{terminal} & ~/({'|'.join(map(regex, texts))})/") if texts else terminal
 
-    def _constant(self, value: Any, values: list[Any], name: str) -> list[str]:
-        """One of the values of the property `name`, in the ways in which the model may write it. Raises SchemaError if the parser
-        would read none of them."""
+    def _constant(self, value: Any, known: set[str], name: str) -> list[str]:
+        """A value of the property `name`, in the ways in which the model may write it. known: JSON of all its values. Raises
+        SchemaError if the parser would read none of them."""
         if not self._syntax.tag:
             text = self._spelled(value)
             in_single_quotes = "'" + text[1:-1].replace('\\"', '"').replace("'", "\\'") + "'"
@@ -247,7 +248,7 @@ class ArgumentGrammar:
         types = types_of(self._root, name)
         read = value if types == {"string"} and text is value else json.loads(parsed(text, types))
         ends = self._end in text and (isinstance(value, str) or not types or "string" in types)
-        if ends or json.dumps(read) not in map(json.dumps, values):
+        if ends or json.dumps(read) not in known:
             raise self._unwritable(value)
         return [text]
 

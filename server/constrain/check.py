@@ -1,6 +1,7 @@
 """What llguidance says about a grammar: whether it is valid, and within the limits of the ranks."""
 
 import re
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 from llguidance import LLMatcher, LLTokenizer
@@ -36,11 +37,16 @@ def check_matcher(text: str) -> None:
         raise SchemaError(one_line(str(e))) from e
 
 
-def accepts(text: str, answer: str) -> bool:
-    """Whether an answer is complete in the language of a grammar, which is valid."""
-    matcher = LLMatcher(LLTokenizer("byte"), text, log_level=0, limits=limits())
-    ids = list(answer.encode(errors="replace"))
-    return bool(matcher.try_consume_tokens(ids) == len(ids) and matcher.is_accepting())
+def accepted(text: str, answers: Sequence[str]) -> list[str]:
+    """Those of the answers that are complete in the language of a grammar. Raises SchemaError if it cannot be told."""
+    matcher, found = LLMatcher(LLTokenizer("byte"), text, log_level=0), []
+    for answer in answers:
+        one, ids = matcher.deep_copy(), list(answer.encode(errors="replace"))
+        if one.try_consume_tokens(ids) == len(ids) and one.is_accepting():
+            found.append(answer)
+        if problem := one.get_error():
+            raise SchemaError(one_line(problem))
+    return found
 
 
 def _check_length(text: str) -> None:

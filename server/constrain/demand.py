@@ -20,7 +20,7 @@ from pydantic import ValidationError
 from server.calls.syntax import JSON, JSON_LIST, CallSyntax, Marks
 from server.calls.values import regex
 from server.constrain.arguments import ArgumentGrammar
-from server.constrain.check import Compiled, SchemaError, accepts, check_grammar, check_matcher
+from server.constrain.check import Compiled, SchemaError, accepted, check_grammar, check_matcher
 from server.constrain.json_schema import CallableTool, compile_arguments, compile_calls, compile_schema
 from server.formats import Constraint, StructuralTagFormat
 
@@ -262,7 +262,7 @@ class Rules:
         try:
             compiled = compile_arguments(tool)
             if syntax.arguments is None:
-                return Function(tool.name, self.part(compiled), accepts(compiled.grammar, "{}"), _count_optional(tool))
+                return Function(tool.name, self.part(compiled), bool(accepted(compiled.grammar, ["{}"])), _count_optional(tool))
             for path in compiled.not_enforced:
                 self.leave_out(path)
             return Function(tool.name, self.rule(ArgumentGrammar(self, syntax.arguments, tool).build()), False, 0)
@@ -460,6 +460,12 @@ class Rules:
         name = f"TEXT_{len(self._rules)}"
         self._rules.append(f"{name}: {expression}")
         return name
+
+    def any_of(self, texts: Sequence[str]) -> str:
+        """One of the texts. Without special tokens it is a terminal: as many as one likes are a single item of the parser."""
+        if all(text and text not in self.special and len(self._pieces(text)) == 1 for text in texts):
+            return self.terminal(" | ".join(map(_quoted, texts)))
+        return f"({' | '.join(map(self.literal, texts))})"
 
     def leave_out(self, path: str) -> None:
         """Note that something is not enforced."""
