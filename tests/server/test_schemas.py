@@ -160,6 +160,25 @@ def _forbidden(model: type[BaseModel], value: Any) -> None:
             ['{"a": 1, "c": 1}', '{"c": 1}'],
         ),
         ({"$id": "https://a/b", "$ref": "https://a/b#/definitions/n", "definitions": {"n": {"type": "null"}}}, ["null"], ["1"]),
+        (  # a definition has the names and the type of what stands beside a reference to it, and not elsewhere
+            {
+                "anyOf": [
+                    {"$ref": "#/$defs/o", "properties": {"b": {}}},
+                    {"items": {"$ref": "#/$defs/o", "properties": {"c": {}}}},
+                ],
+                "$defs": {"o": {"properties": {"a": {}}}},
+            },
+            ['{"a": 1, "b": 1}', '[{"a": 1, "c": 1}]'],
+            ['[{"b": 1}]'],
+        ),
+        (
+            {
+                "anyOf": [{"$ref": "#/$defs/o", "type": "null"}, {"items": {"$ref": "#/$defs/o"}}],
+                "$defs": {"o": {"properties": {}}},
+            },
+            ["null", "[{}]"],
+            ["[4]"],
+        ),
         # a name that is not listed may come twice, but one is enough
         ({"type": "object", "minProperties": 2, "required": ["a"]}, ['{"a": 1, "b": 2}'], ['{"a": 1}', '{"a": 1, "a": 1}']),
         ({"type": ["string", "null"], "minProperties": 2}, ["null", '"a"'], ["{}"]),
@@ -262,6 +281,14 @@ def test_answers_are_valid_for_any_schema_that_is_not_reported(seed: int) -> Non
             {"allOf": [{"properties": {"a": {"multipleOf": 2**16 + i}}} for i in (0, 1)]},
             ("#/allOf/1/properties/a/multipleOf",),
             '{"a": 65536}',
+        ),
+        (
+            {
+                "anyOf": [{"items": {"$ref": "#/$defs/x"}}, {"allOf": [{"$ref": "#/$defs/x"}, {"$ref": "#/$defs/x"}]}],
+                "$defs": {"x": {"type": "integer", "multipleOf": 86400}},
+            },
+            ("#/$defs/x/multipleOf",),
+            "1",
         ),
         (
             {"allOf": [{"$ref": "#/$defs/x"}, {"$ref": "#/$defs/x"}], "$defs": {"x": {"type": "integer", "multipleOf": 86400}}},
@@ -449,6 +476,11 @@ def test_wrong_schemas_are_refused_strict_or_not(schema: dict[str, Any]) -> None
         with pytest.raises(SchemaError) as error:
             compile_schema(schema, strict)
         assert str(error.value) and not re.search(r"\n|json-schema|NoExt|\(And|f64", str(error.value))
+
+
+def test_names_that_are_listed_do_not_come_twice() -> None:
+    with pytest.raises(SchemaError, match='only supported when all keys listed in "properties" are required'):
+        compile_schema({"properties": {"a": {}, "b": {}}, "minProperties": 2}, strict=True)
 
 
 @pytest.mark.parametrize("wrong", [[], {}])
