@@ -4,6 +4,7 @@ import json
 import random
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -223,3 +224,14 @@ def test_a_background_response_that_breaks_at_once_is_failed(site: Site, monkeyp
     made = respond(site, background=True)
     wait_for(lambda: site.http.get(f"{PATH}/{made['id']}").json()["status"] == "failed")
     assert site.server.service.open_requests == 0
+
+
+@pytest.mark.parametrize("store", [True, None])
+def test_a_journal_does_not_finish_what_was_cancelled(
+    make_site: Callable[..., Site], tmp_path: Path, store: bool | None
+) -> None:
+    site = make_site(journal=str(tmp_path / "journal"))
+    site.engine.hold = True
+    made = respond(site, background=True, store=store)["id"]
+    assert site.openai.responses.cancel(made).status == "cancelled"
+    assert site.http.get(f"/v1/results/{made}").status_code == 404

@@ -298,6 +298,13 @@ def _chat_call(call: Any) -> dict[str, Any]:
     return {"id": call.call_id, "type": "function", "function": {"name": call.name, "arguments": call.arguments}}
 
 
+def test_text_behind_calls_is_another_answer() -> None:
+    call = {"type": "function_call", "call_id": "a", "name": "weather", "arguments": "{}"}
+    given = [{"role": "user", "content": "Hi"}, call, {"role": "assistant", "content": "Wait"}, call]
+    messages = convert(ResponsesBody.model_validate({"input": given}), [], {}).chat.messages
+    assert [(message.content, len(message.tool_calls or [])) for message in messages[1:]] == [(None, 1), ("Wait", 1)]
+
+
 def test_a_client_streams_and_stores(site: Site) -> None:
     site.says(STORY)
     with site.openai.responses.stream(model="tiny-hybrid", input="Hi") as events:
@@ -424,9 +431,9 @@ def test_errors_name_the_field_of_this_api(site: Site, body: dict[str, Any], par
 
 
 def test_tools_that_are_not_run_are_left_out_and_named(site: Site) -> None:
-    inner = [TOOL, {"type": "mcp", "name": "c"}, {**TOOL, "name": "x" * 60}]
+    inner = [TOOL, {"type": "mcp", "name": "c"}, {**TOOL, "name": "x" * 59}, {**TOOL, "name": "y" * 58}]  # behind `home__`
     space = {"type": "namespace", "name": "home", "description": "Mine.", "tools": inner}
-    body = {"input": "a", "tools": [{"type": "web_search\r\nx: y"}, TOOL, space]}
+    body = {"input": "a", "tools": [{"type": "web_search\r\nx: y"}, TOOL, space], "truncation": "auto"}
     reply = site.http.post(PATH, json=body)
     assert reply.headers["x-rung-ignored"] == "tools.0.web_search??x??y, tools.2.tools.1.mcp, tools.2.tools.2.function"
     assert [tool["name"] for tool in reply.json()["tools"]] == ["weather", "home"]
