@@ -44,6 +44,11 @@ def test_chat_template_options(make_site: Callable[..., Site]) -> None:
     assert prompt(messages=messages, chat_template=template) == "Ulm"
     calls[0]["function"] = {"name": "weather", "arguments": None}  # not given
     assert prompt(messages=messages, chat_template="x{{ messages[1].tool_calls[0].function.arguments }}") == "x{}"
+    template = "{{ reasoning_effort }}<{{ enable_thinking }}>"
+    for effort, thinks in (("none", "False"), ("minimal", "False"), ("low", "")):
+        assert prompt(chat_template=template, reasoning_effort=effort) == f"{effort}<{thinks}>"
+    own = {"enable_thinking": 1, "reasoning_effort": 2}
+    assert prompt(chat_template=template, reasoning_effort="none", chat_template_kwargs=own) == "2<1>"
     for bad in ("{{ x", "{{ raise_exception('no') }}", "{% for %}", "{{ 1 / 0 }}"):
         assert site.refused("/v1/chat/completions", {**CHAT, "chat_template": bad})["param"] == "chat_template"
 

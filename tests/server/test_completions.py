@@ -47,6 +47,12 @@ def test_multi_byte_text_is_never_cut(site: Site) -> None:
     assert len(texts[:-1]) < len(TOKENIZER.encode(STORY)), "the dragon takes more than one token"
 
 
+def test_an_echo_does_not_wait_for_a_whole_character(site: Site) -> None:
+    site.says("🐉 it", end=False)
+    events = site.events("/v1/completions", {"prompt": "Hi", "echo": True})
+    assert [e["choices"][0]["text"] for e in events[:2]] == ["Hi", "🐉"]
+
+
 def test_stop_string_across_tokens_aborts_the_engine(site: Site) -> None:
     site.engine.delay = 0.002
     before = len(site.engine.aborts)
