@@ -123,8 +123,10 @@ class ArgumentGrammar:
         for key in ("anyOf", "oneOf"):
             if isinstance(schema.get(key), list):
                 self._name_others(schema, {key, "type"}, path)
-                branches = [self._of_type(one, schema, path) for one in schema[key]]
-                each = [self._value(one, f"{path}/{key}/{i}", depth + 1, name) for i, one in enumerate(branches)]
+                each = []
+                for i, branch in enumerate(schema[key]):
+                    self._name_beside_references(branch, f"{path}/{key}/{i}")
+                    each.append(self._value(self._of_type(branch, schema, path), f"{path}/{key}/{i}", depth + 1, name))
                 return self._alternatives(each)
         types = schema.get("type", "object" if "properties" in schema else [])
         kinds = types if isinstance(types, list) else [types]
@@ -139,7 +141,6 @@ class ArgumentGrammar:
         """A branch of `schema`, with the types of both."""
         if "type" not in schema or branch is False:
             return branch
-        self._name_beside_references(branch, path)
         found = resolved(branch, self._root)
         if found.get("type", schema["type"]) != schema["type"]:
             self._leave_out(f"{path}/type")

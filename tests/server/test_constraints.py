@@ -252,6 +252,9 @@ def test_either_calls_or_a_format(seed: int) -> None:
     for text in ("Hello", f'{call}{{"name": "A"}}', '{"name": "now", "arguments": {}}', f"{call}\n", '{"name": "C"}'):
         assert not accepts(either, text), text
     assert len(calls_in(write(either, begin="<", until="</tool_call>"))) == 1
+    tag, bare = LLAMA.trigger, '{"name": "now", "parameters": {}}'
+    chain = compile_demand(Demand(PERSON, TOOLS, syntax=LLAMA)).grammar
+    assert accepts(chain, f"{tag}{bare}; {bare}") and not accepts(chain, f"{tag}{bare}\n{tag}{bare}")
     single = compile_demand(Demand(PERSON, TOOLS, several=False, syntax=HERMES)).grammar
     assert accepts(single, call) and not accepts(single, f"{call}\n{call}")
 
@@ -579,6 +582,7 @@ def test_arguments_that_are_no_json_fit_their_schema(family: str, seed: int) -> 
         ({"oneOf": [{"type": "string", "maxLength": 3}, {"type": "string", "minLength": 2}]}, "oneOf"),
         ({"properties": {"b": False}, "type": "object"}, None),
         ({"$ref": "#/properties/b", "const": 1}, "const"),
+        ({"type": "integer", "anyOf": [{"$ref": "#/properties/b", "maximum": 1}]}, "anyOf/0/maximum"),
     ],
 )
 def test_all_of_a_value_is_enforced_or_named(family: str, schema: dict[str, Any], left_out: str | None) -> None:
@@ -603,7 +607,8 @@ def test_no_value_or_name_ends_a_call_early(family: str) -> None:
     """It is written so that the parser reads it back, or refused."""
     refused, syntax = list[Any](), SYNTAXES[family]
     listed = [{name: {"const": 1}} for name in ENDS]
-    mixed = [{"a": {"enum": [value, 8]}} for value in ("5", "true", "None", "", ENDS[0], ENDS[1])]
+    values = ("5", "true", "None", "", ENDS[0], ENDS[1])
+    mixed = [*({"a": {"enum": [value, 8]}} for value in values), {"a": {"enum": [ENDS[:2], "x"]}}]
     for one in (*({"a": {"enum": [value]}} for value in CONSTANTS), *mixed, *listed):
         schema = {"type": "object", "properties": one, "required": [*one]}
         tool = CallableTool(0, "f", schema, True)
@@ -653,6 +658,13 @@ def test_a_text_in_tags_has_no_closing_tag(family: str, end: str) -> None:
         ).grammar
         call = next(one for one in tagged("f", {"a": "x" * 20}) if accepts(found, one))
         assert not accepts(found, call.replace("xx", f"x{end}x", 1))
+
+
+@pytest.mark.parametrize("family", NO_JSON)
+def test_what_stands_beside_a_reference_to_all_arguments_is_named(family: str) -> None:
+    schema = {"$ref": "#/$defs/x", "required": ["a"], "$defs": {"x": {"properties": {"a": {"type": "integer"}}}}}
+    found = compile_demand(Demand(tools=[CallableTool(0, "f", schema, False)], calls="must", syntax=SYNTAXES[family]))
+    assert found.not_enforced == ("tools.0.function.parameters#/required",)
 
 
 def test_what_only_json_could_enforce_is_named_or_refused() -> None:

@@ -169,6 +169,7 @@ CASES: list[tuple[str, str, list[Any]]] = [
         [("add", '{"x": [null, [1, 2.5e3], "Zoë \\u00e9\\n\'", false], "z": {"a b": {}, "c": "d"}}')],
     ),
     ("pythonic", "[nothing(), 1] and [weather] are text", None),
+    ("pythonic", "[weather (today)] is text", None),
     ("pythonic", f'[{{"name": "weather", "arguments": {ULM}}}]', [("weather", ULM)]),
     ("json", f' {{"name": "weather", "arguments": {ULM}}}\n', [("weather", ULM)]),
     ("json", f'```json\n{{"name": "weather", "arguments": {ULM}}}\n```', [("weather", ULM)]),
