@@ -1,7 +1,7 @@
 """How large the parts of the repository may be, so that it can be read in an afternoon. `make lint` refuses more.
 
-A budget only falls: whoever makes a part smaller lowers it to the new size, rounded up. Where a change needs more, take what the part
-no longer needs out of it.
+A budget only falls: whoever makes a part smaller lowers it to the new size, rounded up. Where a change needs more, take what
+the part no longer needs out of it.
 """
 
 from collections.abc import Iterable
@@ -9,17 +9,17 @@ from pathlib import Path
 
 INFERENCE = ("checkpoints", "comm", "engine", "kernels", "layers", "quantized", "ranks", "server", "text")  # and the root
 LINES = {  # of Python, by package
-    "server": 14_950,
-    "engine": 7_300,
+    "server": 14_900,
+    "engine": 7_150,
     "kernels": 9_650,
-    "comm": 3_850,
-    "training": 6_100,
+    "comm": 3_800,
+    "training": 5_650,
     "scripts": 9_800,
-    "tests": 57_500,
+    "tests": 57_450,
 }
 INFERENCE_LINES = 44_450
 ROOT_FILES = 10
-PAGES_WORDS = 30_000  # README.md and docs, tables included: say in a page what its reader decides by
+PAGES_WORDS = 29_950  # README.md and docs, tables included: say in a page what its reader decides by
 RESULTS_BYTES = 4_000_000  # the raw files that pages quote; older ones stay in the history
 README_BYTES, README_LINES = 8_000, 110
 

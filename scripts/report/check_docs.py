@@ -10,14 +10,15 @@ A section that states measured figures has an entry in docs/results/figures.txt:
     stated 1.9: Li et al., table 3
     1.80 = 325.5 / 180.6
 
-The first line names the page and the heading. `from` names tables or raw files in docs/results. Every number of the section must
-meet one of three conditions: it is in one of these files, rounded as in the text; it is computed from such numbers (`=`); or it is
-declared to come from elsewhere (`stated`). Numbers that describe a setting (batch sizes, bytes, tokens, ranks: `SETTING`) need no
-source. A section with a measured unit (`MEASURED`) but no entry is an error, and so is an entry of which the page says nothing.
+The first line names the page and the heading. `from` names tables or raw files in docs/results. Every number of the section
+must meet one of three conditions: it is in one of these files, rounded as in the text; it is computed from such numbers (`=`);
+or it is declared to come from elsewhere (`stated`). Numbers that describe a setting (batch sizes, bytes, tokens, ranks:
+`SETTING`) need no source. A section with a measured unit (`MEASURED`) but no entry is an error, and so is an entry of which the
+page says nothing.
 
 Tables and plots in docs/results are compared with `made-from.json`, which the scripts that write them update
-(`scripts/lib/results.py`). A table or plot that was changed by hand or is older than its raw files is an error. So is a table to
-which docs/results.md has no link, and a part of the repository that is larger than its budget (`scripts/report/budgets.py`).
+(`scripts/lib/results.py`). A table or plot that was changed by hand or is older than its raw files is an error. So is a table
+to which docs/results.md has no link, and a part of the repository that is larger than its budget (`scripts/report/budgets.py`).
 """
 
 import ast
@@ -105,7 +106,8 @@ def rounds_to(value: float, text: str) -> bool:
 
 
 def read_entries(path: Path) -> Entries:
-    """The entries of a file like FIGURES, whose sources lie in the same folder. Raises UserError for a line that has no meaning."""
+    """The entries of a file like FIGURES, whose sources lie in the same folder. Raises UserError for a line that has no
+    meaning."""
     entries: Entries = {}
     for block in path.read_text().split("\n\n"):
         head, *lines = block.strip().splitlines()
@@ -171,7 +173,8 @@ def is_known(number: str, claims: Claims, percent: bool = False) -> bool:
 
 
 def wrong(text: str, claims: Claims) -> Iterator[str]:
-    """What is wrong with the entry of a section: numbers that the section does not have, and expressions with another result."""
+    """What is wrong with the entry of a section: numbers that the section does not have, and expressions with another
+    result."""
     percent = "%" in text
     written = {match[0] for match in LONE_NUMBER.finditer(plain_text(text))}
     used = written | {number for _, expression in claims.derived for number in re.findall(NUMBER, expression)}
