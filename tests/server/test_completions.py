@@ -1,12 +1,15 @@
 """`/v1/completions` against a fake engine: prompts, parameters, stops, log-probabilities, usage; with and without streaming."""
 
 import codecs
+import math
 from itertools import accumulate
 from typing import Any
 
 import pytest
 
+from engine.protocol import Logprob, TokenLogprobs
 from server import replies
+from server.logprobs import by_id_layout, chat_layout, completion_layout
 from tests.support.server_thread import CONTEXT, EOS, STORY, TOKENIZER, Site, wait_for
 
 
@@ -206,6 +209,17 @@ def test_logprob_options(site: Site) -> None:
     choice = site.complete(prompt_logprobs=1, return_token_ids=True)["choices"][0]
     assert choice["prompt_token_ids"] == TOKENIZER.encode("Hi") and choice["token_ids"] == story
     assert choice["prompt_logprobs"][0] is None and len(choice["prompt_logprobs"]) == len(choice["prompt_token_ids"])
+
+
+def test_an_excluded_token_has_a_log_probability_that_json_can_hold() -> None:
+    never = -math.inf
+    values = [TokenLogprobs(Logprob(5, never, 9), [Logprob(6, never, 2)])]
+    chat = chat_layout(TOKENIZER, values, 1, as_ids=False)["content"][0]
+    completion = completion_layout(TOKENIZER, [5], values, [0], 1, as_ids=False)
+    by_id = by_id_layout(TOKENIZER, values, 1)[0] or {}
+    found = [chat["logprob"], chat["top_logprobs"][0]["logprob"], *completion["token_logprobs"]]
+    found += [*completion["top_logprobs"][0].values(), *(one["logprob"] for one in by_id.values())]
+    assert found == [-9999.0] * 7
 
 
 def test_best_of_keeps_the_likeliest(site: Site) -> None:
