@@ -18,6 +18,7 @@ from server.generation import Prompt
 from server.messages import replies
 from server.messages.answer import MessagesRequest, read_input
 from server.messages.bodies import MessagesBody
+from server.messages.errors import error_type
 from tests.support import server_thread
 from tests.support.scripted import Scripted, deltas, written
 from tests.support.server_thread import CONTEXT, STORY, TOKENIZER, Site, ready
@@ -438,6 +439,10 @@ def refused(response: httpx.Response, status: int, kind: str) -> str:
     body = replies.MessagesError.model_validate(response.json())
     assert body.error.type == kind and body.request_id == response.headers["request-id"]
     return body.error.message
+
+
+def test_statuses_without_a_type_of_their_own() -> None:
+    assert [error_type(status) for status in (402, 499, 500, 502, 529)] == ["invalid_request_error"] * 2 + ["api_error"] * 3
 
 
 def test_every_error_has_the_layout(make_site: Callable[..., Site]) -> None:
