@@ -19,14 +19,11 @@ from engine.adapters import Adapter, Adapters
 from engine.block_manager import BlockManager
 from engine.draft_costs import measure
 from engine.grammars import COMPILED, MAX_COMPILING, Compilation, Grammars, error_of
-from engine.head_drafter import HeadDrafter
 from engine.head_model import HeadModel
-from engine.limits import EngineLimits, count_blocks, new_cache
-from engine.logits import advance, check_ids, new_state, sibling
+from engine.limits import EngineLimits, count_blocks, new_cache, step_tokens
 from engine.meter import Meter
-from engine.model_drafter import ModelDrafter
+from engine.model_drafter import HeadDrafter, ModelDrafter
 from engine.pace import Pace
-from engine.prompt_index import PromptIndex
 from engine.protocol import (
     Abort,
     LoadAdapter,
@@ -38,14 +35,14 @@ from engine.protocol import (
     TokenOutput,
     UnloadAdapter,
 )
-from engine.runner import Runner
+from engine.runner import InFlightStep, Runner, StepResult
+from engine.sampler import advance, check_ids, new_state, sibling
 from engine.scheduler import Scheduler
 from engine.schedules import Schedules
 from engine.sequence import Chunk, Sequence, common_prefix
 from engine.speculation import Speculation
-from engine.step import InFlightStep, StepResult
 from engine.step_inputs import Capacity
-from engine.step_tokens import step_tokens
+from engine.text_drafter import PromptIndex
 from errors import RankError, UserError
 from kernels import determinism
 from model import Transformer
@@ -88,7 +85,7 @@ class Engine:
         draft: Transformer | EagleHead | None = None,
         adapters: Adapters | None = None,
     ) -> None:
-        """draft: a smaller model that drafts (`model_drafter.py`), or a draft head (`head_drafter.py`). adapters: of the model."""
+        """draft: a smaller model that drafts or a draft head (`model_drafter.py`). adapters: of the model."""
         config = model.config
         self.max_model_len = limits.context(config)
         self.vocab_size, self.world, self.adapters = config.vocab_size, world, adapters

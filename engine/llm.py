@@ -28,10 +28,9 @@ from engine.argument_types import check_types
 from engine.core import OVERFLOW, Engine
 from engine.draft_models import find_draft
 from engine.limits import EngineLimits
-from engine.logits import check_ids
-from engine.logprobs import SCORE_CHUNK
 from engine.protocol import Abort, SamplingParams, Submit, TokenLogprobs
 from engine.runner import LARGEST_MEASURED, largest_graph
+from engine.sampler import SCORE_CHUNK, check_ids
 from engine.text import AnswerStream, Delta, banned_by
 from engine.thinking import budget_after, reasoning_of
 from engine.tuning import tune

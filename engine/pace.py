@@ -16,7 +16,7 @@ from dataclasses import dataclass, field
 from math import log2
 from typing import NamedTuple
 
-from engine.step import InFlightStep
+from engine.runner import InFlightStep
 
 MARGIN = 0.0005  # seconds of the lead, always
 LATE = 0.004  # seconds of the lead, at most, for ranks that are late

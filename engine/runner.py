@@ -14,6 +14,7 @@ the logits, the temperature and the seed are drawn after the graph.
 
 import time
 from collections.abc import Callable
+from dataclasses import dataclass, field
 from functools import partial
 from itertools import accumulate
 
@@ -23,30 +24,76 @@ from tqdm import tqdm
 
 from comm.faults import fault_word, raise_fault
 from comm.fused_buckets import bucket
-from engine.graphs import Captured, Graphs
 from engine.head_model import HeadModel
-from engine.logits import (
+from engine.paged_cache import PagedCache
+from engine.pooling import Pooled, pool
+from engine.protocol import SamplingParams, TokenLogprobs
+from engine.sampler import (
+    PendingLogprobs,
+    SamplingBatch,
     SamplingState,
     count_drawn,
     is_plain,
     may_change,
     process,
     reads_tokens,
+    sample,
+    score_prompts,
+    scores_prompt,
 )
-from engine.logprobs import PendingLogprobs, score_prompts, scores_prompt
-from engine.paged_cache import PagedCache
-from engine.pooling import pool
-from engine.protocol import SamplingParams, TokenLogprobs
-from engine.sampler import SamplingBatch, sample
-from engine.schedules import Schedules
+from engine.schedules import Captured, Graphs, Schedules
 from engine.sequence import Chunk, Sequence, drawn_by
-from engine.step import InFlightStep, Output, StepResult
 from engine.step_inputs import ROUND, Capacity, DecodeInputs, SpanInputs
 from engine.transfers import to_device, to_host
 from kernels.graph_times import successive_seconds
 from kernels.sampling import NO_TOKEN, combine_best, local_best
 from layers.attention import AttentionContext
 from model import Transformer
+
+# --- a step that was launched, and its results -------------------------------------------------------------------------------
+
+
+@dataclass
+class StepResult:
+    """A token, and its log-probabilities or None, for each draw."""
+
+    tokens: list[int]
+    logprobs: list[TokenLogprobs | None]
+
+
+@dataclass
+class Output:
+    """A step's results on the device."""
+
+    last: Tensor  # (W, C), the W rows from which a token is drawn
+    tokens: Tensor | None  # (W,) int64, drawn with only the logits, the temperature and the seed; None on a CPU
+    streams: list[Tensor]  # (T, C) each, of the runner's `stream_layers`
+    hidden: Tensor | None = None  # (T, C), all rows, of a step that scores a prompt or takes a mean
+
+
+@dataclass
+class InFlightStep:
+    """A step that was launched. `drawn` is None until its tokens are drawn."""
+
+    chunks: list[Chunk]
+    sampling: list[Chunk]  # those that sample, in the same order
+    hidden: Tensor  # (W, C), the W rows of their `draws`; a later launch may overwrite it
+    has_drafts: bool
+    streams: list[Tensor] = field(default_factory=list)  # (T, C) each, of all rows; a later launch may overwrite them
+    drawn: Tensor | None = None  # (W,) int64, on the device
+    tokens: Tensor | None = None  # the same in host memory, valid after `ready`
+    fault: Tensor | None = None  # of the waits for other ranks until then, valid after `ready`; see comm/faults.py
+    scored: list[int] = field(default_factory=list)  # the draws whose requests ask for log-probabilities
+    logprobs: PendingLogprobs | None = None  # of these, valid after `ready`
+    pooled: Pooled | None = None  # valid after `ready`
+    # when the device could begin the step, with its inputs laid out, and when it had the tokens; None on a CPU
+    begin: "torch.cuda.Event | None" = None
+    ready: "torch.cuda.Event | None" = None
+    launches: tuple[str, int] = ("", 0)  # what the device runs: the graph's key, or the same of a step without a graph
+    # by time.perf_counter(): when it had been launched, and when the device had its tokens; None if they were not waited for
+    launched: float = 0.0
+    ended: float | None = None
+
 
 Key = tuple[str, int]  # of a graph: `decode` or `prefill`, and its rows
 

@@ -27,7 +27,7 @@ class Sequence:
     first_scheduled: float | None = None
     finish_reason: str | None = None
     adapter: Any = None  # an Adapter (see adapters.py)
-    state: Any = None  # a SamplingState (see logits.py)
+    state: Any = None  # a SamplingState (see sampler.py)
     drafter: Any = None  # a TextDrafter (see text_drafter.py)
     repeats: bool = False  # the one before it in its request has the same prompt
     alone: bool = False  # it is computed again after an overflow, without drafts and the prefix cache

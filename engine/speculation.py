@@ -24,11 +24,10 @@ from hashlib import blake2b
 from engine.draft_costs import FREE, Costs
 from engine.draft_gains import NO_DRAFT, SHARE, TRIALS_ALONE, WEIGHT_OF_ALL, Acceptance, Budget, DraftPlan
 from engine.model_drafter import ModelDrafter
-from engine.prompt_index import PromptIndex
 from engine.protocol import Drafted
+from engine.runner import InFlightStep
 from engine.sequence import Chunk, Sequence
-from engine.step import InFlightStep
-from engine.text_drafter import MOST_INDEXED, NGRAM, PREDICTION, PROMPTS, TEXTS, TextDrafter
+from engine.text_drafter import MOST_INDEXED, NGRAM, PREDICTION, PROMPTS, TEXTS, PromptIndex, TextDrafter
 
 MOST_INDEXED_TOGETHER = 1 << 19  # tokens of all running requests; an automaton takes up to 0.7 KB for each, on each rank
 INDEXED_A_STEP = 512  # tokens of all requests: a long prompt must not hold up a step; about 1 ms

@@ -20,8 +20,8 @@ from comm import Communicator, Local
 from comm.interface import SCHEDULES
 from comm.registry import choose
 from engine import LLM
-from engine.graphs import Graphs
 from engine.limits import EngineLimits
+from engine.schedules import Graphs
 from kernels import determinism
 from kernels.norm import add_rms_norm
 from kernels.sampling import log_softmax

@@ -25,9 +25,9 @@ from engine.core import Engine
 from engine.draft_costs import Costs
 from engine.limits import EngineLimits
 from engine.llm import LLM
-from engine.logprobs import token_logprobs
 from engine.paged_cache import PagedCache
 from engine.protocol import SamplingParams, Submit
+from engine.sampler import token_logprobs
 from errors import UserError
 from kernels import determinism, exact
 from kernels.sampling import exponential_noise, gumbel_noise

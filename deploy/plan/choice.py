@@ -9,8 +9,7 @@ import numpy as np
 
 from deploy.plan.load import Answers, Goals, at_rate, highest_rate, largest_rate
 from deploy.plan.steps import RESULTS, WIDTHS, Setup, Steps, Tables, gpu, read_rows, setup_of
-from engine.limits import EngineLimits, default_memory
-from engine.step_tokens import default_tokens, entries
+from engine.limits import EngineLimits, default_memory, default_tokens, entries
 from errors import UserError
 
 RESERVE = 2e9  # bytes of a GPU for CUDA's context and NCCL, for which there is no formula

@@ -8,13 +8,12 @@ import pytest
 
 from engine.draft_costs import LEAST_PRICE, Costs
 from engine.draft_gains import FIRST_ACCEPTED, NO_DRAFT, SHARE, Acceptance, Budget, DraftPlan
-from engine.prompt_index import GAP, GRAM, PromptIndex
 from engine.protocol import SamplingParams, Submit, joined
+from engine.runner import InFlightStep
 from engine.sequence import Chunk, Sequence, common_prefix
 from engine.speculation import GRANT, TEXT_GRANT, Speculation
-from engine.step import InFlightStep
 from engine.suffix_automaton import SuffixAutomaton
-from engine.text_drafter import END, MOST_INDEXED, MOST_WITH_GRAMMAR, TextDrafter
+from engine.text_drafter import END, GAP, GRAM, MOST_INDEXED, MOST_WITH_GRAMMAR, PromptIndex, TextDrafter
 from tests.engine.test_engine import assert_same, config_of, engine_of, random_model, random_params, serve
 
 CHEAP = 0.15  # price of a drafted row

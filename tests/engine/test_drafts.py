@@ -26,7 +26,7 @@ from engine import LLM, draft_models
 from engine.core import Engine
 from engine.draft_costs import LEAST_GAIN, LEAST_PRICE, Costs
 from engine.draft_gains import SHARE, Acceptance, Budget
-from engine.head_drafter import HeadDrafter
+from engine.model_drafter import HeadDrafter
 from engine.protocol import Abort, SamplingParams, Submit
 from engine.sequence import Chunk, Sequence, common_prefix
 from engine.speculation import GRANT

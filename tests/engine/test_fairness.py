@@ -11,9 +11,8 @@ from hypothesis import strategies as st
 
 from engine.block_manager import BlockManager
 from engine.protocol import SamplingParams, Turn
-from engine.scheduler import Scheduler, fair_shares
+from engine.scheduler import Scheduler, WaitingQueue, fair_shares
 from engine.sequence import Sequence
-from engine.waiting import WaitingQueue
 
 
 class Server:

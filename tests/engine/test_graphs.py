@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 import torch
 
-from engine.graphs import Graphs
+from engine.schedules import Graphs
 
 
 class Recorded:

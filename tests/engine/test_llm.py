@@ -24,8 +24,8 @@ from engine import LLM, SamplingParams
 from engine.limits import EngineLimits
 from engine.llm import Completion, Timing
 from engine.protocol import Abort, Submit
+from engine.runner import InFlightStep
 from engine.sequence import Chunk
-from engine.step import InFlightStep
 from errors import UserError
 from server.schemas import CompletionBody
 from tests import MODELS

@@ -14,9 +14,8 @@ from torch import Tensor
 from transformers import MinNewTokensLengthLogitsProcessor, NoBadWordsLogitsProcessor, RepetitionPenaltyLogitsProcessor
 
 from engine.grammars import Grammars
-from engine.logits import advance, check_ids, new_state, process, sibling
-from engine.logprobs import score_prompts, token_logprobs
 from engine.protocol import SamplingParams, ThinkingBudget
+from engine.sampler import advance, check_ids, new_state, process, score_prompts, sibling, token_logprobs
 from engine.sequence import Chunk, Draw, Sequence
 from errors import UserError
 from tests import MODELS

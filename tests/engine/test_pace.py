@@ -9,8 +9,8 @@ import pytest
 import torch
 
 from engine.pace import Pace
+from engine.runner import InFlightStep
 from engine.sequence import Chunk
-from engine.step import InFlightStep
 
 HIDDEN = torch.zeros(1, 1)
 

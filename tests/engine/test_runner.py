@@ -22,11 +22,11 @@ from checkpoints.export import save_checkpoint
 from comm.fused_buckets import bucket
 from engine.core import Engine
 from engine.draft_costs import Costs
-from engine.graphs import Captured, Graphs
 from engine.limits import EngineLimits
 from engine.paged_cache import PagedCache
 from engine.protocol import SamplingParams, Submit, ThinkingBudget
 from engine.runner import LARGEST_GRAPH, Runner, decode_buckets, largest_graph, long_steps, prefill_buckets
+from engine.schedules import Captured, Graphs
 from engine.sequence import Sequence
 from engine.step_inputs import ROUND
 from model import Transformer

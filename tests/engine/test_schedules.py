@@ -23,11 +23,10 @@ from comm import GlooCommunicator, PendingAllReduce
 from comm.interface import LEAST_COPIED, SCHEDULES, Schedule
 from comm.table import Table
 from engine.core import Engine
-from engine.graphs import Captured
 from engine.limits import EngineLimits
 from engine.paged_cache import PagedCache, PagedContext
 from engine.protocol import SamplingParams
-from engine.schedules import LIMIT, MOST_REPLAYS, TURNS, Schedules, table_key
+from engine.schedules import LIMIT, MOST_REPLAYS, TURNS, Captured, Schedules, table_key
 from engine.sequence import Chunk, Sequence
 from engine.step_inputs import INVENTED, Capacity, DecodeInputs, SpanInputs, Tables
 from model import Transformer

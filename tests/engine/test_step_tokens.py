@@ -7,10 +7,9 @@ import pytest
 import torch
 
 from checkpoints.presets import model_config
-from engine import step_tokens as module
+from engine import limits as module
 from engine.core import Engine
-from engine.limits import EngineLimits
-from engine.step_tokens import USUAL, Entry, default_tokens, entries, kind, step_tokens
+from engine.limits import USUAL, EngineLimits, Entry, default_tokens, entries, kind, step_tokens
 from tests.engine.test_engine import ALONE, config_of, random_model
 from tp import World
 

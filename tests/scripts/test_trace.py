@@ -15,9 +15,8 @@ import engine.llm
 from engine import LLM
 from engine.llm import Timing
 from engine.profiling import annotate, read_trace
-from engine.runner import Runner
+from engine.runner import InFlightStep, Runner
 from engine.sequence import Chunk
-from engine.step import InFlightStep
 from errors import UserError
 from scripts import trace
 from scripts.sweep import worker

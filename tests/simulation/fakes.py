@@ -15,11 +15,11 @@ from engine.core import Engine
 from engine.draft_costs import Costs
 from engine.grammars import COMPILED, FAILED
 from engine.limits import EngineLimits
-from engine.logits import reads_tokens
 from engine.paged_cache import PagedCache
 from engine.protocol import SamplingParams, Submit
+from engine.runner import InFlightStep, StepResult
+from engine.sampler import reads_tokens
 from engine.sequence import Chunk, Sequence
-from engine.step import InFlightStep, StepResult
 from errors import UserError
 from model import Transformer
 from tp import World

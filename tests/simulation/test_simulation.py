@@ -8,9 +8,8 @@ import pytest
 
 from engine.block_manager import BlockManager
 from engine.core import Engine
-from engine.scheduler import Scheduler
+from engine.scheduler import Scheduler, WaitingQueue
 from engine.sequence import Sequence
-from engine.waiting import WaitingQueue
 from server import recovery
 from server.engine_client import OutputQueue
 from server.journal_file import JournalFile
