@@ -15,7 +15,7 @@ from typing import Any, cast
 import pytest
 
 from engine import LLM
-from engine.llm import encode_chat
+from engine.llm import encode_chat, encode_texts
 from errors import UserError
 from ranks import bounded
 from scripts import quantize
@@ -82,8 +82,8 @@ def test_the_result_and_the_errors_of_a_function_come_back() -> None:
 
 def test_a_caller_does_not_wait_for_a_lock_that_is_never_released(monkeypatch: pytest.MonkeyPatch) -> None:
     """The child has a copy of the lock, which a thread of the parent held at the fork."""
-    monkeypatch.setattr(bounded, "PATIENCE", 0.3)
-    monkeypatch.setattr(bounded, "BUSY", 0)
+    monkeypatch.setattr(bounded, "PATIENCE", 0.2)
+    monkeypatch.setattr(bounded, "BUSY", 0.1)
     lock = threading.Lock()
     with lock, pytest.raises(UserError, match=r"^it is not prepared after 0\.3 s"):
         bounded.bounded("it", lock.acquire, timeout=60)
@@ -93,7 +93,7 @@ def test_long_results_come_whole_or_not_at_all(monkeypatch: pytest.MonkeyPatch) 
     assert len(bounded.bounded("it", bytes, 5_000_000)) == 5_000_000
     monkeypatch.setattr(bounded, "RESULT", 1000)
     with pytest.raises(UserError, match=r"^it needs more than"):
-        bounded.bounded("it", bytes, 2000)
+        bounded.bounded("it", bytes, 1500)
     assert len(bounded.bounded("it", bytes, 2000, characters=1000)) == 2000
 
 
@@ -168,6 +168,13 @@ def test_a_text_that_a_tokenizer_cannot_take_is_refused_by_the_server(
         assert site.health() == "ready"
     finally:
         site.close()
+
+
+def test_special_tokens_are_added_if_asked_for() -> None:
+    tokenizer = load_tokenizer(MODELS / "tiny-hybrid")
+    plain = tokenizer.encode("hi", False)
+    assert encode_texts(tokenizer, ["hi", ""]) == [[tokenizer.bos_id, *plain], [tokenizer.bos_id]]
+    assert encode_texts(tokenizer, ["hi", ""], add_special_tokens=False) == [plain, []]
 
 
 def test_the_command_refuses_a_template_without_a_bound(
