@@ -51,12 +51,11 @@ def imports(root: Path) -> list[Import]:
 
 def _of_module(module: str, tree: ast.AST, known: set[str], late: bool = False) -> Iterator[Import]:
     for node in ast.iter_child_nodes(tree):
-        names = []
-        if isinstance(node, ast.Import):
+        if isinstance(node, ast.Import | ast.ImportFrom):
             names = [alias.name for alias in node.names]
-        elif isinstance(node, ast.ImportFrom) and node.module:
-            names = [name if (name := f"{node.module}.{a.name}") in known else node.module for a in node.names]
-        yield from (Import(module, name, node.lineno, late) for name in names if name in known and name != module)
+            if isinstance(node, ast.ImportFrom):
+                names = [name if (name := f"{node.module}.{one}") in known else str(node.module) for one in names]
+            yield from (Import(module, name, node.lineno, late) for name in names if name in known and name != module)
         yield from _of_module(module, node, known, late or isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef))
 
 
