@@ -418,13 +418,6 @@ def test_the_first_error_of_a_request_counts() -> None:
             queue.next().send(None)
 
 
-def test_the_progress_of_sequences_is_what_their_answers_may_still_get() -> None:
-    client = Client()
-    with client.generate(sequences("a", 3)), client.generate(sequences("b")):
-        client._dispatch(Outputs([TokenOutput("a-0", [5, 6, 7]), TokenOutput("a-1", [5], finish_reason="stop")]))
-        assert [(one.tokens, one.left) for one in client.progress()] == [(3, 1), (0, 4), (0, 4)]
-
-
 def test_restarts_leave_no_descriptor_open() -> None:
     async def run() -> None:
         machine = Recovery(print, print, Metrics("m"), Watchdog())
