@@ -8,16 +8,20 @@ from pathlib import Path
 from typing import Any
 
 from fastapi import FastAPI, Request
+from fastapi.exceptions import RequestValidationError
 from fastapi.routing import APIRoute
 from pydantic import BaseModel
+from starlette.exceptions import HTTPException
 from starlette.middleware.cors import CORSMiddleware
 from starlette.responses import FileResponse, HTMLResponse, Response
 from starlette.staticfiles import StaticFiles
 
-from server import embeddings, errors, routes
+from errors import UserError
+from server import embeddings, routes
 from server.calls.choice import warn_of_unknown_calls
 from server.engine_client import EngineClient
-from server.errors import NO_OBJECT, ApiError, bad
+from server.errors import NO_OBJECT, ApiError, bad, from_errors
+from server.http import error_response
 from server.messages import routes as messages
 from server.middleware import ApiKey, BodyLimit, RequestScope
 from server.openapi import describe, render_docs
@@ -43,7 +47,7 @@ def create_app(settings: Settings, client: EngineClient, tokenizer: Tokenizer) -
     )
     app.state.service = service
     app.router.route_class = BoundedRoute
-    errors.install(app)
+    _add_error_handlers(app)
     generating = routes.add_generation, responses.add, messages.add, embeddings.add, routes.add_results
     for add in (*generating, routes.add_tokens, routes.add_models, routes.add_state, routes.add_routers):  # as in /docs
         add(app, service)
@@ -85,6 +89,34 @@ class BoundedRoute(APIRoute):
             return response
 
         return handle
+
+
+def _add_error_handlers(app: FastAPI) -> None:
+    async def on_validation(request: Request, e: Exception) -> Response:
+        assert isinstance(e, RequestValidationError)
+        return error_response(
+            from_errors(e.errors(), None), request.scope
+        )  # of the path or the query: `BoundedRoute` reads bodies
+
+    async def on_http(request: Request, e: Exception) -> Response:
+        assert isinstance(e, HTTPException)
+        if not isinstance(e, ApiError):
+            path, message = request.url.path, str(e.detail)
+            if e.status_code == 404:
+                message = f"no such path: {request.method} {path}"
+                message += "" if path.startswith("/v1/") else "; the API's paths begin with /v1/, as /docs shows"
+            headers = {**(e.headers or {})}
+            if headers.get("Allow") == "GET":
+                headers["Allow"] = "GET, HEAD"  # RequestScope answers HEAD as GET
+            e = ApiError(e.status_code, message, headers=headers)
+        return error_response(e, request.scope)
+
+    async def on_user_error(request: Request, e: Exception) -> Response:
+        return error_response(bad(None, str(e)), request.scope)
+
+    app.add_exception_handler(RequestValidationError, on_validation)
+    app.add_exception_handler(HTTPException, on_http)
+    app.add_exception_handler(UserError, on_user_error)
 
 
 def _add_pages(app: FastAPI) -> None:

@@ -5,19 +5,10 @@ The paths of the Messages API have a format of their own (server/messages/errors
 
 import json
 from collections.abc import Mapping, Sequence
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from pydantic_core import PydanticCustomError, ValidationError
 from starlette.exceptions import HTTPException
-from starlette.requests import Request
-from starlette.responses import Response
-from starlette.types import Scope
-
-from errors import UserError
-from server.messages.errors import error_body, is_messages
-
-if TYPE_CHECKING:  # worker processes raise these errors, too, and start faster without FastAPI
-    from fastapi import FastAPI
 
 TYPES = {401: "authentication_error", 404: "not_found_error", 429: "rate_limit_error", 503: "service_unavailable_error"}
 RETRY_SECONDS = {429: "1", 503: "2"}
@@ -68,24 +59,6 @@ class ApiError(HTTPException):
     def body(self) -> dict[str, Any]:
         kind = error_type(self.status_code)
         return {"error": {"message": self.message, "type": kind, "param": self.param, "code": self.code}}
-
-    def response(self, scope: Scope) -> Response:
-        """The response to the request of `scope`, in the format of its path."""
-        headers = with_retry(self.status_code, self.headers)
-        if self.status_code == 401:
-            headers["www-authenticate"] = "Bearer"
-        body = self.body
-        if is_messages(scope["path"]):
-            body = error_body(self.status_code, self.message, scope["state"]["request_id"])
-        return Response(_encoded(body), self.status_code, headers, "application/json")
-
-
-def _encoded(body: dict[str, Any]) -> bytes:
-    """As `http.to_json`, without msgspec: the gateway of replicas imports this file, and lacks it."""
-    try:
-        return json.dumps(body, ensure_ascii=False, separators=(",", ":")).encode()
-    except UnicodeEncodeError:  # a lone surrogate
-        return json.dumps(body).encode()
 
 
 def shortened(text: str, most: int) -> str:
@@ -186,31 +159,3 @@ def _param(error: Any, body: Any) -> str | None:
         elif i == len(location) and error["type"] == "missing":
             path.append(str(part))
     return ".".join(path) or None
-
-
-def install(app: "FastAPI") -> None:
-    from fastapi.exceptions import RequestValidationError
-
-    async def on_validation(request: Request, e: Exception) -> Response:
-        assert isinstance(e, RequestValidationError)
-        return from_errors(e.errors(), None).response(request.scope)  # of the path or the query: `BoundedRoute` reads bodies
-
-    async def on_http(request: Request, e: Exception) -> Response:
-        assert isinstance(e, HTTPException)
-        if not isinstance(e, ApiError):
-            path, message = request.url.path, str(e.detail)
-            if e.status_code == 404:
-                message = f"no such path: {request.method} {path}"
-                message += "" if path.startswith("/v1/") else "; the API's paths begin with /v1/, as /docs shows"
-            headers = {**(e.headers or {})}
-            if headers.get("Allow") == "GET":
-                headers["Allow"] = "GET, HEAD"  # RequestScope answers HEAD as GET
-            e = ApiError(e.status_code, message, headers=headers)
-        return e.response(request.scope)
-
-    async def on_user_error(request: Request, e: Exception) -> Response:
-        return bad(None, str(e)).response(request.scope)
-
-    app.add_exception_handler(RequestValidationError, on_validation)
-    app.add_exception_handler(HTTPException, on_http)
-    app.add_exception_handler(UserError, on_user_error)

@@ -11,8 +11,9 @@ import msgspec
 from starlette.responses import Response
 from starlette.types import Receive, Scope, Send
 
-from server.errors import ApiError, ClientGone, internal_error
+from server.errors import ApiError, ClientGone, internal_error, with_retry
 from server.logs import log
+from server.messages.errors import error_body, is_messages
 
 T = TypeVar("T")
 Event = tuple[str, dict[str, Any]]  # of a stream: its type, and its other fields
@@ -49,6 +50,17 @@ class JsonResponse(Response):
             with scope["state"]["backlog"]() as count:
                 count(len(self.body))
                 await unless_gone(receive, send_pieces(self, scope, send, [bytes(self.body)]))
+
+
+def error_response(error: ApiError, scope: Scope) -> JsonResponse:
+    """The response to the request of `scope`, in the format of its path."""
+    headers = with_retry(error.status_code, error.headers)
+    if error.status_code == 401:
+        headers["www-authenticate"] = "Bearer"
+    body = error.body
+    if is_messages(scope["path"]):
+        body = error_body(error.status_code, error.message, scope["state"]["request_id"])
+    return JsonResponse(body, error.status_code, headers)
 
 
 class Writer:
@@ -189,7 +201,7 @@ class EventStream(Response):
             try:
                 first = await anext(self.events)
             except ApiError as e:
-                await e.response(scope)(scope, receive, send)
+                await error_response(e, scope)(scope, receive, send)
                 return
             await send({"type": "http.response.start", "status": self.status_code, "headers": self.raw_headers})
             # The middleware looks at the start of a response only, so the events bypass it.

@@ -15,14 +15,11 @@ from collections import Counter, deque
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
-from typing import TYPE_CHECKING
+from typing import Protocol
 
 from starlette.types import Receive
 
 from server.errors import ApiError, ClientGone, bad
-
-if TYPE_CHECKING:
-    from server.connections import Connection
 
 SHARE = 4  # one client may have a quarter of the bytes
 MOST_DESCRIPTORS = 65536  # that the server takes if it may
@@ -34,7 +31,15 @@ LONGEST_RETRY = 120  # seconds
 
 # --- connections -----------------------------------------------------------------------------------------------------
 
-ByClient = dict[str, dict["Connection", None]]  # the oldest first
+
+class Connection(Protocol):
+    """What `server/connections.py` has for this module. sender: whose connection it is."""
+
+    sender: str
+    transport: asyncio.Transport
+
+
+ByClient = dict[str, dict[Connection, None]]  # the oldest first
 
 
 def raise_descriptor_limit() -> None:
@@ -63,7 +68,7 @@ class Connections:
         self._open: ByClient = {}
         self._waiting: ByClient = {}  # for a request
 
-    def add(self, connection: "Connection") -> None:
+    def add(self, connection: Connection) -> None:
         if sum(map(len, self._open.values())) >= self.most:
             closed = self._to_close_for(connection)
             self.remove(closed)
@@ -73,20 +78,20 @@ class Connections:
         self._open.setdefault(connection.sender, {})[connection] = None
         self.wait(connection)
 
-    def remove(self, connection: "Connection") -> None:
+    def remove(self, connection: Connection) -> None:
         self.answer(connection)
         _remove(self._open, connection)
 
-    def wait(self, connection: "Connection") -> None:
+    def wait(self, connection: Connection) -> None:
         """It waits for a request, or for the rest of one, unless it is closed."""
         if connection in self._open.get(connection.sender, ()):
             self._waiting.setdefault(connection.sender, {})[connection] = None
 
-    def answer(self, connection: "Connection") -> None:
+    def answer(self, connection: Connection) -> None:
         """It has a complete request, or is closed."""
         _remove(self._waiting, connection)
 
-    def _to_close_for(self, new: "Connection") -> "Connection":
+    def _to_close_for(self, new: Connection) -> Connection:
         client = max(self._waiting or self._open, key=lambda client: len(self._open[client]))
         if self._waiting:
             return next(iter(self._waiting[client]))
@@ -94,7 +99,7 @@ class Connections:
         return next(reversed(self._open[client])) if fewer else new
 
 
-def _remove(connections: ByClient, one: "Connection") -> None:
+def _remove(connections: ByClient, one: Connection) -> None:
     if own := connections.get(one.sender):
         own.pop(one, None)
         if not own:

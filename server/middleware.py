@@ -18,6 +18,7 @@ from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from server.clients import current_client, digest, read_keys, sender
 from server.errors import CLIENT_GONE, CLOSE, ApiError, ClientGone, internal_error
+from server.http import error_response
 from server.limits import Full, HeldBytes, TooLarge, TooSlow, read_body
 from server.logs import HEALTH_PATHS, METRIC_PATHS, PAGE_PATHS, STATIC, access_line, log
 from server.messages.errors import is_messages
@@ -71,7 +72,7 @@ class RequestScope:
         except Exception:
             log.exception("request %s failed", state["request_id"])
             if not status:
-                await internal_error().response(scope)(scope, receive, send_with_id)
+                await error_response(internal_error(), scope)(scope, receive, send_with_id)
             status = 500
         finally:
             state["until_written"].close()
@@ -135,7 +136,7 @@ class ApiKey:
             await self.app(scope, receive, send)
             return
         message = "the API key is missing or wrong; send it as the header Authorization: Bearer KEY, or x-api-key: KEY"
-        await ApiError(401, message, None, "invalid_api_key").response(scope)(scope, receive, send)
+        await error_response(ApiError(401, message, None, "invalid_api_key"), scope)(scope, receive, send)
 
     def _is_open(self, path: str) -> bool:
         return not self._clients or path in self._open or path.startswith(STATIC)
@@ -173,7 +174,7 @@ class BodyLimit:
         if headers.get("content-encoding", "").lower() not in ("", "identity"):
             message = "the server reads no compressed bodies; send it without Content-Encoding"
             error = ApiError(415, message, None, "compressed_body", {"accept-encoding": "identity"})
-            await error.response(scope)(scope, receive, send)
+            await error_response(error, scope)(scope, receive, send)
             return
         with self.bodies.hold(current_client.get()) as take:
             try:
@@ -188,7 +189,7 @@ class BodyLimit:
             else:
                 await self._run(body, scope, receive, send)
                 return
-        await error.response(scope)(scope, receive, send)
+        await error_response(error, scope)(scope, receive, send)
 
     async def _run(self, body: bytes, scope: Scope, receive: Receive, send: Send) -> None:
         scope["state"]["body"] = body

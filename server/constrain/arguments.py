@@ -2,15 +2,13 @@
 
 import json
 from collections.abc import Collection, Iterable
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from server.calls.syntax import ArgumentSyntax
 from server.calls.values import WORD, parsed, regex, resolved, target, types_of
 from server.constrain.check import Compiled, SchemaError, accepted
 from server.constrain.json_schema import CallableTool, compile_schema
-
-if TYPE_CHECKING:
-    from server.constrain.demand import Rules
+from server.constrain.rules import Rules
 
 MAX_DEPTH = 12  # of nested values whose schemas are followed
 MAX_LENGTH = 1000  # longest text whose length is enforced
@@ -26,7 +24,7 @@ class ArgumentGrammar:
     """The arguments of one tool. What of its schema cannot be enforced is named by `Rules.leave_out`, or a SchemaError if the tool is
     strict."""
 
-    def __init__(self, rules: "Rules", syntax: ArgumentSyntax, tool: CallableTool) -> None:
+    def __init__(self, rules: Rules, syntax: ArgumentSyntax, tool: CallableTool) -> None:
         self._rules, self._syntax, self._tool = rules, syntax, tool
         self._root = tool.schema
         self._any = self._text = ""  # the rules of any value, and of any text

@@ -22,6 +22,7 @@ from server.calls.values import regex
 from server.constrain.arguments import ArgumentGrammar
 from server.constrain.check import Compiled, SchemaError, accepted, check_grammar, check_matcher
 from server.constrain.json_schema import CallableTool, compile_arguments, compile_calls, compile_schema
+from server.constrain.rules import Rules, quoted
 from server.formats import Constraint, StructuralTagFormat
 
 LARK = re.compile(r"^\s*(%llguidance\b|\??start\b[^:\n]*:(?!:=))", re.MULTILINE)  # otherwise GBNF, whose rules are `name ::= …`
@@ -133,7 +134,7 @@ def compile_demand(demand: Demand) -> Compiled:
 def _demanded(demand: Demand) -> Compiled:
     constraint, tools, syntax = demand.constraint, demand.tools, demand.syntax
     free = demand.calls == "may" and constraint is None
-    rules = Rules(demand.special, demand.reasoning, free_spelling() if free else forced_spelling(syntax))
+    rules = AnswerRules(demand.special, demand.reasoning, free_spelling() if free else forced_spelling(syntax))
     if free:
         return rules.finish(rules.free_with_calls(syntax, rules.callables(syntax, tools)))
     if constraint and constraint.kind == "structural_tag":
@@ -163,7 +164,7 @@ def _compile(constraint: Constraint) -> Compiled:
         case "regex":
             return _checked(LLMatcher.grammar_from_regex(_whole(constraint.value)))
         case "choice":  # a terminal: as many as one likes are a single item of the parser
-            texts = " | ".join(map(_quoted, constraint.value))
+            texts = " | ".join(map(quoted, constraint.value))
             return _of_lark(f"start: CHOICE\nCHOICE: {texts}")
         case _:
             return _of_lark(_lark(_whole(constraint.value)))
@@ -221,32 +222,16 @@ def _checked(grammar: str, **bounds: int) -> Compiled:
     return Compiled(grammar, tuple(check_grammar(grammar, **bounds)))
 
 
-class Rules:
-    """The rules of a Lark grammar, and the grammars to which they refer."""
+class AnswerRules(Rules):
+    """The rules of an answer's grammar: reasoning, calls, free text."""
 
     def __init__(self, special: dict[str, int], reasoning: Marks | None, spelling: Spelling) -> None:
-        self.special, self.reasoning, self.spelling = special, reasoning, spelling
-        self._rules = [r"TEXT: /(.|\n)*/"]
-        self._parts: list[dict[str, Any]] = []
-        self._not_enforced: list[str] = []
-
-    def finish(self, start: str) -> Compiled:
-        """The whole grammar, whose first rule is `start`."""
-        lark = "\n".join([f"start: {start}", *self._rules])
-        text = json.dumps({"grammars": [{"name": "start", "lark_grammar": lark}, *self._parts]})
-        return Compiled(text, tuple(self._not_enforced))
+        super().__init__(special)
+        self.reasoning, self.spelling = reasoning, spelling
 
     def finish_with(self, only: Compiled) -> Compiled:
         """The whole grammar of an answer that is `only`."""
         return self.finish(self.after_reasoning(self.part(only))) if self.reasoning else only
-
-    def part(self, compiled: Compiled) -> str:
-        """A reference to a grammar."""
-        (grammar,) = json.loads(compiled.grammar)["grammars"]
-        name = f"part_{len(self._parts)}"
-        self._parts.append({**grammar, "name": name})
-        self._not_enforced += compiled.not_enforced
-        return f"@{name}"
 
     # --- calls -----------------------------------------------------------------------------------------------------------------
 
@@ -414,7 +399,7 @@ class Rules:
         begin, end, begins_inside = self.reasoning
         if begins_inside:
             return f"{self.until(end)} ({answer(text)})"
-        outside = text if self._pieces(begin)[0] in self.special else self._text_without(rf"\s*{regex(begin)}", text)
+        outside = text if self.pieces(begin)[0] in self.special else self._text_without(rf"\s*{regex(begin)}", text)
         opened = self._opened(r"\s*")
         return f"({opened} ({answer(text)}) | {answer(outside)} | {text})"
 
@@ -430,64 +415,12 @@ class Rules:
         """Reasoning with its beginning and its end. indent: the regular expression of the spaces before it."""
         assert self.reasoning is not None
         begin, end, _ = self.reasoning
-        if self._pieces(begin)[0] in self.special:
+        if self.pieces(begin)[0] in self.special:
             return f"/{indent}/ {self.literal(begin)} {self.until(end)}"
         if end in self.special:
             return rf"/{indent}{regex(begin)}(.|\n)*/ {self.literal(end)}"
         return self.rule(rf"/{indent}{regex(begin)}(.|\n)*/ {self.literal(end)}", lazy=True)
 
-    def until(self, mark: str, text: str = "TEXT") -> str:
-        """Text up to the first `mark`, and the mark."""
-        first, rest = self._pieces(mark)[0], self._pieces(mark)[1:]
-        if first in self.special:
-            return f"{text} {self.literal(mark)}"
-        return " ".join([self.rule(f"{text} {self.literal(first)}", lazy=True), *map(self.literal, rest)])
-
     def _text_without(self, begin: str, text: str = "TEXT") -> str:
         """Text that does not begin with the regular expression `begin`."""
         return self.terminal(rf"{text} & ~/({begin})(.|\n)*/")
-
-    def rule(self, body: str, lazy: bool = False) -> str:
-        name = f"rule_{len(self._rules)}"
-        self._rules.append(f"{name}{'[lazy]' * lazy}: {body}")
-        return name
-
-    def fill(self, name: str, body: str) -> None:
-        """Say what a rule is that was empty."""
-        self._rules[self._rules.index(f"{name}: ")] = f"{name}: {body}"
-
-    def terminal(self, expression: str) -> str:
-        name = f"TEXT_{len(self._rules)}"
-        self._rules.append(f"{name}: {expression}")
-        return name
-
-    def any_of(self, texts: Sequence[str]) -> str:
-        """One of the texts. Without special tokens it is a terminal: as many as one likes are a single item of the parser."""
-        if all(text and text not in self.special and len(self._pieces(text)) == 1 for text in texts):
-            return self.terminal(" | ".join(map(_quoted, texts)))
-        return f"({' | '.join(map(self.literal, texts))})"
-
-    def leave_out(self, path: str) -> None:
-        """Note that something is not enforced."""
-        if path not in self._not_enforced:
-            self._not_enforced.append(path)
-
-    def spaced(self, text: str) -> str:
-        """The words of `text`; where it has spaces, there may be some."""
-        return " SPACE ".join(map(self.literal, re.split(r"\s+", text)))
-
-    def literal(self, text: str) -> str:
-        """Exactly `text`."""
-        pieces = self._pieces(text)
-        return " ".join(f"<[{self.special[p]}]>" if p in self.special else _quoted(p) for p in pieces)
-
-    def _pieces(self, text: str) -> list[str]:
-        """`text`, cut before and after special tokens."""
-        spelled = sorted(self.special, key=len, reverse=True)
-        pieces = re.split(f"({'|'.join(map(re.escape, spelled))})", text) if spelled else [text]
-        return [piece for piece in pieces if piece]
-
-
-def _quoted(text: str) -> str:
-    """As a string of a Lark grammar, which may hold no control characters."""
-    return json.dumps(text, ensure_ascii=False).replace("\x7f", r"\u007f")

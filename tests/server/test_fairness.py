@@ -19,6 +19,7 @@ from server import limits
 from server.clients import digest, read_keys, sender
 from server.errors import ApiError
 from server.generation import Plan, Prompt, Run, Usage
+from server.http import error_response
 from server.limits import LONGEST_RETRY, RATE_SECONDS, Admission
 from tests.support.server_thread import CHAT, TOKENIZER, Site, wait_for
 
@@ -113,7 +114,7 @@ def refusal(admission: Admission, client: str, sequences: int, active: int) -> i
     with pytest.raises(ApiError) as caught, admission.hold(client, sequences, active):
         pass
     assert caught.value.status_code == 429 and caught.value.code == "queue_full"
-    return int(caught.value.response({"path": "/"}).headers["retry-after"])
+    return int(error_response(caught.value, {"path": "/"}).headers["retry-after"])
 
 
 def without_jitter(monkeypatch: pytest.MonkeyPatch) -> None:

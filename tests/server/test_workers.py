@@ -18,6 +18,7 @@ from errors import UserError
 from server import workers
 from server.clients import current_client
 from server.errors import ApiError
+from server.http import error_response
 from server.workers import LAST_RESORT_SECONDS, Workers, _Caller, _Job
 from tests import ROOT
 from tests.support.server_process import runs, wait_until
@@ -147,7 +148,7 @@ def test_the_queues_are_bounded() -> None:
         await until(lambda: len(pool._slow) == 2)
         with pytest.raises(ApiError, match="too many") as error:
             await pool.run(limited, slow=True)
-        assert error.value.code == "queue_full" and "retry-after" in error.value.response({"path": "/"}).headers
+        assert error.value.code == "queue_full" and "retry-after" in error_response(error.value, {"path": "/"}).headers
         for job in waiting:
             job.cancel()
         await asyncio.wait(waiting)
