@@ -27,6 +27,7 @@ from options import zero_or_more
 from training.options import add_exchange_options, execution_settings
 from training.planner.collectives import profile_for
 from training.planner.cost import Prediction, predict
+from training.planner.node_order import node_order, read_leaves, spans
 from training.planner.report import as_json, describe, rows, table, why_chosen
 from training.planner.scaling import MOST_GPUS, draw, scaling
 from training.planner.search import OBJECTIVE, OBJECTIVES, TOLERANCE, alternatives, choose
@@ -120,6 +121,12 @@ def _add_choice_options(parser: argparse.ArgumentParser) -> None:
         f"the least memory is chosen (default: {TOLERANCE})",
     )
     search.add_argument("--sharding", metavar="P,G,OS", help="predict this sharding, such as 8,8,8x4, instead of choosing one")
+    search.add_argument(
+        "--leaves",
+        type=Path,
+        metavar="FILE",
+        help="file with a line NODE LEAF for each node: also print the order of nodes whose groups span the fewest leaf switches",
+    )
 
 
 def _add_output_options(parser: argparse.ArgumentParser) -> None:
@@ -185,6 +192,7 @@ def main() -> None:
     args = parse_args()
     workload = workload_of(args)
     memory_bytes = 1e9 * (args.gpu_memory if args.gpu_memory is not None else workload.cluster.memory_gb)
+    leaves = read_leaves(args.leaves, workload.mesh.nodes) if args.leaves else None
     ranked = decide(workload, args, memory_bytes)
     others = alternatives(workload, memory_bytes, args.objective)
     record: dict[str, Any] = {
@@ -202,6 +210,14 @@ def main() -> None:
     }
     text = f"{describe(workload, ranked[0], memory_bytes)}\n\n{table(rows(ranked, others))}"
     text += why_chosen(ranked, args.objective, args.tolerance)
+    if leaves:
+        names, switches = leaves
+        order = node_order(switches, ranked[0].sharding)
+        record["node_order"] = [names[node] for node in order]
+        size = ranked[0].sharding.optimizer.nodes
+        before, after = spans(switches, size), spans([switches[node] for node in order], size)
+        text += f"\n\nstart ranks in this order of nodes: {' '.join(record['node_order'])}"
+        text += f"\n(groups of {size} nodes span {after} leaf switches in all, {before} in the order of the file)"
     print(json.dumps(record) if args.json else text)
     if args.plot:
         title = (

@@ -13,9 +13,9 @@ LINES = {  # of Python, by package
     "engine": 7_150,
     "kernels": 9_650,
     "comm": 3_800,
-    "training": 5_650,
+    "training": 5_800,
     "scripts": 9_800,
-    "tests": 57_450,
+    "tests": 57_550,
 }
 INFERENCE_LINES = 44_450
 ROOT_FILES = 10

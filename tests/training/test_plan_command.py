@@ -88,6 +88,19 @@ def test_a_checkpoint_directory_and_a_profile(command: Here, tmp_path: Path) -> 
     assert "profile-collectives" in command.refuses(*fitting[:3], "64", *fitting[4:], "--profile", profile)
 
 
+def test_nodes_are_put_in_order(command: Here, tmp_path: Path) -> None:
+    leaves = tmp_path / "leaves.txt"
+    leaves.write_text("".join(f"node{i} leaf{i % 2}\n" for i in range(8)))
+    args = ("--model", "llama-7b", "--gpus", "64", "--cluster", "a800", "--sharding", "1,1,8x4", "--leaves", leaves)
+    order = command(*args, "--json").record["node_order"]
+    halves = [{int(name[4:]) % 2 for name in order[half : half + 4]} for half in (0, 4)]
+    assert [len(half) for half in halves] == [1, 1] and len(set(order)) == 8
+    text = command(*args).out
+    assert "node0" in text and "span 2 leaf switches in all, 4 in the order of the file" in text
+    leaves.write_text("node0 leaf0\n")
+    assert "the plan needs 8" in command.refuses(*args)
+
+
 def test_the_plot(command: Here, tmp_path: Path) -> None:
     path = tmp_path / "mfu.png"
     done = command("--model", "llama-7b", "--gpus", "64", "--cluster", "a800", "--plot", path)
@@ -138,6 +151,7 @@ def test_a_measured_profile_is_plotted_as_far_as_it_reaches(command: Here, tmp_p
         ((*PAPER, "--gpus", "0"), ("whole number of at least 1",)),
         ((*PAPER[:4], "--cluster", "b300"), ("no cluster 'b300'", "a800, h100, h200")),
         ((*PAPER, "--profile", "pyproject.toml"), ("cannot be read as JSON", "make profile-collectives")),
+        ((*PAPER, "--leaves", "no-such-file"), ("NODE LEAF",)),
         ((*PAPER, "--bucket-mb", "0"), ("--bucket-mb: '0' is no number above 0",)),
         (("--model", "llama-7b"), ("--gpus", "--help")),
     ],
@@ -151,7 +165,7 @@ def test_bad_input_is_one_line_with_its_mend(command: Here, args: tuple[str, ...
 def test_help_teaches(command: Here) -> None:
     done = command("--help")
     assert done.code == 0
-    for word in ("--sharding", "--profile", "a800", "python -m training.plan", "docs/planner.md"):
+    for word in ("--sharding", "--leaves", "--profile", "a800", "python -m training.plan", "docs/planner.md"):
         assert word in done.out
 
 

@@ -22,6 +22,7 @@ from training.batches import Batch
 from training.planner.collectives import Profile, synthesize
 from training.planner.cost import communication, exposed, forward_flops, predict
 from training.planner.memory import activations, layer_activations, loss_activations, memory
+from training.planner.node_order import node_order, order_for_groups, read_leaves, spans
 from training.planner.search import OBJECTIVES, alternatives, choose, filtered_meshes, shardings
 from training.planner.workload import Workload, layer_matrices, tables
 from training.sharding import OVERLAPS, Mesh, Sharding
@@ -434,3 +435,81 @@ def test_on_one_node_the_choice_is_the_paper_s(model: str, row: str) -> None:
     here = Workload(preset(model), Mesh(8, 1), A800, synthesize(A800, 1))
     assert here.micro_batches == 128
     assert choose(here, 80e9, "communication")[0].sharding == Sharding.parse(row)
+
+
+# --- placement -------------------------------------------------------------------------------------------------------------
+
+
+def fewest_spans(leaves: list[str], size: int) -> int:
+    return min(spans(order, size) for order in set(itertools.permutations(leaves)))
+
+
+def test_fewest_leaf_switches_as_of_all_permutations(seed: int) -> None:
+    draw = random.Random(seed)
+    for _ in range(12):
+        size, groups = draw.choice(((2, 2), (2, 3), (2, 4), (3, 2), (4, 2)))
+        leaves = [draw.choice("abcd"[: draw.randint(2, 4)]) for _ in range(size * groups)]
+        order = order_for_groups(leaves, size)
+        assert sorted(order) == list(range(len(leaves)))
+        assert spans([leaves[i] for i in order], size) == fewest_spans(leaves, size), (leaves, size)
+
+
+def test_three_leaves_that_fill_groups_together_are_found() -> None:
+    """5 + 5 + 2 and 1 + 1 + 4 nodes fill groups of 6; taken by size they do not."""
+    counts = dict(a=5, b=5, c=2, d=1, e=1, f=4)
+    leaves = [name for name, count in counts.items() for _ in range(count)]
+    order = order_for_groups(leaves, 6)
+    # 6 leaves + 3 groups - sets: {5, 1}, {5, 1}, {2, 4} are three
+    assert spans([leaves[i] for i in order], 6) == 6
+    # 1, 1, 4 and 1, 1, 4: two sets of three leaves each, which no pairing finds
+    leaves = [name for name, count in dict(a=1, b=1, c=1, d=1, e=4, f=4).items() for _ in range(count)]
+    assert spans([leaves[i] for i in order_for_groups(leaves, 6)], 6) == 6 + 2 - 2
+    leaves = [name for name, count in dict(a=3, b=3, c=4).items() for _ in range(count)]
+    assert spans([leaves[i] for i in order_for_groups(leaves, 5)], 5) == 3 + 2 - 1
+
+
+def test_whole_groups_stay_under_one_leaf() -> None:
+    leaves = list("abababab" + "cccc")
+    assert spans(leaves, 4) == 2 + 2 + 1
+    assert spans([leaves[i] for i in order_for_groups(leaves, 4)], 4) == 3
+
+
+def test_many_uneven_leaves_are_placed_at_once(seed: int) -> None:
+    draw = random.Random(seed)
+    leaves = [f"leaf{i}" for i in range(40) for _ in range(draw.randint(1, 40))]
+    leaves = leaves[: len(leaves) // 16 * 16]
+    draw.shuffle(leaves)
+    order = order_for_groups(leaves, 16)
+    assert sorted(order) == list(range(len(leaves)))
+    assert spans([leaves[i] for i in order], 16) <= len(set(leaves)) + len(leaves) // 16 - 1 < spans(leaves, 16)
+
+
+def test_inner_groups_come_first() -> None:
+    leaves = list("aabbaabb" + "abab")
+    order = node_order(leaves, Sharding.parse("8x2,8x2,8x4"))
+    placed = [leaves[i] for i in order]
+    assert sorted(order) == list(range(12))
+    assert spans(placed, 2) == 6  # none of the groups of P leaves its leaf
+    assert spans(placed, 4) == fewest_spans_of_pairs(placed)
+    assert node_order(leaves, Sharding.parse("8,8,8")) == list(range(12))
+
+
+def fewest_spans_of_pairs(leaves: list[str]) -> int:
+    pairs = [tuple(leaves[i : i + 2]) for i in range(0, len(leaves), 2)]
+    return min(spans([x for pair in order for x in pair], 4) for order in set(itertools.permutations(pairs)))
+
+
+def test_bad_leaf_files_say_what_to_write(tmp_path: Any) -> None:
+    path = tmp_path / "leaves.txt"
+    with pytest.raises(UserError, match="NODE LEAF"):
+        read_leaves(path, 2)
+    path.write_text("n1 a\nn2\n")
+    with pytest.raises(UserError, match="line 2"):
+        read_leaves(path, 2)
+    path.write_text("n1 a\nn1 b\n")
+    with pytest.raises(UserError, match="the plan needs 2, each once"):
+        read_leaves(path, 2)
+    path.write_text("n1 a\n\nn2 b\n")
+    assert read_leaves(path, 2) == (["n1", "n2"], ["a", "b"])
+    with pytest.raises(UserError, match="groups of 2"):
+        order_for_groups(["a", "b", "c"], 2)
