@@ -877,6 +877,8 @@ def test_any_decoder_of_the_library(name: str, tmp_path: Path, seed: int) -> Non
     for _ in range(60):
         most = random.choice([size, len(parts)])
         ids = [random.randrange(most) if random.random() < 0.9 else size - 1 for _ in range(random.choice([1, 4, 12, 150]))]
+        if name == "strip-end":  # the library panics where there is no text at all
+            ids.insert(0, vocab["fox"])
         for skip in (True, False):
             expected = library.decode(ids, skip_special_tokens=skip)
             pushed, rest = stream(tokenizer, ids, skip, [])
