@@ -149,9 +149,7 @@ class Family:
     attention_bias: bool = True  # whether config.json has this key
     qkv_bias: bool = False  # always a bias in q, k and v, and never one in o_proj
     mlp_bias: bool = False  # whether config.json has this key
-    windows: Literal["none", "where used", "all"] = (
-        "none"  # which models have a sliding window: those with use_sliding_window, or all
-    )
+    windows: Literal["none", "where used", "all"] = "none"  # whose layers have one: "where used" by `use_sliding_window`
 
 
 FAMILIES = {

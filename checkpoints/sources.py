@@ -5,6 +5,7 @@ Only slices are read, which `checkpoints/weights.py` asks for.
 
 import re
 import zlib
+from abc import ABC, abstractmethod
 from pathlib import Path
 from pickle import UnpicklingError
 from typing import Protocol
@@ -37,7 +38,7 @@ class Source(Protocol):
         ...
 
 
-class Files:
+class Files(ABC):
     """The tensors of a checkpoint's files under the files' own names."""
 
     concurrent: bool
@@ -86,15 +87,16 @@ class Files:
         if not target.is_relative_to(folder) and target.parent != folder.parent.parent / "blobs":
             self.remarks.append(f"{file} is a link to {target}")
 
+    @abstractmethod
     def _open(self, file: Path) -> dict[str, tuple[int, ...]]:
         """The shapes of the file's tensors. Raises UserError."""
-        raise NotImplementedError
+
+    @abstractmethod
+    def read(self, name: str, dim: int, start: int, stop: int) -> Tensor:
+        """As `Source.read`."""
 
     def shapes(self) -> dict[str, tuple[int, ...]]:
         return self._shapes
-
-    def read(self, name: str, dim: int, start: int, stop: int) -> Tensor:
-        raise NotImplementedError
 
 
 class SafetensorsSource(Files):

@@ -326,13 +326,13 @@ class Runner:
         sampling, tokens = [c for c in chunks if c.samples], sum([c.count for c in chunks])
         draws = len(sampling) + (sum([len(c.draft) for c in chunks]) if self.capacity.drafted else 0)
         pooling = {c.sequence.params.pooling for c in chunks} - {None}
-        scored = "mean" in pooling or any(map(scores_prompt, chunks)) or not self.model.config.causal
+        scored = "mean" in pooling or any(map(scores_prompt, chunks))
         compute: Callable[[], Output]
         launches: Key = ("prefill", tokens)
         if self.graphs is None:
             self._write_spans(chunks, tokens, after)
             compute = partial(self._span_step, tokens, len(chunks), max(1, draws), max([c.count for c in chunks]), scored)
-        elif len(sampling) == len(chunks) and draws == tokens and not scored:
+        elif self.model.config.causal and len(sampling) == len(chunks) and draws == tokens and not scored:
             launches = self._lay_out_decode(self.graphs, chunks, draws, after)
             compute = partial(self.graphs.replay, launches)
         else:

@@ -1,4 +1,5 @@
-"""Sampling tokens from logits: temperature, top-k, top-p, min-p, seeded per sequence, vectorized over the batch.
+"""From logits to tokens: log-probabilities, changes by a request's parameters, and draws with temperature, top-k, top-p and min-p,
+seeded per sequence and vectorized over the batch.
 
 Filters apply to the distribution after temperature: top-k, then top-p, then min-p. Parameters are fp32 values. Top-p adds
 probabilities as whole multiples of 2^-60, because the order in which a GPU adds fp32 values depends on the batch. min_p is
@@ -111,8 +112,8 @@ class PendingLogprobs:
 
 # --- changes of logits before a token is drawn -------------------------------------------------------------------------------
 #
-# Changes of logits before a token is drawn, by a request's parameters: penalties, biases, allowed ids, banned sequences,
-# minimum length, the end of reasoning, grammars. Rows of requests without any of these stay unchanged.
+# By a request's parameters: penalties, biases, allowed ids, banned sequences, minimum length, the end of reasoning, grammars. Rows of
+# requests without any of these stay unchanged.
 
 
 @dataclass

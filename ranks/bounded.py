@@ -3,7 +3,7 @@
 It is for what the files of a checkpoint can make endless or enormous: chat templates, normalizers and decoders. A thread could not be
 stopped, and would hold the GIL. The server has workers for that (server/workers.py), which have the same limit of memory.
 
-The caller does not wait for ever either: a lock that another thread held at the fork is never released in the child.
+The wall time is bounded, too: a lock that another thread held at the fork is never released in the child.
 """
 
 import os

@@ -226,8 +226,8 @@ def greeting(token: str, number: int) -> bytes:
 
 
 def accept_ranks(server: socket.socket, token: str, ranks: int, seconds: float) -> dict[int, socket.socket]:
-    """The connections of ranks 1 to `ranks` - 1, or those that came within `seconds`. Who connects without a rank's greeting is no
-    rank; it keeps none waiting, and beyond MOST_STRANGERS the oldest of them are closed."""
+    """The connections of ranks 1 to `ranks` - 1, or those that came within `seconds`. Connections without a rank's greeting delay no
+    rank. Of more than MOST_STRANGERS the oldest are closed."""
     expected = {greeting(token, number): number for number in range(1, ranks)}
     found, strangers, end = dict[int, socket.socket](), list[socket.socket](), time.monotonic() + seconds
     with selectors.DefaultSelector() as selector:

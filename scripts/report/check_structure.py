@@ -26,7 +26,6 @@ LATE = {
     ("comm.quantize", "kernels.quantize"): NO_TRITON,
     ("comm.relay", "kernels.relay"): NO_TRITON,
     ("engine.schedules", "comm.workspace"): NO_TRITON,
-    ("scripts.bench.kernels.non_gemm", "kernels.paged_attention"): NO_TRITON,
     ("generate", "launch"): "the ranks do not need torch's agent",
     ("generate", "server.examples"): "only the terminal needs it",
     ("generate", "text.console"): "only the terminal needs its library",
@@ -60,6 +59,7 @@ def _of_module(module: str, tree: ast.AST, known: set[str], late: bool = False) 
 
 
 def faults(found: list[Import]) -> Iterator[str]:
+    """What is wrong, a sentence for each fault."""
     for module, imported, line, late in found:
         own, other = (name.partition(".")[0] for name in (module, imported))
         if own == other:
