@@ -2,8 +2,9 @@
 
 import json
 import re
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator, Mapping
 from typing import Any
+from urllib.parse import unquote
 
 WORD = re.compile(r"[^\s,:=()\[\]{}<\"']*")  # a name without quotes
 NUMBER = re.compile(r"-?(0|[1-9]\d*)(\.\d+)?([eE][+-]?\d+)?")
@@ -50,15 +51,48 @@ def resolved(schema: Any, root: dict[str, Any]) -> dict[str, Any]:
             return {}
         if not isinstance(schema.get("$ref"), str):
             return schema
-        schema = target(schema["$ref"], root)
+        try:
+            schema = target(schema["$ref"], root)
+        except LookupError:
+            return {}
     return {}
 
 
-def target(pointer: str, root: dict[str, Any]) -> Any:
-    """What a reference within `root` names; None: nothing."""
-    found: Any = root
-    for key in pointer.removeprefix("#").split("/")[1:]:
-        found = found.get(key.replace("~1", "/").replace("~0", "~")) if isinstance(found, dict) else None
+def target(reference: str, root: Any, known: Callable[[], Mapping[str, Any]] | None = None) -> Any:
+    """The part of the schema `root` that a reference names: by a JSON pointer (RFC 6901, section 6) or by its `$anchor`.
+
+    known: its `anchors`, if they are not to be looked for again. Raises LookupError if there is no such part.
+    """
+    own = root.get("$id") if isinstance(root, dict) else None
+    if isinstance(own, str) and f"{reference}#".startswith(own.rstrip("#") + "#"):
+        reference = reference[len(own.rstrip("#")) :] or "#"
+    if not reference.startswith("#"):
+        raise LookupError(reference)
+    fragment = unquote(reference[1:])
+    if fragment and not fragment.startswith("/"):
+        return (known() if known else anchors(root))[fragment]
+    here = root
+    for step in fragment.split("/")[1:]:
+        step = step.replace("~1", "/").replace("~0", "~")
+        if isinstance(here, list) and step.isdecimal():
+            here = here[int(step)]
+        elif isinstance(here, dict):
+            here = here[step]
+        else:
+            raise LookupError(step)
+    return here
+
+
+def anchors(root: Any, count: Callable[[], None] = lambda: None) -> dict[str, Any]:
+    """The parts of a schema that have a name, which a reference may give instead of a path. count: called for each part."""
+    found, left = dict[str, Any](), [root]
+    while left:
+        here = left.pop()
+        count()
+        for key in ("$anchor", "$dynamicAnchor") if isinstance(here, dict) else ():
+            if isinstance(here.get(key), str):
+                found[here[key]] = here
+        left += here.values() if isinstance(here, dict) else here if isinstance(here, list) else ()
     return found
 
 

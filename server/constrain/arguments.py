@@ -8,7 +8,7 @@ from server.calls.syntax import ArgumentSyntax
 from server.calls.values import WORD, parsed, regex, resolved, target, types_of
 from server.constrain.check import Compiled, SchemaError, accepted
 from server.constrain.json_schema import CallableTool, compile_schema
-from server.constrain.rules import Rules
+from server.constrain.rules import Rules, lark_json
 
 MAX_DEPTH = 12  # of nested values whose schemas are followed
 MAX_LENGTH = 1000  # longest text whose length is enforced
@@ -17,7 +17,7 @@ NUMBERS = {"minimum", "maximum", "exclusiveMinimum", "exclusiveMaximum", "multip
 PAIRS = {"properties", "required", "additionalProperties"}
 ENFORCED = {"integer": NUMBERS, "number": NUMBERS, "array": {"items", "minItems", "maxItems"}, "object": PAIRS}
 NO_DEMAND = {"title", "description", "default", "examples", "deprecated", "readOnly", "writeOnly", "$schema", "$id", "$comment"}
-NO_DEMAND |= {"$defs", "definitions", "nullable"}
+NO_DEMAND |= {"$defs", "definitions", "$anchor", "$dynamicAnchor", "nullable"}
 
 
 class ArgumentGrammar:
@@ -149,8 +149,7 @@ class ArgumentGrammar:
         values = schema["enum"] if isinstance(schema.get("enum"), list) else [schema.get("const")]
         if len(schema.keys() - NO_DEMAND) > 1:
             grammar = self._as_json(schema, path, strict=False).grammar
-            texts = [json.dumps(one, ensure_ascii=False).replace("\x7f", "\\u007f") for one in values]
-            values = [json.loads(text) for text in accepted(grammar, texts)]
+            values = [json.loads(text) for text in accepted(grammar, list(map(lark_json, values)))]
         if not values:
             raise SchemaError(f"{path}: no value fits", self._tool.position)
         return values

@@ -22,7 +22,7 @@ from server.calls.values import regex
 from server.constrain.arguments import ArgumentGrammar
 from server.constrain.check import Compiled, SchemaError, accepted, check_grammar, check_matcher
 from server.constrain.json_schema import CallableTool, compile_arguments, compile_calls, compile_schema
-from server.constrain.rules import Rules, quoted
+from server.constrain.rules import Rules, lark_json
 from server.formats import Constraint, StructuralTagFormat
 
 LARK = re.compile(r"^\s*(%llguidance\b|\??start\b[^:\n]*:(?!:=))", re.MULTILINE)  # otherwise GBNF, whose rules are `name ::= …`
@@ -164,7 +164,7 @@ def _compile(constraint: Constraint) -> Compiled:
         case "regex":
             return _checked(LLMatcher.grammar_from_regex(_whole(constraint.value)))
         case "choice":  # a terminal: as many as one likes are a single item of the parser
-            texts = " | ".join(map(quoted, constraint.value))
+            texts = " | ".join(map(lark_json, constraint.value))
             return _of_lark(f"start: CHOICE\nCHOICE: {texts}")
         case _:
             return _of_lark(_lark(_whole(constraint.value)))

@@ -24,11 +24,12 @@ from decimal import Decimal
 from functools import cached_property
 from math import lcm
 from typing import Any, NamedTuple
-from urllib.parse import quote, unquote
+from urllib.parse import quote
 
 from llguidance import LLMatcher
 
 from engine.grammars import limits
+from server.calls.values import anchors, target
 from server.constrain.check import SchemaError
 
 MAX_NODES = 100_000  # subschemas that the rewrite visits, plus the names that closed objects allow
@@ -337,39 +338,21 @@ class _Document:
 
     def _target(self, reference: str) -> Any:
         """The schema that `reference` names. Raises SchemaError unless it is in this document."""
-        own = self.root.get("$id") if isinstance(self.root, dict) else None
-        if isinstance(own, str) and f"{reference}#".startswith(own.rstrip("#") + "#"):
-            reference = reference[len(own.rstrip("#")) :] or "#"
-        if reference != "#" and not reference.startswith("#/"):
-            if reference.startswith("#") and (found := self._anchors.get(unquote(reference[1:]))) is not None:
-                return found
-            raise SchemaError(f"$ref {reference[:100]!r} must begin with #/ or be the $anchor of a part of the schema")
-        here = self.root
-        for step in unquote(reference[1:]).split("/")[1:]:
-            step = step.replace("~1", "/").replace("~0", "~")
-            if isinstance(here, list) and step.isdecimal() and int(step) < len(here):
-                here = here[int(step)]
-            elif isinstance(here, dict) and step in here:
-                here = here[step]
-            else:
-                raise SchemaError(f"$ref {reference[:100]!r} leads nowhere")
-        return here
+        try:
+            return target(reference, self.root, lambda: self._anchors)
+        except LookupError:
+            if reference == "#" or reference.startswith("#/"):
+                raise SchemaError(f"$ref {reference[:100]!r} leads nowhere") from None
+            raise SchemaError(
+                f"$ref {reference[:100]!r} must begin with #/ or be the $anchor of a part of the schema"
+            ) from None
 
     @cached_property
     def _anchors(self) -> dict[str, Any]:
-        """The parts of the document that have a name, which a reference may give instead of a path."""
-        found, left = dict[str, Any](), [self.root]
-        while left:
-            here = left.pop()
-            self.rewriter.count()
-            for key in ("$anchor", "$dynamicAnchor") if isinstance(here, dict) else ():
-                if isinstance(here.get(key), str):
-                    found[here[key]] = here
-            left += here.values() if isinstance(here, dict) else here if isinstance(here, list) else ()
-        return found
+        return anchors(self.root, self.rewriter.count)
 
     def _reference(self, reference: str, around: Around) -> str:
-        target = self._target(reference)
+        named = self._target(reference)
         if reference in around.followed:
             raise SchemaError(f"$ref {reference[:100]!r} leads back to itself, so it says nothing")
         key = (reference, around.names, around.typed, around.shared)
@@ -378,7 +361,7 @@ class _Document:
             self.rewriter.definitions[name] = True  # placeholder: the target may refer to itself
             inner = around._replace(followed=(*around.followed, reference))
             self.entered += 1
-            self.rewriter.definitions[name] = self.rewrite(target, self.path.rstrip("#") + reference, inner)
+            self.rewriter.definitions[name] = self.rewrite(named, self.path.rstrip("#") + reference, inner)
             self.entered -= 1
         return f"#/$defs/{self.defined[key]}"
 

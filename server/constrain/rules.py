@@ -13,6 +13,8 @@ class Rules:
 
     def __init__(self, special: dict[str, int]) -> None:
         self.special = special
+        spelled = sorted(special, key=len, reverse=True)
+        self._special = re.compile(f"({'|'.join(map(re.escape, spelled))})") if spelled else None
         self._rules = [r"TEXT: /(.|\n)*/"]
         self._parts: list[dict[str, Any]] = []
         self._not_enforced: list[str] = []
@@ -28,12 +30,13 @@ class Rules:
         (grammar,) = json.loads(compiled.grammar)["grammars"]
         name = f"part_{len(self._parts)}"
         self._parts.append({**grammar, "name": name})
-        self._not_enforced += compiled.not_enforced
+        for path in compiled.not_enforced:
+            self.leave_out(path)
         return f"@{name}"
 
     def until(self, mark: str, text: str = "TEXT") -> str:
         """Text up to the first `mark`, and the mark."""
-        first, rest = self.pieces(mark)[0], self.pieces(mark)[1:]
+        first, *rest = self.pieces(mark)
         if first in self.special:
             return f"{text} {self.literal(mark)}"
         return " ".join([self.rule(f"{text} {self.literal(first)}", lazy=True), *map(self.literal, rest)])
@@ -55,7 +58,7 @@ class Rules:
     def any_of(self, texts: Sequence[str]) -> str:
         """One of the texts. Without special tokens it is a terminal: as many as one likes are a single item of the parser."""
         if all(text and text not in self.special and len(self.pieces(text)) == 1 for text in texts):
-            return self.terminal(" | ".join(map(quoted, texts)))
+            return self.terminal(" | ".join(map(lark_json, texts)))
         return f"({' | '.join(map(self.literal, texts))})"
 
     def leave_out(self, path: str) -> None:
@@ -70,15 +73,13 @@ class Rules:
     def literal(self, text: str) -> str:
         """Exactly `text`."""
         pieces = self.pieces(text)
-        return " ".join(f"<[{self.special[p]}]>" if p in self.special else quoted(p) for p in pieces)
+        return " ".join(f"<[{self.special[p]}]>" if p in self.special else lark_json(p) for p in pieces)
 
     def pieces(self, text: str) -> list[str]:
         """`text`, cut before and after special tokens."""
-        spelled = sorted(self.special, key=len, reverse=True)
-        pieces = re.split(f"({'|'.join(map(re.escape, spelled))})", text) if spelled else [text]
-        return [piece for piece in pieces if piece]
+        return [piece for piece in (self._special.split(text) if self._special else [text]) if piece]
 
 
-def quoted(text: str) -> str:
-    """As a string of a Lark grammar, which may hold no control characters."""
-    return json.dumps(text, ensure_ascii=False).replace("\x7f", r"\u007f")
+def lark_json(value: Any) -> str:
+    """JSON, and of a text also a string of a Lark grammar, which may hold no control characters."""
+    return json.dumps(value, ensure_ascii=False).replace("\x7f", r"\u007f")

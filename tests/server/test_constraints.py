@@ -23,6 +23,7 @@ from engine.thinking import ReasoningSyntax
 from server.calls.parser import AnswerParser, Tools
 from server.calls.parts import Arguments, Call, PartList, Reasoning, Text
 from server.calls.syntax import HERMES, JSON, LLAMA, SYNTAXES, CallSyntax, Marks
+from server.calls.values import types_of
 from server.constrain import request as grammar_module
 from server.constrain.check import SchemaError
 from server.constrain.demand import Demand, compile_demand
@@ -665,6 +666,31 @@ def test_what_stands_beside_a_reference_to_all_arguments_is_named(family: str) -
     schema = {"$ref": "#/$defs/x", "required": ["a"], "$defs": {"x": {"properties": {"a": {"type": "integer"}}}}}
     found = compile_demand(Demand(tools=[CallableTool(0, "f", schema, False)], calls="must", syntax=SYNTAXES[family]))
     assert found.not_enforced == ("tools.0.function.parameters#/required",)
+
+
+@pytest.mark.parametrize("reference", ["#one", "#/$defs/a%20b", "#/$defs/list/anyOf/1", "http://x/y#one"])
+def test_a_reference_of_any_form_is_followed_in_calls_that_are_no_json(reference: str) -> None:
+    number = {"type": "integer", "$anchor": "one"}
+    schema = {
+        "$id": "http://x/y",
+        "properties": {"a": {"$ref": reference}},
+        "required": ["a"],
+        "$defs": {"a b": number, "list": {"anyOf": [{"type": "string"}, number]}},
+    }
+    if "one" in reference:
+        del schema["$defs"]["list"]  # type: ignore[attr-defined]
+    tool = CallableTool(0, "f", schema, True)
+    found = compile_demand(Demand(tools=[tool], calls="must", syntax=SYNTAXES["qwen3_coder"]))
+    assert not found.not_enforced
+    assert any(accepts(found.grammar, one) for one in tagged("f", {"a": 5}))
+    assert not any(accepts(found.grammar, one) for one in tagged("f", {"a": "hello"}))
+    assert types_of(schema, "a") == {"integer"}
+
+
+def test_what_is_not_enforced_is_named_once() -> None:
+    schema = {"properties": {"a": {"type": "array", "uniqueItems": True}}}
+    found = compile_demand(Demand(tools=[CallableTool(0, "f", schema, False)], calls="must", syntax=SYNTAXES["qwen3_coder"]))
+    assert found.not_enforced == ("tools.0.function.parameters#/properties/a/uniqueItems",)
 
 
 def test_what_only_json_could_enforce_is_named_or_refused() -> None:
