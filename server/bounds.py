@@ -192,6 +192,6 @@ def check_answers(tokens: int, limits: TokenBounds, logprobs: int) -> None:
     if (values := tokens * (1 + logprobs)) > limits.logprobs:
         message = (
             f"asks for {values} log-probabilities in all answers; at most {limits.logprobs}, unless they are streamed "
-            "by a server without --journal; lower max_tokens, n, the number of prompts, or that of the likeliest tokens"
+            "by completions or chats without --journal; lower max_tokens, n, the number of prompts, or that of the likeliest tokens"
         )
         raise bad("logprobs", message, TOO_MANY)

@@ -158,6 +158,7 @@ class GenerationRequest(ABC):
     """One request of a generating endpoint. `log_fields` collects fields of the access log."""
 
     id_prefix: ClassVar[str]
+    streams_whole: ClassVar[bool] = False  # whether a stream keeps its whole answer, too
     kind: ClassVar[str]  # `object` of an answer
     stream_end: ClassVar[bytes] = DONE
     heartbeat: ClassVar[bytes] = HEARTBEAT  # tells the client of a stream that has begun to wait
@@ -220,7 +221,7 @@ class GenerationRequest(ABC):
         """
         writer = self.stream_writer()
         begun = False
-        if self.promise.keeps:
+        if self.promise.keeps or self.streams_whole:
             self._check_whole()
         with run(self.service, self.plan, self.usage, log_fields) as running, self.promise.given():
             running.count_unread(self.count_unread)

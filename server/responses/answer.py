@@ -45,6 +45,7 @@ class ResponsesRequest(TranslatedChat):
     """`repeated`: see convert.py. `keep(request)` is called once the response is complete."""
 
     id_prefix, kind = "resp", "response"
+    streams_whole = True  # the last event has all items
 
     def __init__(
         self,
@@ -62,7 +63,7 @@ class ResponsesRequest(TranslatedChat):
         limit = fit_answer(context, len(prompts[0].ids), chat.limit, default, "max_output_tokens", "messages")
         super().__init__(service, chat, prompts, grammar, limit)
         self.id = new_id(self.id_prefix)
-        self.body, self._repeated, self._keep = body, repeated, keep
+        self.body, self._repeated, self.keep = body, repeated, keep
         self.output = Output(body.with_encrypted, body.functions)
         self.status = "queued"
         self.completed_at: int | None = None
@@ -85,7 +86,7 @@ class ResponsesRequest(TranslatedChat):
             yield from self.output.end(status)
             self.status = status
             self.completed_at = int(time.time()) if status == "completed" else None
-            self._keep(self)
+            self.keep(self)
             yield f"response.{status}", {"response": self.reply()}
 
     def write_error(self, error: ApiError) -> bytes:

@@ -121,7 +121,7 @@ def _repeated_tool(tool: FunctionTool | CustomTool | Namespace) -> dict[str, Any
 
 def to_chat(body: ResponsesBody, messages: Sequence[Mapping[str, Any]]) -> ChatBody:
     """The chat request. Raises a 400 that names the field of the Responses body."""
-    tools, choice = _tools(body)
+    choice = _tool_choice(body)
     with renamed(body):
         return chat_of(
             {name: getattr(body, name) for name in PASSED}
@@ -129,7 +129,7 @@ def to_chat(body: ResponsesBody, messages: Sequence[Mapping[str, Any]]) -> ChatB
                 "model": body.model,
                 "messages": messages,
                 "max_completion_tokens": body.max_output_tokens,
-                "tools": [_chat_tool(one) for one in tools] or None,
+                "tools": [_chat_tool(one) for one in body.functions] or None,
                 "tool_choice": choice,
                 "response_format": _chat_format(body),
                 "logprobs": body.with_logprobs or None,
@@ -139,18 +139,18 @@ def to_chat(body: ResponsesBody, messages: Sequence[Mapping[str, Any]]) -> ChatB
         )
 
 
-def _tools(body: ResponsesBody) -> tuple[list[Offered], Any]:
-    """The tools that are offered, and the chat request's tool_choice."""
-    tools, choice = body.functions, body.tool_choice
+def _tool_choice(body: ResponsesBody) -> Any:
+    """The chat request's tool_choice."""
+    choice = body.tool_choice
     if isinstance(choice, NamedFunction):
-        return tools, chat_function(choice.name)
+        return chat_function(choice.name)
     if not isinstance(choice, AllowedFunctions):
-        return tools, choice if tools else None if choice in ("auto", "none") else choice
+        return choice
     allowed = {one.name for one in choice.tools}
-    if missing := allowed - {one.name for one in tools}:
+    if missing := allowed - {one.name for one in body.functions}:
         raise bad("tool_choice.tools", f"names {shown(min(missing))}, which is not in tools")
     names = [chat_function(one.name) for one in choice.tools]
-    return tools, {"type": "allowed_tools", "allowed_tools": {"mode": choice.mode, "tools": names}}
+    return {"type": "allowed_tools", "allowed_tools": {"mode": choice.mode, "tools": names}}
 
 
 def _chat_tool(one: Offered) -> Chat:
@@ -175,5 +175,5 @@ def _own_name(body: ResponsesBody, param: str) -> str:
     if first != "tools" or not rest:
         return NAMES.get(first, param)
     number, _, field = rest.partition(".")
-    path = _tools(body)[0][int(number)].path
+    path = body.functions[int(number)].path
     return ".".join(filter(None, (path, field.removeprefix("function").removeprefix("."))))

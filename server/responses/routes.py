@@ -1,7 +1,6 @@
 """The routes of /v1/responses."""
 
 import asyncio
-from collections.abc import Callable
 from typing import Annotated, Any, Literal
 
 from fastapi import FastAPI, Query, Request
@@ -148,8 +147,6 @@ class Responses:
 
     async def create(self, body: ResponsesBody, request: Request) -> Response:
         check_names(self.service, request, body)  # here, as `renamed` would take an unknown field for one of the chat's
-        if self.service.settings.strict_requests and body.left_out:
-            raise bad(body.left_out[0], OWN_TOOLS)
         earlier = self._earlier(request, body)
         chat, items, repeated = await self._converted(request, body, earlier)
         kept = Record("", b"", [*earlier, Items(items)], background=bool(body.background))
@@ -183,7 +180,7 @@ class Responses:
         if self.store.running(owner(request.scope)) >= MAX_BACKGROUND:
             message = f"you have {MAX_BACKGROUND} responses in the background; wait until one of them has ended"
             raise ApiError(429, message, "background", "too_many_responses")
-        running = Background(self.service, made, lambda ended: self._keep(request, kept, ended))
+        running = Background(self.service, made)
         kept.id, kept.running = made.id, running
         if not self.store.fits(kept):
             raise bad("input", "is too long to be stored, as background needs; raise --responses-mb")
@@ -222,23 +219,24 @@ class Responses:
         return record.items
 
     async def _converted(self, request: Request, body: ResponsesBody, earlier: list[Items]) -> Converted:
-        name = owner(request.scope)
-        found = self.store.items(name, references(body))
+        if self.service.settings.strict_requests and body.left_out:
+            raise bad(body.left_out[0], OWN_TOOLS)
+        found = self.store.items(owner(request.scope), references(body))
         history = [items.data for items in earlier]
         size = len(await request.body()) + sum(map(len, (*history, *found.values())))
         return await self.service.compute(request.receive, size, convert, body, history, found)
 
 
 class Background:
-    """A response that is computed after its request was answered. `ended(request)` is called when it ends in another way than with an answer, which the request itself keeps."""
+    """A response that is computed after its request was answered."""
 
-    def __init__(self, service: Service, request: ResponsesRequest, ended: Callable[[ResponsesRequest], None]) -> None:
-        self._service, self._request, self._ended = service, request, ended
-        self._task: asyncio.Task[None] | None = None
+    def __init__(self, service: Service, request: ResponsesRequest) -> None:
+        self._service, self._request = service, request
+        self._task: asyncio.Task[bytes] | None = None
 
     async def start(self, log_fields: dict[str, Any]) -> None:
         """Start it. Raises ApiError if it is refused, which its first step shows."""
-        self._task = asyncio.create_task(self._request.answer(log_fields))  # type: ignore[arg-type]
+        self._task = asyncio.create_task(self._request.answer(log_fields))
         await asyncio.sleep(0)
         if self._task.done() and isinstance(refusal := self._task.exception(), ApiError):
             raise refusal
@@ -254,7 +252,7 @@ class Background:
         self._task.cancel()
         await asyncio.wait([self._task])
 
-    def _on_done(self, task: "asyncio.Task[Any]") -> None:
+    def _on_done(self, task: asyncio.Task[bytes]) -> None:
         self._service.open_requests -= 1
         if task.cancelled():
             self._request.cancel()
@@ -263,5 +261,5 @@ class Background:
                 log.error("a background response failed", exc_info=e)
             self._request.fail(e if isinstance(e, ApiError) else internal_error())
         else:
-            return
-        self._ended(self._request)
+            return  # it was kept with its last event
+        self._request.keep(self._request)

@@ -1,4 +1,4 @@
-"""The body of POST /v1/responses. Like every body: each field is used, accepted without effect, or refused (server/schemas.py)."""
+"""The body of POST /v1/responses. Like every body: each field is used, accepted without effect, or refused (server/body.py)."""
 
 from collections.abc import Callable, Iterator
 from typing import Annotated, Any, ClassVar, Literal, NamedTuple

@@ -358,6 +358,15 @@ def test_the_log_probabilities_of_all_answers_of_a_request(site: Site) -> None:
     assert site.last().params.max_tokens > MAX_LOGPROBS // (128 * 21)
 
 
+def test_a_streamed_response_has_the_limits_of_a_whole_answer(site: Site, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Its last event has all items again."""
+    monkeypatch.setattr("server.bounds.MAX_LOGPROBS", 100)
+    most = 2 * CONTEXT // 21
+    asked = {"input": "Hi", "include": ["message.output_text.logprobs"], "top_logprobs": 20, "stream": True}
+    assert site.refused("/v1/responses", {**asked, "max_output_tokens": most + 1})["code"] == "too_many_tokens"
+    assert site.http.post("/v1/responses", json={**asked, "max_output_tokens": most}).status_code == 200
+
+
 def test_a_stream_that_a_journal_keeps_has_the_limits_of_a_whole_answer(make_site: Callable[..., Site], tmp_path: Path) -> None:
     site = make_site(journal=str(tmp_path / "journal"))
     asked = {"prompt": "Hi", "n": 80, "max_tokens": 100, "logprobs": 20, "stream": True}

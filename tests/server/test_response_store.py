@@ -190,7 +190,9 @@ def test_only_the_owner_finds_a_response(make_site: Callable[..., Site]) -> None
     assert later.status_code == 404 and later.json()["error"]["param"] == "previous_response_id"
     assert site.http.get(f"{PATH}/{id}", headers=a).status_code == 200
     strict = site.http.post(PATH, json={"input": "Hi", "tools": [TOOL, {"type": "mcp"}]}, headers=a)
-    assert strict.status_code == 400 and strict.json()["error"]["param"] == "tools.1.mcp"
+    counted = site.http.post(f"{PATH}/input_tokens", json={"input": "Hi", "tools": [TOOL, {"type": "mcp"}]}, headers=a)
+    assert strict.status_code == counted.status_code == 400
+    assert strict.json()["error"]["param"] == counted.json()["error"]["param"] == "tools.1.mcp"
 
 
 def test_a_background_response_without_room_is_refused(make_site: Callable[..., Site]) -> None:
