@@ -1,6 +1,6 @@
 """The routes of the Messages API."""
 
-from typing import Any
+from typing import Any, get_args
 
 from fastapi import FastAPI, Request
 from starlette.responses import Response
@@ -56,5 +56,5 @@ def _errors(*statuses: int) -> dict[int | str, dict[str, Any]]:
 
 def _stream() -> dict[str, Any]:
     """The content of a response with `stream`. An event's name is its data's `type`."""
-    names = [model.model_fields["type"].annotation.__args__[0] for model in EVENTS]  # type: ignore[union-attr]
+    names = [get_args(model.model_fields["type"].annotation)[0] for model in EVENTS]
     return event_stream({"enum": names}, json_text(one_of(*EVENTS)), required=["event", "data"])
