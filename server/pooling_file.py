@@ -32,13 +32,16 @@ def checkpoint_embedder(model: str, pooling: Pooling | None = None) -> Embedder:
     computed here.
     """
     folder = model_folder(model)
-    modules = _modules(folder)
+    modules, longest = _modules(folder), None
     try:
+        settings = _read(folder / SETTINGS)
+        if settings.get("max_seq_length") is not None:
+            longest = count(settings, "max_seq_length")
         if modules is not None and (
             unknown := [one for one in modules if one[0] not in ("Transformer", "Pooling", "Normalize")]
         ):
             raise UserError(f"{folder / 'modules.json'} has modules that are not computed here ({unknown[0][0]}); {ADVICE}")
-        if _read(folder / SETTINGS).get("do_lower_case"):
+        if settings.get("do_lower_case"):
             raise UserError(f"{folder / SETTINGS} has do_lower_case, which is not computed here; {ADVICE}")
         prompt = _prompt(folder / "config_sentence_transformers.json")
         places = [path for kind, path in modules or () if kind == "Pooling"] or ["1_Pooling"]
@@ -49,7 +52,7 @@ def checkpoint_embedder(model: str, pooling: Pooling | None = None) -> Embedder:
         log.warning("%s", e)
         found, prompt = pooling, ""
     normalize = modules is None or any(kind == "Normalize" for kind, _ in modules)
-    return Embedder(pooling or found, prompt, normalize, _longest(folder / SETTINGS))
+    return Embedder(pooling or found, prompt, normalize, longest)
 
 
 def _modules(folder: Path) -> list[tuple[str, str]] | None:
@@ -64,14 +67,6 @@ def _modules(folder: Path) -> list[tuple[str, str]] | None:
         return None
     except (KeyError, TypeError, AttributeError, ValueError, RecursionError) as e:
         raise UserError(f"{folder / 'modules.json'} is malformed ({e!r}); download the file again") from e
-
-
-def _longest(file: Path) -> int | None:
-    found = _read(file)
-    try:
-        return count(found, "max_seq_length") if found.get("max_seq_length") is not None else None
-    except UserError as e:
-        raise UserError(f"{file}: {e}") from None
 
 
 def _prompt(file: Path) -> str:

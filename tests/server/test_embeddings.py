@@ -193,8 +193,9 @@ def test_modules_and_prompts_of_sentence_transformers(tmp_path: Path) -> None:
         assert checkpoint_embedder(str(tmp_path)) == Embedder("last", "", True, longest)
     for longest in (0, "512", 1.5):
         write(tmp_path / "sentence_bert_config.json", {"max_seq_length": longest})
-        with pytest.raises(UserError, match=r"sentence_bert_config\.json: max_seq_length"):
+        with pytest.raises(UserError, match="max_seq_length"):
             checkpoint_embedder(str(tmp_path))
+        assert checkpoint_embedder(str(tmp_path), "last") == Embedder("last", "", True)
     (tmp_path / "sentence_bert_config.json").unlink()
     own = [{"type": "custom_st.Transformer", "path": ""}]
     for wrong in (modules("Transformer", "Pooling", "Dense"), own, [1], {"a": 1}, [{}]):
