@@ -125,7 +125,8 @@ class Replica:
         threading.Thread(target=self._end_with_server, daemon=True).start()
 
     def _start(self, options: Options, port: int) -> None:
-        own = ("--tp", options.tp, "--port", port, "--drain-timeout", options.drain_timeout, "--trusted-proxy", "127.0.0.1")
+        here = ("--host", "127.0.0.1", "--port", port, "--trusted-proxy", "127.0.0.1")
+        own = ("--tp", options.tp, *here, "--drain-timeout", options.drain_timeout)
         command = [options.python, "-c", LEASH, options.python, "-m", "server", *options.server, *map(str, own)]
         threads = {"OMP_NUM_THREADS": str(max(1, int(options.cpus) // options.tp))}  # Ray's value counts all ranks as one
         self._ending = False
