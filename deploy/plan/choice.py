@@ -8,7 +8,7 @@ from typing import Any
 import numpy as np
 
 from deploy.plan.load import Answers, Goals, at_rate, highest_rate, largest_rate
-from deploy.plan.steps import RESULTS, WIDTHS, Setup, Steps, Tables, gpu, read_rows, setup_of
+from deploy.plan.steps import RESULTS, Setup, Steps, Tables, gpu, read_rows, setup_of
 from engine.limits import EngineLimits, default_memory, default_tokens, entries
 from errors import UserError
 
@@ -41,7 +41,7 @@ def candidates(args: argparse.Namespace) -> list[dict[str, Any]]:
         for variant in args.variants:
             for tp in args.tp:
                 try:
-                    setup = setup_of(args.model, gpu(args.gpu), variant, tp, WIDTHS[width])
+                    setup = setup_of(args.model, gpu(args.gpu), variant, tp, None if width == "bf16" else width)
                     if setup.layer in {other.layer for other in setups}:
                         continue  # as on one rank, where all variants take equally long; the first stands for them
                     if largest_batch(setup, args.prompt + args.answer, args.max_num_seqs):
@@ -60,15 +60,14 @@ def candidates(args: argparse.Namespace) -> list[dict[str, Any]]:
 def _plan(args: argparse.Namespace, tables: Tables, setup: Setup) -> dict[str, Any]:
     """The batch with the largest load. Batches are tried from the largest one that fits, each half of the one before."""
     goals, replicas = Goals(args.ttft / 1e3, args.itl / 1e3, args.share), args.gpus // setup.tp
-    batch = largest_batch(setup, args.prompt + args.answer, args.max_num_seqs)
-    budget = _budget(args, setup)
-    rate, steps = 0.0, Steps(tables, setup, batch, budget)
-    while batch >= SMALLEST_BATCH or batch == steps.most:
-        tried = Steps(tables, setup, batch, budget)
-        found = largest_rate(tried, args.prompt, args.answer, goals, args.seed, rate * GAIN)
-        if not found:
+    budget, largest = _budget(args, setup), largest_batch(setup, args.prompt + args.answer, args.max_num_seqs)
+    rate, steps = 0.0, Steps(tables, setup, largest, budget)
+    tried = steps
+    while found := largest_rate(tried, args.prompt, args.answer, goals, args.seed, rate * GAIN):
+        rate, steps = found, tried
+        if steps.most // 2 < SMALLEST_BATCH:
             break
-        rate, steps, batch = found, tried, batch // 2
+        tried = Steps(tables, setup, steps.most // 2, budget)
     light = LIGHT * highest_rate(steps, args.prompt, args.answer)
     answers = at_rate(steps, rate or light, args.prompt, args.answer, args.seed)
     return {
@@ -81,7 +80,7 @@ def _plan(args: argparse.Namespace, tables: Tables, setup: Setup) -> dict[str, A
         "tokens_per_second": round(rate * replicas * args.answer, 1),
         **_latencies(answers),
         "weights_gb": round(setup.weights / 1e9, 2),
-        "largest_batch": largest_batch(setup, args.prompt + args.answer, args.max_num_seqs),
+        "largest_batch": largest,
         "times": tables.source(setup),
     }
 

@@ -33,7 +33,6 @@ from errors import UserError
 RESULTS = Path(__file__).parents[2] / "docs" / "results"
 # bytes/s that a kernel that only reads reaches (docs/kernels.md)
 READ = {"h100": 3.11e12, "h200": 4.34e12}
-WIDTHS: dict[str, str | None] = {"bf16": None, "fp8": "fp8", "int8": "int8", "int4": "int4"}  # and their --quantize
 LIKE = {"int8": "int4"}  # widths whose layers work alike, where only the other one was measured
 EXPONENT = 1.5  # of the roofline's corner: 1 adds reading and computing, a large one takes the longer
 STEP_TOKENS = 1 << 16  # most prompt tokens of a step in sweeps that do not say it
@@ -73,7 +72,7 @@ class Setup:
     gpu: Gpu
     config: ModelConfig
     tp: int
-    width: str  # a key of WIDTHS
+    width: str  # bf16, or a value of --quantize
     variant: str  # as `--variant` takes it, with its number
 
     @cached_property
