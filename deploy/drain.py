@@ -1,4 +1,4 @@
-"""How `deploy.ray_serve` ends: its gateways refuse new requests, and those in flight have some time. Standard library only."""
+"""How `deploy.ray_serve` ends: its gateways refuse new requests, and those in flight have some time. No Ray."""
 
 import queue
 import signal
@@ -6,8 +6,8 @@ import time
 from typing import Protocol
 
 from cli import note
+from server.started import SIGNALLED
 
-SIGNALLED = 128  # exit codes above it are 128 + the signal
 TICK = 0.2  # seconds between two looks at the requests in flight
 FLUSH_SECONDS = 1.0  # for Ray's HTTP proxy to send the ends of answers that it has from the gateways
 ONE_CAUSE = 1.0  # seconds within which signals count as one: a terminal and a supervisor may both send one

@@ -14,7 +14,7 @@ from starlette.responses import JSONResponse, Response, StreamingResponse
 
 from deploy.routing import Call, prefix_keys
 from server.clients import sender
-from server.errors import CLIENT_GONE, CLOSE, NO_RETRY, ClientGone, error_type, with_retry
+from server.errors import CLIENT_GONE, CLOSE, NO_RETRY, ApiError, ClientGone, with_retry
 from server.limits import Full, HeldBytes, TooLarge, TooSlow, read_body
 from server.logs import HEALTH_PATHS
 from server.messages import errors as messages
@@ -277,5 +277,4 @@ def failure(path: str, status: int, message: str, code: str, headers: Mapping[st
         return JSONResponse(
             {"type": "error", "error": {"type": messages.error_type(status), "message": message}}, status, headers
         )
-    error = {"message": message, "type": error_type(status), "param": None, "code": code}
-    return JSONResponse({"error": error}, status, headers)
+    return JSONResponse(ApiError(status, message, None, code).body, status, headers)

@@ -55,7 +55,7 @@ def add(app: FastAPI, service: Service) -> None:
 async def embed(service: Service, request: Request, body: EmbeddingBody) -> Response:
     """Answer POST /v1/embeddings. Raises ApiError."""
     turn = begin(service, request, body)
-    width = service.client.ready.hidden_size if service.client.ready else 0
+    width = service.hidden_size
     if (body.dimensions or 0) > width:
         raise bad("dimensions", f"is {body.dimensions}, but the model's embeddings have {width} numbers")
     work = _embeddings(service, request, body, turn, {"input": as_list(body.input)})
@@ -110,8 +110,7 @@ async def _embeddings(
     params = SamplingParams(max_tokens=1, pooling=body.pooling or service.embedder.pooling, cache_salt=body.cache_salt)
     unique, adapter = uuid.uuid4().hex, service.adapter_of(body.model)
     submits = [Submit(f"{unique}-{i}", prompt, params, turn=turn, adapter=adapter) for i, prompt in enumerate(prompts)]
-    width = service.client.ready.hidden_size if service.client.ready else 0
-    size = len(submits) * width * Vector("f").itemsize
+    size = len(submits) * service.hidden_size * Vector("f").itemsize
     _hold(service.unread, request, size)
     return await _computed(service, submits, request.state.request_id), tokens
 

@@ -41,7 +41,7 @@ class RequestScope:
         method = scope["method"]
         if method == "HEAD":  # answered as GET; uvicorn keeps the original scope and leaves the body out
             scope = {**scope, "method": "GET"}
-        state = self._fill_state(scope, send)
+        state = self._fill_state(scope)
         status = 0
 
         async def send_with_id(message: Message) -> None:
@@ -79,7 +79,7 @@ class RequestScope:
             self.service.open_requests -= 1
             self._record(scope, method, status, time.monotonic() - started)
 
-    def _fill_state(self, scope: Scope, send: Send) -> dict[str, Any]:
+    def _fill_state(self, scope: Scope) -> dict[str, Any]:
         """What the layers below need of the request. Returns the scope's state."""
         given = Headers(scope=scope).get("x-request-id", "")
         request_id = given if REQUEST_ID.fullmatch(given) else uuid.uuid4().hex
@@ -91,8 +91,6 @@ class RequestScope:
             write_timeout=self.service.settings.idle_timeout,
             backlog=lambda: self.service.backlog.hold(sender(scope).name, state["abandon"]),
         )
-        state.setdefault("send", send)
-        state.setdefault("abandon", lambda: None)
         return state
 
     def _add_headers(self, headers: MutableHeaders, scope: Scope) -> None:
@@ -167,7 +165,7 @@ class BodyLimit:
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         current_client.set(sender(scope).name)
-        if scope["method"] in ("GET", "HEAD", "OPTIONS"):
+        if scope["method"] in ("GET", "OPTIONS"):
             await self.app(scope, receive, send)
             return
         headers = Headers(scope=scope)

@@ -136,7 +136,7 @@ def add_models(app: FastAPI, service: Service) -> None:
 
     @get("/v1/models", response_model=replies.ModelList, responses=errors_of(401), summary="Served models")
     async def models() -> Response:
-        names = (*service.settings.model_names, *adapters.paths, *adapters.lost)
+        names = (*service.model_names, *adapters.paths, *adapters.lost)
         return JsonResponse({"object": "list", "data": [model_card(service, name) for name in names]})
 
     path = "/v1/models/{model_id:path}"
@@ -154,7 +154,7 @@ def add_models(app: FastAPI, service: Service) -> None:
     @post("/v1/load_lora_adapter", summary="Load a LoRA adapter under a new name")
     async def load(body: LoadAdapterBody, request: Request) -> Response:
         service.check_ready()
-        if body.lora_name in service.settings.model_names:
+        if body.lora_name in service.model_names:
             raise bad("lora_name", f"{body.lora_name!r} is the base's name; choose another")
         await unless_gone(request.receive, adapters.load(body.lora_name, body.lora_path))
         return PlainTextResponse(f"Success: LoRA adapter '{body.lora_name}' added successfully.")

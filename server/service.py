@@ -35,7 +35,7 @@ M = TypeVar("M", bound=BaseModel)
 T = TypeVar("T")
 
 RETRY = {"retry-after": "1"}  # seconds: a router sends the request to another server, or this one's next start answers it
-UNREAD_BYTES = 1 << 30  # of vectors that are computed, or wait for their clients to read them; one client may have a quarter
+VECTOR_BYTES = 1 << 30  # of vectors that are computed, or wait for their clients to read them; one client may have a quarter
 INLINE = 16384  # bytes, about 2,000 token ids or a few pages of text; larger bodies are checked in a worker
 WORKER_MODULES = (  # with the jobs of workers, or bodies that these parse; those left out are imported by these
     "server.bounds",
@@ -56,7 +56,7 @@ class Service:
         self.metrics = client.metrics
         capacity = settings.max_num_seqs + settings.max_queue  # sequences
         self.admission = Admission(capacity, settings.max_num_seqs + settings.client_queue)
-        self.unread = HeldBytes(UNREAD_BYTES, 0)
+        self.unread = HeldBytes(VECTOR_BYTES, 0)
         self.backlog = Backlog()
         self.workers = Workers(
             settings.model,
@@ -74,7 +74,8 @@ class Service:
         self.draining = False
         self.open_requests = 0  # HTTP requests whose answer is not complete
         self.started, self.created = time.monotonic(), int(time.time())
-        self.model_name = settings.model_names[0]
+        self.model_names = settings.model_names
+        self.model_name = self.model_names[0]
         endpoint = settings.otlp_traces_endpoint
         self.tracing = Tracing(endpoint, self.model_name) if endpoint else None
         self.examples = read_examples(settings.model)
@@ -104,6 +105,12 @@ class Service:
     @property
     def max_model_len(self) -> int:
         return self.client.ready.max_model_len if self.client.ready else self.settings.max_model_len or 2**31
+
+    @property
+    def hidden_size(self) -> int:
+        """The numbers of an embedding. The ranks must have been ready once."""
+        assert self.client.ready is not None
+        return self.client.ready.hidden_size
 
     @property
     def vocab_size(self) -> int:
@@ -139,15 +146,15 @@ class Service:
         if name in self.client.adapters.lost:
             error = self.client.adapters.lost[name][1]
             raise ApiError(404, f"the adapter {shown(name)} was lost in a recovery: {error}", "model", "model_not_found")
-        if name is not None and name not in (*self.settings.model_names, *self.client.adapters.paths):
-            served = ", ".join((*self.settings.model_names, *self.client.adapters.paths))
+        if name is not None and name not in (*self.model_names, *self.client.adapters.paths):
+            served = ", ".join((*self.model_names, *self.client.adapters.paths))
             raise ApiError(
                 404, f"the model {shown(name)} does not exist; this server has: {served}", "model", "model_not_found"
             )
 
     def adapter_of(self, model: str | None) -> str:
         """The adapter that a request's `model` names; empty for the base."""
-        return model if model is not None and model not in self.settings.model_names else ""
+        return model if model is not None and model not in self.model_names else ""
 
     def snapshot(self) -> dict[str, Any]:
         """The response of /stats. The fields of `StatsReply` that are not computed here are those of `Ready` and `Stats`."""
