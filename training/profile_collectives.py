@@ -23,6 +23,7 @@ from torch import Tensor
 from tqdm import tqdm
 
 from cli import Parser, note, run
+from comm.process_group import all_gather
 from errors import UserError
 from ranks.processes import rank
 from tp import World, init_world
@@ -33,7 +34,7 @@ from training.plan import count
 from training.planner.collectives import OPERATIONS, Point, Profile, write_profile
 from training.planner.search import tiling_meshes
 from training.sharding import Mesh
-from training.weights import all_gather, reduce_scatter
+from training.weights import reduce_scatter
 
 WARM_UP = 2  # runs before those that are counted
 QUEUED = 4  # calls per run on GPUs; 1 if a call takes longer than SLOW

@@ -11,10 +11,10 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
+from comm.process_group import all_gather
 from training.groups import Groups
 
-# torch 2.13 renamed these and warns about the old names; torch 2.11 has only the old names
-all_gather = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
+# torch 2.13 renamed this function and warns about the old name; torch 2.11 has only the old name
 reduce_scatter = getattr(dist, "reduce_scatter_single", None) or dist.reduce_scatter_tensor
 
 

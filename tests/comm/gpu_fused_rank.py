@@ -16,20 +16,19 @@ from torch import Tensor
 
 from comm.fused import FusedAllReduce, FusedCommunicator
 from comm.fused_strategies import GATHERS, TILED, UNTILED, Gather, Split, Strategy
+from comm.process_group import all_gather
 from comm.row_buffers import RowShard
 from kernels import fused_rows
 from scripts.bench.comm.parts import Parts, join_ranks
 from tests.support.gpu_checks import Replays
 from tp import World
+from training.weights import reduce_scatter
 
 CAPACITY, CPU_CAPACITY = 8192 * 12288 * 2, 1 << 18  # bytes of a residual stream on a GPU, and on a CPU
 WIDE, NARROW = 512, 64  # features of a layer over all ranks
 ROWS = (64, 128, 256, 512, 1024, 2048, 4096, 8192)
 MOST_ROWS = 64  # most rows of each owner that are checked
 REPLAYS = 1000
-# torch 2.13 renamed these functions and warns about the old names; torch 2.11 has only the old names
-_all_gather = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
-_reduce_scatter = getattr(dist, "reduce_scatter_single", None) or dist.reduce_scatter_tensor
 
 Call = Callable[[], Tensor]
 
@@ -44,7 +43,7 @@ class Expected(NamedTuple):
 def gathered(rows: Tensor, ranks: int) -> Tensor:
     """The rows of all ranks, in the order of the ranks. Collective."""
     found = rows.new_empty(len(rows) * ranks, rows.shape[1])
-    _all_gather(found, rows)
+    all_gather(found, rows)
     return found
 
 
@@ -53,7 +52,7 @@ class Checks(Parts):
 
     def __init__(self, world: World) -> None:
         """Collective: opens the buffers of the fused algorithms."""
-        super().__init__(world, seconds=0)
+        super().__init__(world)
         self.rank, self.ranks, self.gpu = world.rank, world.world_size, world.device.type == "cuda"
         self.dtype = torch.bfloat16 if self.gpu else torch.float32
         capacity = CAPACITY if self.gpu else CPU_CAPACITY
@@ -99,7 +98,7 @@ class Checks(Parts):
     def reduce_scattered(self, x: Tensor, weight: Tensor) -> Tensor:
         products = torch.mm(x, weight.t())
         mine = products.new_empty(len(x) // self.ranks, len(weight))
-        _reduce_scatter(mine, products)
+        reduce_scatter(mine, products)
         return mine
 
     def fused_scatter(self, x: Tensor, weight: Tensor, split: Split) -> Tensor:

@@ -67,7 +67,7 @@ class Checks(OnAllRanks, Parts):
     """The checks, with two workspaces: one for pushed sums, one for the one-shot all-reduces to compare with. `use` must come first."""
 
     def __init__(self, world: World) -> None:
-        super().__init__(world, seconds=0)
+        super().__init__(world)
         self.opened = [open_workspace(one_shot_bytes, CAPACITY, world.device) for _ in range(2)]
         for workspace in self.opened:
             workspace.exchange = replace(workspace.exchange, max_polls=MAX_POLLS)

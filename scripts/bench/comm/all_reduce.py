@@ -9,6 +9,7 @@ right is what the tests of `comm/` check on GPUs.
 
 import re
 import sys
+import time
 from collections.abc import Callable, Iterable
 from dataclasses import replace
 from functools import cached_property, partial
@@ -56,11 +57,19 @@ class Bench(Parts):
     """The communicators under test. `ours`: those over shared memory, by kind."""
 
     def __init__(self, world: World, seconds: float, parts: str) -> None:
-        super().__init__(world, seconds, parts)
+        """Collective. seconds: time after which `in_time` returns False. parts: see `Parts`."""
+        super().__init__(world, parts)
+        self.deadline = time.monotonic() + seconds
         self.nccl = NcclCommunicator()
         self.ours = self._over_shared_memory()
         for ours in self.ours.values():
             limit_polls(ours)
+
+    def in_time(self) -> bool:
+        """Whether rank 0 has time left. Collective: all ranks get the same answer."""
+        answer = [time.monotonic() < self.deadline]
+        dist.broadcast_object_list(answer, group=self.world.control)
+        return answer[0]
 
     def _over_shared_memory(self) -> dict[Kind, Communicator]:
         """The communicators over shared memory. Empty if the ranks are on several hosts."""

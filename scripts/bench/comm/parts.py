@@ -1,5 +1,4 @@
-"""Shared by the commands that measure or check on several GPUs: their ranks and reports, independent parts, a deadline, and random
-operands."""
+"""Shared by the commands that measure or check on several GPUs: their ranks and reports, independent parts, and random operands."""
 
 import faulthandler
 import json
@@ -39,13 +38,12 @@ class Parts(ABC):
 
     dtype = torch.bfloat16
 
-    def __init__(self, world: World, seconds: float, wanted: str = "") -> None:
-        """Collective. seconds: time after which `in_time` returns False. wanted: regular expression; only parts whose name it
-        matches run."""
+    def __init__(self, world: World, wanted: str = "") -> None:
+        """Collective. wanted: regular expression; only parts whose name it matches run."""
         seeds = [random.SystemRandom().randrange(2**31)]
         dist.broadcast_object_list(seeds, group=world.control)
         self.seed = seeds[0]
-        self.world, self.deadline, self.wanted = world, time.monotonic() + seconds, re.compile(wanted)
+        self.world, self.wanted = world, re.compile(wanted)
         self.generator = torch.Generator(world.device).manual_seed(self.seed + world.rank)
         self.found: dict[str, Any] = {}
         self.errors: dict[str, str] = {}
@@ -54,17 +52,13 @@ class Parts(ABC):
     def check(self) -> None:
         """Raise RuntimeError if a kernel has given up waiting for another rank. Waits for the device."""
 
-    def tell(self, name: str, seconds: float, failed: str | None) -> None:
-        """Report a part's time in seconds and its error, if any. Called on rank 0."""
-        print(f"{name}: {seconds:.1f} s {failed or ''}", file=sys.stderr, flush=True)
-
-    def part(self, name: str, run: Callable[[], Any]) -> Any:
-        """Run one part on all ranks and return its result, or None if it was left out or failed on any rank. Collective.
+    def part(self, name: str, run: Callable[[], Any]) -> None:
+        """Run one part on all ranks, if its name is wanted. Collective.
 
         The result is recorded in `found`, or the error of the lowest failing rank in `errors`.
         """
         if not self.wanted.search(name):
-            return None
+            return
         faulthandler.dump_traceback_later(LONGEST_PART, exit=True)
         begin, error, result = time.monotonic(), "", None
         try:
@@ -81,14 +75,7 @@ class Parts(ABC):
         else:
             self.found[name] = result
         if self.world.rank == 0:
-            self.tell(name, time.monotonic() - begin, failed)
-        return None if failed else result
-
-    def in_time(self) -> bool:
-        """Whether rank 0 has time left. Collective: all ranks get the same answer."""
-        answer = [time.monotonic() < self.deadline]
-        dist.broadcast_object_list(answer, group=self.world.control)
-        return answer[0]
+            print(f"{name}: {time.monotonic() - begin:.1f} s {failed or ''}", file=sys.stderr, flush=True)
 
     def random(self, *shape: int, dtype: torch.dtype | None = None) -> Tensor:
         return torch.randn(*shape, generator=self.generator, device=self.world.device).to(dtype or self.dtype)
