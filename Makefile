@@ -99,7 +99,7 @@ same-tokens: setup-dev #+ Test: 10,000 prompts have the same tokens with specula
 simulate: setup-dev #+ Test: the server against a simulated clock, model and faults: make simulate SEED=… STEPS=…
 	@$(PY) -m tests.simulation --seed $(SEED) --steps $(STEPS) $(ARGS)
 
-lint: setup-dev ## Test: ruff, mypy, that README and docs quote the results as they are, and that no part exceeds its budget
+lint: setup-dev ## Test: ruff, mypy, that README and docs quote the results as they are, the order of imports, and that no part exceeds its budget
 	@$(PY) -m ruff check . && $(PY) -m ruff format --check . && $(PY) -m mypy && $(PY) -m scripts.report.quote_tables --check && $(PY) -m scripts.report.check_docs && $(PY) -m scripts.report.check_structure
 
 accuracy: setup #+ Measure: perplexity and exact match of every embedded model at tp 1, 2 and 4, then with each quantized all-reduce, resumable, into out (tracked: ARGS=--write; half an hour on 2 cores, 2 GB)

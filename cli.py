@@ -92,7 +92,7 @@ def program() -> str:
 class Parser(argparse.ArgumentParser):
     """An argument parser that shows its description as it is, and raises UserError, so that N ranks do not print N usage texts.
 
-    Unknown flags are reported first: for a misspelt required flag, argparse itself would only report that it is missing.
+    Unknown flags are reported before missing ones: for a misspelt required flag, argparse itself would only report that it is missing.
     """
 
     def __init__(self, prog: str | None = None, **options: Any) -> None:

@@ -23,9 +23,8 @@ from errors import UserError
 
 T = TypeVar("T")
 
-_FORK = (
-    threading.Lock()
-)  # one thread forks at a time: filters of warnings are global, and a child must not inherit another's pipe
+# one thread forks at a time: filters of warnings are global, and a child must not inherit another's pipe
+_FORK = threading.Lock()
 
 SECONDS = 5  # of processor time, which passes more slowly on a busy machine
 PATIENCE = 60  # seconds that the caller waits in any case

@@ -61,8 +61,9 @@ def encode_item(task: Task, tokenizer: Tokenizer, item: WorkItem) -> Encoded:
     documents = list(_documents(item))
     if not documents:
         return _encode(task, tokenizer, item.path, documents)
-    answers = max((line.count(b"assistant") + line.count(b"gpt") for _, line in documents))
-    times = max(1, 2 * answers) if task.chat else 1  # a conversation is rendered twice for each of its answers
+    times = 1
+    if task.chat:  # a conversation is rendered twice for each of its answers
+        times = max(1, *(2 * (line.count(b"assistant") + line.count(b"gpt")) for _, line in documents))
     size = sum(len(text) for _, text in documents)
     return bounded(f"the text of {item.path}", _encode, task, tokenizer, item.path, documents, characters=size, times=times)
 

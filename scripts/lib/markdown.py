@@ -3,9 +3,8 @@
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any
 
-Columns = Mapping[
-    str, str | Callable[[Any], object]
-]  # by title: a format such as "{ms:.2f}" of a row's fields, or what makes the cell
+# by title: a format such as "{ms:.2f}" of a row's fields, or what makes the cell
+Columns = Mapping[str, str | Callable[[Any], object]]
 
 
 def table(columns: Columns, rows: Iterable[Mapping[str, Any]], caption: str = "") -> str:

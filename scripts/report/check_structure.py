@@ -1,4 +1,5 @@
-"""Check that the packages keep their order: arrows of imports lead one way, no modules import each other, and none hides it.
+"""Check that the packages keep their order and their size: imports lead one way, no modules import each other, no import is hidden,
+and no part of the repository is larger than its budget (`scripts/report/budgets.py`).
 
     python -m scripts.report.check_structure     # names each fault; exit code 2 if there is one
 
@@ -15,6 +16,7 @@ from typing import NamedTuple
 
 from cli import Parser, run
 from errors import UserError
+from scripts.report.budgets import over_budget
 
 ROOT = Path(__file__).resolve().parents[2]
 ORDER = (
@@ -81,7 +83,7 @@ def faults(found: list[Import]) -> Iterator[str]:
 
 def main() -> None:
     Parser(description=__doc__).parse_args()
-    if found := dict.fromkeys(faults(imports(ROOT))):
+    if found := dict.fromkeys([*faults(imports(ROOT)), *over_budget(ROOT)]):
         raise UserError("; ".join(found))
 
 
