@@ -20,7 +20,7 @@ from engine.block_manager import BlockManager
 from engine.draft_costs import measure
 from engine.grammars import COMPILED, MAX_COMPILING, Compilation, Grammars, error_of
 from engine.head_model import HeadModel
-from engine.limits import EngineLimits, count_blocks, new_cache, step_tokens
+from engine.limits import STEP_TOKENS, EngineLimits, count_blocks, new_cache
 from engine.meter import Meter
 from engine.model_drafter import HeadDrafter, ModelDrafter
 from engine.pace import Pace
@@ -90,7 +90,7 @@ class Engine:
         self.max_model_len = limits.context(config)
         self.vocab_size, self.world, self.adapters = config.vocab_size, world, adapters
         schedules = Schedules.of(model, world, limits.kv_dtype)
-        batch_tokens = limits.max_batch_tokens or step_tokens(config, world)
+        batch_tokens = limits.max_batch_tokens or STEP_TOKENS
         if not config.causal:  # a step computes whole prompts, and needs no room for an answer
             self.max_model_len = min(self.max_model_len, batch_tokens)
         # of a drafter: at least 2, because `Costs` needs two measured points

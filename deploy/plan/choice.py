@@ -9,7 +9,7 @@ import numpy as np
 
 from deploy.plan.load import Answers, Goals, at_rate, highest_rate, largest_rate
 from deploy.plan.steps import RESULTS, Setup, Steps, Tables, gpu, read_rows, setup_of
-from engine.limits import EngineLimits, default_memory, default_tokens, entries
+from engine.limits import STEP_TOKENS, EngineLimits, default_memory
 from errors import UserError
 
 RESERVE = 2e9  # bytes of a GPU for CUDA's context and NCCL, for which there is no formula
@@ -60,7 +60,8 @@ def candidates(args: argparse.Namespace) -> list[dict[str, Any]]:
 def _plan(args: argparse.Namespace, tables: Tables, setup: Setup) -> dict[str, Any]:
     """The batch with the largest load. Batches are tried from the largest one that fits, each half of the one before."""
     goals, replicas = Goals(args.ttft / 1e3, args.itl / 1e3, args.share), args.gpus // setup.tp
-    budget, largest = _budget(args, setup), largest_batch(setup, args.prompt + args.answer, args.max_num_seqs)
+    budget = args.max_batch_tokens or STEP_TOKENS
+    largest = largest_batch(setup, args.prompt + args.answer, args.max_num_seqs)
     rate, steps = 0.0, Steps(tables, setup, largest, budget)
     tried = steps
     while found := largest_rate(tried, args.prompt, args.answer, goals, args.seed, rate * GAIN):
@@ -83,12 +84,6 @@ def _plan(args: argparse.Namespace, tables: Tables, setup: Setup) -> dict[str, A
         "largest_batch": largest,
         "times": tables.source(setup),
     }
-
-
-def _budget(args: argparse.Namespace, setup: Setup) -> int:
-    """The most tokens of a step."""
-    weights = setup.config.layer_parameter_count() // setup.tp
-    return args.max_batch_tokens or default_tokens(setup.gpu.name.upper(), weights, setup.tp, entries())
 
 
 def _latencies(answers: Answers) -> dict[str, dict[str, float]]:

@@ -6,7 +6,7 @@ import pytest
 import torch
 
 from engine.core import Engine
-from engine.limits import GRAPHS, MOST_DRAFTED, EngineLimits, cache_memory
+from engine.limits import GRAPHS, MOST_DRAFTED, STEP_TOKENS, EngineLimits, cache_memory
 from errors import RankError
 from tests.engine.test_engine import ALONE, config_of, random_model
 
@@ -42,6 +42,13 @@ def test_no_more_blocks_than_sequences_of_the_models_context_can_use(longest: in
     model = random_model(config_of("standard"))  # its context has 80 tokens
     engine = Engine(model, None, EngineLimits(max_model_len=longest, max_num_seqs=2, block_size=4), ALONE)
     assert engine.scheduler.blocks.n_blocks == blocks and engine.max_model_len == min(longest or 80, 80)
+
+
+@pytest.mark.parametrize(("given", "expected"), [(None, STEP_TOKENS), (77, 77)])
+def test_the_tokens_of_a_step(given: int | None, expected: int) -> None:
+    limits = EngineLimits(max_batch_tokens=given, max_num_seqs=2, kv_memory=1e6, block_size=4)
+    engine = Engine(random_model(config_of("parallel")), None, limits, ALONE)
+    assert engine.scheduler.max_batch_tokens == engine.runner.capacity.tokens == expected
 
 
 def test_memory_that_runs_out_in_a_capture_is_an_error_that_says_what_to_do(monkeypatch: pytest.MonkeyPatch) -> None:
