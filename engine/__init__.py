@@ -1,10 +1,10 @@
 """The inference engine: scheduling, KV cache, sampling, stopping, and `LLM`, its Python API. Its files by what they do:
 
-programs      worker (a rank of the server), llm (Python), bench; core: the engine of a rank; limits, meter, protocol, text
+programs      worker (a rank of the server), llm (Python), bench; core: the engine of a rank; limits, protocol, text
 scheduling    sequence, scheduler, block_manager, pace
-steps         runner, step_inputs, paged_cache, schedules, tuning, transfers
-tokens        sampler, grammars, thinking; adapters, pooling
-speculation   speculation, text_drafter, suffix_automaton, model_drafter, head_model, draft_models, draft_costs, draft_gains
+steps         runner, step_inputs, paged_cache, schedules, tuning
+tokens        sampler, grammars, thinking; adapters
+speculation   speculation, text_drafter, model_drafter, head_model, draft_models, draft_costs
 """
 
 from typing import TYPE_CHECKING, Any

@@ -17,11 +17,9 @@ from checkpoints.eagle import EagleHead
 from config import require_causal
 from engine.adapters import Adapter, Adapters
 from engine.block_manager import BlockManager
-from engine.draft_costs import measure
 from engine.grammars import COMPILED, MAX_COMPILING, Compilation, Grammars, error_of
 from engine.head_model import HeadModel
 from engine.limits import STEP_TOKENS, EngineLimits, count_blocks, new_cache
-from engine.meter import Meter
 from engine.model_drafter import HeadDrafter, ModelDrafter
 from engine.pace import Pace
 from engine.protocol import (
@@ -40,7 +38,7 @@ from engine.sampler import advance, check_ids, new_state, sibling
 from engine.scheduler import Scheduler
 from engine.schedules import Schedules
 from engine.sequence import Chunk, Sequence, common_prefix
-from engine.speculation import Speculation
+from engine.speculation import Speculation, measure
 from engine.step_inputs import Capacity
 from engine.text_drafter import PromptIndex
 from errors import RankError, UserError
@@ -53,6 +51,56 @@ OVERFLOW = (
     "there is no answer, because the model's numbers overflowed, it has no lm_head, or the request's parameters exclude all tokens; "
     "against overflow, give --dtype bfloat16 or float32"
 )
+
+
+class Meter:
+    """In total, and since the last `stats`."""
+
+    def __init__(self, waited: float) -> None:
+        """waited: the seconds for which this rank has waited for all-reduces so far."""
+        self.prompt_tokens = self.generation_tokens = self.steps = 0
+        self.token_seconds: float | None = None  # see `Stats`
+        self._seconds, self._waited = 0.0, waited
+        self._batch_tokens: list[int] = []
+
+    def count(self, batch_tokens: int, generated: int, seconds: float) -> None:
+        """Count a step that computed `batch_tokens` tokens and generated some."""
+        self.steps += 1
+        self.generation_tokens += generated
+        self._seconds += seconds
+        self._batch_tokens.append(batch_tokens)
+        self.token_seconds = min(seconds / max(1, batch_tokens), self.token_seconds or seconds)
+
+    def stats(self, runner: Runner) -> Stats:
+        """The counts. runner: of the steps."""
+        steps, seconds, batch_tokens = len(self._batch_tokens), self._seconds, self._batch_tokens
+        self._seconds, self._batch_tokens = 0.0, []
+        return Stats(
+            prompt_tokens=self.prompt_tokens,
+            generation_tokens=self.generation_tokens,
+            steps=self.steps,
+            step_seconds=seconds / steps if steps else 0.0,
+            batch_tokens=batch_tokens,
+            all_reduce_share=self._all_reduce_share(runner, seconds),
+            idle_share=self._idle_share(runner, seconds),
+            token_seconds=self.token_seconds,
+        )
+
+    def _all_reduce_share(self, runner: Runner, seconds: float) -> float | None:
+        """The share of `seconds`, the time of the steps since the last call, that this rank waited for all-reduces."""
+        waited = runner.model.comm.waited
+        if waited is None:
+            return None
+        since, self._waited = waited - self._waited, waited
+        return min(1.0, since / seconds) if seconds else None
+
+    @staticmethod
+    def _idle_share(runner: Runner, seconds: float) -> float | None:
+        """The share of `seconds` for which the device waited for the next step."""
+        if runner.graphs is None:
+            return None
+        idle, runner.idle_seconds = runner.idle_seconds, 0.0
+        return min(1.0, idle / seconds) if seconds else None
 
 
 def new_drafter(

@@ -1,25 +1,23 @@
-"""What steps and drafts cost (`Costs`), which is measured at the start: the same numbers on all ranks."""
+"""What steps and drafts cost, in seconds and in tokens; what drafts gain; and a budget for drafts that may lose.
 
-import random
-import time
-from collections.abc import Callable, Mapping
-from functools import lru_cache, partial
+Gains and prices are in tokens: one is the time in which a step computes a token without drafts (`Costs.token_seconds`). An accepted
+token saves a step of its sequence, and so gains one.
+"""
+
+from collections.abc import Mapping
+from dataclasses import dataclass, replace
+from functools import lru_cache
 from itertools import accumulate
 
-from engine.model_drafter import ModelDrafter
-from engine.runner import Runner
-from engine.suffix_automaton import SuffixAutomaton
-from tp import World
+from engine.sequence import Sequence
 
 Points = tuple[tuple[int, float], ...]
-Case = tuple[Callable[[int], float], int]  # a function of a number, and the largest number that it takes
-MEASURED_ROWS = 1, 4, 16, 64, 256  # of steps
-MEASURED_SECONDS = 0.5  # for which a table is measured, about; larger numbers are then extrapolated
-ROUNDS = 3, 20  # of a measurement, at least and at most; the fastest counts
-MEASURED_MIXED = 4  # sequences of a step, of which one has a draft
-INDEXED = 256  # tokens of a text that is indexed to measure how long a token takes
 LEAST_PRICE = 0.1  # tokens; a drafted row also takes time on the host
 LEAST_GAIN = 0.05  # tokens of each sequence of a step with drafts: the work of the host that `Costs` does not contain
+FIRST_ACCEPTED = 2.0  # accepted tokens of a draft, before there is one
+WEIGHT = 0.25  # of the newest draft in a request's averages, and of the newest request in those of requests
+WEIGHT_OF_ALL = 0.02  # of the newest draft in the averages of all requests
+SHARE = 0.005  # of a request's tokens, and of the time of all steps, that may be lost to find out whether drafts pay
 
 
 class Costs:
@@ -89,43 +87,105 @@ def _on_lines(points: Points, x: int) -> float:
 FREE = Costs({1: 1.0, 2: 1.0})  # of steps, before they are measured
 
 
-def measure(runner: Runner, drafter: ModelDrafter | None, max_model_len: int, world: World) -> Costs:
-    """Measure what steps and drafts cost. drafter: None if no model drafts. Collective."""
-    capacity = runner.capacity
-    cases: dict[str, Case] = {"steps": (runner.seconds, min(capacity.draws, capacity.tokens, max_model_len))}
-    if drafter is not None:
-        cases["draft steps"] = drafter.seconds, min(capacity.sequences, capacity.tokens)
-        cases["prompts"] = partial(drafter.seconds, 1, 1), min(capacity.tokens - 1, max_model_len - 2)  # sees one more
-    count = min(MEASURED_MIXED, capacity.sequences, capacity.tokens - 1)
-    if runner.graphs is None and count > 1:  # a GPU's kernels compute all rows alike
-        cases["mixed"] = lambda n: runner.seconds(count + n - 1, count), 2  # without a draft, and with one
-    host, indexing = world.largest([min(cost() for _ in range(ROUNDS[0])) for cost in (runner.host_seconds, indexing_seconds)])
-    found = dict(zip(cases, fastest_seconds([*cases.values()], world), strict=True))
-    mixed = found["mixed"][2] - found["mixed"][1] if "mixed" in found else 0.0
-    return Costs(found["steps"], found.get("draft steps"), found.get("prompts"), host, indexing, max(0.0, mixed))
+@dataclass(frozen=True, slots=True)
+class DraftPlan:
+    """How many tokens a draft may have, and how many it will probably gain beyond those that its own time costs."""
+
+    length: int
+    gain: float
+    price: float = 0.0  # tokens that each of its tokens costs
+    fixed: float = 0.0  # tokens that it costs besides
+
+    def charged(self, cost: float) -> "DraftPlan":
+        """The same if it also costs so many tokens besides, NO_DRAFT if it does not gain them."""
+        return replace(self, gain=self.gain - cost, fixed=self.fixed + cost) if self.gain > cost else NO_DRAFT
 
 
-def indexing_seconds() -> float:
-    """How long it takes to index a token of a text."""
-    draw, text = random.Random(0), SuffixAutomaton()
-    tokens = [draw.randrange(INDEXED // 4) for _ in range(INDEXED)]
-    start = time.perf_counter()
-    for token in tokens:
-        text.append(token)
-    return (time.perf_counter() - start) / INDEXED
+NO_DRAFT = DraftPlan(0, 0.0)
 
 
-def fastest_seconds(cases: list[Case], world: World) -> list[dict[int, float]]:
-    """The seconds of each case for some numbers, of the slowest rank. All are called in turn, again and again, so that a disturbance
-    meets all alike. Collective."""
-    found = [dict[int, float]() for _ in cases]
-    for times, (seconds, most) in zip(found, cases, strict=True):
-        for n in sorted({min(n, max(2, most)) for n in MEASURED_ROWS}):
-            if len(times) > 1 and ROUNDS[0] * sum(times.values()) > MEASURED_SECONDS:
-                break
-            [times[n]] = world.largest([seconds(n)])
-    total = sum([sum(times.values()) for times in found])
-    calls = [(seconds, n) for times, (seconds, _) in zip(found, cases, strict=True) for n in times]
-    count = min(max(int(len(cases) * MEASURED_SECONDS / total), ROUNDS[0]), ROUNDS[1])
-    fastest = iter(world.largest(list(map(min, *([seconds(n) for seconds, n in calls] for _ in range(count))))))
-    return [{n: next(fastest) for n in times} for times in found]
+@dataclass
+class Acceptance:
+    """What became of the last drafts from one source: averages of the tokens that saved a step, and of whether one did not, because
+    it was wrong or ended the answer."""
+
+    saved: float = FIRST_ACCEPTED
+    rejected: float = 1.0
+    lost: float = 0.0  # tokens that drafts have cost a request and not brought back
+
+    @property
+    def rate(self) -> float:
+        """The chance that a token saves a step if its predecessors do."""
+        return self.saved / (self.saved + self.rejected)
+
+    def plan(self, price: float, most: int) -> DraftPlan:
+        """The draft that pays at this price of a token, of up to `most` tokens."""
+        length, rate = 0, self.rate
+        while length < most and rate ** (length + 1) >= price:
+            length += 1
+        return self.plan_of(length, price)
+
+    def plan_of(self, length: int, price: float) -> DraftPlan:
+        """A draft of so many tokens. A token saves a step if all before it do, and it does, too."""
+        return DraftPlan(length, sum([self.rate**i - price for i in range(1, length + 1)]), price)
+
+    def trial(self, price: float, fixed: float, generated: int) -> DraftPlan:
+        """A draft of one token where drafts do not pay, to find out whether they do again. There is one now and then: after so many
+        generated tokens, no more than a SHARE of them may be lost."""
+        if price < 1 and self.lost + price + fixed - self.rate <= SHARE * generated:
+            return DraftPlan(1, 0.0, price, fixed)
+        return NO_DRAFT
+
+    def learn(self, saved: int, drafted: int, cost: float = 0.0, weight: float = WEIGHT) -> None:
+        """Note that `saved` tokens of a draft saved a step each, which has cost the time of so many."""
+        self.saved += weight * (saved - self.saved)
+        self.rejected += weight * ((saved < drafted) - self.rejected)
+        self.lost = max(0.0, self.lost + cost - saved)
+
+
+TRIALS_ALONE = Acceptance(saved=0.0)  # at which no draft pays
+
+
+class Budget:
+    """For which requests a source drafts. It must first see the prompt, whose time the drafts may not bring back, and the drafts of
+    short answers may save nothing.
+
+    It does where drafts have brought other requests that time, on average, or where the budget allows to find that out. A request's
+    drafts pay from the budget what they cost, and into it the steps that they save. SHARE of the time of all steps goes there, too,
+    up to the most that a request lacked beyond the grant. So requests that begin lose no more than SHARE of the time, a grant, and
+    what drafts have brought. The budget does not stop requests that have begun; there the `Acceptance` of each says when drafts do
+    not pay."""
+
+    def __init__(self) -> None:
+        self._brought = 0.0  # see `brought`
+        self._saved = 0.0  # seconds, besides the grant; negative if that was used
+        self._most = 0.0  # seconds that it may save
+        self._by_request: dict[Sequence, float] = {}  # what drafts have brought
+
+    @property
+    def brought(self) -> float:
+        """Seconds that drafts bring to a request, on average of those that have ended; without its prompt."""
+        for sequence in [s for s in self._by_request if s.finish_reason is not None]:
+            self._brought += WEIGHT * (self._by_request.pop(sequence) - self._brought)
+        return self._brought
+
+    def take(self, sequence: Sequence, seconds: float, grant: float) -> bool:
+        """Pay for the sequence's prompt, if the budget covers what will probably be lost. grant: seconds that it holds at first."""
+        lacking = seconds - self.brought - grant
+        if lacking > self._saved:
+            self._most = max(self._most, lacking)
+            return False
+        self._by_request[sequence] = 0.0
+        self.add(-seconds)
+        return True
+
+    def add(self, seconds: float, sequence: Sequence | None = None) -> None:
+        """sequence: whose drafts have brought them."""
+        self._saved = min(self._most, self._saved + seconds)
+        if sequence in self._by_request:
+            self._by_request[sequence] += seconds
+
+    def take_back(self, seconds: float, sequence: Sequence) -> None:
+        """Drafts have brought so much less to the sequence than they seemed to."""
+        if sequence in self._by_request:
+            self.add(-seconds, sequence)

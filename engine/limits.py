@@ -6,9 +6,9 @@ import torch
 
 from checkpoints.memory import free_bytes
 from config import ModelConfig
-from engine.argument_types import check_types
 from engine.head_model import HeadModel
 from engine.paged_cache import CODES, PagedCache
+from engine.protocol import check_types
 from errors import UserError
 from model import Transformer
 from options import KV_DTYPES

@@ -24,11 +24,10 @@ from checkpoints.weights import DTYPES, load_model
 from cli import note
 from config import ModelConfig, require_causal
 from engine.adapters import ADAPTER, single_adapter
-from engine.argument_types import check_types
 from engine.core import OVERFLOW, Engine
 from engine.draft_models import find_draft
 from engine.limits import EngineLimits
-from engine.protocol import Abort, SamplingParams, Submit, TokenLogprobs
+from engine.protocol import Abort, SamplingParams, Submit, TokenLogprobs, check_types
 from engine.runner import LARGEST_MEASURED, largest_graph
 from engine.sampler import SCORE_CHUNK, check_ids
 from engine.text import AnswerStream, Delta, banned_by

@@ -25,7 +25,7 @@ from engine.protocol import SamplingParams
 from engine.runner import InFlightStep, Runner
 from engine.sampler import SamplingState
 from engine.sequence import Chunk, Sequence, common_prefix
-from engine.transfers import to_device
+from engine.step_inputs import to_device
 
 MEASURED_TOKENS = 3  # of the drafts that `ModelDrafter.seconds` measures
 NO_IDENTITY = -2  # the identity of no contents

@@ -13,7 +13,6 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from engine.transfers import to_device
 from kernels import determinism, exact
 from kernels.dispatch import on_gpu
 from kernels.paged_attention import paged_decode, paged_prefill
@@ -61,7 +60,7 @@ class PagedCache:
 
     def clear(self, blocks: Sequence[int]) -> None:
         """Set the keys and values of these blocks to zero."""
-        index = to_device(blocks, torch.int64, self.keys_values.device)
+        index = torch.tensor(blocks, dtype=torch.int64, device=self.keys_values.device)
         self.keys_values.view(torch.uint8).index_fill_(2, index, 0)
         if self.scales is not None:
             self.scales.index_fill_(2, index, 1.0)

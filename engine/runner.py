@@ -26,15 +26,16 @@ from comm.faults import fault_word, raise_fault
 from comm.fused_buckets import bucket
 from engine.head_model import HeadModel
 from engine.paged_cache import PagedCache
-from engine.pooling import Pooled, pool
 from engine.protocol import SamplingParams, TokenLogprobs
 from engine.sampler import (
     PendingLogprobs,
+    Pooled,
     SamplingBatch,
     SamplingState,
     count_drawn,
     is_plain,
     may_change,
+    pool,
     process,
     reads_tokens,
     sample,
@@ -43,8 +44,7 @@ from engine.sampler import (
 )
 from engine.schedules import Captured, Graphs, Schedules
 from engine.sequence import Chunk, Sequence, drawn_by
-from engine.step_inputs import ROUND, Capacity, DecodeInputs, SpanInputs
-from engine.transfers import to_device, to_host
+from engine.step_inputs import ROUND, Capacity, DecodeInputs, SpanInputs, to_device, to_host
 from kernels.graph_times import successive_seconds
 from kernels.sampling import NO_TOKEN, combine_best, local_best
 from layers.attention import AttentionContext

@@ -17,17 +17,30 @@ Each sequence takes the source that will probably save more time. Drafts are a f
 that were measured once for all ranks, so ranks agree on them without a message.
 """
 
+import random
+import time
 from collections.abc import Callable, Mapping
 from dataclasses import replace
+from functools import partial
 from hashlib import blake2b
 
-from engine.draft_costs import FREE, Costs
-from engine.draft_gains import NO_DRAFT, SHARE, TRIALS_ALONE, WEIGHT_OF_ALL, Acceptance, Budget, DraftPlan
+from engine.draft_costs import (
+    FREE,
+    NO_DRAFT,
+    SHARE,
+    TRIALS_ALONE,
+    WEIGHT_OF_ALL,
+    Acceptance,
+    Budget,
+    Costs,
+    DraftPlan,
+)
 from engine.model_drafter import ModelDrafter
 from engine.protocol import Drafted
-from engine.runner import InFlightStep
+from engine.runner import InFlightStep, Runner
 from engine.sequence import Chunk, Sequence
-from engine.text_drafter import MOST_INDEXED, NGRAM, PREDICTION, PROMPTS, TEXTS, PromptIndex, TextDrafter
+from engine.text_drafter import MOST_INDEXED, NGRAM, PREDICTION, PROMPTS, TEXTS, PromptIndex, SuffixAutomaton, TextDrafter
+from tp import World
 
 MOST_INDEXED_TOGETHER = 1 << 19  # tokens of all running requests; an automaton takes up to 0.7 KB for each, on each rank
 INDEXED_A_STEP = 512  # tokens of all requests: a long prompt must not hold up a step; about 1 ms
@@ -272,3 +285,55 @@ class Speculation:
             return {}
         able = {s: min(s.drafter.most, self.model_drafter.longest_draft(s)) for s in running if s.drafter.of_model is not None}
         return {s: (s.drafter.of_model, most) for s, most in able.items() if most}
+
+
+# --- what steps and drafts cost on this machine ------------------------------------------------------------------------------
+
+Case = tuple[Callable[[int], float], int]  # a function of a number, and the largest number that it takes
+MEASURED_ROWS = 1, 4, 16, 64, 256  # of steps
+MEASURED_SECONDS = 0.5  # for which a table is measured, about; larger numbers are then extrapolated
+ROUNDS = 3, 20  # of a measurement, at least and at most; the fastest counts
+MEASURED_MIXED = 4  # sequences of a step, of which one has a draft
+INDEXED = 256  # tokens of a text that is indexed to measure how long a token takes
+
+
+def measure(runner: Runner, drafter: ModelDrafter | None, max_model_len: int, world: World) -> Costs:
+    """Measure what steps and drafts cost. drafter: None if no model drafts. Collective."""
+    capacity = runner.capacity
+    cases: dict[str, Case] = {"steps": (runner.seconds, min(capacity.draws, capacity.tokens, max_model_len))}
+    if drafter is not None:
+        cases["draft steps"] = drafter.seconds, min(capacity.sequences, capacity.tokens)
+        cases["prompts"] = partial(drafter.seconds, 1, 1), min(capacity.tokens - 1, max_model_len - 2)  # sees one more
+    count = min(MEASURED_MIXED, capacity.sequences, capacity.tokens - 1)
+    if runner.graphs is None and count > 1:  # a GPU's kernels compute all rows alike
+        cases["mixed"] = lambda n: runner.seconds(count + n - 1, count), 2  # without a draft, and with one
+    host, indexing = world.largest([min(cost() for _ in range(ROUNDS[0])) for cost in (runner.host_seconds, indexing_seconds)])
+    found = dict(zip(cases, fastest_seconds([*cases.values()], world), strict=True))
+    mixed = found["mixed"][2] - found["mixed"][1] if "mixed" in found else 0.0
+    return Costs(found["steps"], found.get("draft steps"), found.get("prompts"), host, indexing, max(0.0, mixed))
+
+
+def indexing_seconds() -> float:
+    """How long it takes to index a token of a text."""
+    draw, text = random.Random(0), SuffixAutomaton()
+    tokens = [draw.randrange(INDEXED // 4) for _ in range(INDEXED)]
+    start = time.perf_counter()
+    for token in tokens:
+        text.append(token)
+    return (time.perf_counter() - start) / INDEXED
+
+
+def fastest_seconds(cases: list[Case], world: World) -> list[dict[int, float]]:
+    """The seconds of each case for some numbers, of the slowest rank. All are called in turn, again and again, so that a disturbance
+    meets all alike. Collective."""
+    found = [dict[int, float]() for _ in cases]
+    for times, (seconds, most) in zip(found, cases, strict=True):
+        for n in sorted({min(n, max(2, most)) for n in MEASURED_ROWS}):
+            if len(times) > 1 and ROUNDS[0] * sum(times.values()) > MEASURED_SECONDS:
+                break
+            [times[n]] = world.largest([seconds(n)])
+    total = sum([sum(times.values()) for times in found])
+    calls = [(seconds, n) for times, (seconds, _) in zip(found, cases, strict=True) for n in times]
+    count = min(max(int(len(cases) * MEASURED_SECONDS / total), ROUNDS[0]), ROUNDS[1])
+    fastest = iter(world.largest(list(map(min, *([seconds(n) for seconds, n in calls] for _ in range(count))))))
+    return [{n: next(fastest) for n in times} for times in found]

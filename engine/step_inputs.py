@@ -8,7 +8,9 @@ the cache. They store nothing in it. Padding would be a bad example: it attends 
 a GPU that lowers its clock to limit its power multiplies them faster.
 """
 
+from collections.abc import Sequence
 from dataclasses import dataclass
+from typing import Any
 
 import numpy as np
 import torch
@@ -21,6 +23,20 @@ from kernels.lora import DECODE_TILE, PREFILL_TILE, Groups, group_rows, most_til
 ROUND = 64
 INVENTED = 1024  # tokens of an invented sequence
 PINNED = 3  # pinned buffers: for the running step, for the step queued after it, and for the one that the host writes
+
+
+# PyTorch's own copies, from and to memory that is not pinned, wait until the device has finished all steps in flight. These do not.
+
+
+def to_device(values: Sequence[Any], dtype: torch.dtype, device: torch.device) -> Tensor:
+    """A tensor of the (nested) `values`. The copy is queued on the current stream."""
+    host = torch.tensor(values, dtype=dtype, pin_memory=device.type == "cuda")
+    return host.to(device, non_blocking=True)
+
+
+def to_host(x: Tensor) -> Tensor:
+    """A copy of x in host memory. It is valid when the device has reached this point of the current stream."""
+    return torch.empty(x.shape, dtype=x.dtype, pin_memory=x.is_cuda).copy_(x, non_blocking=True)
 
 
 @dataclass(frozen=True)

@@ -6,14 +6,12 @@ from typing import Any
 
 import pytest
 
-from engine.draft_costs import LEAST_PRICE, Costs
-from engine.draft_gains import FIRST_ACCEPTED, NO_DRAFT, SHARE, Acceptance, Budget, DraftPlan
+from engine.draft_costs import FIRST_ACCEPTED, LEAST_PRICE, NO_DRAFT, SHARE, Acceptance, Budget, Costs, DraftPlan
 from engine.protocol import SamplingParams, Submit, joined
 from engine.runner import InFlightStep
 from engine.sequence import Chunk, Sequence, common_prefix
 from engine.speculation import GRANT, TEXT_GRANT, Speculation
-from engine.suffix_automaton import SuffixAutomaton
-from engine.text_drafter import END, GAP, GRAM, MOST_INDEXED, MOST_WITH_GRAMMAR, PromptIndex, TextDrafter
+from engine.text_drafter import END, GAP, GRAM, MOST_INDEXED, MOST_WITH_GRAMMAR, PromptIndex, SuffixAutomaton, TextDrafter
 from tests.engine.test_engine import assert_same, config_of, engine_of, random_model, random_params, serve
 
 CHEAP = 0.15  # price of a drafted row

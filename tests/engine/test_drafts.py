@@ -24,8 +24,7 @@ from checkpoints.presets import model_config
 from comm import Local
 from engine import LLM, draft_models
 from engine.core import Engine
-from engine.draft_costs import LEAST_GAIN, LEAST_PRICE, Costs
-from engine.draft_gains import SHARE, Acceptance, Budget
+from engine.draft_costs import LEAST_GAIN, LEAST_PRICE, SHARE, Acceptance, Budget, Costs
 from engine.model_drafter import HeadDrafter
 from engine.protocol import Abort, SamplingParams, Submit
 from engine.sequence import Chunk, Sequence, common_prefix

@@ -24,12 +24,11 @@ from checkpoints.eagle import EagleHead
 from checkpoints.export import save_checkpoint
 from checkpoints.presets import model_config
 from config import ModelConfig, YarnScaling, with_variant
-from engine.core import Engine
+from engine.core import Engine, Meter
 from engine.draft_costs import Costs
 from engine.grammars import Grammars
 from engine.head_model import HeadModel
 from engine.limits import EngineLimits
-from engine.meter import Meter
 from engine.paged_cache import PagedCache, Rows, _Reader
 from engine.protocol import Abort, Refused, SamplingParams, Submit, ThinkingBudget, TokenLogprobs, TokenOutput
 from engine.sampler import SamplingBatch, sample

@@ -16,9 +16,9 @@ import torch
 from pydantic import ValidationError
 
 import comm.fused
-import engine.draft_costs
 import engine.llm
 import engine.runner
+import engine.speculation
 from checkpoints.export import save_checkpoint
 from engine import LLM, SamplingParams
 from engine.limits import EngineLimits
@@ -270,7 +270,7 @@ def test_an_engine_is_freed_at_once(speculate: str | None, seed: int) -> None:
 
 
 def test_speculation_gives_the_same_answers_in_fewer_steps(monkeypatch: pytest.MonkeyPatch, seed: int) -> None:
-    monkeypatch.setattr(engine.draft_costs, "fastest_seconds", lambda cases, world: [{1: 1.0, 2: 1.0} for _ in cases])
+    monkeypatch.setattr(engine.speculation, "fastest_seconds", lambda cases, world: [{1: 1.0, 2: 1.0} for _ in cases])
     model = random_model(config_of("standard"))
     prompts = [[random.randrange(101) for _ in range(5)] for _ in range(3)]
     biased = SamplingParams(max_tokens=40, temperature=0, logit_bias=dict.fromkeys(random.sample(range(101), 3), 50.0))

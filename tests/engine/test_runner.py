@@ -15,9 +15,9 @@ import pytest
 import torch
 
 import engine.core
-import engine.draft_costs
 import engine.paged_cache
 import engine.runner
+import engine.speculation
 from checkpoints.export import save_checkpoint
 from comm.fused_buckets import bucket
 from engine.core import Engine
@@ -106,7 +106,7 @@ def as_on_a_gpu() -> Iterator[None]:
     twenty times, because `Happened` always tells the same time."""
     with (
         patch.object(torch.cuda, "Event", Happened),
-        patch.object(engine.draft_costs, "ROUNDS", (2, 2)),
+        patch.object(engine.speculation, "ROUNDS", (2, 2)),
         patch.object(engine.core, "Runner", WithGraphs),
         patch.object(engine.paged_cache, "on_gpu", lambda x: True),
     ):
