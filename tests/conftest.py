@@ -97,8 +97,9 @@ def session_seed() -> int:
 @pytest.fixture
 def seed(session_seed: int, request: pytest.FixtureRequest) -> int:
     """A seed for this test's inputs. It differs in each run and repeats if RUNG_TEST_SEED is set. It also seeds torch and
-    random."""
+    random. Products of fp32 are exact again: training, in a test before, allows TF32 in its process."""
     number = random.Random(f"{session_seed} {request.node.nodeid}").randrange(2**31)
+    torch.set_float32_matmul_precision("highest")
     torch.manual_seed(number)
     random.seed(number)
     return number

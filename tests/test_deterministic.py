@@ -170,8 +170,8 @@ def test_answers_on_a_gpu_have_the_bits_of_a_score(name: str, in_turn: Callable[
         prompts = [[random.randrange(101) for _ in range(random.randint(1, 60))] for _ in range(12)]
         params = SamplingParams(max_tokens=10, temperature=1.0, seed=seed, logprobs=0, ignore_eos=True)
         together = many.generate(prompts, params)
-        for prompt, answer in zip(prompts, together, strict=True):
-            (single,) = one.generate([prompt], params)
+        for i, (prompt, answer) in enumerate(zip(prompts, together, strict=True)):
+            (single,) = one.generate([prompt], msgspec.structs.replace(params, seed=seed + i))
             assert (single.token_ids, single.logprobs) == (answer.token_ids, answer.logprobs), (quantize, seed)
             found = one.score(prompt + answer.token_ids).logprobs[len(prompt) :]
             assert found == [position.chosen.logprob for position in answer.logprobs], (quantize, seed)
