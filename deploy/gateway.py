@@ -14,10 +14,9 @@ from starlette.responses import JSONResponse, Response, StreamingResponse
 
 from deploy.routing import Call, prefix_keys
 from server.clients import sender
-from server.errors import CLIENT_GONE, CLOSE, NO_RETRY, ApiError, ClientGone, with_retry
+from server.errors import CLIENT_GONE, CLOSE, NO_RETRY, ApiError, ClientGone, is_messages, messages_error_type, with_retry
 from server.limits import Full, HeldBytes, TooLarge, TooSlow, read_body
 from server.logs import HEALTH_PATHS
-from server.messages import errors as messages
 
 MOST_LOSSES = 5  # replicas that may end with a request before it counts as the reason
 ELSEWHERE = {"loading", "draining", "engine_failed"}  # codes of a 503 that another replica may not have
@@ -273,8 +272,8 @@ def refusal(path: str) -> Response:
 def failure(path: str, status: int, message: str, code: str, headers: Mapping[str, str] | None = None) -> Response:
     """An error in the layout of the path's API, with the types and the Retry-After of the server's own errors."""
     headers = with_retry(status, headers)
-    if messages.is_messages(path):
+    if is_messages(path):
         return JSONResponse(
-            {"type": "error", "error": {"type": messages.error_type(status), "message": message}}, status, headers
+            {"type": "error", "error": {"type": messages_error_type(status), "message": message}}, status, headers
         )
     return JSONResponse(ApiError(status, message, None, code).body, status, headers)

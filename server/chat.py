@@ -7,7 +7,7 @@ from typing import Any
 from engine.text import Delta
 from server.bounds import TokenBounds, fit_answer, fit_prompt
 from server.calls.choice import PartReader, parser_for
-from server.calls.parts import Arguments, Call, Part, Reasoning, Text
+from server.calls.parser import Arguments, Call, Part, Reasoning, Text
 from server.endpoint import ChoicesRequest, Chunks, GenerationRequest, StreamWriter, WholeChoice
 from server.errors import bad
 from server.generation import Prompt

@@ -23,13 +23,13 @@ from server import replies
 from server.bounds import TokenBounds, check_prompts
 from server.clients import sender
 from server.completions import as_list, encode_prompts
-from server.embedding_bodies import EmbeddingBody, PoolingBody, ScoreBody, listed
 from server.endpoint import begin
 from server.errors import ApiError, bad
 from server.generation import timed_out
 from server.http import JsonResponse, PacedResponse, to_json, unless_gone
 from server.limits import Full, HeldBytes
 from server.openapi import errors_of
+from server.schemas import EmbeddingBody, PoolingBody, ScoreBody, listed
 from server.service import Service
 
 SLICE = 4  # as many texts are in the engine at once as this many steps can begin; then its last step is seldom nearly empty

@@ -23,17 +23,16 @@ from engine.text import Delta
 from server.body import Body
 from server.bounds import TokenBounds, check_answers
 from server.calls.choice import PartReader, kept_special_ids, syntax_for, thinking_budget
-from server.calls.parts import PartList
+from server.calls.parser import PartList
 from server.clients import Client, owner, sender
 from server.constrain import request as grammar
-from server.constrain.check import Compiled
-from server.embedding_bodies import PoolingBody
+from server.constrain.grammars import Compiled
 from server.errors import ApiError, bad
 from server.generation import Plan, Prompt, Usage, make_params, run
 from server.http import DONE, EventStream, JsonResponse, error_event, to_json, unless_gone
 from server.journal import Promise
 from server.logprobs import by_id_layout, chat_layout
-from server.schemas import MAX_USER, GenerationBody
+from server.schemas import MAX_USER, GenerationBody, PoolingBody
 from server.service import Service
 
 HEARTBEAT = b": the ranks start again\n\n"

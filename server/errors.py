@@ -1,9 +1,10 @@
 """Errors in the format of OpenAI's clients: `{"error": {"message", "type", "param", "code"}}`, never a 422 or a stack trace.
 
-The paths of the Messages API have a format of their own (server/messages/errors.py).
+The paths of the Messages API have that of Anthropic's clients: `{"type": "error", "error": {"type", "message"}, "request_id"}`.
 """
 
 import json
+import re
 from collections.abc import Mapping, Sequence
 from typing import Any
 
@@ -159,3 +160,50 @@ def _param(error: Any, body: Any) -> str | None:
         elif i == len(location) and error["type"] == "missing":
             path.append(str(part))
     return ".".join(path) or None
+
+
+# --- the Messages API ------------------------------------------------------------------------------------------------
+
+MESSAGES_PATH = "/v1/messages"
+MESSAGES_TYPES = {
+    400: "invalid_request_error",
+    401: "authentication_error",
+    403: "permission_error",
+    404: "not_found_error",
+    413: "request_too_large",
+    429: "rate_limit_error",
+    503: "overloaded_error",
+}
+# Fields of the chat body that a Messages body becomes, and the fields from which they come.
+MESSAGES_FIELDS = (
+    (re.compile(r"tools\.(\d+)\.function\.parameters"), r"tools.\1.input_schema"),
+    (re.compile(r"tools\.(\d+)\.function"), r"tools.\1"),
+    (re.compile(r"response_format"), "output_config.format"),
+    (re.compile(r"stop\b"), "stop_sequences"),
+    (re.compile(r"user\b"), "metadata.user_id"),
+)
+LENGTHS = re.compile(r"maximum context length is (\d+) tokens\. However, you requested \d+ tokens \((\d+) in the messages")
+
+
+def is_messages(path: str) -> bool:
+    """Whether a request of this path is answered in this format."""
+    return path == MESSAGES_PATH or path.startswith(MESSAGES_PATH + "/")
+
+
+def messages_error_type(status: int) -> str:
+    return MESSAGES_TYPES.get(status, "api_error" if status >= 500 else "invalid_request_error")
+
+
+def field_name(path: str) -> str:
+    """The path in a Messages body of the field at `path` of the chat body that it becomes. Text after the path stays."""
+    for pattern, name in MESSAGES_FIELDS:
+        if found := pattern.match(path):
+            return found.expand(name) + path[found.end() :]
+    return path
+
+
+def messages_error_body(status: int, message: str, request_id: str) -> dict[str, Any]:
+    """The body of a response, and the data of an `error` event."""
+    if too_long := LENGTHS.search(message):  # coding agents search for these words, and then shorten the conversation
+        message = f"prompt is too long: {too_long[2]} tokens > {int(too_long[1]) - 1} maximum"
+    return {"type": "error", "error": {"type": messages_error_type(status), "message": message}, "request_id": request_id}

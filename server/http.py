@@ -11,9 +11,8 @@ import msgspec
 from starlette.responses import Response
 from starlette.types import Receive, Scope, Send
 
-from server.errors import ApiError, ClientGone, internal_error, with_retry
+from server.errors import ApiError, ClientGone, internal_error, is_messages, messages_error_body, with_retry
 from server.logs import log
-from server.messages.errors import error_body, is_messages
 
 T = TypeVar("T")
 Event = tuple[str, dict[str, Any]]  # of a stream: its type, and its other fields
@@ -59,7 +58,7 @@ def error_response(error: ApiError, scope: Scope) -> JsonResponse:
         headers["www-authenticate"] = "Bearer"
     body = error.body
     if is_messages(scope["path"]):
-        body = error_body(error.status_code, error.message, scope["state"]["request_id"])
+        body = messages_error_body(error.status_code, error.message, scope["state"]["request_id"])
     return JsonResponse(body, error.status_code, headers)
 
 

@@ -11,8 +11,7 @@ from markupsafe import Markup, escape
 from pydantic import BaseModel
 from pydantic.json_schema import models_json_schema
 
-from server.messages.replies import EVENTS
-from server.replies import ChatChunk, CompletionChunk, ErrorReply
+from server.replies import EVENTS, ChatChunk, CompletionChunk, ErrorReply
 
 Schema = dict[str, Any]
 
@@ -75,7 +74,7 @@ def describe(app: FastAPI) -> None:
             schemas = components.setdefault("schemas", {})
             for name in ("HTTPValidationError", "ValidationError"):
                 schemas.pop(name, None)
-            events: list[type[BaseModel]] = [CompletionChunk, ChatChunk, *EVENTS]
+            events: list[type[BaseModel]] = [CompletionChunk, ChatChunk, *EVENTS.values()]
             _, chunks = models_json_schema([(one, "serialization") for one in events], ref_template=TEMPLATE)
             components["schemas"] = dict(sorted({**chunks["$defs"], **schemas}.items()))
             components["securitySchemes"] = {

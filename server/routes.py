@@ -21,10 +21,8 @@ from server.completions import CompletionRequest, read_prompts
 from server.endpoint import check_names, respond
 from server.errors import NO_RETRY, ApiError, bad
 from server.http import JsonResponse, unless_gone
-from server.messages.replies import MessageReply
 from server.openapi import errors_of, stream_of
 from server.prompts import SLOW_TEXT, detokenize_reply, tokenize_reply
-from server.responses.replies import ResponsesReply
 from server.schemas import ChatBody, CompletionBody, DetokenizeBody, LoadAdapterBody, TokenizeBody, UnloadAdapterBody
 from server.service import Service
 from server.settings import VERSION
@@ -33,7 +31,7 @@ from server.settings import VERSION
 
 
 def add_generation(app: FastAPI, service: Service) -> None:
-    def described(reply: type[replies.Reply], chunk: type[replies.Reply], summary: str) -> dict[str, Any]:
+    def described(reply: Any, chunk: Any, summary: str) -> dict[str, Any]:
         responses = {200: {"content": stream_of(chunk)}, **errors_of()}
         return {"response_model": reply, "responses": responses, "tags": ["generation"], "summary": summary}
 
@@ -51,7 +49,7 @@ def add_results(app: FastAPI, service: Service) -> None:
 
     @app.get(
         "/v1/results/{id}",
-        response_model=replies.CompletionReply | replies.ChatReply | ResponsesReply | MessageReply,
+        response_model=replies.CompletionReply | replies.ChatReply | replies.ResponsesReply | replies.MessageReply,
         responses={**errors_of(400, 401, 404, 500, 503), 202: unfinished},
         tags=["generation"],
         summary="The answer to an earlier request, by the answer's id or the request's X-Request-Id; needs --journal",

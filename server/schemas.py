@@ -1,4 +1,4 @@
-"""The bodies of completions, chats, the tokenizer and adapters. body.py says how their fields are read."""
+"""The bodies of completions, chats, embeddings, the tokenizer and adapters. body.py says how their fields are read."""
 
 from typing import Annotated, Any, ClassVar, Literal
 
@@ -6,11 +6,28 @@ from msgspec.structs import asdict
 from pydantic import AfterValidator, ConfigDict, Discriminator, Field, Tag, model_validator
 from pydantic_core import PydanticCustomError
 
-from engine.protocol import ADAPTER_NAME, LIST_LIMIT, SMALLEST_REPETITION, SamplingParams
-from server.body import STRICT, Body, Cacheable, Checked, Off, Said, StopText, kind_of, of_type, without_effect
+from engine.protocol import ADAPTER_NAME, LIST_LIMIT, SMALLEST_REPETITION, Pooling, SamplingParams
+from server.body import (
+    ABSENT,
+    GENERATION_REFUSED,
+    NOT_HERE,
+    REFUSED,
+    STRICT,
+    Body,
+    Cacheable,
+    Checked,
+    Off,
+    Refusals,
+    Said,
+    StopText,
+    kind_of,
+    neutral,
+    of_type,
+    refusals,
+    without_effect,
+)
 from server.errors import field_error
 from server.formats import FormatBody
-from server.refusals import ABSENT, GENERATION_REFUSED, NOT_HERE, REFUSED, Refusals, neutral, refusals
 
 INT64 = 2**63
 MAX_CHOICES = 128
@@ -499,3 +516,48 @@ class LoadAdapterBody(UnloadAdapterBody):
     """The body of /v1/load_lora_adapter."""
 
     lora_path: str = Field(min_length=1, max_length=4096, description="Its folder on the server's host, within --lora-root.")
+
+
+class PoolingBody(Body):
+    """The fields that embeddings and scores share. `None` stands for the default that the description names."""
+
+    pooling: Pooling | None = Field(
+        None, description="Take the mean of all tokens' hidden states, or the last token's. Default: `--embedding-pooling`."
+    )
+    truncate_prompt_tokens: Truncation = Field(
+        None, ge=-1, lt=2**31, description="Keep the last k tokens of each text; -1 keeps as many as the context can hold."
+    )
+    add_special_tokens: bool | None = Field(None, description="Put BOS in front as the checkpoint does. Default true.")
+    priority: int | None = Field(
+        None, ge=-INT64, lt=INT64, description="A lower number starts earlier. Other than 0 only with `--allow-priority`."
+    )
+    cache_salt: Salt | None = Field(None, description="As of /v1/completions, with which it shares the prefix cache.")
+    user: str | None = Field(None, description="The first 256 characters are written to the access log.")
+
+
+class EmbeddingBody(PoolingBody):
+    input: Prompts = Field(description="A text, texts, token ids, or lists of token ids.")
+    encoding_format: Literal["float", "base64"] | None = Field(
+        None, description="base64: of the numbers in fp32, little-endian. Default float."
+    )
+    dimensions: int | None = Field(None, ge=1, lt=2**31, description="Keep the first numbers alone. Default: all.")
+    normalize: bool | None = Field(
+        None,
+        description="Scale each embedding to length 1. Default true, unless the checkpoint's `modules.json` has no `Normalize`.",
+    )
+
+
+class ScoreBody(PoolingBody):
+    text_1: Texts = Field(description="A text that is compared with each of `text_2`, or as many texts as `text_2` has.")
+    text_2: Texts
+
+    @model_validator(mode="after")
+    def _check_lengths(self) -> "ScoreBody":
+        first, second = listed(self.text_1), listed(self.text_2)
+        if len(first) not in (1, len(second)):
+            raise field_error("text_1", f"has {len(first)} texts, but text_2 has {len(second)}; give one text, or as many")
+        return self
+
+
+def listed(texts: Any) -> list[str]:
+    return [texts] if isinstance(texts, str) else texts

@@ -15,7 +15,7 @@ from engine.protocol import Pooling
 from errors import UserError
 from files import shown
 from server.bounds import MAX_VALUES, BodyBounds, parse
-from server.constrain.check import Compiled
+from server.constrain.grammars import Compiled
 from server.engine_client import EngineClient, broken
 from server.errors import ApiError
 from server.examples import read_examples
@@ -40,7 +40,6 @@ INLINE = 16384  # bytes, about 2,000 token ids or a few pages of text; larger bo
 WORKER_MODULES = (  # with the jobs of workers, or bodies that these parse; those left out are imported by these
     "server.bounds",
     "server.constrain.demand",
-    "server.embedding_bodies",
     "server.messages.bodies",
     "server.prompts",
     "server.responses.convert",

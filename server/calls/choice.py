@@ -9,8 +9,7 @@ from engine.protocol import ThinkingBudget
 from engine.text import Delta
 from engine.thinking import REASONING, ReasoningSyntax, budget_after, budget_of, reasoning_of
 from errors import UserError
-from server.calls.parser import AnswerParser, Tools
-from server.calls.parts import Parser, Part, Text
+from server.calls.parser import AnswerParser, Parser, Part, Text, Tools
 from server.calls.syntax import JSON, SYNTAXES, CallSyntax, Marks, syntax_of
 from server.errors import bad
 from server.generation import Usage

@@ -6,9 +6,8 @@ from typing import Any
 
 from server.calls.syntax import ArgumentSyntax
 from server.calls.values import WORD, parsed, regex, resolved, target, types_of
-from server.constrain.check import Compiled, SchemaError, accepted
+from server.constrain.grammars import Compiled, Rules, SchemaError, accepted, lark_json
 from server.constrain.json_schema import CallableTool, compile_schema
-from server.constrain.rules import Rules, lark_json
 
 MAX_DEPTH = 12  # of nested values whose schemas are followed
 MAX_LENGTH = 1000  # longest text whose length is enforced

@@ -20,9 +20,8 @@ from pydantic import ValidationError
 from server.calls.syntax import JSON, JSON_LIST, CallSyntax, Marks
 from server.calls.values import regex
 from server.constrain.arguments import ArgumentGrammar
-from server.constrain.check import Compiled, SchemaError, accepted, check_grammar, check_matcher
+from server.constrain.grammars import Compiled, Rules, SchemaError, accepted, check_grammar, check_matcher, lark_json
 from server.constrain.json_schema import CallableTool, compile_arguments, compile_calls, compile_schema
-from server.constrain.rules import Rules, lark_json
 from server.formats import Constraint, StructuralTagFormat
 
 LARK = re.compile(r"^\s*(%llguidance\b|\??start\b[^:\n]*:(?!:=))", re.MULTILINE)  # otherwise GBNF, whose rules are `name ::= …`

@@ -5,7 +5,7 @@ from typing import Any, NamedTuple
 
 from llguidance import LLMatcher
 
-from server.constrain.check import Compiled, SchemaError, check_grammar, one_line
+from server.constrain.grammars import Compiled, SchemaError, check_grammar, one_line
 from server.constrain.rewrite import Rewriter
 
 ONE_SPACE = "[ ]?"  # between JSON tokens: a small model could otherwise fill the answer with blank lines

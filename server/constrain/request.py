@@ -5,8 +5,8 @@ import pickle
 from engine.grammars import MAX_TEXT
 from server.calls.choice import special_ids
 from server.calls.syntax import JSON, CallSyntax, Marks
-from server.constrain.check import Compiled, SchemaError
 from server.constrain.demand import Demand, compile_demand
+from server.constrain.grammars import Compiled, SchemaError
 from server.constrain.json_schema import CallableTool
 from server.errors import ApiError, bad
 from server.schemas import ChatBody, GenerationBody

@@ -30,7 +30,7 @@ from llguidance import LLMatcher
 
 from engine.grammars import limits
 from server.calls.values import anchors, target
-from server.constrain.check import SchemaError
+from server.constrain.grammars import SchemaError
 
 MAX_NODES = 100_000  # subschemas that the rewrite visits, plus the names that closed objects allow
 MAX_NOTED = 100  # most keywords reported as not enforced

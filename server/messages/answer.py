@@ -10,13 +10,12 @@ from pydantic_core import from_json
 
 from engine.text import Delta
 from server.calls.choice import marks_reasoning
-from server.calls.parts import Arguments, Call, Part, Reasoning, Text
+from server.calls.parser import Arguments, Call, Part, Reasoning, Text
 from server.chat import TranslatedChat
-from server.errors import ApiError
+from server.errors import ApiError, messages_error_body
 from server.generation import Prompt
 from server.http import Event, named_event
 from server.messages.bodies import ID_PREFIX, MessagesBody
-from server.messages.errors import error_body
 from server.schemas import ChatBody
 from server.service import Service
 
@@ -65,7 +64,7 @@ class MessagesRequest(TranslatedChat):
         return {**head, "content": self.content.blocks, **self._stop, "usage": self._report()}
 
     def write_error(self, error: ApiError) -> bytes:
-        return named_event("error", error_body(error.status_code, error.message, self._request_id))
+        return named_event("error", messages_error_body(error.status_code, error.message, self._request_id))
 
     def _stop_reason(self, delta: Delta) -> tuple[str, str | None]:
         """`stop_reason` and `stop_sequence`."""

@@ -6,9 +6,8 @@ from typing import Any, ClassVar
 
 from pydantic import Field, PrivateAttr, model_validator
 
-from server.body import Body, StopText, shown_names, without_effect
-from server.errors import ApiError, field_error
-from server.messages.errors import field_name
+from server.body import Body, Refusals, StopText, shown_names, without_effect
+from server.errors import ApiError, field_error, field_name
 from server.messages.schemas import (
     OWN_TOOLS,
     REFUSED_HERE,
@@ -29,7 +28,6 @@ from server.messages.schemas import (
     UnseenBlock,
     refuse_unsupported,
 )
-from server.refusals import Refusals
 from server.schemas import FOREIGN_REFUSED, MAX_STOPS, MAX_TOOLS, ChatBody
 from server.translation import Chat, chat_call, chat_function, chat_of, chat_schema
 

@@ -1,20 +1,20 @@
 """The routes of the Messages API."""
 
-from typing import Any, get_args
+from typing import Any
 
 from fastapi import FastAPI, Request
 from starlette.responses import Response
 
 from server.chat import conversation, read_conversation
 from server.endpoint import check_names, respond
+from server.errors import MESSAGES_PATH, field_name
 from server.generation import Prompt
 from server.http import JsonResponse, unless_gone
 from server.messages.answer import MessagesRequest
 from server.messages.bodies import CountBody, MessagesBody
-from server.messages.errors import PATH, field_name
-from server.messages.replies import EVENTS, MessageReply, MessagesError, TokenCount
 from server.openapi import errors_of, event_stream, json_text, one_of
 from server.prompts import SLOW_TEXT, count_reply
+from server.replies import EVENTS, MessageReply, MessagesError, TokenCount
 from server.schemas import ChatBody
 from server.service import Service
 from server.translation import renamed
@@ -22,7 +22,7 @@ from server.translation import renamed
 
 def add(app: FastAPI, service: Service) -> None:
     @app.post(
-        PATH,
+        MESSAGES_PATH,
         response_model=MessageReply,
         responses={200: {"content": _stream()}, **_errors()},
         tags=["generation"],
@@ -37,7 +37,7 @@ def add(app: FastAPI, service: Service) -> None:
             return await respond(service, request, body.chat, read_conversation, make)
 
     @app.post(
-        PATH + "/count_tokens",
+        MESSAGES_PATH + "/count_tokens",
         response_model=TokenCount,
         responses=_errors(),
         tags=["tokens"],
@@ -56,5 +56,4 @@ def _errors(*statuses: int) -> dict[int | str, dict[str, Any]]:
 
 def _stream() -> dict[str, Any]:
     """The content of a response with `stream`. An event's name is its data's `type`."""
-    names = [get_args(model.model_fields["type"].annotation)[0] for model in EVENTS]
-    return event_stream({"enum": names}, json_text(one_of(*EVENTS)), required=["event", "data"])
+    return event_stream({"enum": [*EVENTS]}, json_text(one_of(*EVENTS.values())), required=["event", "data"])

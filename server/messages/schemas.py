@@ -5,9 +5,8 @@ from typing import Annotated, Any, Literal
 
 from pydantic import ConfigDict, Discriminator, Field, Tag
 
-from server.body import MAX_NAME, STRICT, Cacheable, Checked, Said, kind_of, without_effect
+from server.body import MAX_NAME, NOT_HERE, STRICT, Cacheable, Checked, Said, kind_of, refusals, without_effect
 from server.errors import field_error
-from server.refusals import NOT_HERE, refusals
 
 TEXT_ONLY = "this server reads text alone"
 OWN_TOOLS = "this server runs no tools and knows none; describe it with input_schema"

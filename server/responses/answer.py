@@ -10,14 +10,14 @@ import msgspec
 
 from engine.text import Delta
 from server.bounds import TokenBounds, fit_answer
-from server.calls.parts import Call, Part, Reasoning, Text
+from server.calls.parser import Call, Part, Reasoning, Text
 from server.chat import TranslatedChat, read_conversation
 from server.endpoint import JsonLists
 from server.errors import TOO_LONG, ApiError
 from server.generation import Prompt
 from server.http import Event, to_json
-from server.responses.items import is_json, new_id, seal
-from server.responses.replies import ResponsesReply
+from server.replies import ResponsesReply
+from server.responses.convert import is_json, new_id, seal
 from server.responses.schemas import CustomTool, Offered, ResponsesBody
 from server.schemas import ChatBody
 from server.service import Service

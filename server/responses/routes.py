@@ -13,12 +13,11 @@ from server.errors import ApiError, bad, internal_error
 from server.generation import Prompt
 from server.http import JsonResponse, to_json, unless_gone
 from server.logs import log
-from server.openapi import errors_of
+from server.openapi import errors_of, event_stream, json_text, one_of
 from server.prompts import SLOW_TEXT, count_reply
+from server.replies import ErrorReply, InputTokens, ResponseDeleted, ResponseItems, ResponsesReply
 from server.responses.answer import ResponsesRequest, read_prompt
-from server.responses.convert import Converted, convert, renamed
-from server.responses.items import page, references
-from server.responses.replies import InputTokens, ResponseDeleted, ResponseItems, ResponsesReply, events
+from server.responses.convert import Converted, convert, page, references, renamed
 from server.responses.schemas import OWN_TOOLS, ResponsesBody
 from server.responses.store import Items, Record, Store, StoreBounds
 from server.schemas import ChatBody
@@ -35,7 +34,7 @@ def add(app: FastAPI, service: Service) -> None:
     @app.post(
         "/v1/responses",
         response_model=ResponsesReply,
-        responses={200: {"content": events()}, **errors_of()},
+        responses={200: {"content": _stream()}, **errors_of()},
         tags=["responses"],
         summary="Answer a conversation, as items",
     )
@@ -58,6 +57,17 @@ def add(app: FastAPI, service: Service) -> None:
 
     _add_reading(app, responses)
     _add_ending(app, responses)
+
+
+def _stream() -> dict[str, Any]:
+    """The content of a response with `stream`. `event` is the type within `data`."""
+    payload = {
+        "type": "object",
+        "properties": {"type": {"type": "string"}, "sequence_number": {"type": "integer"}},
+        "required": ["type", "sequence_number"],
+    }
+    text = "One of OpenAI's events of responses; the last one is response.completed, response.incomplete or response.failed."
+    return event_stream({"type": "string"}, json_text(payload), json_text(one_of(ErrorReply)), description=text)
 
 
 def _errors(*statuses: int) -> dict[int | str, dict[str, Any]]:

@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 
 from engine.protocol import Logprob, TokenLogprobs
-from server.calls.parts import Arguments, Call, Part, Reasoning, Text
+from server.calls.parser import Arguments, Call, Part, Reasoning, Text
 from server.chat import ChatRequest
 from server.completions import CompletionRequest
 from server.endpoint import GenerationRequest

@@ -20,13 +20,12 @@ import jsonschema
 import pytest
 
 from engine.thinking import ReasoningSyntax
-from server.calls.parser import AnswerParser, Tools
-from server.calls.parts import Arguments, Call, PartList, Reasoning, Text
+from server.calls.parser import AnswerParser, Arguments, Call, PartList, Reasoning, Text, Tools
 from server.calls.syntax import HERMES, JSON, LLAMA, SYNTAXES, CallSyntax, Marks
 from server.calls.values import types_of
 from server.constrain import request as grammar_module
-from server.constrain.check import SchemaError
 from server.constrain.demand import Demand, compile_demand
+from server.constrain.grammars import SchemaError
 from server.constrain.json_schema import CallableTool
 from server.constrain.request import demand_of
 from server.errors import ApiError

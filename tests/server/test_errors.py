@@ -22,11 +22,10 @@ from files import SHOWN, shown
 from server import middleware, replies
 from server.body import Body
 from server.bounds import MAX_LOGPROBS
-from server.embedding_bodies import EmbeddingBody
 from server.errors import MAX_MESSAGE
 from server.messages.bodies import MessagesBody
 from server.responses.schemas import ResponsesBody
-from server.schemas import ChatBody, CompletionBody, TokenizeBody
+from server.schemas import ChatBody, CompletionBody, EmbeddingBody, TokenizeBody
 from server.settings import HttpOptions
 from tests.support.quiet_clock import quiet_seconds
 from tests.support.server_thread import CHAT, CONTEXT, EOS, TOKENIZER, TOOL, Site, raw_request, wait_for

@@ -11,14 +11,12 @@ import msgspec
 import pytest
 
 from engine.protocol import Starting
-from server import recovery
-from server.calls.parts import Arguments, Call, Part, Reasoning, Text
-from server.errors import ApiError
+from server import recovery, replies
+from server.calls.parser import Arguments, Call, Part, Reasoning, Text
+from server.errors import ApiError, messages_error_type
 from server.generation import Prompt
-from server.messages import replies
 from server.messages.answer import MessagesRequest, read_input
 from server.messages.bodies import MessagesBody
-from server.messages.errors import error_type
 from tests.support import server_thread
 from tests.support.scripted import Scripted, deltas, written
 from tests.support.server_thread import CONTEXT, STORY, TOKENIZER, Site, ready
@@ -46,12 +44,11 @@ def stream(site: Site, **body: Any) -> list[dict[str, Any]]:
 
 
 def read_events(text: str) -> list[dict[str, Any]]:
-    models = {model.model_fields["type"].annotation.__args__[0]: model for model in replies.EVENTS}  # type: ignore[union-attr]
     events = []
     for block in text.split("\n\n")[:-1]:
         name, data = block.split("\n")
         events.append(json.loads(data.removeprefix("data: ")))
-        models[name.removeprefix("event: ")].model_validate(events[-1])
+        replies.EVENTS[name.removeprefix("event: ")].model_validate(events[-1])
     return events
 
 
@@ -442,7 +439,9 @@ def refused(response: httpx.Response, status: int, kind: str) -> str:
 
 
 def test_statuses_without_a_type_of_their_own() -> None:
-    assert [error_type(status) for status in (402, 499, 500, 502, 529)] == ["invalid_request_error"] * 2 + ["api_error"] * 3
+    assert [messages_error_type(status) for status in (402, 499, 500, 502, 529)] == ["invalid_request_error"] * 2 + [
+        "api_error"
+    ] * 3
 
 
 def test_every_error_has_the_layout(make_site: Callable[..., Site]) -> None:

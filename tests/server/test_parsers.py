@@ -15,8 +15,7 @@ from engine.protocol import ThinkingBudget
 from engine.thinking import REASONING
 from server import replies
 from server.calls import syntax as call_syntax
-from server.calls.parser import AnswerParser, Tools
-from server.calls.parts import Arguments, Call, Part, PartList, Reasoning, Text
+from server.calls.parser import AnswerParser, Arguments, Call, Part, PartList, Reasoning, Text, Tools
 from server.calls.reader import Reader
 from server.calls.syntax import GLM, PYTHON, QWEN, SYNTAXES, syntax_of
 from tests.support.constrained import accepts

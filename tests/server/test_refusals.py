@@ -7,9 +7,8 @@ import pytest
 from msgspec.structs import asdict
 
 from engine.protocol import SamplingParams
-from server.body import Body
+from server.body import REFUSED, Body
 from server.messages.bodies import MessagesBody
-from server.refusals import REFUSED
 from server.responses.schemas import ResponsesBody
 from server.schemas import SAMPLED, ChatBody, CompletionBody
 from tests.support.server_thread import CHAT, Site

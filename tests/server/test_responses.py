@@ -12,15 +12,14 @@ from openai.types.responses import Response, ResponseItem, ResponseStreamEvent
 from pydantic import TypeAdapter
 
 from engine.protocol import Logprob, TokenLogprobs
-from server.calls.parts import Arguments, Call, Part, Reasoning, Text
+from server.calls.parser import Arguments, Call, Part, Reasoning, Text
 from server.errors import ApiError
 from server.generation import Prompt
 from server.http import to_json
+from server.replies import ResponseItems, ResponsesReply
 from server.responses import answer
 from server.responses.answer import ResponsesRequest
-from server.responses.convert import convert
-from server.responses.items import seal
-from server.responses.replies import ResponseItems, ResponsesReply
+from server.responses.convert import convert, seal
 from server.responses.schemas import ResponsesBody
 from tests.support import server_thread
 from tests.support.scripted import Scripted, deltas, written

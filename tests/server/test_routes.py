@@ -94,7 +94,7 @@ def test_the_description_is_valid_for_its_version(site: Site) -> None:
         ("/v1/chat/completions", {**CHAT, "tools": [TOOL], "tool_choice": "required"}, replies.ChatChunk),
     ],
 )
-def test_chunks_are_as_described(site: Site, path: str, body: dict[str, Any], model: type[replies.Reply]) -> None:
+def test_chunks_are_as_described(site: Site, path: str, body: dict[str, Any], model: Any) -> None:
     call = '{"name": "weather", "arguments": {"city": "Ulm"}}'
     site.engine.reply = lambda submit: TOKENIZER.encode(call if "tools" in body else STORY, add_special_tokens=False)
     chunks = site.events(path, {"max_tokens": 60, **body})

@@ -13,7 +13,7 @@ import jsonschema
 import pytest
 from pydantic import BaseModel, ConfigDict, Field
 
-from server.constrain.check import SchemaError, check_matcher
+from server.constrain.grammars import SchemaError, check_matcher
 from server.constrain.json_schema import compile_schema
 from tests.support.constrained import accepts, write
 from tests.support.server_thread import CHAT, TOKENIZER, TOOL, Site

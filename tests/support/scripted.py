@@ -4,7 +4,7 @@ from collections.abc import Sequence
 
 from engine.protocol import TokenLogprobs
 from engine.text import Delta
-from server.calls.parts import Part
+from server.calls.parser import Part
 from server.endpoint import GenerationRequest
 from server.errors import ApiError
 
