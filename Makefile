@@ -74,10 +74,6 @@ soak: setup-dev #+ Test: 64 streaming clients for a minute, 1,000 dropped connec
 chaos: setup-dev #+ Test: kill and stop ranks and frontend of a server 1,000 times, and compare every answer with the undisturbed one, into out/chaos.json (hours, 2 GB; ARGS="--kills 20 --journal"; tracked: --write)
 	@$(PY) -m scripts.bench.serving.chaos $(ARGS)
 
-lm-eval: setup-dev #+ Test: lm-evaluation-harness against the server, compared with our own scoring, into out/lm-eval.json (tracked: ARGS=--write; a few min)
-	@[ -x .venv-lm-eval/bin/lm_eval ] || { python3 -m venv .venv-lm-eval && .venv-lm-eval/bin/pip install -q 'lm-eval[api]' transformers; }
-	@$(PY) -m scripts.quality.lm_eval --lm-eval .venv-lm-eval $(ARGS)
-
 test: setup-dev ## Test: all tests
 	@$(PY) -m pytest -n auto --dist worksteal $(ARGS)
 
@@ -118,9 +114,6 @@ comm-table: setup #+ Measure: how fast all-reduces are on RANKS ranks by message
 bench-comm: setup #+ Measure: every all-reduce on RANKS GPUs, latency by size, into out/comm.json
 	@$(ON_RANKS) $(RANKS) -m scripts.bench.comm.all_reduce --out out/comm.json $(ARGS)
 
-bench-frontend: setup-dev #+ Measure: CPU time of the HTTP frontend and the load generator per streamed token, with a fake engine
-	@$(PY) -m scripts.bench.serving.frontend $(ARGS)
-
 bench-kernels: setup #+ Measure: norms, RoPE, attention and sampling on one GPU compared with PyTorch, into out/kernels.json
 	@$(PY) -m scripts.bench.kernels.non_gemm --out out/kernels.json $(ARGS)
 
@@ -153,9 +146,6 @@ compare: setup-dev ## Measure: Rung beside vLLM on RANKS GPUs, with ratios: make
 
 measure-gpus: setup-dev ## Measure: sweeps, server load, drafts, all-reduces and start-up on RANKS GPUs, most important first, resumable: make measure-gpus RANKS=8 ARGS="--raw docs/results/gpu-8"
 	@$(PY) -m scripts.measure_gpus --ranks $(RANKS) $(ARGS)
-
-plot: setup-dev #+ Measure: the paper's figures 2 and 4 and the parts of a step, from out/sweep.jsonl into out/plots
-	@$(PY) -m scripts.report.plots $(ARGS)
 
 trace: setup #+ Measure: a trace for ui.perfetto.dev with hidden and exposed communication marked, and a table of both: make trace MODEL=models/tiny-ladder
 	@$(ON_RANKS) $(RANKS) -m scripts.trace --model $(MODEL) $(ARGS)

@@ -1,4 +1,4 @@
-"""Style of all figures: a colour for each variant and communicator, axes that are legible at 500 pixels, sizes in KiB and MiB.
+"""Style of all figures: a colour for each communicator, axes that are legible at 500 pixels, sizes in KiB and MiB.
 
 The colours are Okabe and Ito's (Color Universal Design, 2008) and Tol's wine, which colour-blind readers can tell apart.
 The yellow is darkened, so that its lines are visible on white. The grey is light, because some readers confuse a darker
@@ -14,15 +14,6 @@ BLACK, ORANGE, SKY, GREEN, YELLOW, BLUE, VERMILION, PURPLE = (
 )  # fmt: skip
 WINE, GREY = "#882255", "#bbbbbb"
 
-VARIANT_COLOURS = {
-    "standard": BLACK,
-    "parallel": ORANGE,
-    "ladder": BLUE,
-    "hybrid": SKY,
-    "desync-2x": GREEN,
-    "desync-4x": PURPLE,
-    "upper-bound": GREY,
-}
 COMMUNICATORS = {
     "nccl": BLACK,
     "gloo": BLACK,
@@ -36,20 +27,8 @@ COMMUNICATORS = {
     "int4": VERMILION,
     "fp8": YELLOW,
 }
-PARTS = {  # parts of a step, in the order of the bar
-    "compute": (SKY, "computing"),
-    "hidden": (BLUE, "computing while communicating (hidden)"),
-    "exposed": (VERMILION, "waiting for communication (exposed)"),
-    "idle": ("#dddddd", "neither"),
-}
-CYCLE = (BLUE, VERMILION, GREEN, PURPLE, ORANGE, SKY)  # for lines that are neither variants nor communicators
-MOST_LINES = 6  # in a panel
+CYCLE = (BLUE, VERMILION, GREEN, PURPLE, ORANGE, SKY)  # for lines of anything else
 UNITS = ("B", "KiB", "MiB", "GiB")
-
-
-def variant_colour(name: str) -> str:
-    """The colour of a variant: `ladder`, `hybrid:16`, `desync-2x:8`."""
-    return VARIANT_COLOURS.get(name.partition(":")[0], VERMILION)
 
 
 def communicator_colour(name: str) -> str:

@@ -20,7 +20,7 @@ from errors import UserError
 from ranks import bounded
 from scripts import quantize
 from scripts.bench.serving import speculation
-from scripts.quality import heldout, lm_eval
+from scripts.quality import heldout
 from tests import MODELS
 from tests.support import server_thread
 from tests.support.command_line import Here, launch
@@ -207,8 +207,6 @@ def test_scripts_refuse_texts_without_a_bound(checkpoint: Callable[..., Path]) -
     for encode_it in (
         lambda: heldout.held_out_stories(tokenizer, 1),
         lambda: heldout.matches(cast(Any, None), tokenizer, "question", 1),
-        lambda: lm_eval.sums(tokenizer, 1),
-        lambda: lm_eval.greedy(cast(Any, None), tokenizer, "e"),
         lambda: quantize.calibration(str(folder), "e", cast(Any, None), 1, 1),
         lambda: speculation.prompts_of("story", tokenizer, 1, 0),
         lambda: speculation.prompts_of("question", tokenizer, 1, 0),

@@ -8,7 +8,6 @@ import pytest
 import torch
 import transformers
 
-import figures
 from checkpoints.hf_config import config_to_hf
 from checkpoints.presets import PRESETS, preset
 from config import KINDS, TRAINABLE, VARIANTS, Reduces, desync_pattern, limit_context, usage, validate, with_variant
@@ -152,7 +151,6 @@ def test_desync_patterns_by_hand() -> None:
 
 def test_every_variant_is_known_everywhere() -> None:
     assert BLOCKS.keys() == KINDS.keys() == {variant.kind for variant in VARIANTS.values()}
-    assert figures.VARIANT_COLOURS.keys() == VARIANTS.keys()
     page = (ROOT / "docs" / "variants.md").read_text()
     assert all(f"`{name}" in page for name in VARIANTS)
     assert usage() == f"{usage(TRAINABLE)}, upper-bound"

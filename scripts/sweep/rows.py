@@ -1,9 +1,8 @@
 """The data of a sweep: a `Setting` is one configuration, a `Row` is one line of the JSON-lines file.
 
-The plots and tables read only these rows.
+The tables read only these rows.
 """
 
-import argparse
 import json
 from collections.abc import Iterable, Sequence
 from dataclasses import asdict, dataclass, field, fields, replace
@@ -14,7 +13,6 @@ from typing import Any
 from comm import parse_link
 from config import VARIANTS
 from errors import UserError
-from scripts.lib.results import ROOT
 
 ORDER = tuple(VARIANTS)
 VLLM = "vllm"  # in place of a variant: vLLM was measured instead of Rung
@@ -154,13 +152,6 @@ def read_rows(path: Path) -> list[Row]:
         rows.pop(row.setting.key, None)
         rows[row.setting.key] = row
     return list(rows.values())
-
-
-def add_sweep_option(parser: argparse.ArgumentParser) -> None:
-    """Add --sweep, the file that `read_rows` reads."""
-    parser.add_argument(
-        "--sweep", type=Path, default=ROOT / "out" / "sweep.jsonl", help="rows of make sweep (default: out/sweep.jsonl)"
-    )
 
 
 def row_line(row: Row) -> str:

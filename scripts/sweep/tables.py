@@ -3,28 +3,22 @@
 from collections.abc import Sequence
 
 from scripts.lib.markdown import cell, table_lines
-from scripts.quality.embedded import quality
 from scripts.sweep.rows import Row, finished, ratio
 
 
 def table(rows: Sequence[Row]) -> str:
-    """A Markdown table with one line per configuration and variant. Ratios are relative to the standard model.
-
-    Quality is that of the embedded model of the same variant (`scripts/quality/embedded.py`). Runs of all seeds are pooled.
-    """
+    """A Markdown table with one line per configuration and variant. Ratios are relative to the standard model. Runs of all seeds
+    are pooled."""
     head = ["model", "tp", "batch", "tokens", "all-reduce", "variant", "prefill, ms", "decode, ms a token", "tokens/s"]
-    head += ["over standard", "perplexity of the embedded model", "its exact match, %", "weights, GB/s", "memory, GB", "runs"]
+    head += ["over standard", "weights, GB/s", "memory, GB", "runs"]
     lines: list[list[str]] = []
     done = finished(rows)
     for row in done:
         s, gain = row.setting, ratio(row, done, "throughput")
         figures = [("prefill_ms", ".2f"), ("decode_ms_per_token", ".3f"), ("throughput", ".1f")]
         shown = [cell(row.median(name), form) for name, form in figures]
-        embedded = quality(s)
         shown += [
             cell(gain, ".2f"),
-            cell(embedded.perplexity if embedded else None, ".4f"),
-            cell(embedded.exact_match * 100 if embedded else None, ".1f"),
             cell(row.median("weight_gb_per_second"), ".1f"),
             cell(row.median("peak_memory_gb"), ".2f"),
             str(len(row.samples)),

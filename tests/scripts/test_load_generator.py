@@ -18,14 +18,12 @@ import uvloop
 from engine.protocol import Stats
 from errors import UserError
 from scripts.bench.serving import load
-from scripts.bench.serving.load import idle_share, parse_range, step_seconds, table
+from scripts.bench.serving.load import idle_share, step_seconds, table
 from scripts.lib import sse_client
 from scripts.lib.load_generator import Answer, Request, keep_busy, keeps, offer, plan, summary
 from scripts.lib.sse_client import StreamClient
 from server.metrics import Metrics
 from tests import MODELS
-from tests.support import quick_start
-from tests.support.command_line import environment
 from tests.support.ports import free_port
 from tests.support.server_process import ServerProcess
 
@@ -83,14 +81,6 @@ def test_no_prompt_is_sent_twice_to_a_server(several: str, seed: int, monkeypatc
         asyncio.run(measure(f"{several} --requests 5 --prompt-length 16 --new-tokens 2 --vocab-size 50000 --seed {run}"))
     prompts = [tuple(body["prompt"][:4]) for body in server.bodies]
     assert len(set(prompts)) == len(prompts) >= 3 * (4 + 2 * 5)
-
-
-def test_ranges() -> None:
-    assert parse_range("64") == (64, 64)
-    assert parse_range("16-128") == (16, 128)
-    for bad in ("", "0", "8-4", "a", "3-", "-3"):
-        with pytest.raises(UserError):
-            parse_range(bad)
 
 
 # --- sending -------------------------------------------------------------------------------------------------------------
@@ -386,23 +376,6 @@ def test_the_idle_share_between_two_looks_at_the_metrics(seed: int) -> None:
     assert idle_share(before, before) is None
 
 
-def test_servers_that_say_nothing_of_a_gpu() -> None:
-    on_cpu, other = Metrics("a"), b"vllm:num_requests_running 1.0\n"
-    on_cpu.on_stats(Stats(steps=3, step_seconds=0.1))
-    assert [read_page(page) for page in (on_cpu.render(), other, None)] == [None, None, None]
-    assert step_seconds("http://127.0.0.1:9") is None and idle_share(None, None) is None
-
-
-def test_the_table_has_a_column_of_idle_shares_where_one_is_known() -> None:
-    def head_and_lines(*shares: float | None) -> list[list[str]]:
-        rates = [{"rate": 1.0, "summary": summary([], 1, 1), "gpu_idle_share": share} for share in shares]
-        lines = table({"settings": {"ttft_limit": 1, "itl_limit": 1}, "rates": rates}).splitlines()
-        return [[cell.strip() for cell in line.strip("|").split("|")] for line in lines]
-
-    assert [line[-1] for line in head_and_lines(0.0312, None)] == ["GPU idle", "---", "3.1%", ""]
-    assert "GPU idle" not in head_and_lines(None)[0]
-
-
 def test_goodput_needs_both_limits_and_the_mean_gap() -> None:
     answer = Answer(0.0, 0.0, 0.1, [0.01, 0.05], 0.16, 3, "complete")
     assert keeps(answer, 100, 30.001)
@@ -429,16 +402,3 @@ def test_against_the_server(seed: int) -> None:
     lines = table({"settings": {"ttft_limit": 1e9, "itl_limit": 1e9}, "rates": [one]}).splitlines()
     assert len(lines) == 3 and lines[2].endswith("| 0 of 6 |")
     assert lines[0].count("|") == lines[1].count("|") == lines[2].count("|")
-
-
-def test_what_the_frontend_costs() -> None:
-    """All tokens of the stand-in engine pass through the real frontend, no faster than its steps. Every figure is present."""
-    command = [sys.executable, "-m", "scripts.bench.serving.frontend", "--streams", "6", "--rate", "50", "--step", "20"]
-    command += ["--new-tokens", "50", "--prompt-length", "40"]  # CPU time is counted in 10 ms, which few tokens may not take
-    done = quick_start.run(command, cwd=MODELS.parent, env=environment(), capture_output=True, text=True, timeout=600)
-    assert done.returncode == 0, done.stderr
-    found = json.loads(done.stdout.splitlines()[-1])
-    assert found["requests"] == 6 and not found["failed"]
-    # On a busy machine tokens arrive in groups, so the median says little. The pause before a group lasts at least one step.
-    assert found["itl_ms"]["p99"] > 10 and found["ttft_ms"]["p50"] > 0
-    assert 0 < found["tokens_per_second"] <= 6 * 50 and min(found["cpu_us_per_token"].values()) > 0

@@ -6,8 +6,6 @@ from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
-import matplotlib
-import matplotlib.pyplot as plt
 import numpy as np
 import pytest
 
@@ -15,7 +13,6 @@ import figures
 from engine import profiling
 from errors import UserError
 from scripts import trace
-from scripts.report import plots
 from scripts.sweep import tables
 from scripts.sweep.rows import Interconnect, Row, Setting, baseline, finished, interconnect, ratio, read_rows, row_line
 
@@ -154,16 +151,6 @@ def steady(prefill: float, step: float, **setting: Any) -> Row:
     return row([prefill] * 3, [[step] * 511] * 3, **setting)
 
 
-def sweep_of(rng: random.Random, **setting: Any) -> list[Row]:
-    speeds = {"standard": 10.0, "ladder": 7.0, "upper-bound": 5.0}
-    return [
-        steady(50.0, ms / tp + rng.random(), variant=variant, tp=tp, batch=batch, **setting)
-        for variant, ms in speeds.items()
-        for tp in (2, 8)
-        for batch in (1, 4)
-    ]
-
-
 def test_figures_of_a_row() -> None:
     one = row([10, 30, 20], [[1, 2, 3], [4, 4, 4], [2, 2, 20]], batch=2, new_tokens=4)
     assert one.values("completion_ms") == [16, 42, 44]
@@ -207,115 +194,6 @@ def test_interconnects() -> None:
 
 
 # --- plots --------------------------------------------------------------------------------------------------
-
-
-def test_the_frontier_is_what_nobody_beats(seed: int) -> None:
-    rng = random.Random(seed)
-    points = [(rng.random(), rng.random()) for _ in range(60)] + [(0.5, 0.2), (0.5, 0.3)]
-    beaten = [p for p in points if any(q != p and q[0] <= p[0] and q[1] >= p[1] for q in points)]
-    assert plots.frontier(points) == sorted(set(points) - set(beaten))
-    assert plots.frontier([(2.0, 5.0), (2.0, 6.0), (1.0, 5.0), (3.0, 6.0), (2.0, 5.5)]) == [(1.0, 5.0), (2.0, 6.0)]
-
-
-def heights(figure: Any) -> list[float]:
-    """The y values of all lines of the first panel."""
-    return [y for line in figure.axes[0].lines for y in np.atleast_1d(line.get_ydata())]
-
-
-def test_plots_show_the_ratios(seed: int) -> None:
-    rows = sweep_of(random.Random(seed))
-    figure = plots.throughput(rows)
-    assert figure is not None
-    drawn = heights(figure)
-    for one in rows:
-        assert any(y == pytest.approx(ratio(one, rows, "throughput")) for y in drawn)
-    plt.close(figure)
-    uneven = [
-        row([50] * 3, [[ms] * 511 for ms in runs], variant=v) for v, runs in (("standard", (9, 10, 11)), ("ladder", (6, 7, 9)))
-    ]
-    low, high = plots.whiskers(uneven[1], uneven)
-    speeds = [(50 + 511 * 10) / (50 + 511 * ms) for ms in (6, 7, 9)]
-    assert (low, high) == pytest.approx((speeds[1] - speeds[2], speeds[0] - speeds[1]))
-    figure = plots.throughput(uneven)  # whiskers reach from the slowest to the fastest run
-    assert figure is not None
-    (errors,) = [c for c in figure.axes[0].containers if hasattr(c, "has_yerr")]
-    assert errors[2][0].get_segments()[0][:, 1] == pytest.approx([speeds[2], speeds[0]])
-    plt.close(figure)
-    figure = plots.split(rows)
-    assert figure is not None
-    assert max(p.get_x() + p.get_width() for p in figure.axes[0].patches) == pytest.approx(2.0)
-    plt.close(figure)
-    steps = [random.uniform(1, 9) for _ in range(random.randint(1, 4))]
-    figure = plots.split([row([1], [steps])])  # whiskers reach from one quartile of the steps to the other
-    assert figure is not None
-    (errors,) = [c for c in figure.axes[0].containers if getattr(c, "has_xerr", False)]
-    assert errors[2][0].get_segments()[0][:, 0] == pytest.approx(np.quantile(steps, (0.25, 0.75)))
-    plt.close(figure)
-    assert plots.throughput([r for r in rows if r.setting.variant != "standard"]) is None
-    assert plots.pareto([]) is None and plots.split([replace(r, split=None) for r in rows]) is None
-
-
-def test_the_upper_bound_does_not_flatten_the_variants() -> None:
-    """With variants at 1.1 and 1.2 and a bound near 4, the axis ends below 1.5 and the bound is written as a number."""
-    rows = [steady(10, ms, variant=v) for v, ms in (("standard", 4), ("parallel", 3.6), ("ladder", 3.3), ("upper-bound", 1))]
-    bound = ratio(rows[3], rows, "throughput")
-    assert bound is not None and bound > 3.5
-    figure = plots.throughput(rows)
-    assert figure is not None
-    (axis,) = figure.axes
-    assert axis.get_ylim()[1] < 1.5
-    assert any(f"{bound:.2f}" in text.get_text() for text in axis.texts)
-    plt.close(figure)
-    near = [*rows[:3], steady(10, 3.2, variant="upper-bound")]
-    figure = plots.throughput(near)
-    assert figure is not None
-    assert figure.axes[0].get_ylim()[1] > (ratio(near[3], near, "throughput") or 9) and not figure.axes[0].texts
-    plt.close(figure)
-
-
-def test_a_panel_holds_six_variants_beside_the_standard_model() -> None:
-    names = ["standard", *(f"hybrid:{i}" for i in range(1, 10)), "ladder", "upper-bound"]
-    rows = [steady(10, 3 - i / 20, variant=v) for i, v in enumerate(names)]
-    for draw in (plots.throughput, plots.pareto):
-        figure = draw(rows)
-        assert figure is not None and len(figure.axes) == 2
-        shown = [set(axis.get_legend_handles_labels()[1]) for axis in figure.axes]
-        assert all("standard" in one and len(one) <= 7 for one in shown) and set.union(*shown) == set(names)
-        plt.close(figure)
-
-
-def test_labels_of_logarithmic_axes_do_not_collide() -> None:
-    """Axes of less than a decade, where matplotlib's default labels (2 x 10^0, 3 x 10^0, 4 x 10^0) overlap at 500 pixels."""
-    rows = [steady(100, ms, variant="standard", tp=tp) for tp, ms in ((1, 9.0), (2, 5.0), (4, 3.0), (8, 2.0))]
-    figure = plots.pareto(rows)
-    assert figure is not None
-    assert figure.get_figwidth() * figure.dpi <= 500
-    figure.canvas.draw()
-    for axis in (figure.axes[0].xaxis, figure.axes[0].yaxis):
-        boxes = [label.get_window_extent() for label in axis.get_ticklabels(which="both") if label.get_text()]
-        inside = [box for box in boxes if figure.bbox.contains(*box.min)]
-        assert len(inside) >= 2
-        assert not any(one.overlaps(other) for i, one in enumerate(inside) for other in inside[:i])
-    plt.close(figure)
-
-
-def test_colours_are_told_apart_by_the_colour_blind() -> None:
-    """Compares any two variants, and any two communicators that share a figure, as seen with normal vision and with the two
-    common deficiencies (matrices for linear RGB of Machado, Oliveira and Fernandes, 2009)."""
-    deficiencies = [
-        np.eye(3),
-        np.array([[0.152286, 1.052583, -0.204868], [0.114503, 0.786281, 0.099216], [-0.003882, -0.048116, 1.051998]]),
-        np.array([[0.367322, 0.860646, -0.227968], [0.280085, 0.672501, 0.047413], [-0.011820, 0.042940, 0.968881]]),
-    ]
-    measured = {name for name in figures.COMMUNICATORS if name != "gloo"}  # no figure shows both gloo and nccl
-    quantized = {"nccl", "auto", "int8", "int6", "int4", "fp8"}
-    exact = measured - quantized | {"nccl"}
-    for palette in (figures.VARIANT_COLOURS, *({n: figures.COMMUNICATORS[n] for n in group} for group in (exact, quantized))):
-        colours = [np.array(matplotlib.colors.to_rgb(colour)) ** 2.2 for colour in palette.values()]
-        for matrix in deficiencies:
-            seen = [np.clip(matrix @ colour, 0, 1) ** (1 / 2.2) for colour in colours]
-            nearest = min(np.linalg.norm(a - b) for i, a in enumerate(seen) for b in seen[:i])
-            assert nearest > 0.12
 
 
 def test_bytes_have_binary_units() -> None:

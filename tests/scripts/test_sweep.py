@@ -4,9 +4,7 @@ import argparse
 import json
 import os
 import re
-import subprocess
 import sys
-import tempfile
 import textwrap
 import weakref
 from dataclasses import asdict, replace
@@ -20,18 +18,13 @@ from tqdm import tqdm
 
 import cli
 from comm import Local, parse_link
-from engine import LLM
-from engine.core import Engine
 from errors import UserError
 from files import check_folder
-from scripts.bench.serving import load
 from scripts.lib import results
 from scripts.lib.process_tree import end, kill
-from scripts.report import plots
 from scripts.sweep import __main__ as sweep
 from scripts.sweep import grids, launches, tables, vllm_worker, worker
 from scripts.sweep.rows import Row, Setting, finished, read_rows, row_line
-from scripts.trace import benchmark_params
 from tests import ROOT
 from tests.support import quick_start
 from tests.support.command_line import environment
@@ -61,35 +54,10 @@ def test_settings_are_the_product_with_variants_next_to_each_other() -> None:
         assert first.of_variant("ladder") == second and first.variant == "standard"
 
 
-def test_one_more_batch_has_its_own_lengths() -> None:
-    axes = "--models tiny --tp 1 --variants standard --batch-sizes 1 4 --prompt-lengths 8 --new-tokens 3"
-    shapes = [(s.batch, s.prompt_length, s.new_tokens) for s in grids.settings_of(arguments(*axes.split(), "--also", 9, 5, 7))]
-    assert shapes == [(1, 8, 3), (4, 8, 3), (9, 5, 7)]
-    assert len(grids.settings_of(arguments(*axes.split(), "--also", 4, 8, 3))) == 2, "it is among the others"
-
-
 def test_a_grid_gives_way_to_flags() -> None:
     settings = grids.settings_of(arguments("--grid", "table-6", "--tp", 2, "--interconnects", "default"))
     assert {s.variant for s in settings} == {"standard", "ladder", "desync-2x", "desync-4x", "upper-bound"}
     assert {(s.model, s.batch, s.tp, s.prompt_length, s.new_tokens) for s in settings} == {("llama-3-8b", 64, 2, 1024, 512)}
-
-
-@pytest.mark.parametrize(
-    "flags",
-    [
-        "--tp 0",
-        "--batch-sizes 1 -1",
-        "--interconnects soon",
-        "--comms nccl",
-        "--comms bogus",
-        "--runs 0",
-        "--also 4 0 1",
-        "--models x --grid y",
-    ],
-)
-def test_bad_axes(flags: str) -> None:
-    with pytest.raises(UserError):
-        grids.settings_of(arguments(*flags.split()))
 
 
 def test_one_launch_for_all_that_share_ranks_hosts_and_environment() -> None:
@@ -103,17 +71,6 @@ def test_one_launch_for_all_that_share_ranks_hosts_and_environment() -> None:
     plain = {s.interconnect for start, part in found for s in part if start.hosts == 1 and not start.environment}
     assert plain == {"default", "1ms,1GB/s"}
     assert {s.interconnect for start, part in found for s in part if start.hosts == 2} == {"two-hosts"}
-
-
-def test_a_machine_without_git_has_no_revision(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
-    monkeypatch.setenv("PATH", str(tmp_path))
-    found = launches.versions()
-    assert found["rung"] == "unknown" and found["torch"] == torch.__version__
-
-
-def test_two_hosts_need_an_even_number_of_ranks() -> None:
-    with pytest.raises(UserError, match="even"):
-        grids.settings_of(arguments("--tp", 4, 3, "--interconnects", "two-hosts"))
 
 
 def test_halves_of_the_ranks_are_two_hosts(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -135,23 +92,6 @@ def test_variants_take_turns_if_they_fit_together() -> None:
     group = [Setting("tiny", v, 1, 1, 4, 3, runs=2, profile=True) for v in ("standard", "ladder")]
     assert [(n, s.variant[0]) for n, s in worker.turns(group, True)] == [(n, v) for n in range(4) for v in "sl"]
     assert [(n, s.variant[0]) for n, s in worker.turns(group, False)] == [(n, v) for v in "sl" for n in range(4)]
-
-
-def test_a_profile_shows_steps_alone(monkeypatch: pytest.MonkeyPatch) -> None:
-    """The engine that it profiles has computed the same before, so that it captures no graph meanwhile."""
-    models, setting = worker.Models(World(0, 1, CPU, Local())), Setting("tiny", "standard", 1, 1, 4, 12)
-    llm, _ = models.get(setting)
-    engines = list[Engine | None]()
-
-    def record(llm: LLM, prompts: list[list[int]], new_tokens: int, path: Path, world: World) -> None:
-        engines.append(llm.engine)
-        llm.generate(prompts, benchmark_params(new_tokens))
-        engines.append(llm.engine)
-
-    monkeypatch.setattr(worker, "record", record)
-    worker.profiled_split(llm, setting, replace(models.world, rank=1))  # rank 0 would read the trace
-    before, after = engines
-    assert before is after is not None
 
 
 def messages(capsys: pytest.CaptureFixture[str], group: list[Setting], together: bool) -> list[Any]:
@@ -202,15 +142,6 @@ def test_memory_that_is_short_for_all_suffices_for_one(
     said = messages(capsys, group, together=False)
     assert [one["error"] for one in said if "failed" in one] == ["out of memory: CUDA out of memory. Tried to allocate"]
     assert [one["done"]["variant"] for one in said if "done" in one] == ["standard"]
-
-
-def test_models_are_freed_when_their_group_is_over() -> None:
-    models = worker.Models(World(0, 1, CPU, Local()))
-    first, second = TINY, TINY.of_variant("ladder")
-    kept = models.get(first)[0]
-    models.get(second)
-    assert models.fit_together([first]) and len(models.loaded) == 1
-    assert models.get(first)[0] is kept
 
 
 @pytest.mark.parametrize("short", [False, True])
@@ -375,14 +306,6 @@ def test_a_process_that_keeps_the_output_open_delays_nothing(parent: str, monkey
         kill(event["pid"] for event in heard if event["pid"])
 
 
-def test_ranks_that_never_start_fail_every_configuration(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(launches, "launch", lambda *_: "exit code 2: error: no GPU")
-    file = launches.RowsFile(tmp_path / "rows.jsonl")
-    with tqdm(disable=True) as bar:
-        launches.run_all(file, launches.Start(1, 1, "cpu", ()), [TINY, TINY.of_variant("ladder")], 1.0, bar)
-    assert [row.error for row in read_rows(file.path)] == ["exit code 2: error: no GPU"] * 2
-
-
 def test_a_sweep_that_measured_nothing_fails(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     tries: list[str] = []
     monkeypatch.setattr(launches, "launch", lambda *_: tries.append("") or "exit code 2: error: no GPU")
@@ -471,24 +394,6 @@ def test_vllm_is_measured_on_the_same_settings(tmp_path: Path, quantize: str | N
     assert "vLLM 0.0.stub" in tables.table([three, one])
 
 
-def test_each_seed_has_an_engine_of_vllm(seed: int) -> None:
-    """Its seed is set at its start. Rung's ranks take any."""
-    vllm, rung = (
-        [replace(TINY, variant=variant, batch=b, seed=s) for s in (seed, seed + 1) for b in (1, 4)]
-        for variant in ("vllm", "ladder")
-    )
-    found = [settings for _, settings in launches.by_launch(vllm + rung)]
-    assert sorted(found, key=str) == sorted([vllm[:2], vllm[2:], rung], key=str)
-
-
-@pytest.mark.parametrize("share", ["0", "1.01", "-1", "nan", "much"])
-def test_a_share_of_memory_that_cannot_be(share: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    for script in (sweep, load):
-        monkeypatch.setattr(sys, "argv", ["script", "--vllm-memory", share])
-        with pytest.raises(UserError, match="above 0, at most 1"):
-            script.parse_args()
-
-
 def test_vllms_steps_are_what_its_prefill_leaves(monkeypatch: pytest.MonkeyPatch) -> None:
     calls = iter(
         [9.0, 9.0, 0.10, 0.50, 0.14, 0.54, 0.12, 0.52]
@@ -502,62 +407,40 @@ def test_vllms_steps_are_what_its_prefill_leaves(monkeypatch: pytest.MonkeyPatch
     assert row.median("completion_ms") == pytest.approx(520)
 
 
-@pytest.mark.parametrize(
-    ("flags", "said"),
-    [
-        ("--variants vllm", "needs GPUs"),
-        ("--device cuda --comms nccl --interconnects two-hosts --tp 2 --variants vllm", "needs GPUs of one host"),
-        (f"--device cuda --comms nccl --models {ROOT}/models/tiny-standard --tp 1 --variants vllm", "random weights"),
-        ("--device cuda --comms nccl --tp 1 --variants vllm", "cannot import vllm"),
-        ("--device cuda --comms nccl --tp 1 --variants vllm --vllm-python /nowhere/python", "No such file"),
-    ],
-)
-def test_vllm_is_refused_where_it_cannot_run(flags: str, said: str) -> None:
-    with pytest.raises(UserError, match=said):
-        grids.settings_of(arguments(*flags.split()))
-
-
 # --- refused before anything starts --------------------------------------------------------------------------------------
 
-
-def command(module: str, *args: object) -> tuple[int, str, str]:
-    """Run a module with this process's Python interpreter. Return its exit code, stdout and stderr."""
-    done = quick_start.run(
-        [sys.executable, "-m", f"scripts.{module}", *map(str, args)],
-        cwd=ROOT,
-        env=environment(),
-        capture_output=True,
-        text=True,
-        timeout=240,
-    )
-    return done.returncode, done.stdout, done.stderr
+ON_GPUS = "--device cuda --comms nccl --tp 2 --variants vllm"
 
 
 @pytest.mark.parametrize(
     ("flags", "said"),
     [
-        ("--models nope", "no preset 'nope'"),
         ("--models tiny nope", "no preset 'nope'"),
         ("--models tiny:99", "1 to 8"),
         ("--models models/nope", "is missing"),
-        ("--variants nope", "unknown variant 'nope'"),
         ("--models tiny --variants standard ladder:3", "unknown variant"),
         ("--models tiny --variants hybrid:9", "only 8 layers"),
+        ("--tp 0", "must be at least 1"),
+        ("--tp 4 3 --interconnects two-hosts", "even"),
+        ("--batch-sizes 1 -1", "must be at least 1"),
+        ("--interconnects soon", "unknown interconnect"),
+        ("--comms bogus", "bogus"),
+        ("--also 4 0 1", "must be at least 1"),
+        ("--vllm-memory nan", "above 0, at most 1"),
+        ("--variants vllm", "needs GPUs"),
+        (f"{ON_GPUS} --interconnects two-hosts", "needs GPUs of one host"),
+        (f"{ON_GPUS} --models {ROOT}/models/tiny-standard", "random weights"),
+        (f"{ON_GPUS} --vllm-python /nowhere/python", "No such file"),
     ],
 )
-def test_unknown_models_and_variants_are_refused_before_ranks_start(
+def test_what_cannot_be_measured_is_refused_before_ranks_start(
     flags: str, said: str, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
-    monkeypatch.setattr(launches.subprocess, "Popen", lambda *_, **__: pytest.fail("ranks were started"))
+    monkeypatch.setattr(launches, "launch", lambda *_, **__: pytest.fail("ranks were started"))
     monkeypatch.setattr(sys, "argv", ["sweep.py", "--device", "cpu", *flags.split(), "--out", str(tmp_path / "rows.jsonl")])
     with pytest.raises(UserError, match=re.escape(said)):
         sweep.main()
     assert not (tmp_path / "rows.jsonl").exists()
-
-
-def test_a_refusal_is_one_line_and_exit_code_2(tmp_path: Path) -> None:
-    code, out, err = command("sweep", "--device", "cpu", "--models", "nope", "--out", tmp_path / "rows.jsonl")
-    assert (code, out, err.count("\n")) == (2, "", 1) and err.startswith("error: no preset 'nope'")
 
 
 # --- outputs -------------------------------------------------------------------------------------------------------------
@@ -586,41 +469,6 @@ def test_an_output_is_checked_and_its_folder_made(tmp_path: Path) -> None:
     assert (tmp_path / "a" / "kept").read_text() == "text"
 
 
-def test_a_full_disk_is_found_before_the_work(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    def full(*_: Any, **__: Any) -> Any:
-        raise OSError(28, "No space left on device")
-
-    monkeypatch.setattr(tempfile, "TemporaryFile", full)
-    with pytest.raises(UserError, match="No space left on device"):
-        results.check_output(tmp_path / "rows.jsonl")
-
-
-@pytest.mark.parametrize("script", [sweep, load, plots])
-@pytest.mark.parametrize("which", [0, 1])
-def test_scripts_refuse_outputs_that_cannot_be(
-    script: Any, which: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """They refuse before any rank or server is started and before anything is drawn."""
-    path = bad_outputs(tmp_path)[which]
-    if script is plots and which == 0:
-        path = tmp_path / "file"  # its output is a folder
-    rows = tmp_path / "sweep.jsonl"
-    rows.write_text(row_line(Row(TINY, {}, {}, samples=[{"prefill_ms": 1.0, "step_ms": [1.0], "decode_ms_per_token": 1.0}])))
-    flags = {
-        sweep: ["--device", "cpu", "--models", "tiny"],
-        load: ["--model", "tiny"],
-        plots: ["--sweep", str(rows)],
-    }[script]
-    monkeypatch.setattr(subprocess, "Popen", lambda *_, **__: pytest.fail("something was started"))
-    monkeypatch.setattr(launches, "machine", dict)
-    monkeypatch.setattr(launches, "versions", dict)
-    for drawing in ("throughput", "pareto"):
-        monkeypatch.setitem(plots.FIGURES, drawing, lambda _: pytest.fail("a figure was drawn"))
-    monkeypatch.setattr(sys, "argv", ["script.py", *flags, "--out", str(path)])
-    with pytest.raises(UserError, match="cannot be written"):
-        script.main()
-
-
 def test_an_interrupted_sweep_says_how_to_go_on(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
 ) -> None:
@@ -636,29 +484,6 @@ def test_an_interrupted_sweep_says_how_to_go_on(
         cli.run(sweep.main)
     assert left.value.code == 130
     assert f"stopped: 1 of 2 configurations are in {out}; the same command goes on from there" in capfd.readouterr().err
-
-
-WRITERS = [
-    "bench/serving/soak",
-    "quality/accuracy",
-    "quality/lm_eval",
-    "report/performance",
-]
-
-
-@pytest.mark.parametrize("script", WRITERS)
-def test_tracked_results_are_written_with_write_alone(script: str) -> None:
-    text = (ROOT / "scripts" / f"{script}.py").read_text()
-    assert "add_write_option(parser)" in text and "results_folder(args)" in text
-    assert not re.search(r"write_json\([^\n]*\}\)$", text, re.MULTILINE), "write_json's default folder is docs/results"
-    assert not re.search(r"(write_text|savefig|plot\w*)\([^\n]*RESULTS", text)
-
-
-def test_the_default_folder_is_not_tracked() -> None:
-    parser = argparse.ArgumentParser()
-    results.add_write_option(parser)
-    assert results.results_folder(parser.parse_args([])) == ROOT / "out"
-    assert results.results_folder(parser.parse_args(["--write"])) == ROOT / "docs" / "results"
 
 
 # --- seeds and quality ---------------------------------------------------------------------------------------------------
@@ -680,33 +505,6 @@ def test_a_sweep_over_seeds_pools_their_runs() -> None:
     assert sorted(row.values("prefill_ms")) == [3, 3, 5, 5, 9, 9]
     assert finished([row]) == [row]
     assert rows[0].setting.label.endswith(" seed 3")
-
-
-def test_a_table_has_quality_beside_speed() -> None:
-    """Compared with the raw files: perplexity and mean exact match of the small model of the same variant."""
-    samples = [
-        {"prefill_ms": 1.0, "step_ms": [1.0], "decode_ms_per_token": 1.0, "weight_gb_per_second": 1, "peak_memory_gb": 1}
-    ]
-    settings = [replace(TINY, model="llama-3-70b", tp=8, variant=v) for v in ("standard", "ladder", "upper-bound", "hybrid:3")]
-    settings.append(replace(TINY, variant="ladder", tp=2, comm="int4"))
-    text = tables.table([Row(s, {}, {}, samples=samples) for s in settings])
-    head, _, *lines = [[cell.strip() for cell in line.strip("|").split("|")] for line in text.splitlines()]
-    at = head.index("perplexity of the embedded model")
-    exact = {r["model"]: r for r in json.loads((ROOT / "docs/results/accuracy.json").read_text())["rows"] if r["tp"] == 4}
-    quantized = json.loads((ROOT / "docs/results/accuracy-quantized.json").read_text())["rows"]
-    (int4,) = [r for r in quantized if (r["model"], r["comm"], r["tp"]) == ("tiny-ladder", "int4", 2)]
-
-    def cells(row: dict[str, Any]) -> list[str]:
-        tasks = ("question", "arithmetic", "sorting", "counting", "copying")
-        return [f"{row['perplexity']:.4f}", f"{100 * sum(row[t] for t in tasks) / 5:.1f}"]
-
-    assert [line[at : at + 2] for line in lines] == [
-        cells(exact["tiny-standard"]),
-        cells(exact["tiny-ladder"]),
-        cells(exact["tiny-hybrid"]),
-        ["", ""],
-        cells(int4),
-    ]
 
 
 @pytest.mark.parametrize("content", [None, "no JSON", "[]", '[{"no": "setting"}]'])
