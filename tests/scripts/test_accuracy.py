@@ -2,7 +2,6 @@
 
 import math
 import random
-import subprocess
 import sys
 from dataclasses import replace
 from pathlib import Path
@@ -11,9 +10,7 @@ from typing import Any
 import pytest
 
 from engine import LLM, SamplingParams
-from scripts.lib.rows import CODE
 from scripts.quality import accuracy, heldout
-from tests import ROOT
 from tests.support.command_line import MODELS
 from text.tokenizer_files import load_tokenizer
 
@@ -77,20 +74,3 @@ def test_a_stopped_command_goes_on(monkeypatch: pytest.MonkeyPatch, tmp_path: Pa
     with pytest.raises(KeyboardInterrupt):
         accuracy.main()
     assert [Path(path).name for path in launched.pop()] == ["tiny-ladder"]
-
-
-def test_rows_know_all_code_that_decides_about_quality() -> None:
-    """All modules of this repository that the command imports, but those that only keep and show what is found."""
-    files = "print(*(m.__file__ for m in list(sys.modules.values()) if getattr(m, '__file__', None)), sep='\\n')"
-    done = subprocess.run(
-        [sys.executable, "-c", f"import sys; import scripts.quality.accuracy; {files}"],
-        cwd=ROOT,
-        capture_output=True,
-        text=True,
-        check=True,
-    )
-    ours = {Path(line).relative_to(ROOT) for line in done.stdout.splitlines() if Path(line).is_relative_to(ROOT)}
-    needed = {str(path) for path in ours if path.parts[0] not in (".venv", "tests") and path.name != "__init__.py"}
-    needed -= {name for name in needed if name.startswith(("scripts/lib/", "scripts/sweep/"))}
-    assert "engine/llm.py" in needed
-    assert needed <= {str(path.relative_to(ROOT)) for pattern in CODE for path in ROOT.glob(pattern)}

@@ -42,29 +42,6 @@ def test_every_command_is_one_that_its_script_takes(
         assert bool(widths) == (", fp8, fp8 cache " in step.name), "another width is another step of the same folder"
 
 
-def test_lengths_and_steps_alone_have_names_and_files_of_their_own(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
-    flags = ("--ranks", 2, "--raw", tmp_path, "--vllm-python", "py thon", "--vllm-memory", 0.92)
-    every, long, steps = (
-        list(command.steps(arguments(monkeypatch, *flags, *more)))
-        for more in ((), ("--prompt-length", 7936), ("--batch-sizes", 1, 8, "--prompt-length", 7936, "--rates"))
-    )
-    assert not {step.name for step in every} & {step.name for step in [*long, *steps]}
-    outs = [step.command[step.command.index("--out") + 1] for step in [*every, *long] if step.name.startswith("load")]
-    assert len(outs) == len(set(outs)) == 6
-    assert not {step.name for step in steps} & {step.name for step in long}, "long has offline, too"
-    assert [step.command[2] for step in steps] == ["scripts.sweep"] * 3
-    for step in [*every, *long, *steps]:
-        monkeypatch.setattr(sys, "argv", [step.command[2], *step.command[3:]])
-        args = {"scripts.sweep": sweep, "scripts.bench.serving.load": load}[step.command[2]].parse_args()
-        prompts = 1024 if step in every else 7936
-        assert args.vllm_memory == (0.92 if "vllm" in step.name else None), "Rung alone is the same step without vLLM"
-        if step.command[2] == "scripts.sweep":
-            assert args.prompt_lengths == [prompts]
-            assert args.also == (None if step in steps else [256, prompts, 256])
-        else:
-            assert args.prompt_length == (prompts, prompts)
-
-
 def row(variant: str, batch: int, decode: list[float], prefill: list[float], new: int = 64, **more: Any) -> Row:
     setting = Setting("llama-3-8b", variant, 2, batch, 1024, new, device="cuda", **more)
     samples = [
@@ -123,22 +100,6 @@ def test_the_table_has_medians_and_ratios(tmp_path: Path, seed: int) -> None:
     assert "2 x a GPU, torch 2.11" in table
 
 
-def test_variants_with_a_number_have_columns(tmp_path: Path) -> None:
-    rows = [row(variant, 1, [ms], [ms]) for variant, ms in (("vllm", 6.0), ("hybrid:16", 3.0), ("standard", 4.0))]
-    (tmp_path / "sweep.jsonl").write_text("".join(map(row_line, rows)))
-    loaded(tmp_path, "vLLM", None, 40.0, 5.0, None)
-    loaded(tmp_path, "Rung", "hybrid:16", 50.0, 4.0, None)
-    table = compare(tmp_path)
-    assert table is not None and "| vLLM | standard | times as fast | hybrid:16 | times as fast |" in table
-    assert "decode, ms a step of 1 | 6.00 | 4.00 | 1.50 | 3.00 | 2.00 |" in table
-    assert "time to first token at 4 requests/s, ms (p50) | 40.00 | – | – | 50.00 | 0.80 |" in table
-
-
-def test_without_vllm_there_is_no_table(tmp_path: Path) -> None:
-    (tmp_path / "sweep.jsonl").write_text(row_line(row("standard", 1, [1.0], [2.0])))
-    assert compare(tmp_path) is None
-
-
 def test_a_failed_step_leaves_the_table_of_the_others(
     monkeypatch: pytest.MonkeyPatch, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
@@ -152,14 +113,3 @@ def test_a_failed_step_leaves_the_table_of_the_others(
     said = capsys.readouterr()
     assert said.out == (tmp_path / "compare.md").read_text() + "\n"
     assert "| 6.00 | 4.00 | 1.50 |" in said.out and "fail: exit code 3" in said.err
-
-
-def test_impossible_numbers_are_refused(monkeypatch: pytest.MonkeyPatch) -> None:
-    for flags in (
-        ("--ranks", 0),
-        ("--ranks", 1, "--rates", 0),
-        ("--ranks", 1, "--batch-sizes", 0),
-        ("--ranks", 1, "--prompt-length", 0),
-    ):
-        with pytest.raises(UserError, match="above 0"):
-            arguments(monkeypatch, *flags)

@@ -42,12 +42,6 @@ def test_a_stopped_command_measures_only_what_is_missing(tmp_path: Path) -> None
     assert [json.loads(line) for line in path.read_text().splitlines()] == rows
 
 
-def test_other_code_is_measured_again_and_older_rows_stay(tmp_path: Path) -> None:
-    first = measured(path := tmp_path / "rows.jsonl", "x")
-    assert measured(path, "y")[0] == GRID
-    assert measured(path, "x") == ([], first[1])
-
-
 def test_a_file_that_cannot_be_written_is_refused_at_once(tmp_path: Path) -> None:
     (tmp_path / "file").write_text("")
     with pytest.raises(UserError, match=str(tmp_path)):

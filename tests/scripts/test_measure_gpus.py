@@ -7,7 +7,6 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-import torch
 
 from engine import bench
 from errors import UserError
@@ -72,17 +71,6 @@ def with_gpus(parsed: argparse.Namespace) -> argparse.Namespace:
     return argparse.Namespace(**vars(parsed) | {"device": "cuda", "variants": found})
 
 
-@pytest.mark.parametrize(("memory", "steps"), [(80e9, [0, 1, 2]), (150e9, [1, 2, 2])])
-def test_the_largest_model_is_measured_where_it_fits(
-    memory: float, steps: list[int], monkeypatch: pytest.MonkeyPatch, tmp_path: Path
-) -> None:
-    """GPUs of 80 and 150 GB: 405 billion weights take 405 GB in fp8 and a little more than half of that in int4."""
-    monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
-    monkeypatch.setattr(measure_gpus, "GPU_BYTES", memory)
-    names = {ranks: [step.name for step in measure_gpus.steps(arguments(monkeypatch, "--ranks", ranks))] for ranks in (2, 4, 8)}
-    assert [sum(measure_gpus.HUGE in name for name in names[ranks]) for ranks in (2, 4, 8)] == steps
-
-
 def steps_that(tmp_path: Path, *codes: str) -> list[Step]:
     return [Step(f"step {i}", 1, (sys.executable, "-c", code), tmp_path / f"{i}.txt") for i, code in enumerate(codes)]
 
@@ -128,21 +116,6 @@ def test_a_step_with_other_flags_is_neither_left_out_nor_mixed_with_what_it_was(
     assert (raw / "load.txt").read_text() == "2"
 
 
-def test_a_log_has_what_a_step_writes_to_both_outputs(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
-    code = "import sys; print('a', flush=True); print('b', file=sys.stderr, flush=True); print('c')"
-    step = Step("both", 1, (sys.executable, "-c", code))
-    for _ in range(2):  # the log is that of the last run
-        assert perform(step, arguments(monkeypatch, "--ranks", 2, "--raw", tmp_path), 300) is None
-        assert (tmp_path / "both.log").read_text() == "a\nb\nc\n"
-
-
-def test_what_would_take_too_long_is_not_started(
-    monkeypatch: pytest.MonkeyPatch, tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
-    run_main(monkeypatch, steps_that(tmp_path, "print('a')"), "--raw", tmp_path, "--minutes", 0.1)
-    assert not (tmp_path / "0.txt").exists() and "not started" in capsys.readouterr().err
-
-
 def test_what_a_step_has_left_without_a_parent_ends_with_it(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     pid = tmp_path / "pid"
     step = Step("left", 1, ("bash", "-c", f"(sleep 600 & echo $! > {pid}.new && mv {pid}.new {pid}); exec sleep 600"))
@@ -150,9 +123,3 @@ def test_what_a_step_has_left_without_a_parent_ends_with_it(monkeypatch: pytest.
     stat = Path("/proc", pid.read_text().strip(), "stat")  # killed: gone, or a zombie until init has read its exit code
     while stat.exists() and stat.read_text().rpartition(")")[2].split()[0] != "Z":
         time.sleep(0.01)
-
-
-def test_a_step_that_takes_too_long_is_ended(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
-    (step,) = steps_that(tmp_path, "import time; print('began', flush=True); time.sleep(600)")
-    args = arguments(monkeypatch, "--ranks", 2, "--raw", tmp_path)
-    assert perform(step, args, 2.0) == "stopped after 2 s"

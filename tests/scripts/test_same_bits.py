@@ -106,9 +106,3 @@ def test_settings_that_compare_nothing_are_an_error(missing: str | None, monkeyp
         ):
             assert command[command.index(flag) + 1] == value
         assert "--fast" in command
-
-
-def test_a_failed_launch_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(same_bits.subprocess, "run", lambda command, cwd: SimpleNamespace(returncode=1))
-    with pytest.raises(UserError, match="m on 2 ranks failed"):
-        same_bits.launched(("m", None), "/stored/m", 2, arguments())

@@ -65,16 +65,3 @@ def test_long_replays_are_left_out() -> None:
     pytest_of = found["linear_stream"][found["linear_stream"].index(sys.executable) :]
     done = subprocess.run([*pytest_of, "--collect-only"], cwd=ROOT, capture_output=True, text=True, check=True, timeout=300)
     assert "test_all_rows_on_a_gpu" in done.stdout and "replays" not in done.stdout
-
-
-def test_it_needs_the_tool_and_a_gpu(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
-    monkeypatch.setattr(sys, "argv", ["sanitize.py", "--raw", str(tmp_path), "--compute-sanitizer", "/nowhere/tool"])
-    with pytest.raises(UserError, match="there is no /nowhere/tool"):
-        sanitize.main()
-    monkeypatch.setattr(sys, "argv", ["sanitize.py", "--raw", str(tmp_path), "--compute-sanitizer", sys.executable])
-    monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
-    with pytest.raises(UserError, match="a GPU, and there is none"):
-        sanitize.main()
-    monkeypatch.setattr(sys, "argv", ["sanitize.py", "--minutes", "0"])
-    with pytest.raises(UserError, match="above 0"):
-        sanitize.main()

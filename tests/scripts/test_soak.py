@@ -11,8 +11,7 @@ from typing import Any
 
 import pytest
 
-from scripts.bench.serving.soak import drop, load, outcomes, until_idle, verdict
-from tests.support.ports import free_port
+from scripts.bench.serving.soak import drop, load, outcomes, verdict
 
 pytestmark = pytest.mark.usefixtures("forked_commands")
 
@@ -63,18 +62,6 @@ def test_connections_are_dropped(seed: int) -> None:
     with site(lambda _: b"" if never.wait(2) else b"data: [DONE]\n\n") as url:
         answers = asyncio.run(drop(url, 5, random.Random(seed)))
     assert outcomes(answers) == {"cut off": 5}
-
-
-def test_a_proxy_of_the_environment_is_not_asked(monkeypatch: pytest.MonkeyPatch) -> None:
-    """And an idle server is waited for."""
-    monkeypatch.setenv("http_proxy", f"http://127.0.0.1:{free_port()}")
-    stats = iter(
-        b'{"running": %d, "waiting": %d, "kv_blocks_used": %d, "preemptions": 3}' % one
-        for one in ((1, 0, 0), (0, 1, 0), (0, 0, 1), (0, 0, 0))
-    )
-    with site(lambda _: next(stats)) as url:
-        assert asyncio.run(until_idle(url)) == {"running": 0, "waiting": 0, "kv_blocks_used": 0, "preemptions": 3}
-    assert next(stats, None) is None
 
 
 def test_the_verdict() -> None:

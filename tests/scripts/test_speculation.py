@@ -7,7 +7,6 @@ from typing import Any
 
 import pytest
 
-from errors import UserError
 from scripts.bench.serving import speculation
 from scripts.lib import results
 from scripts.lib.statistics import quartiles
@@ -72,16 +71,3 @@ def test_what_changes_a_figure_is_measured_again(monkeypatch: pytest.MonkeyPatch
         "| tiny-ladder | copying | ngram | 4 | – | 1.00 | 1 | 2 | 2.00 | 2.00 – 2.00 | 1 |"
         in (out / "speculation.md").read_text()
     )
-
-
-@pytest.mark.parametrize(
-    ("words", "error"),
-    [
-        (("--accept-rate", 2), "probability from 0 to 1"),
-        (("--models", "tiny"), "tiny has no tokenizer"),
-        (("--drafts", "no/such/folder"), "no/such/folder is no folder"),
-    ],
-)
-def test_bad_options(monkeypatch: pytest.MonkeyPatch, out: Path, words: tuple[object, ...], error: str) -> None:
-    with pytest.raises(UserError, match=error):
-        run(monkeypatch, *words)
