@@ -76,10 +76,7 @@ def _by_chunks(model: Transformer, hidden: Tensor, loss: ChunkLoss, chunk: int |
     def loss_of(rows: Tensor, head: Tensor, *others: Tensor) -> Tensor:
         return loss(head_logits(model, rows, head), *others)
 
-    if torch.is_grad_enabled() and (rows.requires_grad or head.requires_grad):
-        return _SumOfChunks.apply(rows, head, loss_of, chunk, *others)
-    parts = zip(*(tensor.split(chunk) for tensor in (rows, *others)), strict=True)
-    return torch.stack([loss_of(part[0], head, *part[1:]) for part in parts]).sum()
+    return _SumOfChunks.apply(rows, head, loss_of, chunk, *others)
 
 
 class _SumOfChunks(torch.autograd.Function):
@@ -88,28 +85,23 @@ class _SumOfChunks(torch.autograd.Function):
 
     @staticmethod
     def forward(ctx: Any, rows: Tensor, head: Tensor, loss_of: ChunkLoss, chunk: int, *others: Tensor) -> Tensor:
-        wanted = ctx.needs_input_grad[:2]
-        rows_gradient = torch.empty_like(rows) if wanted[0] else None
-        head_gradient = torch.zeros_like(head, dtype=torch.promote_types(head.dtype, torch.float32)) if wanted[1] else None
+        rows_gradient = torch.empty_like(rows)
+        head_gradient = torch.zeros_like(head, dtype=torch.promote_types(head.dtype, torch.float32))
         losses = []
         for start in range(0, len(rows), chunk):
             part = slice(start, start + chunk)
-            leaves = [t.detach().requires_grad_(w) for t, w in zip((rows[part], head), wanted, strict=True)]
+            leaves = [tensor.detach().requires_grad_() for tensor in (rows[part], head)]
             with torch.enable_grad():
                 loss = loss_of(*leaves, *(other[part] for other in others))
-            gradients = iter(torch.autograd.grad(loss, [leaf for leaf in leaves if leaf.requires_grad]))
-            if rows_gradient is not None:
-                rows_gradient[part] = next(gradients)
-            if head_gradient is not None:
-                head_gradient += next(gradients)
+            rows_gradient[part], of_head = torch.autograd.grad(loss, leaves)
+            head_gradient += of_head
             losses.append(loss.detach())
-        ctx.save_for_backward(rows_gradient, None if head_gradient is None else head_gradient.to(head.dtype))
+        ctx.save_for_backward(rows_gradient, head_gradient.to(head.dtype))
         return torch.stack(losses).sum()
 
     @staticmethod
     def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor | None, ...]:
-        scaled = [None if saved is None else _scaled(saved, gradient) for saved in ctx.saved_tensors]
-        return (*scaled, *[None] * (len(ctx.needs_input_grad) - 2))
+        return (*(_scaled(saved, gradient) for saved in ctx.saved_tensors), *[None] * (len(ctx.needs_input_grad) - 2))
 
 
 def _scaled(matrix: Tensor, factor: Tensor) -> Tensor:
