@@ -6,12 +6,11 @@ from dataclasses import dataclass
 
 import torch
 import torch.distributed as dist
-from torch import Tensor, nn
+from torch import Tensor
+from torch.optim.adamw import adamw
 
 from training.groups import Group
 from training.weights import Weight
-
-CHUNK = 64 * 2**20  # elements that are updated at a time; only their gradients exist in fp32
 
 
 @dataclass(frozen=True)
@@ -48,27 +47,39 @@ class Optimizer:
 
     def __init__(self, weights: list[Weight], undecayed: Weight, copy: Group, settings: AdamSettings) -> None:
         """undecayed: the weight without weight decay. copy: the ranks that together own every element once."""
-        self.weights, self.copy, self.settings = weights, copy, settings
-        self.masters: dict[Weight, nn.Parameter] = {}
+        self.weights, self.undecayed, self.copy, self.settings = weights, undecayed, copy, settings
+        # What this rank owns of each weight: `master`, `exp_avg`, `exp_avg_sq`, (owned elements,) fp32. A restore writes into them.
+        self.states: dict[Weight, dict[str, Tensor]] = {}
+        self.updates: dict[Weight, Tensor] = {}  # how many each weight has had, a scalar on the device
         for weight in weights:
-            mine = weight.shard[weight.owned]
-            if mine.numel():
-                self.masters[weight] = nn.Parameter(mine if mine.dtype == torch.float32 else mine.float())
-        self.chunks = [_Chunk(part, undecayed, self.masters, settings) for part in _chunks(weights)]
+            master = weight.shard[weight.owned].float()
+            if master.numel():
+                moments = {key: torch.zeros_like(master) for key in ("exp_avg", "exp_avg_sq")}
+                self.states[weight] = {"master": master, **moments}
+                self.updates[weight] = torch.zeros((), dtype=torch.float32, device=master.device)
 
     def step(self, gradients: dict[Weight, Tensor], rate: float | Tensor) -> Tensor:
         """Clip, update, and begin to send the new values to the other ranks. Collective.
 
-        Removes what it uses from `gradients`. Returns the gradient's global norm before clipping, an fp32 scalar on the
-        device. rate: a number, or an fp32 scalar on the device, which a CUDA graph can read.
+        Removes what it uses from `gradients`, so that only one weight's gradient exists in fp32. Returns the gradient's global norm
+        before clipping, an fp32 scalar on the device. rate: a number, or an fp32 scalar on the device, which a CUDA graph can read.
         """
         norm = self._norm(gradients.values())
         scale = (self.settings.clip / (norm + 1e-6)).clamp(max=1.0)
-        for chunk in self.chunks:
-            chunk.step(gradients, scale, rate)
-            for weight in chunk.weights:
-                weight.spread()
+        scale = scale.reshape(1)  # type promotion ignores 0-d tensors; with (1,) one kernel reads bf16 and writes fp32
+        for weight in self.weights:
+            if weight in self.states:
+                self._update(weight, gradients.pop(weight) * scale, rate)
+            weight.spread()
         return norm
+
+    def restore(self, updates: int) -> None:
+        """Set the number of updates so far, and begin to send the masters that were written into `states`. Collective."""
+        for weight in self.weights:
+            if weight in self.states:
+                self.updates[weight].fill_(updates)
+                self._publish(weight)
+            weight.spread()
 
     def _norm(self, gradients: Iterable[Tensor]) -> Tensor:
         norms = [torch.linalg.vector_norm(g, dtype=torch.float32) for g in gradients]
@@ -78,80 +89,27 @@ class Optimizer:
             dist.all_reduce(total, group=self.copy.handle)
         return total.sqrt()
 
-    def state(self) -> dict[Weight, dict[str, Tensor]]:
-        """What a rank owns of each weight: `master`, `exp_avg`, `exp_avg_sq`, (owned elements,) fp32. These are the
-        optimizer's own tensors; a restore writes into them."""
-        return {w: c.state(w) for c in self.chunks for w in c.weights if w in self.masters}
+    def _update(self, weight: Weight, gradient: Tensor, rate: float | Tensor) -> None:
+        state = self.states[weight]
+        adamw(
+            [state["master"]],
+            [gradient],
+            [state["exp_avg"]],
+            [state["exp_avg_sq"]],
+            [],
+            [self.updates[weight]],
+            fused=True,
+            amsgrad=False,
+            beta1=self.settings.betas[0],
+            beta2=self.settings.betas[1],
+            lr=rate,
+            weight_decay=0.0 if weight is self.undecayed else self.settings.weight_decay,
+            eps=self.settings.eps,
+            maximize=False,
+        )
+        self._publish(weight)
 
-    def restore(self, updates: int) -> None:
-        """Set the number of updates so far, and begin to send the masters that were written into `state`. Collective."""
-        for chunk in self.chunks:
-            chunk.restore(updates)
-            for weight in chunk.weights:
-                weight.spread()
-
-
-class _Chunk:
-    """Some weights that are updated together. Only the gradients of one chunk exist in fp32 at a time."""
-
-    def __init__(
-        self, weights: list[Weight], undecayed: Weight, masters: dict[Weight, nn.Parameter], settings: AdamSettings
-    ) -> None:
-        self.weights = weights
-        self.masters = {w: masters[w] for w in weights if w in masters}
-        groups = [
-            dict(params=[m], weight_decay=0.0 if w is undecayed else settings.weight_decay) for w, m in self.masters.items()
-        ]
-        self.adam = torch.optim.AdamW(groups, lr=0.0, betas=settings.betas, eps=settings.eps, fused=True) if groups else None
-        for master in self.masters.values():
-            assert self.adam is not None
-            self.adam.state[master] = {
-                "step": torch.zeros((), dtype=torch.float32, device=master.device),
-                "exp_avg": torch.zeros_like(master),
-                "exp_avg_sq": torch.zeros_like(master),
-            }
-
-    def step(self, gradients: dict[Weight, Tensor], scale: Tensor, rate: float | Tensor) -> None:
-        if self.adam is None:
-            return
-        scale = scale.reshape(1)  # type promotion ignores 0-d tensors; with (1,) one kernel reads bf16 and writes fp32
-        for weight, master in self.masters.items():
-            master.grad = gradients.pop(weight) * scale
-        for group in self.adam.param_groups:
-            group["lr"] = rate
-            group["capturable"] = scale.is_cuda and torch.cuda.is_current_stream_capturing()
-        self.adam.step()
-        self.adam.zero_grad(set_to_none=True)
-        self._publish()
-
-    def _publish(self) -> None:
-        """Copy the master weights into the parameters."""
-        for weight, master in self.masters.items():
-            if weight.shard.dtype != torch.float32:
-                weight.shard[weight.owned].copy_(master.detach())
-
-    def state(self, weight: Weight) -> dict[str, Tensor]:
-        assert self.adam is not None
-        master = self.masters[weight]
-        adam = self.adam.state[master]
-        return {"master": master.detach(), "exp_avg": adam["exp_avg"], "exp_avg_sq": adam["exp_avg_sq"]}
-
-    def restore(self, updates: int) -> None:
-        for master in self.masters.values():
-            assert self.adam is not None
-            self.adam.state[master]["step"].fill_(updates)
-        self._publish()
-
-
-def _chunks(weights: list[Weight]) -> list[list[Weight]]:
-    """Split `weights` into runs of at most `CHUNK` owned elements. A larger weight is a run of its own."""
-    chunks: list[list[Weight]] = [[]]
-    size = 0
-    for weight in weights:
-        owned = weight.owned.stop - weight.owned.start
-        if chunks[-1] and size + owned > CHUNK:
-            chunks.append([])
-            size = 0
-        chunks[-1].append(weight)
-        size += owned
-    return chunks
+    def _publish(self, weight: Weight) -> None:
+        """Copy the master weight into the parameter."""
+        if weight.shard.dtype != torch.float32:
+            weight.shard[weight.owned].copy_(self.states[weight]["master"])

@@ -78,9 +78,8 @@ class Trainer:
 
     def pieces(self) -> list[Piece]:
         """Views of this rank's optimizer states, by parameter and range of its flattened elements."""
-        state = self.optimizer.state()
         return [
-            Piece(name, start, stop, {key: tensor[where] for key, tensor in state[weight].items()})
+            Piece(name, start, stop, {key: tensor[where] for key, tensor in self.optimizer.states[weight].items()})
             for weight in self.executor.weights
             for name, start, stop, where in weight.pieces()
         ]

@@ -30,6 +30,7 @@ from training.sharding import OVERLAPS, Mesh, Sharding
 from training.step import Trainer
 from training.weights import Weight, balance
 
+CPU = torch.device("cpu")
 VARIANTS = ("standard", "parallel", "ladder", "hybrid:2", "desync-2x:4", "desync-4x:2")
 BATCH, LENGTH = 8, 12  # windows in a global batch, tokens in a window
 SCHEDULE = Schedule(peak=1e-3, steps=20, warmup=3)
@@ -57,18 +58,18 @@ def tiny(run: Run) -> ModelConfig:
     return replace(with_variant(base, run.variant), tie_embeddings=run.tie, qkv_bias=run.tie)
 
 
-def batch(run: Run, step: int) -> Tensor:
+def batch(run: Run, step: int, device: torch.device = CPU) -> Tensor:
     generator = torch.Generator().manual_seed(run.seed * 1000 + step)
-    return torch.randint(0, 50, (BATCH, LENGTH + 1), generator=generator)
+    return torch.randint(0, 50, (BATCH, LENGTH + 1), generator=generator).to(device)
 
 
 def loss_of(logits: Tensor, tokens: Tensor) -> Tensor:
     return F.cross_entropy(logits.float().flatten(0, 1), tokens[:, 1:].flatten(), reduction="sum") / (BATCH * LENGTH)
 
 
-def plain(run: Run) -> tuple[list[float], dict[str, Tensor]]:
+def plain(run: Run, device: torch.device = CPU) -> tuple[list[float], dict[str, Tensor]]:
     """The reference: one process, the whole batch at once, torch's AdamW and clipping. Returns the losses and final weights."""
-    model = empty_model(tiny(run), torch.device("cpu"), run.dtype)
+    model = empty_model(tiny(run), device, run.dtype)
     fill = materializer(model, None, run.seed)
     for name in [n for n, _ in model.named_parameters()]:
         fill(name)
@@ -80,8 +81,8 @@ def plain(run: Run) -> tuple[list[float], dict[str, Tensor]]:
     for step in range(run.steps):
         for group in adam.param_groups:
             group["lr"] = SCHEDULE.rate(step)
-        tokens = batch(run, step)
-        loss = loss_of(model(tokens[:, :-1], Causal(LENGTH, torch.device("cpu"))), tokens)
+        tokens = batch(run, step, device)
+        loss = loss_of(model(tokens[:, :-1], Causal(LENGTH, device)), tokens)
         loss.backward()
         torch.nn.utils.clip_grad_norm_(model.parameters(), run.settings.clip)
         adam.step()
@@ -92,38 +93,51 @@ def plain(run: Run) -> tuple[list[float], dict[str, Tensor]]:
 
 def sharded(world: World, run: Run) -> tuple[list[float], dict[str, Tensor], list[int]]:
     """The same training with the executor. Returns losses, whole weights, and how many elements of P and OS this rank keeps."""
-    model = empty_model(tiny(run), torch.device("cpu"), run.dtype)
-    executor = Executor(model, materializer(model, None, run.seed), world.rank, run.sharding, run.cluster, run.execution)
+    executor = executor_of(world, run)
     optimizer = Optimizer(executor.weights, executor.vectors, executor.groups.copy, run.settings)
     mine = BATCH // world.world_size // run.accumulation
     losses = []
     for step in range(run.steps):
-        total = torch.zeros(())
+        total = torch.zeros((), device=world.device)
         for micro in range(run.accumulation):
             first = (micro * world.world_size + world.rank) * mine
-            tokens = batch(run, step)[first : first + mine]
+            tokens = batch(run, step, world.device)[first : first + mine]
             loss = loss_of(executor.model.head(executor.forward(tokens[:, :-1])), tokens)
             executor.backward(loss, last=micro == run.accumulation - 1)
             total += loss.detach()
         optimizer.step(executor.take_gradients(), SCHEDULE.rate(step))
         losses.append(world.comm.all_reduce(total).item())
+    kept = [sum(w.shard.numel() for w in executor.weights), sum(s["master"].numel() for s in optimizer.states.values())]
+    return losses, whole_weights(executor), kept
+
+
+def executor_of(world: World, run: Run) -> Executor:
+    model = empty_model(tiny(run), world.device, run.dtype)
+    return Executor(model, materializer(model, None, run.seed), world.rank, run.sharding, run.cluster, run.execution)
+
+
+def whole_weights(executor: Executor) -> dict[str, Tensor]:
+    """The parameters, gathered; the executor is closed."""
     executor.synchronize()
-    kept = [sum(w.shard.numel() for w in executor.weights), sum(m.numel() for m in optimizer.masters.values())]
     for weight in executor.weights:
         weight.gather()
         weight.wait()
     executor.close()
-    return losses, {name: p.detach().clone() for name, p in model.named_parameters()}, kept
+    return {name: p.detach().clone() for name, p in executor.model.named_parameters()}
 
 
 def assert_equal(ranks: Ranks, run: Run, tolerance: float = 1e-5) -> None:
     expected_losses, expected = plain(run)
     for losses, weights, _ in ranks.run(run.cluster.size, sharded, run):
         torch.testing.assert_close(torch.tensor(losses), torch.tensor(expected_losses), rtol=tolerance, atol=0)
-        assert weights.keys() == expected.keys()
-        for name, value in expected.items():
-            error = (weights[name] - value).norm() / value.norm()
-            assert error < tolerance, f"{name}: relative error {error:.2e} under {run}"
+        assert_close(weights, expected, tolerance, run)
+
+
+def assert_close(weights: dict[str, Tensor], expected: dict[str, Tensor], tolerance: float, run: Run) -> None:
+    assert weights.keys() == expected.keys()
+    for name, value in expected.items():
+        error = (weights[name] - value).norm() / value.norm()
+        assert error < tolerance, f"{name}: relative error {error:.2e} under {run}"
 
 
 def shardings(cluster: Mesh) -> list[Sharding]:
@@ -235,34 +249,26 @@ def test_bfloat16_follows_fp32_and_copies_stay_equal(ranks: Ranks, seed: int) ->
 
 def exported(world: World, run: Run, directory: Path) -> tuple[dict[str, Tensor], list[int]]:
     """The whole weights of a model that was exported, and the bytes of whole matrices that this rank then holds."""
-    model = empty_model(tiny(run), torch.device("cpu"), run.dtype)
-    executor = Executor(model, materializer(model, None, run.seed), world.rank, run.sharding, run.cluster, run.execution)
+    executor = executor_of(world, run)
     Trainer.export(cast(Any, SimpleNamespace(executor=executor, rank=world.rank)), directory, None)
     held = [w.full.untyped_storage().size() for w in executor.weights if w.parts > 1]
-    for weight in executor.weights:
-        weight.gather()
-        weight.wait()
-    executor.close()
-    return {name: p.detach().clone() for name, p in model.named_parameters()}, held
+    return whole_weights(executor), held
 
 
 def test_an_export_holds_one_weight_at_a_time(ranks: Ranks, tmp_path: Path, seed: int) -> None:
     run = Run("standard", Mesh(2, 1), Sharding.parse("2,2,2"), seed=seed % 1000)
     for weights, held in ranks.run(2, exported, run, tmp_path):
         assert len(held) > 5 and not any(held)
-        read = load_model(
-            str(tmp_path), read_config(tmp_path / "config.json"), World(0, 1, torch.device("cpu"), Local()), run.dtype
-        )
+        read = load_model(str(tmp_path), read_config(tmp_path / "config.json"), World(0, 1, CPU, Local()), run.dtype)
         assert all(torch.equal(parameter, weights[name]) for name, parameter in read.named_parameters())
 
 
 def log_order(world: World, sharding: Sharding, execution: Execution) -> list[str]:
     """The order of events in one training step: starts of communication, and modules when they compute."""
     run = Run("standard", Mesh(world.world_size, 1), sharding, execution=execution)
-    model = empty_model(tiny(run), torch.device("cpu"), run.dtype)
     log: list[str] = []
-    names = {id(m): n.removeprefix("layers.") for n, m in model.named_modules()}
-    executor = Executor(model, materializer(model, None, 0), world.rank, sharding, run.cluster, execution)
+    executor = executor_of(world, run)
+    names = {id(m): n.removeprefix("layers.") for n, m in executor.model.named_modules()}
     for weight in executor.weights:
         name = weight.names[0].removeprefix("layers.").removesuffix(".weight")
 
@@ -282,7 +288,7 @@ def log_order(world: World, sharding: Sharding, execution: Execution) -> list[st
         unit.module.register_full_backward_pre_hook(lambda *_, name=name: log.append(f"backward {name}"))
         unit.module.register_full_backward_hook(lambda *_, name=name: log.append(f"input gradient {name}"))
     tokens = batch(run, 0)
-    executor.backward(loss_of(model.head(executor.forward(tokens[:, :-1])), tokens), last=True)
+    executor.backward(loss_of(executor.model.head(executor.forward(tokens[:, :-1])), tokens), last=True)
     executor.close()
     return log
 
