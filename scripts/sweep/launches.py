@@ -4,6 +4,7 @@ import json
 import os
 import platform
 import queue
+import re
 import subprocess
 import tempfile
 import threading
@@ -20,13 +21,15 @@ from errors import UserError
 from files import writing
 from ranks.processes import on_ranks
 from scripts.lib.experiment import whole_lines
-from scripts.lib.failures import reason
 from scripts.lib.machine import machine
 from scripts.lib.process_tree import end
 from scripts.lib.results import ROOT, check_output
 from scripts.lib.vllm_model import MEMORY, write_model
 from scripts.sweep.rows import VLLM, Row, Setting, interconnect, read_rows, row_line
 from scripts.sweep.worker import MARK
+
+STOPPED = re.compile(r"^(?:\[rank\d+\]:\s*)?((?:[\w.]*(?:Error|Exception)|error): .*)")  # torch names the rank of a traceback
+LONGEST = 300  # characters
 
 
 @dataclass(frozen=True)
@@ -131,6 +134,16 @@ def launch(
             end(process)
         errors.seek(0)
         return None if code == 0 else f"exit code {code}: {reason(errors.read())}"
+
+
+def reason(output: str) -> str:
+    """The line of a launch's output that best explains its failure: a rank's own error rather than the launcher's report."""
+    lines = [line.strip() for line in output.splitlines() if line.strip()]
+    found = [match[1] for match in map(STOPPED.match, lines) if match]
+    own = [line for line in found if "ChildFailedError" not in line]
+    memory = [line for line in own if "OutOfMemoryError" in line or "out of memory" in line]
+    first = [*memory, *own, *found, *lines[-1:], "no output"][0]
+    return first if len(first) <= LONGEST else first[: LONGEST - 3] + "..."
 
 
 def read_lines(file: IO[str], lines: "queue.SimpleQueue[str | None]") -> None:

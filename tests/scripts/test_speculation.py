@@ -8,8 +8,8 @@ from typing import Any
 import pytest
 
 from scripts.bench.serving import speculation
+from scripts.bench.serving.speculation import quartiles
 from scripts.lib import results
-from scripts.lib.statistics import quartiles
 from tests.support.command_line import MODELS
 
 

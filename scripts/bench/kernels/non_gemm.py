@@ -14,12 +14,15 @@ import math
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from functools import partial
+from itertools import product
 from pathlib import Path
 from statistics import median
 from typing import Any
 
 import torch
 import torch.nn.functional as F
+import triton
+import triton.language as tl
 from torch import Tensor
 from torch.nn.attention.bias import causal_lower_right
 
@@ -33,7 +36,6 @@ from kernels.norm import add_rms_norm, add_rms_norm_reference, rms_norm, rms_nor
 from kernels.paged_attention import paged_decode, paged_decode_reference, paged_prefill, paged_prefill_reference
 from kernels.rope_cache import rope_store, rope_store_reference
 from kernels.sampling import combine_best, local_best
-from scripts.bench.kernels.read import read_ceiling
 from scripts.lib.machine import machine
 from scripts.lib.results import write_text
 
@@ -44,6 +46,9 @@ SCORES_BYTES = 5e9  # most for the scores of a reference in fp32; of larger case
 SAMPLED = 48
 HIDDEN, INTERMEDIATE, VOCAB, HEADS, KV_HEADS, HEAD_DIM, BLOCK = 8192, 28672, 128256, 64, 8, 128, 16
 BATCHES, LENGTHS, EPS = (1, 4, 16, 64), (1024, 1536, 8192), 1e-5
+
+WORDS, READS = 3 * 1024**3, 8  # int32
+BLOCKS, PROGRAMS_AN_SM, STAGES = (1024, 2048, 4096, 8192), (2, 4, 8, 16), (1, 4)
 
 Inputs = tuple[Any, ...]
 
@@ -330,6 +335,46 @@ def measure(case: Case, ceiling: float) -> dict[str, Any]:
         "peer_error": peer_error,
         "right": error <= 2 * peer_error + 1e-6,
     }
+
+
+# --- the read ceiling: how fast the GPU reads its memory, which a decode step does with all weights -------------------------------
+
+
+@triton.jit  # type: ignore[untyped-decorator]
+def _add_up(x, sums, count, steps, BLOCK: tl.constexpr, STAGES: tl.constexpr):  # type: ignore[no-untyped-def]
+    program = tl.program_id(0).to(tl.int64)
+    total = tl.zeros([BLOCK], tl.int32)
+    for step in tl.range(0, steps, num_stages=STAGES):
+        at = (step * tl.num_programs(0) + program) * BLOCK + tl.arange(0, BLOCK)
+        total += tl.load(x + at, mask=at < count, other=0)
+    tl.store(sums + program, tl.sum(total))
+
+
+def bytes_per_second(x: torch.Tensor, block: int, programs: int, stages: int) -> float:
+    """x: int32. Raises AssertionError if the sum is wrong."""
+    sums = torch.empty(programs, dtype=torch.int32, device=x.device)
+    seconds = []
+    for _ in range(1 + READS):
+        begin, end = torch.cuda.Event(enable_timing=True), torch.cuda.Event(enable_timing=True)
+        begin.record()
+        _add_up[(programs,)](x, sums, len(x), triton.cdiv(len(x), programs * block), BLOCK=block, STAGES=stages, num_warps=8)
+        end.record()
+        end.synchronize()
+        seconds.append(begin.elapsed_time(end) / 1e3)
+    assert sums.sum(dtype=torch.int32) == x.sum(dtype=torch.int32), "a part was not read"
+    return x.nbytes / median(seconds[1:])  # the first launch compiles
+
+
+def read_ceiling() -> float:
+    """Bytes/s of the fastest launch configuration."""
+    x = torch.randint(-(2**31), 2**31, (WORDS,), dtype=torch.int32, device="cuda")
+    sms = torch.cuda.get_device_properties(x.device).multi_processor_count
+    return max(
+        bytes_per_second(x, block, sms * each, stages) for block, each, stages in product(BLOCKS, PROGRAMS_AN_SM, STAGES)
+    )
+
+
+# --- the command ------------------------------------------------------------------------------------------------------------------
 
 
 def measured(ranks: list[int], families: list[str], ceiling: float) -> Iterator[dict[str, Any]]:

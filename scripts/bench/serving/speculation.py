@@ -17,12 +17,12 @@ by `scripts.bench.serving.load` with --accept-rate.
 import argparse
 import random
 import time
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import cache
 from itertools import product
 from pathlib import Path
-from statistics import median
+from statistics import median, quantiles
 from typing import Any
 
 import msgspec
@@ -46,7 +46,6 @@ from scripts.lib.machine import describe, machine
 from scripts.lib.markdown import Columns, table
 from scripts.lib.results import OUT, ROOT, add_write_option, results_folder, write_table
 from scripts.lib.rows import weights_checksum
-from scripts.lib.statistics import quartiles
 from text.tokenizer import Tokenizer
 from tp import World, init_world
 
@@ -163,6 +162,12 @@ def compare(
             "accepted_length": last.accepted / last.drafts if last.drafts else None,
             "other_answers": sum(last.answers[key] != ids for key, ids in plain.answers.items()),
         }
+
+
+def quartiles(values: Sequence[float]) -> tuple[float, float]:
+    """The first and third quartile, between which the middle half of the values lies."""
+    low, _, high = quantiles(values, n=4, method="inclusive") if len(values) > 1 else [*values] * 3
+    return low, high
 
 
 def tokenizer_of(name: str) -> Tokenizer:
