@@ -79,7 +79,8 @@ def kernels(step: Callable[[], object]) -> tuple[list[Span], list[Span]]:
 
 
 def hidden_share(world: World, overlap: frozenset[str], seed: int) -> float:
-    """The share of the all-gather kernels' time in which any kernel other than NCCL's runs, with all states of a model sharded."""
+    """The share of the all-gather kernels' time in which any kernel other than NCCL's runs, with all states of a model sharded: the
+    largest of the ranks', since one that begins earlier waits for the others."""
     heads = dict(n_heads=16, n_kv_heads=16, head_dim=128)
     sizes = dict(hidden_size=2048, n_layers=6, intermediate_size=5632, vocab_size=512, max_seq_len=LENGTH, **heads)
     model = empty_model(replace(preset("tiny"), **sizes), world.device, torch.bfloat16)  # type: ignore[arg-type]
@@ -99,10 +100,13 @@ def hidden_share(world: World, overlap: frozenset[str], seed: int) -> float:
 
     for _ in range(3):
         step()
+    dist.barrier()
     gathers, computation = kernels(step)
     executor.close()
     assert gathers, "there is no all-gather in the trace"
-    return length(intersection(union(gathers), union(computation))) / length(union(gathers))
+    share = torch.tensor(length(intersection(union(gathers), union(computation))) / length(union(gathers)), device=world.device)
+    dist.all_reduce(share, dist.ReduceOp.MAX)
+    return share.item()
 
 
 def main() -> None:

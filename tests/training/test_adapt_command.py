@@ -25,7 +25,7 @@ from tp import World
 from training import adapt as command
 from training.batches import GlobalBatches
 from training.loop import prepare, train
-from training.token_file import open_tokens, tokenizer_fingerprint, write_tokens
+from training.token_file import open_tokens, write_tokens
 
 ALONE = World(0, 1, torch.device("cpu"), Local())
 LENGTH, BATCH = 16, 8
@@ -142,15 +142,6 @@ def test_bad_settings_say_what_to_do(standard: Path, tokens: Path, tmp_path: Pat
         run(ALONE, arguments(standard, tokens, tmp_path / "out", "--steps", 1, *more))
 
 
-def test_text_of_another_tokenizer_is_refused(standard: Path, tokens: Path, tmp_path: Path) -> None:
-    (standard / "tokenizer.json").write_text("{}")
-    with pytest.raises(UserError, match=r"^[^\n]*made with another tokenizer than that of [^\n]*tokenize_data[^\n]*$"):
-        run(ALONE, arguments(standard, tokens, tmp_path / "out", "--ladder-layers", 2, "--steps", 1))
-    header = json.loads(tokens.with_suffix(".json").read_text())
-    tokens.with_suffix(".json").write_text(json.dumps(header | {"tokenizer": tokenizer_fingerprint(standard)}))
-    assert run(ALONE, arguments(standard, tokens, tmp_path / "out", "--ladder-layers", 2, "--steps", 1))
-
-
 def test_an_adapted_model_is_not_taken_for_one_of_another_distillation(standard: Path, tokens: Path, tmp_path: Path) -> None:
     base = arguments(standard, tokens, tmp_path / "out", "--ladder-layers", 2, "--steps", 1)
     run(ALONE, [*base, "--distill", 0.5])
@@ -173,10 +164,3 @@ def test_weights_that_are_not_distilled_may_change(standard: Path, tokens: Path,
     run(ALONE, [*base, "--stop-after", 2])
     save_standard(standard, seed + 1)
     assert len(run(ALONE, [*base, "--resume"])) == 4
-
-
-def test_a_ladder_is_no_starting_point(tokens: Path, tmp_path: Path) -> None:
-    model = Transformer(tiny("ladder"), Local(), torch.device("cpu"), torch.float32)
-    save_checkpoint(model, tmp_path / "ladder", torch.float32)
-    with pytest.raises(UserError, match="only a standard model can be converted"):
-        run(ALONE, arguments(tmp_path / "ladder", tokens, tmp_path / "out", "--ladder-layers", 2, "--steps", 1))

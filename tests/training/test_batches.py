@@ -62,15 +62,6 @@ def test_the_global_batch_does_not_depend_on_the_ranks(world_size: int, micro_ba
         assert {batches.supervised(step) for batches in mine} == {counted}
 
 
-def test_a_resumed_run_sees_what_an_undisturbed_one_sees(tmp_path: Path, seed: int) -> None:
-    file = numbered(tmp_path, 1000)
-    undisturbed = GlobalBatches(file, 10, 7, seed)
-    seen = [targets_of(undisturbed, step) for step in range(50)]  # an epoch has 14 steps
-    for step in random.sample(range(50), 10):
-        resumed = GlobalBatches(file, 10, 7, seed)
-        assert torch.equal(targets_of(resumed, step), seen[step])
-
-
 def test_epochs_and_seeds_differ(tmp_path: Path, seed: int) -> None:
     file = numbered(tmp_path, 2001)
     orders = [order(GlobalBatches(file, 10, 4, 0).windows, s, epoch) for s in (seed, seed + 1) for epoch in (0, 1, 2)]
@@ -87,11 +78,6 @@ def test_the_mask_decides_which_targets_count(packed: bool, tmp_path: Path, seed
         following = batch.inputs + 1
         assert torch.equal(batch.targets, torch.where(torch.from_numpy(mask)[following] == 1, following, IGNORED))
         assert batches.supervised(step) == max(1, int(mask[following].sum()))
-
-
-def test_without_a_mask_every_target_counts(tmp_path: Path) -> None:
-    batches = GlobalBatches(numbered(tmp_path, 101), 10, 5, 0)
-    assert batches.supervised(3) == 50 and batches.micro_batch(3, 0, 5).inputs.dtype == torch.int64
 
 
 @pytest.mark.parametrize(

@@ -9,7 +9,6 @@ from pathlib import Path
 from types import SimpleNamespace
 from typing import Any, cast
 
-import numpy as np
 import pytest
 import sentencepiece
 import tokenizers
@@ -25,7 +24,7 @@ from text.tokenizer_files import load_tokenizer
 from training import encode, tokenize_data
 from training.batches import GlobalBatches
 from training.chat_data import best_fit, encode_example, read_messages
-from training.token_file import TokenFile, open_tokens, tokenizer_fingerprint
+from training.token_file import TokenFile, open_tokens
 
 CHATML = (
     "{% for m in messages %}{{ '<|im_start|>' + m['role'] + '\\n' + m['content'] + '<|im_end|>\\n' }}{% endfor %}"
@@ -169,11 +168,6 @@ def test_sentencepiece_keeps_the_space_before_an_answer(tmp_path: Path, seed: in
         assert example.ids == tokenizer.encode_chat(messages, add_generation_prompt=False)
         answers = [f"{m['content']} </s>" for m in messages if m["role"] == "assistant"]
         assert supervised_texts(tokenizer, example.ids, example.mask) == answers  # decoding drops the first space
-
-
-def test_what_follows_the_last_answer_is_left_out(checkpoints: dict[str, Path], seed: int) -> None:
-    tokenizer, messages = load_tokenizer(EMBEDDED), some_messages(random.Random(seed))
-    assert encode_example(tokenizer, [*messages, {"role": "user", "content": "more?"}]) == encode_example(tokenizer, messages)
 
 
 def test_an_opening_by_the_assistant_is_no_answer() -> None:
@@ -440,12 +434,6 @@ def test_errors_of_the_command_line(command: Command, tmp_path: Path, checkpoint
         assert code == 2 and says in said and said.count("error:") == 1, (arguments, said)
 
 
-def test_empty_files_hold_no_document(command: Command, tmp_path: Path) -> None:
-    data = write_lines(tmp_path / "d.jsonl", [])
-    code, said = command("--model", EMBEDDED, "--out", tmp_path / "t.bin", data, "--processes", 2)
-    assert code == 2 and "the inputs hold no document" in said and "Traceback" not in said
-
-
 @pytest.mark.parametrize("chat", [[], ["--chat", "--sequence-length", 20]])
 def test_no_token_file_without_its_tokenizer(
     chat: list[object], command: Command, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
@@ -458,18 +446,3 @@ def test_no_token_file_without_its_tokenizer(
     code, said = command("--model", EMBEDDED, "--out", tmp_path / "t.bin", data, *chat, "--processes", 1)
     assert code == 2 and "t.tokenizer cannot be written (No space left on device)" in said and "Traceback" not in said
     assert not list(tmp_path.glob("t.[bjm]*"))
-
-
-def test_an_error_of_another_process_is_one_line(command: Command, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    data = write_lines(tmp_path / "d.jsonl", [{"text": "a" * 50}] * 8 + ["{"])
-    monkeypatch.setattr(encode, "ITEM_BYTES", 300)
-    code, said = command("--model", EMBEDDED, "--out", tmp_path / "t.bin", data, "--processes", 2)
-    assert code == 2 and "d.jsonl, line 9: this is no JSON" in said and "Traceback" not in said
-
-
-def test_mask_dtype_and_header(command: Command, tmp_path: Path) -> None:
-    data = write_lines(tmp_path / "d.jsonl", [{"messages": [USER, ANSWER]}])
-    command("--model", EMBEDDED, "--out", tmp_path / "t.bin", "--chat", "--sequence-length", 20, data, "--processes", 1)
-    file = open_tokens(tmp_path / "t.bin", 1024)
-    assert file.mask is not None and file.mask.dtype == np.uint8 and file.header.window == 21
-    assert file.header.tokenizer == tokenizer_fingerprint(EMBEDDED) and len(file.header.tokenizer) == 16

@@ -1,6 +1,5 @@
 """Profiles of collectives: synthesis from link speeds, interpolation, the file, and measurement on gloo ranks."""
 
-import argparse
 import json
 import math
 import random
@@ -17,7 +16,7 @@ from tests.support.ranks import Ranks
 from tp import World
 from training.groups import block_of, blocks_of
 from training.planner.collectives import OPERATIONS, Point, Profile, link_seconds, read_profile, synthesize, write_profile
-from training.profile_collectives import cluster_mesh, measure
+from training.profile_collectives import measure
 from training.sharding import Mesh
 
 
@@ -133,12 +132,6 @@ def test_no_guess_beyond_what_was_profiled(mesh: Mesh) -> None:
     assert str(mesh) in str(failed.value) and "8x32" in str(failed.value)
 
 
-def test_one_node_is_no_neighbour_of_several() -> None:
-    points = times("all-reduce", Mesh(8, 1), (1000, 1e-4)) + times("all-reduce", Mesh(8, 4), (1000, 4e-3))
-    with pytest.raises(UserError):
-        Profile("test", 8, points).seconds("all-reduce", 1000, Mesh(8, 2))
-
-
 # --- files -----------------------------------------------------------------------------------------------------------------
 
 
@@ -206,11 +199,6 @@ def test_a_broken_cluster_file_names_the_figure(tmp_path: Path, change: Any, men
         load_cluster(str(path))
 
 
-def test_an_unknown_cluster_lists_the_known() -> None:
-    with pytest.raises(UserError, match="a800, h100, h200"):
-        load_cluster("b300")
-
-
 # --- measuring -------------------------------------------------------------------------------------------------------------
 
 
@@ -237,11 +225,3 @@ def test_groups_are_blocks_of_the_grid() -> None:
     assert blocks(Mesh(1, 2)) == [[0, 4], [1, 5], [2, 6], [3, 7], [8, 12], [9, 13], [10, 14], [11, 15]]
     assert blocks(Mesh(2, 2)) == [[0, 1, 4, 5], [2, 3, 6, 7], [8, 9, 12, 13], [10, 11, 14, 15]]
     assert blocks(Mesh(4, 4)) == [list(range(16))]
-
-
-def test_ranks_must_be_whole_nodes() -> None:
-    assert cluster_mesh(argparse.Namespace(gpus_per_node=2), 4) == Mesh(2, 2)
-    with pytest.raises(UserError, match="change --gpus-per-node"):
-        cluster_mesh(argparse.Namespace(gpus_per_node=3), 4)
-    with pytest.raises(UserError, match=r"launch\.py --ranks 2"):
-        cluster_mesh(argparse.Namespace(gpus_per_node=None), 1)

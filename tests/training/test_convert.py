@@ -15,7 +15,6 @@ from safetensors.torch import load_file, save_file
 from torch import Tensor
 
 import cli
-import generate
 from checkpoints.hf_config import config_to_hf, read_config
 from checkpoints.sources import INDEX, SINGLE
 from checkpoints.weights import load_model
@@ -48,10 +47,6 @@ def test_a_number_means_the_last_layers(count: int, standard: ModelConfig) -> No
     assert config.variant == "ladder" and config.ladder_layers == tuple(range(8))[-count:]
     assert config.is_hybrid == (count < 8)
     assert replace(config, variant="standard", ladder_layers=()) == standard
-
-
-def test_a_list_means_these_layers(standard: ModelConfig) -> None:
-    assert to_hybrid_ladder(standard, [5, 2, 5]).ladder_layers == (2, 5)
 
 
 @pytest.mark.parametrize(
@@ -141,15 +136,6 @@ def test_the_result_is_the_variant_of_the_same_weights(
     assert (out / SINGLE).read_bytes() == (STANDARD / SINGLE).read_bytes()
     assert (out / SINGLE).samefile(STANDARD / SINGLE) == bool(options)
     assert load_tokenizer(out).encode("the fox") == load_tokenizer(STANDARD).encode("the fox")
-
-
-def test_generate_takes_the_result(command: Command, tmp_path: Path) -> None:
-    out = tmp_path / "out"
-    command("--model", STANDARD, "--ladder-layers", "2,4-6", "--out", out)
-    options = ("--prompt", "The fox", "--max-new-tokens", 3, "--json", "--device", "cpu")
-    code, said = command("--model", out, *options, main=generate.main)
-    record = json.loads(said.splitlines()[0])
-    assert code == 0 and record["variant"] == "hybrid ladder (layers [2, 4, 5, 6] of 8)" and len(record["token_ids"]) == 3
 
 
 def split_checkpoint(folder: Path) -> Path:

@@ -31,7 +31,6 @@ from training import draft as command
 from training import metrics
 from training.batches import IGNORED, Batch, GlobalBatches
 from training.chains import chain_loss
-from training.optimizer import Schedule
 from training.token_file import open_tokens, write_tokens
 
 CPU = torch.device("cpu")
@@ -162,16 +161,6 @@ def test_a_step_by_hand(seed: int) -> None:
         p.dim(): group["weight_decay"] for group in command.make_optimizer(args, head).param_groups for p in group["params"]
     }
     assert decayed == {1: 0.0, 2: 0.3}
-
-
-def test_a_line_has_the_rate_of_its_last_step(tmp_path: Path) -> None:
-    schedule = Schedule(peak=1.0, steps=8, warmup=4)
-    meter = command.HeadMeter(tmp_path / "metrics.jsonl", 2, 0, 8, schedule, 10, True)
-    for _ in range(4):
-        meter.add(torch.tensor([3.0, 1.0, 0.5]))
-    meter.close()
-    lines = [json.loads(line) for line in (tmp_path / "metrics.jsonl").read_text().splitlines()]
-    assert [(line["step"], line["learning_rate"]) for line in lines] == [(2, 0.5), (4, 1.0)]
 
 
 # --- the command ---------------------------------------------------------------------------------------------------------
@@ -345,13 +334,6 @@ def test_no_checkpoint_is_overwritten(tokens: Path, tmp_path: Path, seed: int) -
         assert {path.name: path.read_bytes() for path in out.iterdir()} == before
 
 
-def test_text_of_another_tokenizer_is_refused(tokens: Path, tmp_path: Path, seed: int) -> None:
-    model = save_random(tiny("standard"), tmp_path / "model")
-    (model / "tokenizer.json").write_text("{}")
-    with pytest.raises(UserError, match="made with another tokenizer"):
-        run(ALONE, arguments(model, tokens, tmp_path / "out", "--steps", 2))
-
-
 @pytest.mark.parametrize("how", ["half", "text", "list"])
 def test_a_damaged_snapshot_is_named(how: str, tokens: Path, tmp_path: Path, seed: int) -> None:
     model, path = save_random(tiny("standard"), tmp_path / "model"), tmp_path / "out" / command.SNAPSHOT
@@ -378,12 +360,6 @@ def test_a_full_disk_keeps_the_last_snapshot(tokens: Path, tmp_path: Path, seed:
     assert not list((tmp_path / "out").glob("*.partial"))
     monkeypatch.setattr(torch, "save", save)
     assert [line["step"] for line in run(ALONE, [*run_to, "--resume", "--log-every", 1])] == [2, 3, 4, 5, 6]
-
-
-def test_few_layers_need_streams_of_their_own(tokens: Path, tmp_path: Path, seed: int) -> None:
-    model = save_random(replace(tiny("standard"), n_layers=6), tmp_path / "model")
-    with pytest.raises(UserError, match=r"the default is \[2, 3, 3\]"):
-        run(ALONE, arguments(model, tokens, tmp_path / "out", "--steps", 2))
 
 
 @pytest.mark.parametrize(

@@ -114,16 +114,6 @@ def _last(done: Finished) -> str:
     return done.err.splitlines()[-1]
 
 
-def test_scaling_covers_8_to_4096_gpus(command: Here) -> None:
-    args = plan.parse_args([*PAPER, "--no-overlap", "updates"])
-    lines = scaling(plan.workload_of(args), args, 80e9)
-    assert [gpus for gpus, _ in lines["chosen"]] == [8 * 2**i for i in range(10)]
-    assert {"ZeRO-1", "ZeRO-3", "MiCS", "ZeRO++"} <= set(lines)
-    assert all(0 < mfu < 1 for points in lines.values() for _, mfu in points)
-    falls = [mfu for _, mfu in lines["chosen"]]
-    assert falls[7] < falls[0], "fewer micro-batches hide less"
-
-
 def test_a_measured_profile_is_plotted_as_far_as_it_reaches(command: Here, tmp_path: Path) -> None:
     path = tmp_path / "profile.json"
     write_profile(path, synthesize(load_cluster("a800"), 4), {})
@@ -160,13 +150,6 @@ def test_bad_input_is_one_line_with_its_mend(command: Here, args: tuple[str, ...
     line = command.refuses(*args)
     for mend in mends:
         assert mend in line
-
-
-def test_help_teaches(command: Here) -> None:
-    done = command("--help")
-    assert done.code == 0
-    for word in ("--sharding", "--leaves", "--profile", "a800", "python -m training.plan", "docs/planner.md"):
-        assert word in done.out
 
 
 # --- profiling, on separate ranks --------------------------------------------------------------------------------------------

@@ -10,7 +10,7 @@ import signal
 import tempfile
 import threading
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from contextlib import nullcontext
 from itertools import pairwise
 from pathlib import Path
@@ -181,7 +181,8 @@ def test_a_reader_touches_only_the_files_and_blocks_that_it_needs(
         run[0].load(path, [("norm", 0, 1)])
 
 
-def test_the_caller_may_change_its_tensors_after_save(tmp_path: Path, seed: int, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_save_returns_before_the_files_are_written(tmp_path: Path, seed: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The caller may change its tensors then, and a second save waits."""
     release = hold_writes(monkeypatch)
     state = random_state(SHAPES, torch.Generator().manual_seed(seed))
     kept = {name: {key: tensor.clone() for key, tensor in keys.items()} for name, keys in state.items()}
@@ -191,9 +192,13 @@ def test_the_caller_may_change_its_tensors_after_save(tmp_path: Path, seed: int,
     for keys in state.values():
         for tensor in keys.values():
             tensor.zero_()
-    release.set()
+    assert run[0].latest() is None
+    threading.Timer(0.2, release.set).start()
+    save(run, 2, state, [whole()])
+    assert (tmp_path / "step-00000001").is_dir() and release.is_set()
     wait(run)
     assert_loads(run[0], tmp_path / "step-00000001", kept, whole())
+    assert_loads(run[0], tmp_path / "step-00000002", state, whole())
     assert read_manifest(tmp_path / "step-00000001")["meta"] == {"seed": 1}
 
 
@@ -207,22 +212,6 @@ def hold_writes(monkeypatch: pytest.MonkeyPatch) -> threading.Event:
 
     monkeypatch.setattr(training.snapshot, "write", held)
     return release
-
-
-def test_save_returns_before_the_files_are_written_and_a_second_save_waits(
-    tmp_path: Path, seed: int, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    release = hold_writes(monkeypatch)
-    states = [random_state(SHAPES, torch.Generator().manual_seed(seed + i)) for i in range(2)]
-    run = run_of(tmp_path)
-    save(run, 1, states[0], [whole()])
-    assert run[0].latest() is None
-    threading.Timer(0.2, release.set).start()
-    save(run, 2, states[1], [whole()])
-    assert (tmp_path / "step-00000001").is_dir() and release.is_set()
-    wait(run)
-    for step, state in enumerate(states, 1):
-        assert_loads(run[0], tmp_path / f"step-{step:08d}", state, whole())
 
 
 # --- listing and removing snapshots --------------------------------------------------------------------------------------
@@ -249,15 +238,6 @@ def test_a_step_that_is_saved_again_is_replaced(tmp_path: Path, seed: int) -> No
     snapshots, state = saved(tmp_path, 5, seed + 1, run_id="b")
     assert names(tmp_path) == ["step-00000005"]
     assert_loads(snapshots, tmp_path / "step-00000005", state, whole())
-
-
-def test_a_manifest_that_somebody_has_edited_is_refused(tmp_path: Path, seed: int) -> None:
-    snapshots, _ = saved(tmp_path, 5, seed)
-    path = tmp_path / "step-00000005"
-    manifest = json.loads((path / "manifest.json").read_text())
-    (path / "manifest.json").write_text(json.dumps(manifest | {"step": 6}))
-    with pytest.raises(UserError, match="does not match its checksum"):
-        snapshots.load(path, whole())
 
 
 def test_a_snapshot_whose_removal_was_killed_is_none(tmp_path: Path, seed: int, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -298,10 +278,6 @@ def test_files_of_a_killed_run_never_get_into_a_snapshot(tmp_path: Path, seed: i
     wait(run)
     assert names(tmp_path) == ["step-00000008"]
     assert_loads(run[0], tmp_path / "step-00000008", new, whole())
-
-
-def test_no_directory_is_no_snapshot(tmp_path: Path) -> None:
-    assert run_of(tmp_path / "none")[0].latest() is None
 
 
 # --- kills ---------------------------------------------------------------------------------------------------------------
@@ -356,18 +332,14 @@ def test_a_kill_at_any_instant_leaves_a_whole_snapshot(tmp_path: Path, seed: int
 # --- failed writes -------------------------------------------------------------------------------------------------------
 
 
-def fail_write(error: int) -> Callable[..., Any]:
-    def write(path: Path, *_: object) -> None:
-        path.write_bytes(b"half")
-        raise OSError(error, os.strerror(error))
-
-    return write
+def broken(path: Path, *_: object) -> None:
+    path.write_bytes(b"half")
+    raise OSError(errno.ENOSPC, "No space left on device")
 
 
-@pytest.mark.parametrize("error", [errno.ENOSPC, errno.EIO, errno.EACCES])
 @pytest.mark.parametrize("rank", [0, 1])
 def test_a_failed_write_is_told_and_the_last_snapshot_stays(
-    tmp_path: Path, seed: int, monkeypatch: pytest.MonkeyPatch, error: int, rank: int
+    tmp_path: Path, seed: int, monkeypatch: pytest.MonkeyPatch, rank: int
 ) -> None:
     rng = random.Random(seed)
     good, lost, later = (random_state(SHAPES, torch.Generator().manual_seed(seed + i)) for i in range(3))
@@ -375,14 +347,14 @@ def test_a_failed_write_is_told_and_the_last_snapshot_stays(
     owned = [[("embedding", 0, 20), ("norm", 0, 5)], [("embedding", 20, 35), ("head", 0, 15), ("scalar", 0, 1)]]
     save(run, 1, good, owned)
     wait(run)
-    write, broken = training.snapshot.write, fail_write(error)
+    write = training.snapshot.write
     with monkeypatch.context() as patch:
         patch.setattr(
             training.snapshot, "write", lambda p, *a: (broken if p.name == f"rank-{rank}.safetensors" else write)(p, *a)
         )
         save(run, 2, lost, owned)
         for snapshots in run[rank::-1]:  # rank 0 reports rank 1's failure, too
-            with pytest.raises(UserError, match=rf"step 2 .*{os.strerror(error)}.*step-00000001 is still complete"):
+            with pytest.raises(UserError, match=r"step 2 .*No space left.*step-00000001 is still complete"):
                 snapshots.wait()
         if rank == 0:
             run[1].wait()
@@ -393,33 +365,6 @@ def test_a_failed_write_is_told_and_the_last_snapshot_stays(
     wait(run)
     assert names(tmp_path) == ["step-00000002"]
     assert_loads(run[0], tmp_path / "step-00000002", later, whole())
-
-
-def save_into_limit(folder: Path, limit: int, connection: Any) -> None:
-    import resource
-
-    snapshots = Snapshots(folder, 0, 1, run_id="b")
-    resource.setrlimit(resource.RLIMIT_FSIZE, (limit, limit))
-    snapshots.save(2, filled(2, 0, 1), {"weight": (200_000,)}, {})
-    try:
-        snapshots.wait()
-        connection.send("saved")
-    except UserError as e:
-        connection.send(str(e))
-
-
-@pytest.mark.parametrize("limit", [0, 100, 1_000_000, 2_399_999])
-def test_a_file_that_the_system_cuts_off(tmp_path: Path, seed: int, limit: int) -> None:
-    snapshots, state = saved(tmp_path, 1, seed)
-    context = multiprocessing.get_context("fork")
-    ours, theirs = context.Pipe()
-    process = context.Process(target=save_into_limit, args=(tmp_path, limit, theirs))
-    process.start()
-    assert ours.poll(200)
-    assert re.search(r"step 2 .*File too large.*step-00000001 is still complete", ours.recv())
-    process.join()
-    assert snapshots.latest() == tmp_path / "step-00000001"
-    assert_loads(snapshots, tmp_path / "step-00000001", state, whole())
 
 
 def test_an_unwritable_directory(tmp_path: Path, seed: int) -> None:
@@ -522,19 +467,6 @@ def test_a_torn_snapshot_is_refused_and_the_good_one_is_named(tmp_path: Path, se
     assert "go on from step-00000001" in message or foreign
     older = tmp_path / "step-00000001"
     assert_loads(snapshots, older, random_state(SHAPES, torch.Generator().manual_seed(seed + 1)), whole())
-
-
-def test_every_flipped_bit_of_the_data_is_found(tmp_path: Path, seed: int) -> None:
-    rng = random.Random(seed)
-    snapshots, _ = saved(tmp_path, 1, seed)
-    file = tmp_path / "step-00000001" / "rank-0.safetensors"
-    data = file.read_bytes()
-    for _ in range(100):
-        flipped = bytearray(data)
-        flipped[rng.randrange(len(data))] ^= 1 << rng.randrange(8)
-        file.write_bytes(flipped)
-        with pytest.raises(UserError, match=r"damaged.*start again with another --out"):
-            snapshots.load(file.parent, whole())
 
 
 def test_a_torn_older_one_is_not_recommended(tmp_path: Path, seed: int) -> None:

@@ -76,15 +76,6 @@ def test_a_file_that_was_changed_behind_its_header_is_told_apart(suffix: str, tm
     assert open_tokens(file.path, 2**17).fingerprint != before
 
 
-def test_a_copy_that_keeps_its_time_is_told_apart_by_its_ends(tmp_path: Path) -> None:
-    first, second = (
-        write_tokens(tmp_path / name, np.arange(20_000) + i, 2**17, "x") for i, name in enumerate(("a.bin", "b.bin"))
-    )
-    before = second.fingerprint
-    shutil.copy2(first.path, second.path)
-    assert open_tokens(second.path, 2**17).fingerprint != before
-
-
 @pytest.mark.parametrize("place", [0, -1])
 def test_both_ends_of_a_copy_count(place: int, tmp_path: Path) -> None:
     tokens, other = np.arange(20_000), np.arange(20_000)
@@ -93,11 +84,6 @@ def test_both_ends_of_a_copy_count(place: int, tmp_path: Path) -> None:
     before = second.fingerprint
     shutil.copy2(first.path, second.path)
     assert open_tokens(second.path, 2**17).fingerprint != before
-
-
-def test_a_mask_of_an_earlier_file_does_not_stay(tmp_path: Path) -> None:
-    numbered(tmp_path, 20, np.ones(20))
-    assert numbered(tmp_path, 20).mask is None
 
 
 def test_a_mapped_file_keeps_its_tokens_when_it_is_written_again(tmp_path: Path, seed: int) -> None:
@@ -130,17 +116,6 @@ def test_no_room_for_the_header_removes_the_file(tmp_path: Path, monkeypatch: py
     with pytest.raises(UserError, match=r"x\.bin cannot be written \(No space left on device\)"):
         write_tokens(tmp_path / "x.bin", np.arange(10), 100, "none", np.ones(10))
     assert not list(tmp_path.iterdir())
-
-
-@pytest.mark.parametrize("ids", [[5, 100], [3, -1]])
-def test_ids_outside_the_vocabulary_are_not_written(ids: list[int], tmp_path: Path) -> None:
-    with pytest.raises(UserError, match=f"token id {100 if 100 in ids else -1} is outside the vocabulary of 100"):
-        write_tokens(tmp_path / "x.bin", np.array(ids), 100, "none")
-
-
-def test_a_place_that_cannot_be_written(tmp_path: Path) -> None:
-    with pytest.raises(UserError, match="cannot be written"):
-        numbered(tmp_path / "nowhere", 10)
 
 
 def damage_header(folder: Path, **changes: object) -> None:

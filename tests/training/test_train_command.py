@@ -8,9 +8,8 @@ import subprocess
 import sys
 import time
 from collections.abc import Sequence
-from dataclasses import asdict, replace
+from dataclasses import replace
 from pathlib import Path
-from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
@@ -38,7 +37,6 @@ from training import metrics
 from training import train as command
 from training.executor import Executor
 from training.loop import prepare, train
-from training.optimizer import Schedule
 from training.snapshot_folder import MANIFEST, checksum, read_manifest
 from training.step import Trainer
 from training.token_file import write_tokens
@@ -173,19 +171,6 @@ def test_a_killed_run_resumes_to_the_same_losses(model: Path, tokens: Path, tmp_
     assert not list((out / "snapshots").glob("*.partial"))
 
 
-def test_a_lost_rank_ends_the_job(model: Path, tokens: Path, tmp_path: Path) -> None:
-    job = start(arguments(model, tokens, tmp_path / "out", "--steps", 5000, "--save-every", 5), ranks=2)
-    try:
-        wait_for(lambda: any((tmp_path / "out" / "snapshots").glob("step-????????/manifest.json")), job)
-        workers = subprocess.run(["pgrep", "-P", str(job.pid)], capture_output=True, text=True, check=True).stdout.split()
-        os.kill(int(workers[-1]), signal.SIGKILL)
-        output, _ = job.communicate(timeout=300)
-    finally:
-        if job.poll() is None:
-            os.killpg(job.pid, signal.SIGKILL)
-    assert job.returncode != 0, output
-
-
 def wait_for(condition: Any, job: quick_start.Popen, seconds: float = 300.0) -> None:
     deadline = time.monotonic() + seconds
     while not condition():
@@ -291,25 +276,6 @@ def test_a_save_is_not_counted_as_a_step(model: Path, tokens: Path, tmp_path: Pa
         (12, 1000, 0),
     ]
     assert {line["tokens_per_second"] for line in lines} == {8 * LENGTH}
-
-
-def test_the_peak_of_memory_is_that_of_the_run(monkeypatch: pytest.MonkeyPatch, tmp_path: Path, seed: int) -> None:
-    """Not of a larger model that the process has trained before."""
-    peak = {"bytes": random.uniform(5e9, 9e9)}
-    monkeypatch.setattr(torch.cuda, "max_memory_allocated", lambda: peak["bytes"])
-    monkeypatch.setattr(torch.cuda, "reset_peak_memory_stats", lambda: peak.update(bytes=2e9))
-    trainer: Any = SimpleNamespace(
-        device=torch.device("cuda"),
-        step=1,
-        rank=0,
-        world_size=1,
-        schedule=Schedule(1e-3, 2, 0, 0.1),
-        batches=SimpleNamespace(size=1, length=1),
-        executor=SimpleNamespace(exposed=SimpleNamespace(take=float)),
-    )
-    meter = metrics.ModelMeter(trainer, tmp_path / "metrics.jsonl", 1, 2, 1.0, None)
-    line, _ = meter.line([[1.0, 1.0]], 1.0)
-    assert asdict(line)["peak_memory_gb"] == 2
 
 
 def test_a_run_that_stops_says_what_was_saved(
