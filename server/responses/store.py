@@ -5,8 +5,7 @@ adds, and the deletion of an earlier answer takes nothing from a later one.
 """
 
 import time
-from bisect import bisect_left, insort
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field
 from itertools import accumulate, takewhile
 from typing import Any, Protocol
@@ -83,31 +82,11 @@ class Record:
         return [*self.input, self.output] if self.output else self.input
 
 
-class _Ranking:
-    """Who has how much. `total`: of all."""
-
-    def __init__(self) -> None:
-        self.total = 0
-        self._amounts: dict[str, int] = {}
-        self._sorted: list[tuple[int, str]] = []
-
-    def set(self, owner: str, amount: int) -> None:
-        if before := self._amounts.pop(owner, 0):
-            del self._sorted[bisect_left(self._sorted, (before, owner))]
-        if amount:
-            self._amounts[owner] = amount
-            insort(self._sorted, (amount, owner))
-        self.total += amount - before
-
-    def most_first(self) -> Iterator[str]:
-        return (owner for _, owner in reversed(self._sorted))
-
-
+@dataclass
 class _Owner:
-    def __init__(self) -> None:
-        self.records: dict[str, Record] = {}  # the oldest first
-        self.outputs: dict[str, Items] = {}  # by the ids of their items
-        self.bytes = 0
+    records: dict[str, Record] = field(default_factory=dict)  # the oldest first
+    outputs: dict[str, Items] = field(default_factory=dict)  # by the ids of their items
+    bytes: int = 0
 
 
 class Store:
@@ -117,7 +96,6 @@ class Store:
         self._bounds, self._clock = bounds, clock
         self._owners: dict[str, _Owner] = {}
         self._ages: dict[Record, str] = {}  # owners, by all records, the oldest first
-        self._numbers, self._bytes = _Ranking(), _Ranking()
 
     def put(self, owner: str, record: Record) -> bool:
         """Keep an answer, or replace what was kept of it. The oldest ones of who has most go. False if it is too large."""
@@ -134,7 +112,6 @@ class Store:
                 held.outputs |= dict.fromkeys(items.places, items)
             items.users += 1
         self._ages[record] = owner
-        self._count(owner, held)
         self._make_room()
         return True
 
@@ -163,7 +140,6 @@ class Store:
         if not held.records:
             del self._owners[owner]
         del self._ages[record]
-        self._count(owner, held)
         return record
 
     def running(self, owner: str) -> int:
@@ -184,22 +160,22 @@ class Store:
 
     def _make_room(self) -> None:
         self._expire()
-        for ranking, most in ((self._numbers, self._bounds.answers), (self._bytes, self._bounds.bytes)):
-            while ranking.total > most and self._drop(ranking):
+        bounds = self._bounds
+        for most, amount in ((bounds.answers, lambda held: len(held.records)), (bounds.bytes, lambda held: held.bytes)):
+            while sum(map(amount, self._owners.values())) > most and self._drop(amount):
                 pass
 
-    def _count(self, owner: str, held: _Owner) -> None:
-        self._numbers.set(owner, len(held.records))
-        self._bytes.set(owner, held.bytes)
-
-    def _drop(self, ranking: _Ranking) -> bool:
+    def _drop(self, amount: Callable[[_Owner], int]) -> bool:
         """Remove the oldest finished answer of the owner who has most. False if nothing is finished."""
-        for owner in ranking.most_first():
-            for id, record in self._owners[owner].records.items():
-                if record.running is None:
-                    self.remove(owner, id)
-                    return True
-        return False
+        oldest = dict[str, Record]()
+        for owner, held in self._owners.items():
+            if record := next((one for one in held.records.values() if one.running is None), None):
+                oldest[owner] = record
+        if not oldest:
+            return False
+        most = max(oldest, key=lambda owner: (amount(self._owners[owner]), owner))
+        self.remove(most, oldest[most].id)
+        return True
 
     def _expire(self) -> None:
         oldest = self._clock() - self._bounds.seconds

@@ -98,19 +98,6 @@ def test_a_trusted_template_has_limits(make_site: Callable[..., Site], in_turn: 
     site.chat()
 
 
-def test_json_formats_make_a_grammar(site: Site) -> None:
-    site.chat(response_format={"type": "json_object"})
-    assert '"object"' in (site.last().params.grammar or "")
-    schema = {"type": "object", "properties": {"age": {"type": "integer"}}, "required": ["age"]}
-    json_schema = {"type": "json_schema", "json_schema": {"name": "person", "schema": schema, "strict": True}}
-    site.complete(response_format=json_schema)
-    assert '"age"' in (site.last().params.grammar or "")
-    site.chat(response_format={"type": "text"})
-    assert site.last().params.grammar is None
-    json_schema["json_schema"]["schema"] = {"type": "nonsense"}  # type: ignore[index]
-    assert site.refused("/v1/chat/completions", {**CHAT, "response_format": json_schema})["param"] == "response_format"
-
-
 @pytest.mark.parametrize("choice", ["required", {"type": "function", "function": {"name": "weather"}}, "auto"])
 def test_tool_calls(site: Site, choice: Any) -> None:
     text = '{"name": "weather", "arguments": {"city": "Zürich"}}'
@@ -133,15 +120,6 @@ def test_tool_calls(site: Site, choice: Any) -> None:
     assert first["function"]["name"] == "weather" and len(more) > 5 and not any("name" in one["function"] for one in more)
     assert json.loads("".join(one["function"]["arguments"] for one in (first, *more))) == {"city": "Zürich"}
     assert not any(c["delta"].get("content") for c in whole)
-
-
-def test_text_with_tools_stays_text(site: Site) -> None:
-    for text in ("{not a call", '{"name": "other", "arguments": {}}', "Plain words"):
-        site.says(text)
-        answer = site.chat(tools=[TOOL])["choices"][0]
-        assert answer["message"]["content"] == text and answer["finish_reason"] == "stop"
-        events = site.events("/v1/chat/completions", {**CHAT, "tools": [TOOL]})
-        assert "".join(e["choices"][0]["delta"].get("content", "") for e in events) == text
 
 
 def test_chat_answers_match_their_description(site: Site) -> None:

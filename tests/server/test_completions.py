@@ -32,6 +32,7 @@ def test_stream_equals_answer(site: Site, group: int, extra: dict[str, Any]) -> 
     replies.CompletionReply.model_validate(whole)
     site.engine.group = group
     events = site.events("/v1/completions", {"prompt": "Hi", "max_tokens": 100, "seed": 1, **extra})
+    assert all(replies.CompletionChunk.model_validate(event) for event in events)
     for choice in whole["choices"]:
         mine = [e["choices"][0] for e in events if e["choices"][0]["index"] == choice["index"]]
         assert "".join(one["text"] for one in mine) == choice["text"]

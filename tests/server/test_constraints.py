@@ -906,6 +906,7 @@ def test_calls_are_not_constrained_by_a_guess(site: Site) -> None:
         ({"tools": [strict]}, True),
         ({"tools": [TOOL], "tool_choice": "required"}, True),
         ({"tools": [TOOL], "response_format": {"type": "json_object"}}, True),
+        ({"response_format": {"type": "text"}}, False),
     ):
         site.chat(**fields, max_tokens=1)
         assert bool(site.last().params.grammar) == constrained, fields
