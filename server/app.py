@@ -17,7 +17,7 @@ from starlette.responses import FileResponse, HTMLResponse, Response
 from starlette.staticfiles import StaticFiles
 
 from errors import UserError
-from server import embeddings, routes
+from server import chat, completions, embeddings, routes
 from server.calls.choice import warn_of_unknown_calls
 from server.engine_client import EngineClient
 from server.errors import NO_OBJECT, ApiError, bad, from_errors
@@ -48,7 +48,7 @@ def create_app(settings: Settings, client: EngineClient, tokenizer: Tokenizer) -
     app.state.service = service
     app.router.route_class = BoundedRoute
     _add_error_handlers(app)
-    generating = routes.add_generation, responses.add, messages.add, embeddings.add, routes.add_results
+    generating = completions.add, chat.add, responses.add, messages.add, embeddings.add, routes.add_results
     for add in (*generating, routes.add_tokens, routes.add_models, routes.add_state, routes.add_routers):  # as in /docs
         add(app, service)
     _add_pages(app)

@@ -4,15 +4,20 @@ from abc import abstractmethod
 from collections.abc import Iterable, Iterator, Sequence
 from typing import Any
 
+from fastapi import FastAPI, Request
+from starlette.responses import Response
+
 from engine.text import Delta
 from server.bounds import TokenBounds, fit_answer, fit_prompt
 from server.calls.choice import PartReader, parser_for
 from server.calls.parser import Arguments, Call, Part, Reasoning, Text
-from server.endpoint import ChoicesRequest, Chunks, GenerationRequest, StreamWriter, WholeChoice
+from server.endpoint import ChoicesRequest, Chunks, GenerationRequest, StreamWriter, WholeChoice, respond
 from server.errors import bad
 from server.generation import Prompt
 from server.http import Event, named_event
+from server.openapi import generating
 from server.prompts import SLOW_TEXT, Conversation, chat_prompt, prediction_ids
+from server.replies import ChatChunk, ChatReply
 from server.schemas import ChatBody, TokenizeBody
 from server.service import Service
 
@@ -22,6 +27,12 @@ RESERVED = {
     "parse_special", "check", "chat_template", "tokenize", "add_special_tokens", "truncation", "padding", "max_length",
     "return_tensors", "return_dict",
 }  # fmt: skip
+
+
+def add(app: FastAPI, service: Service) -> None:
+    @app.post("/v1/chat/completions", **generating(ChatReply, ChatChunk, "Answer a conversation"))
+    async def chat_completions(body: ChatBody, request: Request) -> Response:
+        return await respond(service, request, body, read_conversation, ChatRequest)
 
 
 def conversation(service: Service, body: ChatBody | TokenizeBody) -> Conversation:

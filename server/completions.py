@@ -3,19 +3,30 @@
 from collections.abc import Sequence
 from typing import Any
 
+from fastapi import FastAPI, Request
+from starlette.responses import Response
+
 from engine.text import Delta
 from errors import UserError
 from server.bounds import TokenBounds, check_characters, fit_answer, fit_prompt
-from server.endpoint import ChoicesRequest, Chunks, StreamWriter, WholeChoice
+from server.endpoint import ChoicesRequest, Chunks, StreamWriter, WholeChoice, respond
 from server.generation import Prompt
 from server.logprobs import completion_layout, text_offsets
 from server.logs import log
+from server.openapi import generating
 from server.prompts import LONG_TEXT, SLOW_TEXT, prompt_texts, text_prompts
+from server.replies import CompletionChunk, CompletionReply
 from server.schemas import CompletionBody
 from server.service import Service
 
 DEFAULT_MAX_TOKENS = 16
 PROMPT_WORK = 64  # fixed cost of tokenizing a prompt, expressed in characters
+
+
+def add(app: FastAPI, service: Service) -> None:
+    @app.post("/v1/completions", **generating(CompletionReply, CompletionChunk, "Continue a prompt"))
+    async def completions(body: CompletionBody, request: Request) -> Response:
+        return await respond(service, request, body, read_prompts, CompletionRequest)
 
 
 class CompletionRequest(ChoicesRequest):

@@ -22,10 +22,9 @@ from engine.protocol import Turn
 from engine.text import Delta
 from server.body import Body
 from server.bounds import TokenBounds, check_answers
-from server.calls.choice import PartReader, kept_special_ids, syntax_for, thinking_budget
+from server.calls.choice import PartReader, grammar_for, kept_special_ids, name_left_out, thinking_budget
 from server.calls.parser import PartList
 from server.clients import Client, owner, sender
-from server.constrain import request as grammar
 from server.constrain.grammars import Compiled
 from server.errors import ApiError, bad
 from server.generation import Plan, Prompt, Usage, make_params, run
@@ -74,7 +73,7 @@ async def accept(
 
     async def prepare() -> tuple[list[Prompt], Compiled]:
         prompts = await read(service, body, len(raw))
-        return prompts, await grammar.for_request(service, body, *syntax_for(service, body, prompts[0].ids))
+        return prompts, await grammar_for(service, body, prompts[0].ids)
 
     prompts, compiled = await unless_gone(request.receive, prepare())
     generation = make(service, body, prompts, compiled.grammar)
@@ -83,7 +82,7 @@ async def accept(
         data = Accepted.encode(generation, raw, compiled.grammar)
         ids = generation.id, request.state.request_id
         generation.promise = service.journal.promise(owner(request.scope), *ids, data, bool(body.store))
-    if left_out := grammar.name_left_out(compiled):
+    if left_out := name_left_out(compiled):
         request.state.log_fields["not_enforced"] = left_out
     return generation
 

@@ -45,6 +45,12 @@ def stream_of(chunk: type[BaseModel]) -> Schema:
     return event_stream({"const": "message"}, json_text(one_of(chunk, ErrorReply)), {"const": "[DONE]"}, description=text)
 
 
+def generating(reply: Any, chunk: Any, summary: str) -> dict[str, Any]:
+    """The description of a route whose answer is whole, or a stream of chunks."""
+    responses = {200: {"content": stream_of(chunk)}, **errors_of()}
+    return {"response_model": reply, "responses": responses, "tags": ["generation"], "summary": summary}
+
+
 def errors_of(*statuses: int) -> dict[int | str, dict[str, Any]]:
     """The descriptions of error responses, for a route: of all statuses if none is given."""
     texts = {

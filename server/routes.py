@@ -1,7 +1,6 @@
-"""The routes that are no API of their own: completions, chats and their kept results; the tokenizer; models and adapters; the
-state.
+"""The routes that are no API of their own: kept results; the tokenizer; models and adapters; the state.
 
-An API with a folder or a file of its own has its routes there: `messages/`, `responses/`, `embeddings.py`.
+An API with a folder or a file of its own has its routes there: `messages/`, `responses/`, `chat.py`, `completions.py`, `embeddings.py`.
 """
 
 import time
@@ -15,33 +14,16 @@ from checkpoints.presets import config_file
 from errors import UserError
 from files import CONFIG_BYTES, read_json, shown
 from server import replies
-from server.chat import ChatRequest, conversation, read_conversation
+from server.chat import conversation
 from server.clients import owner
-from server.completions import CompletionRequest, read_prompts
-from server.endpoint import check_names, respond
+from server.endpoint import check_names
 from server.errors import NO_RETRY, ApiError, bad
 from server.http import JsonResponse, unless_gone
-from server.openapi import errors_of, stream_of
+from server.openapi import errors_of
 from server.prompts import SLOW_TEXT, detokenize_reply, tokenize_reply
-from server.schemas import ChatBody, CompletionBody, DetokenizeBody, LoadAdapterBody, TokenizeBody, UnloadAdapterBody
+from server.schemas import DetokenizeBody, LoadAdapterBody, TokenizeBody, UnloadAdapterBody
 from server.service import Service
 from server.settings import VERSION
-
-# --- generation ------------------------------------------------------------------------------------------------------
-
-
-def add_generation(app: FastAPI, service: Service) -> None:
-    def described(reply: Any, chunk: Any, summary: str) -> dict[str, Any]:
-        responses = {200: {"content": stream_of(chunk)}, **errors_of()}
-        return {"response_model": reply, "responses": responses, "tags": ["generation"], "summary": summary}
-
-    @app.post("/v1/completions", **described(replies.CompletionReply, replies.CompletionChunk, "Continue a prompt"))
-    async def completions(body: CompletionBody, request: Request) -> Response:
-        return await respond(service, request, body, read_prompts, CompletionRequest)
-
-    @app.post("/v1/chat/completions", **described(replies.ChatReply, replies.ChatChunk, "Answer a conversation"))
-    async def chat_completions(body: ChatBody, request: Request) -> Response:
-        return await respond(service, request, body, read_conversation, ChatRequest)
 
 
 def add_results(app: FastAPI, service: Service) -> None:

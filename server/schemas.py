@@ -16,6 +16,7 @@ from server.body import (
     Body,
     Cacheable,
     Checked,
+    FormatBody,
     Off,
     Refusals,
     Said,
@@ -27,7 +28,6 @@ from server.body import (
     without_effect,
 )
 from server.errors import field_error
-from server.formats import FormatBody
 
 INT64 = 2**63
 MAX_CHOICES = 128

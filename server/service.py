@@ -66,7 +66,7 @@ class Service:
             settings.max_body_bytes,
             WORKER_MODULES,
         )
-        self.grammars: OrderedDict[bytes, Compiled] = OrderedDict()  # see constrain/request.py
+        self.grammars: OrderedDict[bytes, Compiled] = OrderedDict()  # see calls/choice.py
         self.journal = self._open_journal()
         if self.journal:
             client.later = "; its next start finishes the request: GET /v1/results/ID"

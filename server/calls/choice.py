@@ -1,17 +1,25 @@
-"""Which parser reads the answers to a request. The chat template tells how the model writes reasoning and calls."""
+"""Which parser reads the answers to a request, and which grammar constrains them, compiled in a worker and cached.
+
+The chat template tells how the model writes reasoning and calls.
+"""
 
 import functools
+import pickle
 from array import array
 from bisect import bisect_left
 from collections.abc import Iterable, Sequence
 
+from engine.grammars import MAX_TEXT
 from engine.protocol import ThinkingBudget
 from engine.text import Delta
 from engine.thinking import REASONING, ReasoningSyntax, budget_after, budget_of, reasoning_of
 from errors import UserError
 from server.calls.parser import AnswerParser, Parser, Part, Text, Tools
 from server.calls.syntax import JSON, SYNTAXES, CallSyntax, Marks, syntax_of
-from server.errors import bad
+from server.constrain.demand import Demand, compile_demand
+from server.constrain.grammars import Compiled, SchemaError
+from server.constrain.json_schema import CallableTool
+from server.errors import ApiError, bad
 from server.generation import Usage
 from server.logs import log
 from server.schemas import ChatBody, GenerationBody
@@ -19,6 +27,11 @@ from server.service import Service
 from text.tokenizer import Tokenizer
 
 PROMPT_END = 32  # tokens, at least a marker and spaces
+UNCONSTRAINED = Compiled("")
+MAX_NAMED = 10  # most keywords in the response header of those that are not enforced
+BRIEF_SECONDS = 2.0  # longest wait for a worker if the answer may also be unconstrained
+MAX_CACHED = 64  # most cached grammars of earlier requests
+MAX_CACHED_TEXT = 4 << 20  # most bytes of cached grammars and their schemas
 
 
 class Plain:
@@ -38,21 +51,6 @@ def parser_for(service: Service, body: ChatBody, prompt: Sequence[int] = ()) -> 
         return Plain()
     markers = () if body.skip_special_tokens is False else _markers(reasoning, tools)
     return AnswerParser(reasoning, inside, tools, frozenset(special_ids(service.tokenizer, markers)))
-
-
-def syntax_for(service: Service, body: GenerationBody, prompt: Sequence[int]) -> tuple[CallSyntax | None, Marks | None]:
-    """How the model writes calls, and its reasoning, for the grammar of the request's answers. prompt: its token ids.
-
-    None for the calls if they are text, or the template does not tell and the request does not insist on a grammar.
-    """
-    if not isinstance(body, ChatBody):
-        return None, None
-    reasoning, inside = _reasoning_after(service, body, prompt)
-    marks = Marks(reasoning.start, reasoning.end, inside) if reasoning else None
-    syntax = call_syntax(service, body)
-    if syntax is JSON and service.settings.tool_parser == "auto" and not body.insists:
-        syntax = None  # only a guess: the model may write its calls in a form that the grammar forbids
-    return syntax, marks
 
 
 def kept_special_ids(service: Service, body: GenerationBody) -> list[int]:
@@ -188,3 +186,107 @@ def special_ids(tokenizer: Tokenizer, texts: Iterable[str]) -> dict[str, int]:
 @functools.lru_cache(maxsize=16)  # a tokenizer may have thousands of special tokens
 def _special_ids(tokenizer: Tokenizer, texts: tuple[str, ...]) -> dict[str, int]:
     return {special: i for special, i in tokenizer.special_texts.items() if any(special in text for text in texts)}
+
+
+# --- the grammar -------------------------------------------------------------------------------------------------------------
+
+
+async def grammar_for(service: Service, body: GenerationBody, prompt: Sequence[int]) -> Compiled:
+    """The grammar of what the request demands of its answer; UNCONSTRAINED if it demands nothing. prompt: its token ids.
+
+    Raises a 400 that names the field for a schema that is wrong, or strict and not enforceable.
+    """
+    demand = demand_of(body, *_written(service, body, prompt))
+    if demand is None or (not body.insists and service.tokenizer.no_grammars):
+        return UNCONSTRAINED
+    demand = demand._replace(special=_special(service.tokenizer, demand))
+    # with --deterministic, neither load nor the time that a job takes may decide whether the answer is constrained
+    waits = body.insists or service.settings.deterministic
+    try:
+        return await _compiled(service, demand, None if waits else BRIEF_SECONDS)
+    except ApiError as e:
+        if not waits and e.code in ("overloaded", "queue_full", "bodies_full", "too_complex"):
+            return UNCONSTRAINED
+        raise
+    except SchemaError as e:
+        if not body.insists:
+            return UNCONSTRAINED
+        param = demand.constraint.param if demand.constraint else "tools"
+        if e.tool is not None:
+            param = f"tools.{e.tool}.function.parameters"
+        what = "has a schema" if param.startswith(("response_format", "tools")) else "is a constraint"
+        raise bad(param, f"{what} that cannot be enforced: {e}", "invalid_schema") from e
+
+
+def _written(service: Service, body: GenerationBody, prompt: Sequence[int]) -> tuple[CallSyntax | None, Marks | None]:
+    """How the model writes calls, and its reasoning, for the grammar of the request's answers. prompt: its token ids.
+
+    None for the calls if they are text, or the template does not tell and the request does not insist on a grammar.
+    """
+    if not isinstance(body, ChatBody):
+        return None, None
+    reasoning, inside = _reasoning_after(service, body, prompt)
+    marks = Marks(reasoning.start, reasoning.end, inside) if reasoning else None
+    syntax = call_syntax(service, body)
+    if syntax is JSON and service.settings.tool_parser == "auto" and not body.insists:
+        syntax = None  # only a guess: the model may write its calls in a form that the grammar forbids
+    return syntax, marks
+
+
+def demand_of(body: GenerationBody, syntax: CallSyntax | None, reasoning: Marks | None) -> Demand | None:
+    """What the request demands of its answer, without special tokens; None: nothing.
+
+    syntax: how the model writes calls; None: they are constrained only where one is forced. reasoning: what surrounds the model's
+    reasoning, which stays free; None: it does not reason.
+    """
+    tools = _callable(body) if isinstance(body, ChatBody) else []
+    several = isinstance(body, ChatBody) and body.parallel_tool_calls is not False
+    demand = Demand(body.constraint, tools, several=several, syntax=syntax or JSON, reasoning=reasoning)
+    if isinstance(body, ChatBody) and body.forced_tools:
+        return demand._replace(constraint=None, calls="must")
+    if demand.constraint is not None:
+        return demand
+    return demand if tools and syntax and not body.ignore_eos else None
+
+
+def _callable(body: ChatBody) -> list[CallableTool]:
+    names = {tool.function.name for tool in body.callable_tools}
+    return [
+        CallableTool(position, tool.function.name, tool.function.parameters, tool.function.strict is True)
+        for position, tool in enumerate(body.tools or [])
+        if tool.function.name in names
+    ]
+
+
+def _special(tokenizer: Tokenizer, demand: Demand) -> dict[str, int]:
+    """The special tokens that calls, reasoning and structural tags may spell."""
+    if demand.constraint and demand.constraint.kind == "structural_tag":
+        return tokenizer.special_texts
+    return special_ids(tokenizer, [*demand.syntax.markers, *(demand.reasoning[:2] if demand.reasoning else ())])
+
+
+async def _compiled(service: Service, demand: Demand, wait_seconds: float | None) -> Compiled:
+    """Compile the demand in a worker, once for all requests that now have the same one, and cache the result for later ones. Raises
+    SchemaError, and what `Workers.run` raises."""
+    cache = service.grammars
+    try:
+        key = pickle.dumps(demand, pickle.HIGHEST_PROTOCOL)  # far faster than JSON
+        if len(key) > MAX_TEXT:
+            raise SchemaError(f"it is longer than {MAX_TEXT} bytes")
+        compiled = cache.get(key)
+        if compiled is None:
+            compiled = await service.workers.run(compile_demand, demand, slow=True, share=True, wait_seconds=wait_seconds)
+    except RecursionError as e:  # from pickling
+        raise SchemaError("it is nested too deeply") from e
+    cache[key] = compiled
+    cache.move_to_end(key)
+    while len(cache) > MAX_CACHED or sum(len(asked) + len(found.grammar) for asked, found in cache.items()) > MAX_CACHED_TEXT:
+        cache.popitem(last=False)
+    return compiled
+
+
+def name_left_out(compiled: Compiled) -> str:
+    """The keywords that are not enforced, as a header's value; empty if there are none."""
+    shown, more = compiled.not_enforced[:MAX_NAMED], len(compiled.not_enforced) - MAX_NAMED
+    text = ", ".join(shown) + (f", and {more} more" if more > 0 else "")
+    return "".join(c if " " <= c <= "~" else "?" for c in text)

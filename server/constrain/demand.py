@@ -17,12 +17,12 @@ from llguidance import LLMatcher
 from llguidance.gbnf_to_lark import gbnf_to_lark
 from pydantic import ValidationError
 
+from server.body import Constraint, StructuralTagFormat
 from server.calls.syntax import JSON, JSON_LIST, CallSyntax, Marks
 from server.calls.values import regex
 from server.constrain.arguments import ArgumentGrammar
 from server.constrain.grammars import Compiled, Rules, SchemaError, accepted, check_grammar, check_matcher, lark_json
 from server.constrain.json_schema import CallableTool, compile_arguments, compile_calls, compile_schema
-from server.formats import Constraint, StructuralTagFormat
 
 LARK = re.compile(r"^\s*(%llguidance\b|\??start\b[^:\n]*:(?!:=))", re.MULTILINE)  # otherwise GBNF, whose rules are `name ::= …`
 GAP = r"/\n{1,4}/?"  # between reasoning and what follows it

@@ -7,9 +7,21 @@ from pydantic import ConfigDict, Discriminator, Field, Tag, model_validator
 from pydantic_core import PydanticCustomError
 
 from engine.protocol import LIST_LIMIT
-from server.body import LENGTHS, MAX_NAME, NOT_HERE, STRICT, Checked, Off, Refusals, Said, kind_of, refusals, without_effect
+from server.body import (
+    LENGTHS,
+    MAX_NAME,
+    NOT_HERE,
+    STRICT,
+    Checked,
+    JsonSchemaFormat,
+    Off,
+    Refusals,
+    Said,
+    kind_of,
+    refusals,
+    without_effect,
+)
 from server.errors import field_error
-from server.formats import JsonSchemaFormat
 from server.schemas import FOREIGN_REFUSED, INT64, MAX_TOOLS, RefusalPart, SamplingBody
 
 MAX_PAIRS = 16  # of metadata

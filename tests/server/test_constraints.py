@@ -20,16 +20,15 @@ import jsonschema
 import pytest
 
 from engine.thinking import ReasoningSyntax
+from server.body import Constraint
+from server.calls.choice import BRIEF_SECONDS, demand_of
 from server.calls.parser import AnswerParser, Arguments, Call, PartList, Reasoning, Text, Tools
 from server.calls.syntax import HERMES, JSON, LLAMA, SYNTAXES, CallSyntax, Marks
 from server.calls.values import types_of
-from server.constrain import request as grammar_module
 from server.constrain.demand import Demand, compile_demand
 from server.constrain.grammars import SchemaError
 from server.constrain.json_schema import CallableTool
-from server.constrain.request import demand_of
 from server.errors import ApiError
-from server.formats import Constraint
 from server.generation import make_params
 from server.schemas import ChatBody
 from server.workers import Workers
@@ -829,7 +828,7 @@ def test_a_busy_worker_leaves_free_what_need_not_be_constrained(
     make_site: Callable[..., Site], monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
     site = make_site(tool_parser="hermes")
-    monkeypatch.setattr("server.constrain.request.BRIEF_SECONDS", 0.2)
+    monkeypatch.setattr("server.calls.choice.BRIEF_SECONDS", 0.2)
     named: Any = {"type": "function", "function": {**TOOL["function"], "name": f"new_{random.getrandbits(60):x}"}}
     strict: Any = {"type": "function", "function": {**named["function"], "strict": True}}
     workers, gate = site.server.service.workers, tmp_path / "gate"
@@ -891,7 +890,7 @@ def test_no_clock_decides_what_is_constrained_with_deterministic(
             assert found == [None, error.code]
         else:
             site.chat(tools=[TOOL], max_tokens=1)
-            assert found == [grammar_module.BRIEF_SECONDS] and site.last().params.grammar is None
+            assert found == [BRIEF_SECONDS] and site.last().params.grammar is None
         found.clear()
     raised.append(SchemaError("it has no meaning"))
     site.chat(tools=[TOOL], max_tokens=1)
