@@ -73,34 +73,25 @@ class Meter:
 
     def stats(self, runner: Runner) -> Stats:
         """The counts. runner: of the steps."""
-        steps, seconds, batch_tokens = len(self._batch_tokens), self._seconds, self._batch_tokens
+        seconds, batch_tokens = self._seconds, self._batch_tokens
         self._seconds, self._batch_tokens = 0.0, []
+        waited, idle = runner.model.comm.waited, None if runner.graphs is None else runner.idle_seconds
+        since = None if waited is None else waited - self._waited
+        self._waited, runner.idle_seconds = waited or 0.0, 0.0
+
+        def share(part: float | None) -> float | None:
+            return min(1.0, part / seconds) if part is not None and seconds else None
+
         return Stats(
             prompt_tokens=self.prompt_tokens,
             generation_tokens=self.generation_tokens,
             steps=self.steps,
-            step_seconds=seconds / steps if steps else 0.0,
+            step_seconds=seconds / max(1, len(batch_tokens)),
             batch_tokens=batch_tokens,
-            all_reduce_share=self._all_reduce_share(runner, seconds),
-            idle_share=self._idle_share(runner, seconds),
+            all_reduce_share=share(since),
+            idle_share=share(idle),
             token_seconds=self.token_seconds,
         )
-
-    def _all_reduce_share(self, runner: Runner, seconds: float) -> float | None:
-        """The share of `seconds`, the time of the steps since the last call, that this rank waited for all-reduces."""
-        waited = runner.model.comm.waited
-        if waited is None:
-            return None
-        since, self._waited = waited - self._waited, waited
-        return min(1.0, since / seconds) if seconds else None
-
-    @staticmethod
-    def _idle_share(runner: Runner, seconds: float) -> float | None:
-        """The share of `seconds` for which the device waited for the next step."""
-        if runner.graphs is None:
-            return None
-        idle, runner.idle_seconds = runner.idle_seconds, 0.0
-        return min(1.0, idle / seconds) if seconds else None
 
 
 def new_drafter(

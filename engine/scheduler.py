@@ -24,20 +24,13 @@ from bisect import insort
 from collections import Counter, deque
 from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass, field
-from itertools import chain, groupby
+from itertools import groupby
 
 from engine.block_manager import BlockManager
 from engine.sequence import Chunk, Sequence
 from errors import UserError
 
 # --- the order in which waiting sequences start ------------------------------------------------------------------------------
-#
-# The order in which waiting sequences start: by priority, then fair between clients.
-#
-# Of the clients that wait, the one is next that has the fewest running sequences for its weight. Among equals it is the one that
-# started the fewest for its weight lately: weighted round robin, with virtual start times as in start-time fair queueing (P. Goyal,
-# H. M. Vin, H. Cheng, 1996, section 2). A client's own sequences keep their order of arrival. The order depends on nothing but what
-# was added and removed, so that all ranks agree on it.
 
 
 @dataclass
@@ -48,88 +41,78 @@ class _Line:
     sequences: deque[Sequence] = field(default_factory=deque)
 
 
+@dataclass
 class _Level:
     """The sequences of one priority."""
 
-    def __init__(self) -> None:
-        self.lines: dict[str, _Line] = {}  # by client; none is empty
-        self.now = 0.0  # the virtual time of the last start
-
-    def __iter__(self) -> Iterator[Sequence]:
-        return chain(*[line.sequences for line in self.lines.values()])
-
-    def line(self, client: str) -> _Line:
-        return self.lines.setdefault(client, _Line(self.now))
-
-    def first(self, running: Iterable[Sequence]) -> Sequence:
-        lines = iter(self.lines.values())
-        best = next(lines).sequences[0]
-        if len(self.lines) > 1:
-            counts = Counter(s.turn.client for s in running)
-            for line in lines:
-                best = min(best, line.sequences[0], key=lambda s: self._precedence(s, counts))
-        return best
-
-    def _precedence(self, sequence: Sequence, counts: Mapping[str, int]) -> tuple[float, float]:
-        turn = sequence.turn
-        return counts[turn.client] / turn.weight, self.lines[turn.client].started
-
-    def remove(self, sequence: Sequence, starts: bool) -> None:
-        line = self.lines[sequence.turn.client]
-        line.sequences.remove(sequence)
-        if starts:
-            self.now = max(self.now, line.started)
-            line.started += 1 / sequence.turn.weight
-        if not line.sequences:
-            del self.lines[sequence.turn.client]
+    lines: dict[str, _Line] = field(default_factory=dict)  # by client; none is empty
+    now: float = 0.0  # the virtual time of the last start
 
 
 class WaitingQueue:
-    """The waiting sequences. Iterates over them by priority, in no further order."""
+    """The waiting sequences. Iterates over them by priority, in no further order.
+
+    They start by priority, then fair between clients. Of the clients that wait, the one is next that has the fewest running sequences
+    for its weight. Among equals it is the one that started the fewest for its weight lately: weighted round robin, with virtual start
+    times as in start-time fair queueing (P. Goyal, H. M. Vin, H. Cheng, 1996, section 2). A client's own sequences keep their order of
+    arrival. The order depends on nothing but what was added and removed, so that all ranks agree on it.
+    """
 
     def __init__(self) -> None:
         self._levels: dict[int, _Level] = {}  # by priority; none is empty
-        self._count = 0
 
     def __len__(self) -> int:
-        return self._count
+        return sum([len(line.sequences) for level in self._levels.values() for line in level.lines.values()])
 
     def __iter__(self) -> Iterator[Sequence]:
-        return chain(*[self._levels[priority] for priority in sorted(self._levels)])
+        for _, level in sorted(self._levels.items()):
+            for line in level.lines.values():
+                yield from line.sequences
 
     def add(self, sequence: Sequence) -> None:
         """Add a sequence that has just arrived."""
-        self._level(sequence).line(sequence.turn.client).sequences.append(sequence)
+        self._line(sequence).sequences.append(sequence)
 
     def add_again(self, sequence: Sequence) -> None:
         """Add a sequence that was preempted: it starts before all others of its client and priority."""
-        line = self._level(sequence).line(sequence.turn.client)
+        line = self._line(sequence)
         line.sequences.appendleft(sequence)
         line.started -= 1 / sequence.turn.weight
 
+    def _line(self, sequence: Sequence) -> _Line:
+        level = self._levels.setdefault(sequence.priority, _Level())
+        return level.lines.setdefault(sequence.client, _Line(level.now))
+
     def first(self, running: Iterable[Sequence]) -> Sequence | None:
         """The sequence that starts next."""
-        return self._levels[min(self._levels)].first(running) if self._levels else None
+        if not self._levels:
+            return None
+        lines = self._levels[min(self._levels)].lines
+        counts = Counter(s.client for s in running) if len(lines) > 1 else Counter[str]()
+
+        def precedence(line: _Line) -> tuple[float, float]:
+            turn = line.sequences[0].turn
+            return counts[turn.client] / turn.weight, line.started
+
+        return min(lines.values(), key=precedence).sequences[0]
 
     def start(self, sequence: Sequence) -> None:
         """Remove a sequence, because it starts."""
-        self._remove(sequence, starts=True)
+        level = self._levels[sequence.priority]
+        line = level.lines[sequence.client]
+        level.now = max(level.now, line.started)
+        line.started += 1 / sequence.turn.weight
+        self.remove(sequence)
 
     def remove(self, sequence: Sequence) -> None:
-        """Remove a sequence that ends without a start."""
-        self._remove(sequence, starts=False)
-
-    def _level(self, sequence: Sequence) -> _Level:
-        """The level to which a sequence is added."""
-        self._count += 1
-        return self._levels.setdefault(sequence.turn.priority, _Level())
-
-    def _remove(self, sequence: Sequence, starts: bool) -> None:
-        level = self._levels[sequence.turn.priority]
-        level.remove(sequence, starts)
-        self._count -= 1
+        """Remove a sequence, perhaps without a start."""
+        level = self._levels[sequence.priority]
+        line = level.lines[sequence.client]
+        line.sequences.remove(sequence)
+        if not line.sequences:
+            del level.lines[sequence.client]
         if not level.lines:
-            del self._levels[sequence.turn.priority]
+            del self._levels[sequence.priority]
 
 
 def fair_shares(wanted: Mapping[str, int], weights: Mapping[str, int], total: int) -> dict[str, int]:
