@@ -89,9 +89,6 @@ routers: setup-dev #+ Test: routers from PyPI in front of two servers: balance, 
 quantizers: setup-dev #+ Test: llmcompressor, ModelOpt, transformers and GPTQModel from PyPI write checkpoints, whose logits are compared with theirs, resumable, into out/quantizers.md (tracked: ARGS=--write; 5 min, 10 GB of disk)
 	@$(PY) -m tests.quantizers $(ARGS)
 
-same-tokens: setup-dev #+ Test: 10,000 prompts have the same tokens with speculation and without, on 1, 2 and 4 ranks: make same-tokens ARGS="--jobs 12" (a GB for each job)
-	@$(PY) -m tests.same_tokens $(ARGS)
-
 simulate: setup-dev #+ Test: the server against a simulated clock, model and faults: make simulate SEED=… STEPS=…
 	@$(PY) -m tests.simulation --seed $(SEED) --steps $(STEPS) $(ARGS)
 
