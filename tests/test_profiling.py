@@ -143,6 +143,15 @@ def test_a_benchmark_without_a_result(flags: list[str], message: str, monkeypatc
         bench.main()
 
 
+def test_the_host_s_share_of_a_step(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
+    flags = ["--device", "cpu", "--host", "--requests", "2", "--prompt-length", "4", "--new-tokens", "1"]
+    monkeypatch.setattr(sys, "argv", ["bench", "--model", "tiny", *flags])
+    bench.main()
+    found = json.loads(capsys.readouterr().out.splitlines()[-1])
+    others = found["layers_ms"] + found["head_ms"] + found["draw_ms"] - found["sampling set-up_ms"]
+    assert found["steps"] == 1 and found["host_ms"] == pytest.approx(found["step_ms"] - others, abs=1e-3)
+
+
 @pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")
 def test_a_trace_on_a_gpu(monkeypatch: pytest.MonkeyPatch, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     path = tmp_path / "trace.json"

@@ -10,12 +10,12 @@ from pathlib import Path
 INFERENCE = ("checkpoints", "comm", "engine", "kernels", "layers", "quantized", "ranks", "server", "text")  # and the root
 LINES = {  # of Python, by package
     "server": 14_650,
-    "engine": 7_050,
+    "engine": 7_000,
     "kernels": 9_650,
     "comm": 3_800,
     "training": 5_750,
     "scripts": 9_000,
-    "tests": 56_150,
+    "tests": 55_150,
 }
 INFERENCE_LINES = 44_050
 ROOT_FILES = 10

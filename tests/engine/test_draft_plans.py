@@ -6,7 +6,7 @@ from typing import Any
 
 import pytest
 
-from engine.draft_costs import FIRST_ACCEPTED, LEAST_PRICE, NO_DRAFT, SHARE, Acceptance, Budget, Costs, DraftPlan
+from engine.draft_costs import FIRST_ACCEPTED, LEAST_PRICE, NO_DRAFT, SHARE, Acceptance, Budget, Costs
 from engine.protocol import SamplingParams, Submit, joined
 from engine.runner import InFlightStep
 from engine.sequence import Chunk, Sequence, common_prefix
@@ -211,29 +211,6 @@ def test_the_length_adapts_to_what_was_right_and_to_the_price(seed: int) -> None
         drafter.learn("ngram", lengths[-1], lengths[-1])
     assert lengths == sorted(lengths) and lengths[-1] == 16
     assert len(draft_of(drafter, 0.99)) < 16 and draft_of(drafter, 1.0) == []
-
-
-def test_trials_cost_a_small_share_of_the_tokens(seed: int) -> None:
-    """But there are some, and after drafts that were right there are drafts again."""
-    price, fixed = random.choice([0.1, 0.4, 0.9]), random.choice([0.0, 1.0])
-    drafter, lost = drafter_of([1] * 20, [1], most=16), 0.0
-    for _ in range(20):
-        drafter.learn("ngram", 0, 1, 0.0)
-    for tokens in range(1, 10_000):
-        trial, hoped = drafter.trial(price, fixed), drafter.acceptance["ngram"].rate
-        if trial.length:
-            assert trial == DraftPlan(1, 0.0, price, fixed)
-            drafter.learn("ngram", 0, 1, price + fixed)
-            lost += price + fixed
-            assert lost - hoped <= SHARE * tokens
-        drafter.sequence.tokens.append(1)
-        drafter.index(1)
-    assert lost + price + fixed >= SHARE * 9_999
-    drafter.learn("ngram", 1, 1, 0.5)
-    assert drafter.acceptance["ngram"].lost == pytest.approx(lost - 0.5), "a token brings back what it is worth, and no more"
-    for _ in range(100):
-        drafter.learn("ngram", 1, 1, price)
-    assert drafter.plan(price).length >= 1
 
 
 @pytest.mark.parametrize(

@@ -87,19 +87,6 @@ def check(found: dict[str, Tensor], model: Transformer, submits: list[Submit], r
         torch.testing.assert_close(found[submit.request_id], expected(model, submit), atol=rounding, rtol=1e-4)
 
 
-def test_they_are_those_of_transformers(tmp_path: Path, seed: int) -> None:
-    model = random_model(config_of("standard"))
-    save_checkpoint(model, tmp_path, torch.float32)
-    theirs = transformers.AutoModel.from_pretrained(tmp_path, dtype=torch.float32)
-    submits = wanted(6)
-    found, _ = embeddings(engine_of(model, max_batch_tokens=16), submits)
-    for submit in submits:
-        with torch.inference_mode():
-            hidden = theirs(torch.tensor([submit.prompt_ids])).last_hidden_state[0]
-        pooled = hidden.mean(0) if submit.params.pooling == "mean" else hidden[-1]
-        torch.testing.assert_close(found[submit.request_id], pooled, atol=TOLERANCE, rtol=1e-4)
-
-
 @pytest.mark.parametrize(
     ("family", "around", "causal"),
     [("Qwen3", "$A <|end|>", True), ("Mistral", "<|begin|> $A <|end|>", True), ("Qwen2", "$A <|end|>", False)],

@@ -127,18 +127,6 @@ def test_in_one_place_clients_take_turns_by_weight() -> None:
         assert own == sorted(own), "a client's own requests start in the order of their arrival"
 
 
-def test_a_client_that_was_away_has_no_claim_to_more() -> None:
-    server = Server(1000, 1, 100)
-    for _ in range(50):
-        server.send("a", 3, 1)
-    for _ in range(40):
-        server.step()
-    late = [server.send("b", 3, 1) for _ in range(10)]
-    for _ in range(10):
-        server.step()
-    assert 4 <= sum(s in server.first_token for s in late) <= 6
-
-
 def test_priorities() -> None:
     """The lowest number starts first, whoever sent it, and is preempted last. A place that is taken is not given up for it."""
     server = Server(1000, 1, 100)

@@ -2,26 +2,22 @@
 
 import random
 from dataclasses import replace
-from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 from torch import Tensor
 
-from checkpoints.export import save_checkpoint
 from engine import LLM, SamplingParams
 from engine.core import Engine
 from engine.limits import EngineLimits
 from engine.paged_cache import CODES, PagedCache
-from engine.protocol import Submit
 from errors import UserError
 from layers.attention import Causal, Heads
 from model import Transformer
 from tests.engine import test_engine
-from tests.engine.test_engine import ALONE, TINY, assert_same, config_of, load, random_model, random_submits, serve
+from tests.engine.test_engine import ALONE, TINY, assert_same, config_of, random_model, random_submits, serve
 from tests.engine.test_runner import as_on_a_gpu
-from tests.support.ranks import Ranks
 from tp import World
 
 FLIPS = 0.02  # of logits, where fp32's rounding decides between two codes
@@ -73,20 +69,6 @@ def test_steps_as_on_a_gpu(seed: int) -> None:
         answers = serve(made, submits, 2)
     for submit in submits:
         assert_same(model, submit, answers[submit.request_id].tokens, rounding=FLIPS)
-
-
-def rank_serves(world: World, directory: Path, submits: list[Submit]) -> list[list[int]]:
-    model = load(world, directory)
-    return [answer.tokens for answer in serve(engine_of(model, 30, world, max_batch_tokens=19), submits, 3).values()]
-
-
-def test_ranks_give_the_same_tokens_as_one(ranks: Ranks, tmp_path: Path, seed: int) -> None:
-    model, submits = random_model(replace(config_of("ladder"), n_kv_heads=4)), random_submits(4)
-    save_checkpoint(model, tmp_path, torch.float32)
-    results = ranks.run(2, rank_serves, tmp_path, submits)
-    assert results[0] == results[1]
-    for submit, tokens in zip(submits, results[0], strict=True):
-        assert_same(model, submit, tokens, rounding=FLIPS)
 
 
 def test_the_memory_holds_more_blocks() -> None:

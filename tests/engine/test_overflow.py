@@ -35,17 +35,15 @@ from tests.engine.test_engine import (
     random_model,
     random_submits,
 )
+from tests.engine.test_runner import PARAMETERS as PARAMETERS_OF_ALL_KINDS
 from tests.engine.test_runner import as_on_a_gpu
 from tests.support.ranks import Ranks
 from tp import World
 
 POISON = 100  # the token whose embedding overflows
 VALUES = [1e25, -3e38, torch.inf, torch.nan]  # the square of the first is too large for fp32
-PARAMETERS: dict[str, dict[str, Any]] = {
-    "greedy": dict(temperature=0.0),
-    "sampled": dict(temperature=0.8),
-    "filtered": dict(top_k=20, top_p=0.9, min_p=0.01),
-    "penalties": dict(repetition_penalty=1.3, presence_penalty=0.5, frequency_penalty=0.4),
+KINDS_OF_DRAWS = "greedy", "sampled", "filtered", "penalties"
+PARAMETERS: dict[str, dict[str, Any]] = {kind: PARAMETERS_OF_ALL_KINDS[kind] for kind in KINDS_OF_DRAWS} | {
     "bias": dict(logit_bias={5: 4.0, 9: -100.0}, min_tokens=3, stop_token_ids=[7, 8]),
     "log-probabilities": dict(logprobs=3),
     "prompt log-probabilities": dict(prompt_logprobs=2),
@@ -173,7 +171,7 @@ def test_a_row_without_an_allowed_token_fails(seed: int) -> None:
     """Not with token 0."""
     made = engine_without_poison(random_model(config_of("standard")))
     nothing = dict(allowed_token_ids=[POISON])
-    submits = [Submit(kind, [1, 2], params_of(kind, **nothing)) for kind in ("greedy", "sampled", "filtered", "penalties")]
+    submits = [Submit(kind, [1, 2], params_of(kind, **nothing)) for kind in KINDS_OF_DRAWS]
     fine = Submit("fine", [1, 2], params_of("greedy", max_tokens=5))
     answers, _, failed = run(made, [*submits, fine], 1000)
     assert failed == {s.request_id for s in submits} and len(answers["fine"].tokens) == 5

@@ -23,7 +23,6 @@ from comm.fused_buckets import bucket
 from engine.core import Engine
 from engine.draft_costs import Costs
 from engine.limits import EngineLimits
-from engine.paged_cache import PagedCache
 from engine.protocol import SamplingParams, Submit, ThinkingBudget
 from engine.runner import LARGEST_GRAPH, Runner, decode_buckets, largest_graph, long_steps, prefill_buckets
 from engine.schedules import Captured, Graphs
@@ -35,12 +34,11 @@ from tests.engine.test_engine import (
     ALONE,
     KINDS,
     Answer,
-    assert_logprobs,
     assert_same,
+    assert_scores,
     cheap,
     config_of,
     load,
-    plain_logits,
     random_model,
     random_params,
     random_submits,
@@ -119,10 +117,8 @@ def _everywhere() -> Iterator[None]:
         yield
 
 
-def engine_of(model: Transformer, blocks: int | None = None, **limits: Any) -> Engine:
-    block_size = limits.setdefault("block_size", 8)
-    size = PagedCache.bytes_per_block(model.attention_slots, block_size, model.n_kv_heads, model.config.head_dim, torch.float32)
-    made = Engine(model, None, EngineLimits(**limits, kv_memory=(blocks or 100) * size + 1), ALONE)
+def engine_of(model: Transformer, **limits: Any) -> Engine:
+    made = engine_of_tokens(model, **dict(block_size=8) | limits)
     made.look_ahead = random.random() < 0.7
     return made
 
@@ -131,20 +127,21 @@ def engine_of(model: Transformer, blocks: int | None = None, **limits: Any) -> E
 LIMITS: list[tuple[dict[str, Any], int]] = [
     (dict(max_num_seqs=20, max_batch_tokens=300), 1000),
     (dict(max_num_seqs=5, max_batch_tokens=24), 2),
-    (dict(max_num_seqs=7, max_batch_tokens=90, blocks=9), 3),
+    (dict(max_num_seqs=7, max_batch_tokens=90, n_blocks=9), 3),
 ]
 
 
 @pytest.mark.parametrize("kind", range(len(KINDS)))
 def test_requests_of_every_kind_get_what_they_get_alone(kind: int, in_turn: Callable[..., Any], seed: int) -> None:
     model = random_model(config_of(in_turn(KINDS[kind], 1)))
-    submits = random_submits(4)
+    submits = random_submits(4, logprobs=random.choice([None, 3]), prompt_logprobs=random.choice([None, 2]))
     limits, at_once = in_turn(LIMITS, kind)
     made = engine_of(model, **limits)
     for order in (submits, submits[::-1]):  # the second time, prompts are in the cache
         answers = serve(made, order, at_once)
         for submit in submits:
             assert_same(model, submit, answers[submit.request_id].tokens)
+            assert_scores(model, submit, answers[submit.request_id])
             assert answers[submit.request_id].finish_reason == "length"
 
 
@@ -281,24 +278,6 @@ def test_a_step_begins_when_its_inputs_are_laid_out(largest: int, seed: int) -> 
     assert any("_span_step" in step and "replay" not in step for step in steps) == (largest < 90)
 
 
-def test_plain_requests_get_the_same_ahead_with_others_beside(seed: int) -> None:
-    """They end at stop tokens, after the next step has been launched, or are aborted."""
-    model = random_model(config_of("hybrid:2"))
-    lasting = Submit("lasting", [3], SamplingParams(max_tokens=75, ignore_eos=True))  # longer than all others, in five places
-    submits = [lasting, *random_submits(8, stop_token_ids=list(range(0, 101, 7)), max_tokens=20)]
-    made = engine_of(model, max_num_seqs=6)
-    made.look_ahead = True
-    made.runner.capture()
-    launched = recorded(made)
-    aborts = {4: "r0", 6: "r3"}
-    answers = serve(made, submits, 3, aborts)
-    for submit in submits:
-        answer = answers[submit.request_id]
-        aborted = submit.request_id in aborts.values() and answer.finish_reason is None
-        assert_same(model, submit, answer.tokens, aborted=aborted)
-    assert launched.count(False) == 1, launched  # while `lasting` runs, only the first step follows none
-
-
 def test_drafts_beside_other_requests(seed: int) -> None:
     """Requests of all kinds with predictions, which are wrong in places, beside ones that are launched ahead."""
     model = cheap()
@@ -374,28 +353,6 @@ def test_late_grammars(in_turn: Callable[..., Any], seed: int) -> None:
         ]
 
 
-def assert_all_logprobs(model: Transformer, submits: list[Submit], answers: dict[str, Answer]) -> None:
-    """Check the log-probabilities of requests with logprobs=3 and prompt_logprobs=2 against the plain model."""
-    for submit in submits:
-        answer = answers[submit.request_id]
-        logits = plain_logits(model, submit.prompt_ids + answer.tokens)
-        assert answer.prompt_logprobs is not None
-        for i, entry in enumerate(answer.prompt_logprobs[1:]):
-            assert entry is not None
-            assert_logprobs(entry, logits[i], submit.prompt_ids[i + 1], 2)
-        for i, entry in enumerate(answer.logprobs):
-            assert_logprobs(entry, logits[len(submit.prompt_ids) - 1 + i], answer.tokens[i], 3)
-
-
-def submits_with_logprobs() -> list[Submit]:
-    return [Submit(str(i), list(range(i + 2, 3 * i + 5)), random_params(logprobs=3, prompt_logprobs=2)) for i in range(4)]
-
-
-def test_log_probabilities(seed: int) -> None:
-    model, submits = random_model(config_of("standard")), submits_with_logprobs()
-    assert_all_logprobs(model, submits, serve(engine_of(model, max_batch_tokens=9), submits))
-
-
 @pytest.mark.parametrize("most", [1, 2, 7, 16, 64, 100, 256, 2048, 5000, 9000])
 def test_buckets_hold_every_step(most: int) -> None:
     prefill = [(prefill_buckets(most, ranks), min(most, largest_graph(ranks))) for ranks in (1, 2, 4, 8)]
@@ -431,13 +388,17 @@ def test_a_prompt_of_1024_beside_streams_is_padded_little(streams: int) -> None:
     assert 0 <= next(n for n in prefill_buckets(2048, 1) if n >= tokens) - tokens < 64
 
 
-def rank_serves(world: World, directory: Path, submits: list[Submit], seed: int) -> dict[str, Answer]:
+def rank_serves(
+    world: World, directory: Path, submits: list[Submit], seed: int, tokenizer: bool = False
+) -> tuple[dict[str, Answer], list[str]]:
+    """The answers, and the ids of sequences whose token was drawn again."""
     random.seed(seed)  # so that either all ranks capture graphs or none does
     with as_on_a_gpu():
         limits = EngineLimits(max_num_seqs=5, max_batch_tokens=24, kv_memory=1e6, block_size=8)
-        made = Engine(load(world, directory), None, limits, world)
+        made = Engine(load(world, directory), tiny_tokenizer() if tokenizer else None, limits, world)
         made.look_ahead = True
-        return serve(made, submits, 2)
+        again = drawn_again(made)
+        return serve(made, submits, 2), again
 
 
 @pytest.mark.long
@@ -448,19 +409,9 @@ def test_ranks_draw_from_their_parts_of_the_vocabulary(
     model = random_model(replace(config_of(name), n_kv_heads=4))
     save_checkpoint(model, tmp_path, torch.float32)
     submits = random_submits(1 if n > 2 else 4)  # each step of more ranks than cores is slow
-    for answers in ranks.run(n, rank_serves, tmp_path, submits, seed):
+    for answers, _ in ranks.run(n, rank_serves, tmp_path, submits, seed):
         for submit in submits:
             assert_same(model, submit, answers[submit.request_id].tokens)
-
-
-def rank_draws_again(world: World, directory: Path, submits: list[Submit], seed: int) -> tuple[dict[str, Answer], list[str]]:
-    random.seed(seed)
-    with as_on_a_gpu():
-        limits = EngineLimits(max_num_seqs=3, max_batch_tokens=24, kv_memory=1e6, block_size=8)
-        made = Engine(load(world, directory), tiny_tokenizer(), limits, world)
-        made.look_ahead = True
-        again = drawn_again(made)
-        return serve(made, submits, 2), again
 
 
 def test_ranks_draw_again_together(ranks: Ranks, tmp_path: Path, seed: int) -> None:
@@ -468,7 +419,7 @@ def test_ranks_draw_again_together(ranks: Ranks, tmp_path: Path, seed: int) -> N
     model = cheap()
     save_checkpoint(model, tmp_path, torch.float32)
     submits = late_submits(random.sample([*PARAMETERS], 4))
-    (answers, again), (others, other_again) = ranks.run(2, rank_draws_again, tmp_path, submits, seed)
+    (answers, again), (others, other_again) = ranks.run(2, rank_serves, tmp_path, submits, seed, True)
     assert answers == others and again == other_again and len(again) > 4
     for submit in submits:
         assert_same(model, submit, answers[submit.request_id].tokens)

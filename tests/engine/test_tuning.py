@@ -17,7 +17,7 @@ from checkpoints.presets import model_config
 from checkpoints.weights import load_model
 from comm.table import Table, Times, read, write
 from engine import tuning
-from engine.tuning import FAILED, name_of, names_of, problem_of, quantized_shapes, shapes, tune
+from engine.tuning import FAILED, name_of, names_of, problem_of, quantized_shapes, tune
 from kernels import linear_config, linear_quantized_config
 from kernels.linear_config import PROMPT_ROWS, Config, Gemv, Mma, Stream, shipped
 from kernels.linear_quantized_config import Format, QuantizedGemv, QuantizedStream, QuantizedTiles
@@ -310,13 +310,6 @@ def test_keys_of_quantized_layers(seed: int) -> None:
     ):
         with pytest.raises(ValueError):  # noqa: PT011
             names_of(wrong)
-
-
-def test_shapes_of_a_model(seed: int) -> None:
-    model = random_model(config_of("hybrid:2"))
-    found = shapes(model)
-    assert sum(map(len, found.values())) == 4 * 4 + 1  # four layers of four, and the head
-    assert all(tuple(weight.shape) == (shape.n, shape.k) for shape, weights in found.items() for weight in weights)
 
 
 def test_shipped_tables_can_be_read(monkeypatch: pytest.MonkeyPatch) -> None:
