@@ -3,7 +3,6 @@ itself is replaced; `test_gpu.py` tunes a model on a GPU."""
 
 import json
 import random
-import time
 from collections.abc import Iterator
 from dataclasses import replace
 from pathlib import Path
@@ -15,7 +14,7 @@ import torch
 from checkpoints.eagle import EagleHead
 from checkpoints.presets import model_config
 from checkpoints.weights import load_model
-from comm.table import Table, Times, read, write
+from comm.table import Times
 from engine import tuning
 from engine.tuning import FAILED, name_of, names_of, problem_of, quantized_shapes, tune
 from kernels import linear_config, linear_quantized_config
@@ -139,21 +138,6 @@ def test_a_file_that_cannot_be_written_is_said(measured: list[str], tmp_path: Pa
     assert linear_config._tuned
 
 
-def test_programs_that_measure_at_once_keep_both_results(measured: list[str], monkeypatch: pytest.MonkeyPatch) -> None:
-    model, usual = random_model(config_of("standard")), tuning.measure
-
-    def meanwhile(problem: Problem) -> tuple[dict[Config | None, float], list[str]]:
-        if not measured:  # another program, with other layers
-            other = Table("linear", KEY, {"4,64,64": dict.fromkeys(names_of("4,64,64"), 3.0)})
-            write(other, names_of)
-        return usual(problem)
-
-    monkeypatch.setattr(tuning, "measure", meanwhile)
-    done = tune(model, ALONE, 4, 60)
-    assert "4,64,64" not in done.found
-    assert read(Table("linear", KEY), names_of).times.keys() == {"4,64,64", *done.found}
-
-
 def test_a_cpu_measures_nothing(seed: int) -> None:
     assert tune(random_model(config_of("standard")), ALONE, 64, 60).missing == 0
 
@@ -216,13 +200,6 @@ def test_the_best_of_a_case() -> None:
     assert winner(1, times | {late: 8.8}, usual=fast) == fast  # another one has to be clearly faster than the usual one
     assert winner(1, times | {late: 8.6}, usual=fast) == late
     assert winner(1, times | {fast: 9.9}, usual=fast) is None
-
-
-def test_a_table_goes_through_its_file(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, seed: int) -> None:
-    monkeypatch.setenv("RUNG_CACHE", str(tmp_path))
-    times = {"4,64,64": dict.fromkeys(names_of("4,64,64"), 3.0), "1,64,64": {name_of(None): 3.0}}  # the second lacks configs
-    write(Table("linear", KEY, times, made=time.time()), names_of)
-    assert read(Table("linear", KEY), names_of).times.keys() == {"4,64,64"}
 
 
 QUANTIZED = {  # the formats of a tiny model's layers, with the numbers of rows; `codes` have no SwiGLU
