@@ -368,16 +368,20 @@ class _Document:
     # ---------------------------------------------------------------------------------------------------- exclusive branches
 
     def _exclusive(self, branches: list[Any]) -> bool:
-        """Whether types and constants prove that no value fits two of `branches`."""
-        schemas = [self._followed(one) for one in branches]
-        if not all(isinstance(one, dict) for one in schemas):
-            return False
-        if _disjoint([_types(one) for one in schemas]) or _disjoint([_constants(one) for one in schemas]):
-            return True
-        if any(_types(one) != {"object"} for one in schemas):
-            return False
-        tags = [{name: _constants(self._followed(value)) for name, value in _required(one).items()} for one in schemas]
-        return any(_disjoint([one.get(name) for one in tags]) for name in tags[0])
+        """Whether types and constants prove for llguidance that no value fits two of `branches`."""
+        return not self.rewriter.refuses({"oneOf": [self._told(one) for one in branches]})
+
+    def _told(self, schema: Any, of_property: bool = False) -> Any:
+        """What tells a branch from others, without references: its types and constants, and those of the properties that must exist."""
+        schema = self._followed(schema)
+        if not isinstance(schema, dict):
+            return schema
+        told = {key: schema[key] for key in ("type", "const", "enum") if key in schema}
+        listed, required = schema.get("properties"), schema.get("required")
+        if isinstance(listed, dict) and isinstance(required, list) and not of_property:
+            tags = {name: self._told(value, True) for name, value in listed.items() if name in required}
+            told |= {"properties": tags, "required": [*tags]}
+        return told
 
     def _followed(self, schema: Any) -> Any:
         for _ in range(10):
@@ -451,37 +455,10 @@ def _numbers(value: Any) -> Iterator[int | float]:
         yield value
 
 
-def _disjoint(sets: list[set[str] | None]) -> bool:
-    """Whether no two sets share an element. None stands for the set of all values."""
-    seen: set[str] = set()
-    for one in sets:
-        if one is None or one & seen:
-            return False
-        seen |= one
-    return True
-
-
 def _types(schema: dict[str, Any]) -> set[str] | None:
     given = schema.get("type")
     types = {one for one in (given if isinstance(given, list) else [given]) if isinstance(one, str)}
     return (types | {"integer"} if "number" in types else types) or None
-
-
-def _constants(schema: Any) -> set[str] | None:
-    if not isinstance(schema, dict):
-        return None
-    if "const" in schema:
-        return {json.dumps(schema["const"], sort_keys=True)}
-    values = schema.get("enum")
-    return {json.dumps(value, sort_keys=True) for value in values} if isinstance(values, list) else None
-
-
-def _required(schema: dict[str, Any]) -> dict[str, Any]:
-    """The schemas of the properties that must exist."""
-    listed, required = schema.get("properties"), schema.get("required")
-    if not isinstance(listed, dict) or not isinstance(required, list):
-        return {}
-    return {name: value for name, value in listed.items() if name in required}
 
 
 def _escape(name: str) -> str:
