@@ -9,7 +9,7 @@ from pathlib import Path
 
 INFERENCE = ("checkpoints", "comm", "engine", "kernels", "layers", "quantized", "ranks", "server", "text")  # and the root
 LINES = {  # of Python, by package
-    "server": 14_650,
+    "server": 14_600,
     "engine": 7_000,
     "kernels": 9_650,
     "comm": 3_800,
@@ -17,7 +17,7 @@ LINES = {  # of Python, by package
     "scripts": 9_000,
     "tests": 55_150,
 }
-INFERENCE_LINES = 44_050
+INFERENCE_LINES = 44_000
 ROOT_FILES = 10
 ENTERED_FILES = 70  # by a streamed chat request; tests/server/test_files_entered.py counts them
 PAGES_WORDS = 27_790  # README.md and docs, tables included: say in a page what its reader decides by

@@ -237,13 +237,6 @@ def written(syntax: CallSyntax, name: str, arguments: str) -> str:
     return forms[family] if family else syntax.trigger + plain
 
 
-def test_a_call_as_the_model_writes_it(seed: int) -> None:
-    must = compile_demand(Demand(tools=TOOLS, calls="must", syntax=HERMES)).grammar
-    texts = [write(must) for _ in range(6)]
-    assert all(len(calls_in(text)) == 1 and text.startswith("<tool_call>") for text in texts)
-    assert not accepts(must, "Hello") and not accepts(must, texts[0] + "\n" + texts[1])
-
-
 def test_either_calls_or_a_format(seed: int) -> None:
     call = '<tool_call>\n{"name": "now", "arguments": {}}\n</tool_call>'
     either = compile_demand(Demand(PERSON, TOOLS, syntax=HERMES)).grammar
@@ -254,6 +247,8 @@ def test_either_calls_or_a_format(seed: int) -> None:
     tag, bare = LLAMA.trigger, '{"name": "now", "parameters": {}}'
     chain = compile_demand(Demand(PERSON, TOOLS, syntax=LLAMA)).grammar
     assert accepts(chain, f"{tag}{bare}; {bare}") and not accepts(chain, f"{tag}{bare}\n{tag}{bare}")
+    must = compile_demand(Demand(tools=TOOLS, calls="must", syntax=HERMES)).grammar
+    assert accepts(must, call) and not accepts(must, "Hello") and not accepts(must, f"{call}\n{call}")
     single = compile_demand(Demand(PERSON, TOOLS, several=False, syntax=HERMES)).grammar
     assert accepts(single, call) and not accepts(single, f"{call}\n{call}")
 
@@ -582,6 +577,7 @@ def test_arguments_that_are_no_json_fit_their_schema(family: str, seed: int) -> 
         ({"properties": {"b": False}, "type": "object"}, None),
         ({"$ref": "#/properties/b", "const": 1}, "const"),
         ({"type": "integer", "anyOf": [{"$ref": "#/properties/b", "maximum": 1}]}, "anyOf/0/maximum"),
+        ({"type": "array", "uniqueItems": True}, "uniqueItems"),
     ],
 )
 def test_all_of_a_value_is_enforced_or_named(family: str, schema: dict[str, Any], left_out: str | None) -> None:
@@ -683,12 +679,6 @@ def test_a_reference_of_any_form_is_followed_in_calls_that_are_no_json(reference
     assert any(accepts(found.grammar, one) for one in tagged("f", {"a": 5}))
     assert not any(accepts(found.grammar, one) for one in tagged("f", {"a": "hello"}))
     assert types_of(schema, "a") == {"integer"}
-
-
-def test_what_is_not_enforced_is_named_once() -> None:
-    schema = {"properties": {"a": {"type": "array", "uniqueItems": True}}}
-    found = compile_demand(Demand(tools=[CallableTool(0, "f", schema, False)], calls="must", syntax=SYNTAXES["qwen3_coder"]))
-    assert found.not_enforced == ("tools.0.function.parameters#/properties/a/uniqueItems",)
 
 
 def test_what_only_json_could_enforce_is_named_or_refused() -> None:

@@ -8,11 +8,13 @@ from dataclasses import replace
 from functools import partial
 from pathlib import Path
 from typing import Any
+from unittest.mock import Mock
 
 import pytest
 
 from engine.protocol import ThinkingBudget
 from engine.thinking import REASONING
+from errors import UserError
 from server import replies
 from server.calls import syntax as call_syntax
 from server.calls.parser import AnswerParser, Arguments, Call, Part, PartList, Reasoning, Text, Tools
@@ -20,6 +22,7 @@ from server.calls.reader import Reader
 from server.calls.syntax import GLM, PYTHON, QWEN, SYNTAXES, syntax_of
 from tests.support.constrained import accepts
 from tests.support.server_thread import CHAT, EOS, TOKENIZER, TOOL, Site
+from text.tokenizer import Tokenizer
 
 NAMES = frozenset(["weather", "now", "add"])
 ULM = '{"city": "Ulm"}'
@@ -595,6 +598,10 @@ def test_reasoning_that_neither_model_nor_template_begins(make_site: Callable[..
     turns = [*CHAT["messages"], {"role": "assistant", "content": "It is "}]
     site.engine.reply = lambda submit: [*TOKENIZER.encode("75", add_special_tokens=False), EOS]
     assert site.chat(messages=turns, continue_final_message=True)["choices"][0]["message"]["content"] == "75"
+    turns[-1]["content"] = "<think>Hm"
+    site.says(".</think>75")
+    message = site.chat(messages=turns, continue_final_message=True)["choices"][0]["message"]
+    assert (message["reasoning_content"], message["content"]) == (".", "75"), "the answer goes on inside the reasoning"
     site.chat(response_format={"type": "json_object"}, max_tokens=1)
     grammar = site.last().params.grammar or ""
     assert accepts(grammar, '{"a": 1}') != found and accepts(grammar, 'Hm</think>{"a": 1}') == found
@@ -624,6 +631,10 @@ def test_a_budget_of_reasoning_reaches_the_engine(thinking: Site, make_site: Cal
     for path, body in (("/v1/chat/completions", CHAT), ("/v1/completions", {"prompt": "a"}), ("/v1/responses", {"input": "a"})):
         error = site.refused(path, {**body, "thinking_token_budget": 5})
         assert error["param"] == "thinking_token_budget" and "marks no reasoning" in error["message"]
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(Tokenizer, "pick_template", Mock(side_effect=UserError("it has no template")))
+        error = thinking.refused("/v1/completions", {"prompt": "a", "thinking_token_budget": 5})
+    assert error["param"] == "thinking_token_budget"
     asked = {**CHAT, "max_tokens": 2, "tools": [{"name": "a", "input_schema": {"type": "object"}}]}
     for one, budget in ((thinking, inside(2000)), (site, None)):
         one.post("/v1/messages", {**asked, "thinking": {"type": "enabled", "budget_tokens": 2000}})
