@@ -73,25 +73,16 @@ def share(world: World, events: list[bytes]) -> list[bytes]:
     """Broadcast rank 0's events and return them in the same order. Collective. events: ignored on other ranks."""
     if world.world_size == 1:
         return events
-    length = torch.tensor(sum(8 + len(e) for e in events) if world.rank == 0 else 0)
+    encoded = msgspec.msgpack.encode(events) if events and world.rank == 0 else b""
+    length = torch.tensor(len(encoded))
     dist.broadcast(length, src=0, group=world.control)
     if length == 0:
         return []
-    payload = torch.empty(int(length), dtype=torch.uint8)
-    if world.rank == 0:
-        joined = b"".join(len(e).to_bytes(8, "little") + e for e in events)
-        payload = torch.frombuffer(bytearray(joined), dtype=torch.uint8)
+    payload = (
+        torch.frombuffer(bytearray(encoded), dtype=torch.uint8) if encoded else torch.empty(int(length), dtype=torch.uint8)
+    )
     dist.broadcast(payload, src=0, group=world.control)
-    return _split(payload.numpy().tobytes())
-
-
-def _split(joined: bytes) -> list[bytes]:
-    events, at = [], 0
-    while at < len(joined):
-        length = int.from_bytes(joined[at : at + 8], "little")
-        events.append(joined[at + 8 : at + 8 + length])
-        at += 8 + length
-    return events
+    return msgspec.msgpack.decode(payload.numpy().tobytes(), type=list[bytes])
 
 
 def serve(engine: Engine, world: World, link: FrontendLink | None, ready: Ready, alive: Callable[[], bool]) -> None:
