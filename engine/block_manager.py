@@ -106,14 +106,3 @@ class BlockManager:
             self.owners[block] = 0
             self.free[block] = None
             self.free.move_to_end(block, last=False)
-
-    def check(self, tables: Sequence[Sequence[int]]) -> None:
-        """Raise AssertionError unless this bookkeeping agrees with the block tables of all sequences. For tests."""
-        owners = [0] * self.n_blocks
-        for table in tables:
-            assert len(set(table)) == len(table), "a sequence has a block twice"
-            for block in table:
-                owners[block] += 1
-        assert owners == self.owners, "owners are miscounted"
-        assert set(self.free) == {b for b in range(self.n_blocks) if owners[b] == 0}, "a block is lost or free while owned"
-        assert all(self.keys[b] == k for k, b in self.known.items()), "a known block holds something else"

@@ -35,6 +35,7 @@ from engine.sampler import SamplingBatch, sample
 from layers.attention import Causal
 from model import Transformer
 from tests import MODELS
+from tests.support.blocks import check_blocks
 from tests.support.masks import allowed
 from tests.support.models import custom_desync
 from tests.support.ranks import Ranks
@@ -185,7 +186,7 @@ def step(engine: Engine, answers: dict[str, Answer]) -> None:
     for output in engine.step():
         answers[output.request_id].take(output)
     scheduler = engine.scheduler
-    scheduler.blocks.check([s.blocks for s in scheduler.running])
+    check_blocks(scheduler.blocks, [s.blocks for s in scheduler.running])
 
 
 def serve(
@@ -553,7 +554,7 @@ def test_aborts_free_blocks_at_once_and_leave_the_others_alone(seed: int) -> Non
             engine.abort(Abort(victim.request_id))  # a second abort, and one of an unknown request, have no effect
             engine.abort(Abort("nobody"))
             assert scheduler.blocks.used == len(others)
-            scheduler.blocks.check([s.blocks for s in scheduler.running])
+            check_blocks(scheduler.blocks, [s.blocks for s in scheduler.running])
             gone[victim.request_id] = list(answers[victim.request_id].tokens)
     assert len(gone) == 3
     assert scheduler.blocks.used == 0

@@ -37,6 +37,7 @@ from tests.engine.test_engine import (
 )
 from tests.engine.test_runner import PARAMETERS as PARAMETERS_OF_ALL_KINDS
 from tests.engine.test_runner import as_on_a_gpu
+from tests.support.blocks import check_blocks
 from tests.support.ranks import Ranks
 from tp import World
 
@@ -92,7 +93,7 @@ def run(engine: Engine, submits: list[Submit], at_once: int) -> tuple[dict[str, 
                 answers[output.request_id].take(output)
             else:
                 vectors[output.request_id] = torch.frombuffer(bytearray(output.embedding), dtype=torch.float32)
-        engine.scheduler.blocks.check([s.blocks for s in engine.scheduler.running])
+        check_blocks(engine.scheduler.blocks, [s.blocks for s in engine.scheduler.running])
     assert {refused.code for refused in engine.refused} <= {"overflow"} and engine.scheduler.blocks.used == 0
     failed = [refused.request_id for refused in engine.refused]
     assert len(failed) == len(set(failed))

@@ -13,6 +13,7 @@ from engine.protocol import SamplingParams
 from engine.scheduler import Scheduler
 from engine.sequence import Chunk, Sequence
 from errors import UserError
+from tests.support.blocks import check_blocks
 
 VOCAB = 5  # few ids, so that unrelated texts share prefixes
 
@@ -48,7 +49,7 @@ class Simulation:
         for chunk in chunks:
             if chunk.samples:
                 self.scheduler.record(chunk.sequence, draw(chunk.sequence.tokens))
-        self.manager.check([s.blocks for s in self.scheduler.running])
+        check_blocks(self.manager, [s.blocks for s in self.scheduler.running])
         return chunks
 
     def run(self) -> None:
@@ -155,7 +156,7 @@ def test_room_that_no_draft_takes_returns_at_once(budget: int, seed: int) -> Non
     drafts = {running[0]: [0] * 7, running[1]: [], running[2]: []} if budget > 1 else {s: list[int]() for s in running}
     scheduler.schedule(drafts=drafts)
     assert [len(s.blocks) for s in running] == [-(-s.computed // 4) for s in running]
-    scheduler.blocks.check([s.blocks for s in running])
+    check_blocks(scheduler.blocks, [s.blocks for s in running])
 
 
 # --- prefix reuse -----------------------------------------------------------------------------------------------------------
@@ -253,7 +254,7 @@ def test_forgotten_blocks_are_not_found() -> None:
     assert manager.match(tokens) == second
     manager.release(first)
     manager.release(second)
-    manager.check([])
+    check_blocks(manager, [])
     assert sorted(manager.allocate() for _ in range(8)) == [*range(8)] and not manager.known
 
 
@@ -273,7 +274,7 @@ def test_eviction_takes_the_longest_unused_and_of_one_text_its_end_first() -> No
     never_used = [b for b in range(6) if b not in tables["a"] + tables["b"]]
     assert taken == [*never_used, tables["a"][1], tables["b"][1], tables["b"][0], tables["a"][0]]
     assert manager.match([1, 1, 9]) == manager.match([3, 3, 4, 4, 9]) == []
-    manager.check([taken])
+    check_blocks(manager, [taken])
 
 
 def test_equal_blocks_go_on_alike_until_the_known_one_is_evicted() -> None:
@@ -290,7 +291,7 @@ def test_equal_blocks_go_on_alike_until_the_known_one_is_evicted() -> None:
     manager.publish(successor, [7], 0, 1)
     assert manager.match([7, 2, 0]) == successor
     assert manager.match([1, 2, 0]) == []
-    manager.check([second, successor])
+    check_blocks(manager, [second, successor])
 
 
 @given(st.lists(st.tuples(st.sampled_from(["take", "share", "leave"]), st.integers(0)), max_size=60), st.integers(1, 12))
@@ -319,7 +320,7 @@ def test_eviction_order_of_random_owners(actions: list[tuple[str, int]], n_block
             for i, block in enumerate(reversed(left)):
                 if all(block not in t for t in tables):
                     unused_since[block] = (now, i)
-        manager.check(tables)
+        check_blocks(manager, tables)
         assert manager.used == n_blocks - len(unused_since)
 
 

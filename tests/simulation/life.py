@@ -46,6 +46,7 @@ from server.recovery import GOT_ON, REFUSED, SUSPECT
 from server.started import Started
 from tests.simulation.fakes import ADAPTERS, VOCAB, FakeGrammar, alone, fake_engine
 from tests.simulation.journal import MemoryFile, SteppedJournal
+from tests.support.blocks import check_blocks
 
 CLIENTS = ("a", "b", "c", "d")
 NEVER = 1 << 60
@@ -681,7 +682,7 @@ class Life:
         if not self.engines:
             return
         scheduler = self.engines[0].scheduler
-        scheduler.blocks.check([s.blocks for s in scheduler.running])
+        check_blocks(scheduler.blocks, [s.blocks for s in scheduler.running])
         waiting = list(scheduler.waiting)
         assert len(waiting) == len(scheduler.waiting)
         assert all(not s.blocks and not s.computed for s in waiting)
