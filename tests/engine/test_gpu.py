@@ -44,6 +44,7 @@ from tests.engine.test_engine import (
     PLAIN,
     Answer,
     assert_same,
+    assert_scores,
     config_of,
     plain_logits,
     random_model,
@@ -52,7 +53,7 @@ from tests.engine.test_engine import (
     serve,
     tiny_tokenizer,
 )
-from tests.engine.test_runner import LINES, assert_all_logprobs, submits_with_logprobs
+from tests.engine.test_runner import LINES
 from tests.support.gpus import most_ranks, needs_hopper, torchrun
 from text.tokenizer_files import load_tokenizer
 from tp import World
@@ -162,8 +163,10 @@ def test_late_grammars_in_graphs(seed: int) -> None:
 
 
 def test_log_probabilities(seed: int) -> None:
-    model, submits = random_model(config_of("hybrid:2")), submits_with_logprobs()
-    assert_all_logprobs(model, submits, serve(Engine(on_gpu(model), None, EngineLimits(), ALONE), submits))
+    model, submits = random_model(config_of("hybrid:2")), random_submits(4, logprobs=3, prompt_logprobs=2)
+    answers = serve(Engine(on_gpu(model), None, EngineLimits(), ALONE), submits)
+    for submit in submits:
+        assert_scores(model, submit, answers[submit.request_id])
 
 
 @needs_hopper
