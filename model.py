@@ -45,11 +45,15 @@ class Factory(TypedDict):
 
 
 class RMSNorm(nn.Module):
-    """x / rms(x) * weight over the last dim, computed in fp32 (Zhang & Sennrich, arXiv:1910.07467)."""
+    """x / rms(x) * weight over the last dim, computed in fp32 (Zhang & Sennrich, arXiv:1910.07467).
 
-    def __init__(self, size: int, eps: float, factory: Factory) -> None:
+    part, layer: its name in the checkpoint, as that of a linear layer (`tp.checkpoint_name`).
+    """
+
+    def __init__(self, config: ModelConfig, part: str, layer: int | None, factory: Factory) -> None:
         super().__init__()
-        self.eps = eps
+        self.part, self.layer, self.eps = part, layer, config.norm_eps
+        size = config.head_dim if part in ("q_norm", "k_norm") else config.hidden_size
         self.weight = nn.Parameter(torch.ones(size, **factory))
 
     def forward(self, x: Tensor) -> Tensor:
@@ -70,7 +74,7 @@ def attention_heads(config: ModelConfig, layer: int, slot: int, shard: Shard, fa
     counts = (len(shard.range(config, axis)) // config.head_dim for axis in ("heads", "kv_heads"))
     heads = Heads(config, layer, slot, *counts)
     if config.qk_norm:
-        heads.q_norm, heads.k_norm = (RMSNorm(config.head_dim, config.norm_eps, factory) for _ in range(2))
+        heads.q_norm, heads.k_norm = (RMSNorm(config, part, layer, factory) for part in ("q_norm", "k_norm"))
     return heads
 
 
@@ -112,6 +116,9 @@ class MLP(nn.Module):
 # --- the blocks of the residual variants: see BLOCKS ----------------------------------------------------------------------
 
 
+NORMS = ("input_layernorm", "post_attention_layernorm")  # of attention and MLP; a parallel block has the first
+
+
 class SequentialBlock(nn.Module):
     """x_i = x_{i-1} + AR(h_i(x_{i-1-lag})): attention, then MLP. With lag 0 (standard) each waits for the all-reduce of the one
     before. With lag 1 (ladder, Algorithm 1) it computes while this all-reduce is in flight. The upper bound is standard on a
@@ -119,7 +126,7 @@ class SequentialBlock(nn.Module):
 
     def __init__(self, config: ModelConfig, layer: int, shards: list[Shard], comm: Communicator, factory: Factory) -> None:
         super().__init__()
-        norms = [RMSNorm(config.hidden_size, config.norm_eps, factory) for _ in range(2)]
+        norms = [RMSNorm(config, part, layer, factory) for part in NORMS]
         self.attention = Attention(config, layer, layer, shards[0], norms[0], factory)
         self.mlp = MLP(config, layer, shards[0], norms[1], factory)
         following = min(layer + 1, config.n_layers - 1)
@@ -137,7 +144,7 @@ class ParallelBlock(nn.Module):
     def __init__(self, config: ModelConfig, layer: int, shards: list[Shard], comm: Communicator, factory: Factory) -> None:
         super().__init__()
         shard = shards[0]
-        self.norm = RMSNorm(config.hidden_size, config.norm_eps, factory)
+        self.norm = RMSNorm(config, NORMS[0], layer, factory)
         inputs = ("q_proj", "k_proj", "v_proj", "gate_proj", "up_proj")
         self.w_in = ShardedLinear(config, shard, inputs, layer, **factory)
         self.heads = attention_heads(config, layer, layer, shard, factory)
@@ -167,7 +174,7 @@ class DesyncBlock(nn.Module):
     def __init__(self, config: ModelConfig, layer: int, shards: list[Shard], comm: Communicator, factory: Factory) -> None:
         super().__init__()
         self.comm, self.count, self.reduces = comm, config.desync_streams, config.desync_pattern[layer]
-        self.norms = norms = tuple(RMSNorm(config.hidden_size, config.norm_eps, factory) for _ in range(2))
+        self.norms = norms = tuple(RMSNorm(config, part, layer, factory) for part in NORMS)
         slots = range(layer * len(shards), (layer + 1) * len(shards))
         self.attention = nn.ModuleList(
             Attention(config, layer, slot, shard, norms[0], factory) for slot, shard in zip(slots, shards, strict=True)
@@ -224,7 +231,7 @@ class Transformer(nn.Module):
         self.layers = nn.ModuleList(
             BLOCKS[config.variant](config, layer, self.shards, self.comm, factory) for layer in range(config.n_layers)
         )
-        self.norm = RMSNorm(config.hidden_size, config.norm_eps, factory)
+        self.norm = RMSNorm(config, "norm", None, factory)
         self.head = self.embedding if config.tie_embeddings else ShardedLinear(config, rank, ("lm_head",), **factory)
         self.frequencies: Tensor
         self.register_buffer("frequencies", rope_frequencies(config).to(device), persistent=False)

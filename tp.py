@@ -48,12 +48,15 @@ SPLITS: dict[str, Split] = {
 }
 
 
+ATTENTION = ("q_proj", "k_proj", "v_proj", "o_proj", "q_norm", "k_norm")
+
+
 def checkpoint_name(layer: int | None, part: str) -> str:
-    """A linear layer's name in the checkpoint: `model.layers.3.mlp.up_proj`; without a layer `lm_head`."""
+    """The name in the checkpoint of a linear layer or a norm: `model.layers.3.mlp.up_proj`; without a layer `lm_head`, `model.norm`."""
     if layer is None:
-        return "model." * (part == "embed_tokens") + part
-    group = "self_attn" if part in ("q_proj", "k_proj", "v_proj", "o_proj") else "mlp"
-    return f"model.layers.{layer}.{group}.{part}"
+        return part if part == "lm_head" else f"model.{part}"
+    group = "self_attn." if part in ATTENTION else "mlp." if part in SPLITS else ""
+    return f"model.layers.{layer}.{group}{part}"
 
 
 def biased_parts(config: ModelConfig) -> frozenset[str]:

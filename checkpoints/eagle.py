@@ -43,6 +43,7 @@ from tp import Shard, World, agree_on_error, stream_shards
 
 ARCHITECTURE = "LlamaForCausalLMEagle3"
 STREAMS = 3  # hidden states of the model that a head reads
+LAYER_NORMS = ("input_layernorm", "hidden_norm", "post_attention_layernorm")
 # From this size on, ranks share a head: reading the other ranks' part of it would take longer than the four collectives of a guess.
 SHARED_BYTES = 1 << 28
 
@@ -160,7 +161,7 @@ class EagleHead(nn.Module):
         self.embed_tokens = nn.Parameter(torch.empty(c.vocab_size, size, **factory)) if own_embedding else None
         self.fc = nn.Parameter(torch.empty(size, STREAMS * config.base_hidden_size, **factory))
         self.input_layernorm, self.hidden_norm, self.post_attention_layernorm, self.norm = (
-            RMSNorm(size, c.norm_eps, factory) for _ in range(4)
+            RMSNorm(c, part, None, factory) for part in (*LAYER_NORMS, "norm")
         )
         self.wqkv = ShardedLinear(c, shard, ("q_proj", "k_proj", "v_proj"), 0, inputs=2 * size, **factory)
         self.heads = attention_heads(c, 0, 0, shard, factory)
@@ -218,7 +219,7 @@ def head_places(head: EagleHead, layer: str = "midlayer.") -> Iterator[Place]:
     linears = {head.wqkv: attention, head.wo: attention, head.w_gate_up: mlp, head.w_down: mlp, head.output: ""}
     for module, prefix in linears.items():
         yield from (linear_place(module, piece, tensor, prefix + piece) for piece, tensor in module.pieces())
-    norms = {layer + name: getattr(head, name) for name in ("input_layernorm", "hidden_norm", "post_attention_layernorm")}
+    norms = {layer + name: getattr(head, name) for name in LAYER_NORMS}
     if head.heads.q_norm is not None:
         norms |= {f"{attention}q_norm": head.heads.q_norm, f"{attention}k_norm": head.heads.k_norm}
     whole = {name: norm.weight for name, norm in {**norms, "norm": head.norm}.items()} | {"fc": head.fc}

@@ -73,29 +73,22 @@ class QuantizedPlace:
 
 
 AnyPlace = Place | QuantizedPlace
-NORM_NAMES = {
-    "attention.norm": "input_layernorm",
-    "mlp.norm": "post_attention_layernorm",
-    "norm": "input_layernorm",  # parallel: one norm a layer
-    "q_norm": "self_attn.q_norm",
-    "k_norm": "self_attn.k_norm",
-}
 
 
-def places(model: Transformer) -> Iterator[Place]:
-    """Every checkpoint tensor that this rank needs, with its slice. With desync, once for each of the rank's streams."""
-    for path, module in model.named_modules():
-        yield from module_places(path, module)
+def places(model: nn.Module) -> Iterator[Place]:
+    """Every checkpoint tensor that this rank's model, or a part of it, needs, with its slice, but for quantized weights. With desync,
+    once for each of the rank's streams."""
+    return (place for module in model.modules() for place in module_places(module))
 
 
-def module_places(path: str, module: nn.Module) -> Iterator[Place]:
-    """The places of the module at `path` itself, without those of its children and of quantized weights."""
+def module_places(module: nn.Module) -> Iterator[Place]:
+    """The places of a module itself, without those of its children and of quantized weights."""
     if isinstance(module, ShardedLinear):
         for piece, tensor in module.pieces():
             part, _, kind = piece.partition(".")
             yield linear_place(module, piece, tensor, f"{checkpoint_name(module.layer, part)}.{kind}")
     elif isinstance(module, RMSNorm):
-        yield whole_place(_norm_name(path) + ".weight", module.weight)
+        yield whole_place(checkpoint_name(module.layer, module.part) + ".weight", module.weight)
 
 
 def linear_place(module: ShardedLinear, piece: str, tensor: Tensor, name: str) -> Place:
@@ -133,29 +126,7 @@ def full_shape(config: ModelConfig, part: str) -> tuple[int, int]:
     return (full, config.hidden_size) if split.dim == 0 else (config.hidden_size, full)
 
 
-def _layer_prefix(path: str) -> str:
-    found = re.match(r"layers\.\d+\.", path)
-    return "model." + found[0] if found else ""
-
-
-def _norm_name(path: str) -> str:
-    prefix = _layer_prefix(path)
-    if not prefix:
-        return "model.norm"
-    inside = re.sub(r"\.\d+", "", path[len(prefix) - len("model.") :])  # without the stream's number: norms are shared
-    inside = inside.split("heads.")[-1]
-    return prefix + NORM_NAMES[inside]
-
-
 # --- reading -------------------------------------------------------------------------------------------------------------
-
-
-def load_weights(model: Transformer, source: Source, progress: bool = False) -> None:
-    """Fill `model` with its slices from `source`, which `check_source` has checked. Raises UserError."""
-    wanted = all_places(model)
-    # A CPU rank reads with one thread: ranks share the cores, and many mapped tensors at once would take too much memory.
-    readers = READERS if source.concurrent and model.norm.weight.is_cuda else 1
-    fill_all(wanted, source, readers, progress)
 
 
 def all_places(model: Transformer) -> list[AnyPlace]:
@@ -386,7 +357,9 @@ def fill_model(
         if source is None:
             random_weights(model, seed)
         else:
-            load_weights(model, source, progress=world.rank == 0)
+            # A CPU rank reads with one thread: ranks share the cores, and many mapped tensors at once would take too much memory.
+            readers = READERS if source.concurrent and world.device.type == "cuda" else 1
+            fill_all(all_places(model), source, readers, progress=world.rank == 0)
         if world.device.type == "cuda" and not determinism.enabled():  # which dequantizes, and has kernels for plain weights
             for module in model.modules():
                 if isinstance(module, ShardedLinear):

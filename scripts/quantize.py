@@ -19,7 +19,6 @@ import resource
 import shutil
 import time
 import zlib
-from collections.abc import Iterator
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from statistics import median
@@ -36,7 +35,7 @@ from checkpoints.export import add_modeling, save_config, save_tensors
 from checkpoints.hf_config import config_to_hf
 from checkpoints.presets import has_random_weights, model_config
 from checkpoints.sources import INDEX, Source, weights_fingerprint
-from checkpoints.weights import DTYPES, Place, check_plain, check_source, fill, full_shape, module_places
+from checkpoints.weights import DTYPES, check_plain, check_source, fill, full_shape, module_places, places
 from cli import Parser, note, run
 from comm import Local, Residual
 from config import ModelConfig
@@ -148,13 +147,9 @@ class Calibration:
         """The block of a layer with its weights as they are in the source."""
         factory: Factory = {"device": self.job.device, "dtype": self.job.dtype}
         block = BLOCKS[self.job.config.variant](self.job.config, layer, self.shards, Local(), factory).requires_grad_(False)
-        for place in self.places(layer, block):
+        for place in places(block):
             fill(place, self.job.source)
         return block
-
-    def places(self, layer: int, block: nn.Module) -> Iterator[Place]:
-        for path, module in block.named_modules():
-            yield from module_places(f"layers.{layer}.{path}", module)
 
     def hessians(self, block: nn.Module) -> dict[nn.Module, Tensor]:
         """The sum of x^T x (K, K) over the inputs x of each linear layer."""
@@ -176,7 +171,7 @@ class Calibration:
     def advance(self, layer: int, weights: dict[str, Tensor]) -> None:
         """Compute the layer with these weights in place of the source's."""
         block = self.block(layer)
-        for place in self.places(layer, block):
+        for place in places(block):
             if place.name in weights:
                 place.tensor.copy_(weights[place.name].narrow(place.dim, place.rows.start, len(place.rows)))
         for i, stream in enumerate(self.streams):  # one after the other, so that memory has each sample's inputs once
@@ -206,7 +201,7 @@ def calibrated(job: Job, layer: int, inputs: Calibration) -> dict[str, Quantized
         if not isinstance(module, ShardedLinear):
             continue
         first, whole = 0, gptq(module.weight.to(job.stored), hessians.pop(module), job.scheme, path)
-        for place in module_places(f"layers.{layer}.{path}", module):
+        for place in module_places(module):
             if place.name.endswith(".weight"):
                 rows = slice(first, first + len(place.tensor))
                 piece = whole._replace(codes=whole.codes[rows], scales=whole.scales[rows])

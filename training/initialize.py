@@ -56,7 +56,7 @@ def materializer(model: Transformer, source: Source | None, seed: int) -> Callab
         start = 1.0 if isinstance(module, RMSNorm) else 0.0
         parameter = nn.Parameter(torch.full(hollow.shape, start, dtype=hollow.dtype, device=device))
         setattr(module, attribute, parameter)
-        for place in module_places(path, module):
+        for place in module_places(module):
             if place.tensor.is_meta or place.tensor.untyped_storage().data_ptr() != parameter.untyped_storage().data_ptr():
                 continue  # this place belongs to the module's other parameter
             if source is not None:
