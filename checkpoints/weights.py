@@ -257,9 +257,8 @@ def random_weights(model: Transformer, seed: int = 0) -> None:
 def rounded_random(place: QuantizedPlace, seed: int) -> Quantized:
     """A slice of random weights, rounded."""
     part, module = place.part, place.module
-    dim = int(len(part.columns) < part.shape[1])
     full = torch.empty(module.n, module.k, device=module.device, dtype=place.dtype)
-    randomize(Place(part.name + ".weight", full, part.shape, dim, part.columns if dim else part.rows), seed)
+    randomize(Place(part.name + ".weight", full, part.shape, *part.cut), seed)
     return quantize(full, part.scheme, part.name)
 
 

@@ -39,6 +39,11 @@ class Slice:
         """How many scales a row of the full layer has."""
         return -(-self.shape[1] // (self.scheme.group or self.shape[1]))
 
+    @property
+    def cut(self) -> tuple[int, range]:
+        """Along which dim of the weight (N, K) it is cut, and which features along this dim it has."""
+        return (0, self.rows) if len(self.columns) == self.shape[1] else (1, self.columns)
+
     def shapes(self) -> Shapes:
         """The tensors that the file has of this layer, under their names behind `name` and a dot.
 
@@ -221,8 +226,7 @@ class Plain:
     def read(self, tensors: Tensors) -> Quantized:
         part = tensors.part
         dtype = FP8 if part.scheme.is_float else torch.int8
-        dim = 0 if len(part.columns) == part.shape[1] else 1
-        codes = tensors.codes("weight", dtype, dim, part.columns if dim else part.rows)
+        codes = tensors.codes("weight", dtype, *part.cut)
         scales, zeros = tensors.scales(tensors.only(self._scales(part)), 0, blocks(part)).reshape(-1, part.groups), None
         if not part.scheme.symmetric:
             zeros = tensors.read("weight_zero_point", (torch.int8,), 0, blocks(part)).reshape(-1, part.groups)
@@ -252,10 +256,8 @@ class Packed:
             if shape != part.shape:
                 raise UserError(f"{part.name}.weight_shape is {shape}, and config.json asks for {part.shape}; quantize it anew")
         outer, inner = aligned(part.columns, bits)
-        if len(part.columns) == part.shape[1]:
-            packed = tensors.read("weight_packed", INT32, 0, part.rows)
-        else:
-            packed = tensors.read("weight_packed", INT32, 1, outer)
+        dim, own = part.cut
+        packed = tensors.read("weight_packed", INT32, dim, outer if dim else own)
         codes = packed_codes(packed, bits)[:, in_bytes(inner, bits)]
         scales = of_rows(tensors.scales("weight_scale", 0, blocks(part)).reshape(-1, part.groups), part)
         zeros = None
@@ -288,10 +290,8 @@ class Gptq:
     def read(self, tensors: Tensors) -> Quantized:
         part, bits = tensors.part, tensors.part.scheme.bits
         outer, inner = aligned(part.columns, bits)
-        if len(part.columns) == part.shape[1]:
-            packed = tensors.read("qweight", INT32, 1, part.rows)
-        else:
-            packed = tensors.read("qweight", INT32, 0, outer)
+        dim, own = part.cut
+        packed = tensors.read("qweight", INT32, 1 - dim, outer if dim else own)
         codes = packed_codes(packed.T, bits)[:, in_bytes(inner, bits)]
         outer, inner = aligned(part.rows, bits)
         stored = integers(tensors.read("qzeros", INT32, 1, outer), bits)[:, inner].T
@@ -313,10 +313,8 @@ class Awq:
     def read(self, tensors: Tensors) -> Quantized:
         part = tensors.part
         outer, inner = aligned(part.rows, 4)
-        if len(part.columns) == part.shape[1]:
-            packed = tensors.read("qweight", INT32, 1, outer)
-        else:
-            packed = tensors.read("qweight", INT32, 0, part.columns)
+        dim, own = part.cut
+        packed = tensors.read("qweight", INT32, 1 - dim, own if dim else outer)
         codes = self._features(packed)[:, inner].T
         zeros = self._features(tensors.read("qzeros", INT32, 1, outer))[:, inner].T
         scales = tensors.scales("scales", 1, part.rows).T
@@ -342,8 +340,7 @@ class OnLoad:
             group = part.shape[1] // whole.scales.shape[1]
             zeros = None if whole.zeros is None else of_columns(whole.zeros, part, group)
             return whole._replace(codes=whole.codes[:, first:last], scales=of_columns(whole.scales, part, group), zeros=zeros)
-        dim = 0 if len(part.columns) == part.shape[1] else 1
-        return self._rounded(tensors, dim, part.columns if dim else part.rows)
+        return self._rounded(tensors, *part.cut)
 
     @staticmethod
     def _rounded(tensors: Tensors, dim: int, rows: range) -> Quantized:
