@@ -9,7 +9,6 @@ keys never have to be rotated again. docs/checkpoints.md gives the consequences.
 """
 
 import math
-from collections.abc import Callable
 from dataclasses import asdict
 from typing import Any
 
@@ -18,7 +17,7 @@ from errors import UserError
 from files import count, get, positive, shown
 
 MAX_LENGTH = 1 << 27  # of a context, in tokens
-TYPES: dict[str, type] = {
+TYPES: dict[str, Any] = {
     "llama3": Llama3Scaling,
     "linear": LinearScaling,
     "dynamic": DynamicScaling,
@@ -51,11 +50,23 @@ def read_scaling(raw: dict[str, Any], theta: float, head_dim: int) -> tuple[Rope
         return None, length
     if not isinstance(kind, str) or kind not in TYPES:
         raise UserError(f"RoPE scaling rope_type = {shown(kind)} is not supported; supported: default, {', '.join(TYPES)}")
-    scaling: RopeScaling = _READERS[kind](raw, rope, length, theta, head_dim)
-    if isinstance(scaling, LinearScaling | DynamicScaling):
-        length = round(scaling.trained * scaling.factor)
-    elif isinstance(scaling, YarnScaling):
-        length = round(scaling.original_max_position_embeddings * scaling.factor)
+    scaling: RopeScaling
+    match kind:
+        case "llama3":
+            low, high = (positive(rope, f"{name}_freq_factor") for name in ("low", "high"))
+            original = count(rope, "original_max_position_embeddings", most=MAX_LENGTH)
+            scaling = Llama3Scaling(positive(rope, "factor"), low, high, original)
+        case "yarn":
+            scaling = _yarn(rope, _original(raw, rope, length), length, theta)
+            length = round(scaling.original_max_position_embeddings * scaling.factor)
+        case "longrope":
+            scaling = _longrope(rope, _original(raw, rope, length), length, head_dim // 2)
+        case _:
+            if kind == "dynamic" and head_dim < 4:
+                raise UserError(f"dynamic RoPE scaling needs a head_dim of at least 4, not {head_dim}")
+            factor = positive(rope, "factor", least=1)
+            scaling = TYPES[kind](factor, length)
+            length = round(length * factor)
     if length > MAX_LENGTH:
         raise UserError(f"RoPE scaling's factor makes a context of {length:,} tokens; at most {MAX_LENGTH:,} are supported")
     return scaling, length
@@ -67,24 +78,7 @@ def _original(raw: dict[str, Any], rope: dict[str, Any], length: int) -> int:
     return count(raw, "original_max_position_embeddings", inner, MAX_LENGTH)
 
 
-def _llama3(raw: dict[str, Any], rope: dict[str, Any], length: int, theta: float, head_dim: int) -> Llama3Scaling:
-    low, high = (positive(rope, f"{name}_freq_factor") for name in ("low", "high"))
-    original = count(rope, "original_max_position_embeddings", most=MAX_LENGTH)
-    return Llama3Scaling(positive(rope, "factor"), low, high, original)
-
-
-def _linear(raw: dict[str, Any], rope: dict[str, Any], length: int, theta: float, head_dim: int) -> LinearScaling:
-    return LinearScaling(positive(rope, "factor", least=1), length)
-
-
-def _dynamic(raw: dict[str, Any], rope: dict[str, Any], length: int, theta: float, head_dim: int) -> DynamicScaling:
-    if head_dim < 4:
-        raise UserError(f"dynamic RoPE scaling needs a head_dim of at least 4, not {head_dim}")
-    return DynamicScaling(positive(rope, "factor", least=1), length)
-
-
-def _yarn(raw: dict[str, Any], rope: dict[str, Any], length: int, theta: float, head_dim: int) -> YarnScaling:
-    original = _original(raw, rope, length)
+def _yarn(rope: dict[str, Any], original: int, length: int, theta: float) -> YarnScaling:
     factor = positive(rope, "factor", max(1.0, length / original), least=1)
     fast, slow = positive(rope, "beta_fast", 32.0), positive(rope, "beta_slow", 1.0)
     if fast < slow or theta <= 1:
@@ -99,9 +93,8 @@ def _yarn(raw: dict[str, Any], rope: dict[str, Any], length: int, theta: float, 
     return YarnScaling(factor, original, attention, fast, slow, get(rope, "truncate", bool, True))
 
 
-def _longrope(raw: dict[str, Any], rope: dict[str, Any], length: int, theta: float, head_dim: int) -> LongRopeScaling:
-    original = _original(raw, rope, length)
-    short, long = (_factors(rope, key, head_dim // 2) for key in ("short_factor", "long_factor"))
+def _longrope(rope: dict[str, Any], original: int, length: int, frequencies: int) -> LongRopeScaling:
+    short, long = (_factors(rope, key, frequencies) for key in ("short_factor", "long_factor"))
     factor = positive(rope, "factor", length / original)
     attention = positive(rope, "attention_factor", None)
     if attention is None and factor > 1 and original < 2:
@@ -116,15 +109,6 @@ def _factors(rope: dict[str, Any], key: str, size: int) -> tuple[float, ...]:
     if len(values) != size:
         raise UserError(f"{key} must have one number for each of {size} frequencies, not {len(values)}")
     return tuple(positive({key: value}, key) for value in values)
-
-
-_READERS: dict[str, Callable[[dict[str, Any], dict[str, Any], int, float, int], RopeScaling]] = {
-    "llama3": _llama3,
-    "linear": _linear,
-    "dynamic": _dynamic,
-    "yarn": _yarn,
-    "longrope": _longrope,
-}
 
 
 def scaling_to_hf(scaling: RopeScaling | None) -> dict[str, Any]:

@@ -20,15 +20,21 @@ from errors import UserError
 PRIVATE_USE = range(0xE000, 0xF900)
 
 
+def alternatives(texts: Iterable[str]) -> re.Pattern[str]:
+    """A pattern with one group that splits at any of `texts`, longest first."""
+    longest_first = sorted(filter(None, texts), key=len, reverse=True)
+    return re.compile(f"({'|'.join(map(re.escape, longest_first)) or '(?!)'})")
+
+
 class Spellings:
     """The spellings of a tokenizer's special tokens, prepared for searching."""
 
     def __init__(self, spellings: Iterable[str]) -> None:
-        longest_first = sorted(filter(None, spellings), key=len, reverse=True)
-        self.pattern = re.compile(f"({'|'.join(map(re.escape, longest_first)) or '(?!)'})")
-        self.starts = {one[:n] for one in longest_first for n in range(1, len(one))}
-        self.ends = {one[n:] for one in longest_first for n in range(1, len(one))}
-        self.longest_half = max(map(len, longest_first), default=1) - 1
+        spellings = list(spellings)
+        self.pattern = alternatives(spellings)
+        self.starts = {one[:n] for one in spellings for n in range(1, len(one))}
+        self.ends = {one[n:] for one in spellings for n in range(1, len(one))}
+        self.longest_half = max(map(len, spellings), default=1) - 1
 
 
 class Guard:

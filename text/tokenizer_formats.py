@@ -10,6 +10,7 @@ from typing import Any
 
 from errors import UserError, first_line, is_panic
 from ranks.bounded import bounded
+from text.control_tokens import alternatives
 from text.tokenizer import Added, Pieces, Tokenizer, TokenizerSettings
 
 # Llama 3's split pattern and special tokens, from llama_models 0.3 (models/llama3/tokenizer.py). A checkpoint of the HF
@@ -60,7 +61,7 @@ class SentencePieceTokenizer(Tokenizer):
         data += _added_pieces(size, added)
         special = {i for i in range(size) if sp.is_control(i)} | {i for i, token in added.items() if token.special}
         texts = {data[i].decode(): i for i in sorted({*special, *added})}
-        self._ids_of_specials, self._split = texts, _alternatives(texts)
+        self._ids_of_specials, self._split = texts, alternatives(texts)
         pieces = Pieces(data, byte_ids, stream=False, lead=self._probe_lead(size))
         bos = texts.get(settings.names.get("bos_token", ""), sp.bos_id())
         eos = texts.get(settings.names.get("eos_token", ""), sp.eos_id())
@@ -79,8 +80,7 @@ class SentencePieceTokenizer(Tokenizer):
         return "piece" if self._sp.decode([space, word]).startswith(" ") else "pieces"
 
     def _encode(self, text: str, add_special_tokens: bool, parse_special: bool) -> list[int]:
-        parts = self._split.split(text) if parse_special and self._split else [text]
-        return self._encode_parts(parts, add_special_tokens)
+        return self._encode_parts(self._split.split(text) if parse_special else [text], add_special_tokens)
 
     def _ids_of_parts(self, parts: Sequence[str]) -> list[int]:
         ids = list[int]()
@@ -324,12 +324,6 @@ def _checked_size(last_id: int) -> int:
     if last_id > MAX_ID:
         raise UserError(f"the tokenizer's files give a token the id {last_id}; download them again")
     return last_id + 1
-
-
-def _alternatives(texts: Mapping[str, int]) -> re.Pattern[str] | None:
-    """A pattern with one group that splits at any of `texts`, longest first; None if there are no texts."""
-    longest_first = sorted(filter(None, texts), key=len, reverse=True)
-    return re.compile(f"({'|'.join(map(re.escape, longest_first))})") if longest_first else None
 
 
 def call_library(function: Callable[..., Any], *arguments: Any) -> Any:
