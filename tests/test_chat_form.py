@@ -182,6 +182,7 @@ def written(template: str, chat: list[dict[str, Any]], with_tools: bool = False)
         ),
         (TURNWISE + LOOP.replace("BODY", "{{ m.content }}" + JSON_CALLS), ChatForm()),
         (RAISE, ChatForm()),
+        (LOOP.replace("BODY", "{{ m.content }}{% if tools %}" + JSON_CALLS + "{% endif %}"), ChatForm()),
     ],
 )
 def test_the_form_of_a_template(template: str, form: ChatForm) -> None:

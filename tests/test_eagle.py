@@ -21,10 +21,11 @@ from comm.interface import SCHEDULES, Schedule
 from config import ModelConfig, with_variant
 from errors import UserError
 from layers.attention import Causal
+from tests.support.models import save_random
 from tests.support.paged import CachedSequences
 from tests.support.ranks import RankError, Ranks
-from tests.test_model import Reference, random_split, write_checkpoint
-from tests.test_tensor_parallel import VARIANTS, alone, base_config, load, save_random, variant_of
+from tests.test_model import Reference, random_split
+from tests.test_tensor_parallel import VARIANTS, alone, base_config, load, variant_of
 from tp import World
 
 CPU = torch.device("cpu")
@@ -146,7 +147,7 @@ def write_head(directory: Path, base: ModelConfig, drafted: int = 30, speculator
         bias = random.random() < 0.5
         family = dict(family="qwen3", qk_norm=True) if random.random() < 0.5 else dict(family="llama")
         layer = ModelConfig(**vars(layer) | family | dict(qkv_bias=bias, o_bias=bias))
-    write_checkpoint(layer, directory)
+    save_random(layer, directory)
     found = load_file(directory / "model.safetensors")
     prefix = "layers.0." if speculators else "midlayer."
     tensors = {prefix + name.removeprefix("model.layers.0."): t for name, t in found.items() if ".layers.0." in name}

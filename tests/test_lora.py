@@ -25,8 +25,9 @@ from kernels.lora import Groups, group_rows
 from layers.attention import Causal
 from tests import MODELS
 from tests.support.adapters import PARTS, merged, write_adapter
+from tests.support.models import save_random
 from tests.support.ranks import Ranks
-from tests.test_tensor_parallel import CPU, TOLERANCE, VARIANTS, alone, base_config, load, save_random, variant_of
+from tests.test_tensor_parallel import CPU, TOLERANCE, VARIANTS, alone, base_config, load, variant_of
 from tp import World
 
 SLOTS, RANK = 3, 16

@@ -11,7 +11,7 @@ from checkpoints import memory
 from checkpoints.hf_config import config_to_hf
 from checkpoints.lora import LoraLimits, adapted_layers
 from checkpoints.memory import cache_bytes, check_memory, weight_bytes
-from checkpoints.presets import PRESETS, has_random_weights, model_config, preset
+from checkpoints.presets import has_random_weights, model_config, preset
 from checkpoints.weights import load_model
 from comm import Local
 from config import with_variant
@@ -134,14 +134,6 @@ def test_what_the_host_has_is_counted_in_kibibytes(monkeypatch: pytest.MonkeyPat
     assert memory.host_free_bytes() == 1_024_000
 
 
-def test_the_refusal_names_what_is_needed_and_free(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setenv("LOCAL_WORLD_SIZE", "1")
-    monkeypatch.setattr(memory, "host_free_bytes", lambda: 20_000_000_000)
-    check_memory("llama-3-8b", PRESETS["llama-3-8b"], World(0, 1, CPU, Local()), torch.bfloat16)
-    with pytest.raises(UserError, match=r"^llama-3-8b needs about 32\.1 GB a rank for its weights, and 20\.0 GB are free; "):
-        check_memory("llama-3-8b", PRESETS["llama-3-8b"], World(0, 1, CPU, Local()), torch.float32)
-
-
 def test_codes_in_the_cache_need_less(here: Here, monkeypatch: pytest.MonkeyPatch) -> None:
     """Of `generate.py`: 10 MB of keys and values in fp32 do not fit where their codes do."""
     flags = ("--model", "tiny", "--prompt-length", 100, "--num-samples", 40, "--batch-size", 40, "--max-new-tokens", 1)
@@ -156,7 +148,7 @@ def test_codes_in_the_cache_need_less(here: Here, monkeypatch: pytest.MonkeyPatc
 
 
 def test_a_shape_runs_with_random_weights(here: Here, shape: Path) -> None:
-    """The file and its folder name the same model; --variant can change its variant; it has no tokenizer."""
+    """The file and its folder name the same model; --variant can change its variant; it has no tokenizer, but the server's."""
     answers = [
         here("--model", name, "--prompt-ids", "5,6,7", "--temperature", 0, "--max-new-tokens", 4, "--json").record
         for name in (shape, shape / "config.json")
@@ -166,28 +158,18 @@ def test_a_shape_runs_with_random_weights(here: Here, shape: Path) -> None:
     assert ladder["variant"] == "ladder"
     refused = here("--model", shape, "--prompt", "hello")
     assert refused.code == 2 and "has no tokenizer" in refused.err and "give --prompt-ids or --prompt-length" in refused.err
-
-
-def test_a_shape_has_the_numbers_of_its_config(shape: Path) -> None:
-    config = model_config(str(shape), "desync-2x", 4)
-    assert (config.n_layers, config.vocab_size, config.desync_streams) == (3, 1021, 4)
-    model = load_model(str(shape), model_config(str(shape), None, 1), World(0, 1, CPU, Local()), torch.float32)
-    assert model.embedding.weight.shape == (1021, 160)
-    assert model.embedding.weight.std() == pytest.approx(0.02, rel=0.05)
-
-
-def test_a_shape_behind_the_server(shape: Path) -> None:
     settings = Settings(model=str(shape))
-    assert settings.random_weights
     config, tokenizer, _ = prepare(settings, 1)
-    assert isinstance(tokenizer, ByteTokenizer) and tokenizer.vocab_size == config.vocab_size == 1021
+    assert settings.random_weights and isinstance(tokenizer, ByteTokenizer)
+    assert tokenizer.vocab_size == config.vocab_size == 1021
 
 
-def test_a_checkpoint_that_lost_its_weights_is_no_shape(here: Here, shape: Path) -> None:
+def test_a_checkpoint_that_lost_its_weights_is_no_shape(shape: Path) -> None:
     """A folder with any other file besides config.json is a checkpoint, so its weights must exist."""
+    world, config = World(0, 1, CPU, Local()), model_config(str(shape), None, 1)
     assert has_random_weights(str(shape)) and has_random_weights("tiny") and not has_random_weights(str(MODELS / "tiny-hybrid"))
+    assert load_model(str(shape), config, world, torch.float32).embedding.weight.std() == pytest.approx(0.02, rel=0.05)
     (shape / "generation_config.json").write_text("{}")
     assert not has_random_weights(str(shape))
     with pytest.raises(UserError, match=r"has none of model\.safetensors"):
-        load_model(str(shape), model_config(str(shape), None, 1), World(0, 1, CPU, Local()), torch.float32)
-    assert here("--model", shape / "absent.json", "--prompt-length", 4).code == 2
+        load_model(str(shape), config, world, torch.float32)

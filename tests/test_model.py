@@ -1,30 +1,30 @@
 """The model: every family equals transformers and every residual variant equals its definition, with and without a cache."""
 
-import json
 import math
 import random
 import re
 import textwrap
 from collections.abc import Callable
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 import transformers
-from safetensors.torch import load_file, save_file
+from safetensors.torch import load_file
 from torch import Tensor
 
 import comm
 import model as model_file
 from checkpoints import weights
-from checkpoints.hf_config import config_to_hf
 from checkpoints.presets import model_config
 from config import ModelConfig, Reduces, desync_pattern, with_variant
 from layers.attention import Causal, Heads
 from model import Transformer
 from scripts.lib.results import ROOT
+from tests.support.models import save_random
 from tests.support.paged import CachedSequences
 from tp import World
 
@@ -172,23 +172,6 @@ def test_logits_equal_transformers(family: Callable[[], Any], tmp_path: Path, se
     assert_model_equals(load(tmp_path), tokens, expected)
 
 
-@pytest.mark.parametrize("window", [mistral_window, qwen2_window], ids=lambda f: f.__name__)
-def test_a_window_hides_older_tokens_and_nothing_else(window: Callable[[], Any], tmp_path: Path, seed: int) -> None:
-    hf_config = window()
-    hf_config.num_hidden_layers = 1
-    hf_config.layer_types = ["sliding_attention"]
-    hf_config.max_window_layers = 0
-    save_hf(hf_config, tmp_path)
-    model, tokens = load(tmp_path), random_tokens(hf_config.vocab_size)
-    size = hf_config.sliding_window
-    changed = tokens.clone()
-    changed[:, 0] = (tokens[:, 0] + 1) % hf_config.vocab_size
-    for split in ([20], random_split(20)):
-        differs = (cached(model, tokens, split) - cached(model, changed, split)).abs().amax(dim=(0, 2))
-        assert (differs[:size] > 1e-5).all()
-        assert (differs[size:] == 0).all()
-
-
 def test_a_window_counts_from_its_own_length_on(seed: int) -> None:
     """Without a cache, for sequences that are about as long as the window."""
     shape = ModelConfig(11, 16, 1, 2, 1, 8, 8, 99, family="mistral", windows=(6,))
@@ -200,33 +183,6 @@ def test_a_window_counts_from_its_own_length_on(seed: int) -> None:
         distance = torch.arange(length)[:, None] - torch.arange(length)
         scores = (q @ k.transpose(2, 3) / 8**0.5).masked_fill((distance < 0) | (distance >= 6), -math.inf)
         torch.testing.assert_close(found, (scores.softmax(-1) @ v).transpose(1, 2).flatten(2), atol=1e-5, rtol=1e-5)
-
-
-def rewrite_config(directory: Path, **keys: Any) -> None:
-    path = directory / "config.json"
-    path.write_text(json.dumps(json.loads(path.read_text()) | keys))
-
-
-@pytest.mark.parametrize("none", [[], 0, None])
-def test_a_ladder_without_ladder_layers_is_llama(none: Any, tmp_path: Path, seed: int) -> None:
-    hf_config = llama3()
-    hf_model = save_hf(hf_config, tmp_path)
-    rewrite_config(tmp_path, model_type="llamaLadder", ladder_layers=none)
-    tokens = random_tokens(hf_config.vocab_size)
-    with torch.inference_mode():
-        assert_model_equals(load(tmp_path), tokens, hf_model(tokens).logits)
-
-
-@pytest.mark.parametrize(
-    ("ladder_layers", "meant"), [(1, {2}), (2, {1, 2}), (3, {0, 1, 2}), ([0], {0}), ([2, 0], {0, 2}), ([1], {1})]
-)
-def test_published_ladder_configs(ladder_layers: Any, meant: set[int], tmp_path: Path, seed: int) -> None:
-    hf_config = llama3()
-    save_hf(hf_config, tmp_path)
-    rewrite_config(tmp_path, model_type="llamaLadder", ladder_layers=ladder_layers)
-    model, tokens = load(tmp_path), random_tokens(hf_config.vocab_size)
-    expected = Reference(model.config, tmp_path).sequential(tokens, meant)
-    assert_model_equals(model, tokens, expected)
 
 
 # --- the definitions, computed in fp64 from the full weights -------------------------------------------------------------
@@ -367,80 +323,46 @@ def random_config(**more: Any) -> ModelConfig:
     return ModelConfig(**shape | features | more)
 
 
-def write_checkpoint(config: ModelConfig, directory: Path) -> None:
-    """Write random weights in the HF layout. Names and shapes are listed here, independently of the code that saves models."""
-    c, d = config, config.head_dim
-    layer = {
-        "input_layernorm.weight": (c.hidden_size,),
-        "self_attn.q_proj.weight": (c.n_heads * d, c.hidden_size),
-        "self_attn.k_proj.weight": (c.n_kv_heads * d, c.hidden_size),
-        "self_attn.v_proj.weight": (c.n_kv_heads * d, c.hidden_size),
-        "self_attn.o_proj.weight": (c.hidden_size, c.n_heads * d),
-        "mlp.gate_proj.weight": (c.intermediate_size, c.hidden_size),
-        "mlp.up_proj.weight": (c.intermediate_size, c.hidden_size),
-        "mlp.down_proj.weight": (c.hidden_size, c.intermediate_size),
-    }
-    if c.variant != "parallel":
-        layer["post_attention_layernorm.weight"] = (c.hidden_size,)
-    if c.qkv_bias:
-        layer |= {f"self_attn.{p}_proj.bias": layer[f"self_attn.{p}_proj.weight"][:1] for p in "qkv"}
-    if c.o_bias:
-        layer["self_attn.o_proj.bias"] = (c.hidden_size,)
-    if c.mlp_bias:
-        layer |= {f"mlp.{p}_proj.bias": layer[f"mlp.{p}_proj.weight"][:1] for p in ("gate", "up", "down")}
-    if c.qk_norm:
-        layer |= {f"self_attn.{p}_norm.weight": (d,) for p in "qk"}
-    shapes = {"model.embed_tokens.weight": (c.vocab_size, c.hidden_size), "model.norm.weight": (c.hidden_size,)}
-    if not c.tie_embeddings:
-        shapes["lm_head.weight"] = (c.vocab_size, c.hidden_size)
-    for i in range(c.n_layers):
-        shapes |= {f"model.layers.{i}.{name}": shape for name, shape in layer.items()}
-    tensors = {}
-    for name, shape in shapes.items():
-        if len(shape) == 2:
-            tensors[name] = torch.randn(shape) * shape[1] ** -0.5
-        else:
-            tensors[name] = torch.randn(shape) * 0.5 if name.endswith(".bias") else torch.rand(shape) + 0.5
-    directory.mkdir(exist_ok=True)
-    save_file(tensors, directory / "model.safetensors", metadata={"format": "pt"})
-    (directory / "config.json").write_text(json.dumps(config_to_hf(config)))
-
-
 def prepare(config: ModelConfig, directory: Path) -> tuple[Transformer, Reference, Tensor]:
-    write_checkpoint(config, directory)
+    save_random(config, directory)
     model = load(directory)
     assert model.config == config, "the config came back changed"
     return model, Reference(config, directory), random_tokens(config.vocab_size, length=12)
 
 
-def test_standard_follows_its_definition(tmp_path: Path, seed: int) -> None:
-    model, reference, tokens = prepare(random_config(), tmp_path)
-    assert_model_equals(model, tokens, reference.sequential(tokens, set()))
+def written_out(pattern: tuple[Reduces, ...]) -> list[bool]:
+    return [reduces for layer in pattern for reduces in (layer.attention, layer.mlp)]
 
 
-def test_ladder_follows_its_definition(tmp_path: Path, seed: int) -> None:
-    model, reference, tokens = prepare(with_variant(random_config(), "ladder"), tmp_path)
-    expected = reference.sequential(tokens, {0, 1, 2, 3})
-    assert (expected - reference.sequential(tokens, {1, 2, 3})).abs().max() > 100 * TOLERANCE
+SEAMS = [(0,), (0, 2), (1, 3), (1, 2)]  # ladder layers that adjoin standard ones
+ALWAYS = (Reduces(attention=True, mlp=True),) * 4
+VARIANTS: dict[str, Callable[[ModelConfig], ModelConfig]] = {
+    name: partial(with_variant, name=name)
+    for name in ("standard", "parallel", "ladder", "hybrid:1", "hybrid:3", "desync-4x:4", "desync-2x:8", "upper-bound")
+}
+VARIANTS |= {f"ladder in {seams}": partial(replace, variant="ladder", ladder_layers=seams) for seams in SEAMS}
+VARIANTS["desync, always"] = partial(replace, variant="desync", desync_streams=4, desync_pattern=ALWAYS)
+
+
+@pytest.mark.parametrize("biased", [False, True])
+@pytest.mark.parametrize("name", VARIANTS)
+def test_every_variant_follows_its_definition(name: str, biased: bool, tmp_path: Path, seed: int) -> None:
+    """With biases of attention and MLP, too: each desync stream adds its share of a bias that belongs after the all-reduce."""
+    family = random.choice(["llama", "qwen3"])
+    biases = dict(family=family, qkv_bias=True, o_bias=True, mlp_bias=family == "llama", qk_norm=family == "qwen3")
+    model, reference, tokens = prepare(VARIANTS[name](random_config(**biases if biased else {})), tmp_path)
+    config, same = model.config, name in ("standard", "upper-bound", "desync, always")  # as each other
+    if same:
+        expected = reference.sequential(tokens, set())
+    elif config.variant == "parallel":
+        expected = reference.parallel(tokens)
+    elif config.variant == "desync":
+        expected = reference.desync(tokens, config.desync_streams, written_out(config.desync_pattern))
+    else:
+        expected = reference.sequential(tokens, set(config.ladder_layers))
+    if not same and config.variant != "parallel":
+        assert (expected - reference.sequential(tokens, set())).abs().max() > 100 * TOLERANCE, "a standard model would pass"
     assert_model_equals(model, tokens, expected)
-
-
-@pytest.mark.parametrize("last", [1, 2, 3])
-def test_hybrid_ladder_of_the_last_layers(last: int, tmp_path: Path, seed: int) -> None:
-    model, reference, tokens = prepare(with_variant(random_config(), f"hybrid:{last}"), tmp_path)
-    assert_model_equals(model, tokens, reference.sequential(tokens, set(range(4 - last, 4))))
-
-
-@pytest.mark.parametrize("layers", [(0,), (0, 2), (1, 3), (0, 3), (1, 2)])
-def test_hybrid_ladder_with_seams(layers: tuple[int, ...], tmp_path: Path, seed: int) -> None:
-    """Where standard and ladder layers adjoin, h_i still reads x_{i-2} in a ladder layer and x_{i-1} in a standard layer."""
-    model, reference, tokens = prepare(random_config(variant="ladder", ladder_layers=layers), tmp_path)
-    assert_model_equals(model, tokens, reference.sequential(tokens, set(layers)))
-
-
-def test_parallel_follows_its_definition(tmp_path: Path, seed: int) -> None:
-    model, reference, tokens = prepare(with_variant(random_config(), "parallel"), tmp_path)
-    assert_model_equals(model, tokens, reference.parallel(tokens))
 
 
 def test_the_example_of_contributing_follows_its_definition(tmp_path: Path, seed: int, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -458,10 +380,6 @@ def test_the_example_of_contributing_follows_its_definition(tmp_path: Path, seed
     rows, context = torch.tensor([11, 3]), Causal(12, CPU)
     with torch.inference_mode():
         assert_close(model.hidden(tokens, context, rows), model.hidden(tokens, context)[:, rows])
-
-
-def written_out(pattern: tuple[Reduces, ...]) -> list[bool]:
-    return [reduces for layer in pattern for reduces in (layer.attention, layer.mlp)]
 
 
 def random_pattern(layers: int) -> tuple[Reduces, ...]:
@@ -491,49 +409,8 @@ def test_desync_follows_its_definition(
     assert_model_equals(model, tokens, reference.desync(tokens, streams, reduces))
 
 
-def test_desync_streams_drift_apart(tmp_path: Path, seed: int) -> None:
-    """The logits depend on the number of streams, so the tests above can tell a desync model from a standard one."""
-    model, reference, tokens = prepare(with_variant(random_config(), "desync-4x:4"), tmp_path)
-    ours = whole(model, tokens)
-    for streams in (1, 2):
-        other = reference.desync(tokens, streams, written_out(model.config.desync_pattern))
-        assert (ours - other).abs().max() > 100 * TOLERANCE
-
-
-def test_desync_that_always_reduces_is_standard(tmp_path: Path, seed: int) -> None:
-    config = with_variant(random_config(), "desync-2x:4")
-    config = replace(config, desync_pattern=tuple(Reduces(True, True) for _ in config.desync_pattern))
-    model, reference, tokens = prepare(config, tmp_path)
-    assert_model_equals(model, tokens, reference.sequential(tokens, set()))
-
-
 def test_desync_patterns_of_the_paper() -> None:
     yes, no = True, False
     assert written_out(desync_pattern(4, 2)) == [no, yes] * 4
     assert written_out(desync_pattern(4, 4)) == [no, no, no, yes] * 2
     assert written_out(desync_pattern(3, 4)) == [no, no, no, yes, no, yes]
-
-
-@pytest.mark.parametrize(
-    ("family", "attention", "mlp"),
-    [("llama", True, False), ("llama", False, True), ("qwen3", True, False), ("llama", True, True)],
-)
-@pytest.mark.parametrize("variant", ["standard", "parallel", "ladder", "desync-4x:4", "desync-2x:8"])
-def test_every_variant_has_each_bias_once(
-    variant: str, family: str, attention: bool, mlp: bool, tmp_path: Path, seed: int
-) -> None:
-    """Biases of attention and of the MLP. Each desync stream adds its share of a bias that belongs after the all-reduce."""
-    features = dict(family=family, qkv_bias=attention, o_bias=attention, mlp_bias=mlp, qk_norm=family == "qwen3")
-    model, reference, tokens = prepare(with_variant(random_config(**features), variant), tmp_path)
-    if variant == "parallel":
-        expected = reference.parallel(tokens)
-    elif variant.startswith("desync"):
-        expected = reference.desync(tokens, model.config.desync_streams, written_out(model.config.desync_pattern))
-    else:
-        expected = reference.sequential(tokens, set(model.config.ladder_layers))
-    assert_model_equals(model, tokens, expected)
-
-
-def test_upper_bound_on_one_rank_is_standard(tmp_path: Path, seed: int) -> None:
-    model, reference, tokens = prepare(with_variant(random_config(), "upper-bound"), tmp_path)
-    assert_model_equals(model, tokens, reference.sequential(tokens, set()))

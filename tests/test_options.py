@@ -6,10 +6,8 @@ from dataclasses import MISSING, dataclass, fields
 
 import pytest
 
-from checkpoints.presets import PRESETS
 from cli import Parser
 from comm.interface import SCHEDULES
-from config import usage, with_variant
 from errors import UserError
 from generate import parse_args
 from options import OVERLAPS, ModelOptions, above_zero, add_options, count, option, zero_or_more
@@ -119,11 +117,3 @@ def test_off_takes_back_an_earlier_speculate(monkeypatch: pytest.MonkeyPatch) ->
     assert load_settings([*argv, "--speculate", "off"]).speculate is None
     monkeypatch.setenv("RUNG_SPECULATE", "off")
     assert load_settings(argv[:2]).speculate is None
-
-
-def test_every_variant_that_is_named_is_known() -> None:
-    names = [name.partition("[")[0] for name in usage().split(", ")]
-    assert len(names) == 7
-    config = next(iter(PRESETS.values()))
-    for name in names:
-        with_variant(config, name)

@@ -2,7 +2,6 @@
 ranks, the CPU's and the GPU's runner."""
 
 import json
-from collections.abc import Callable
 from contextlib import nullcontext
 from dataclasses import replace
 from decimal import Decimal, localcontext
@@ -30,7 +29,6 @@ from layers.rope import rope_frequencies
 from tests.engine.test_engine import ALONE, serve
 from tests.engine.test_runner import as_on_a_gpu
 from tests.support.paged import CachedSequences
-from tests.support.ranks import Ranks
 from tests.test_model import save_hf
 from tp import World
 
@@ -140,18 +138,6 @@ def test_logits_are_those_of_transformers(name: str, family: str, tmp_path: Path
     plain = weights.load_model(str(tmp_path), unscaled, ALONE, torch.float32)
     with torch.inference_mode():
         assert (plain(tokens, Causal(57, CPU)) - expected).abs().max() > 1000 * TOLERANCE, "scaling makes no difference"
-
-
-@pytest.mark.parametrize("place", range(3))
-def test_two_ranks_compute_the_same(place: int, in_turn: Callable[..., str], ranks: Ranks, tmp_path: Path, seed: int) -> None:
-    name = in_turn(list(SCALINGS)[place::3], place)
-    save_hf(hf_config(name, "qwen3" if "given" in name else "llama"), tmp_path)
-    prompts = [(random_tokens(n), n if n <= ORIGINAL else None) for n in (20, 57)]
-    alone = ours(ALONE, tmp_path, prompts)
-    for results in ranks.run(2, ours, tmp_path, prompts):
-        for expected, found in zip(alone, results, strict=True):
-            for first, second in zip(expected, found, strict=True):
-                assert (first - second).abs().max() < TOLERANCE
 
 
 # each scaling in both runners, alternating between two families

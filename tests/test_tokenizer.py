@@ -5,8 +5,8 @@ import io
 import json
 import random
 import shutil
-import threading
 from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
 from datetime import datetime
 from functools import cache
 from itertools import product
@@ -273,8 +273,8 @@ def test_long_runs_of_one_kind_of_character(kind: str, text: str, loaded: dict[s
     assert tokenizer.decode(tokenizer.encode(text)) == text
 
 
-@pytest.mark.parametrize("text", ["the " * 9_000, "the fox " + " " * 24_000 + "<|eot_id|>" + "a" * 24_000])
-def test_long_text_without_long_runs_is_not_cut(text: str, loaded: Any) -> None:
+def test_long_text_without_long_runs_is_not_cut(loaded: Any) -> None:
+    text = "the " * 9_000 + "the fox " + " " * 24_000 + "<|eot_id|>" + "a" * 24_000
     tokenizer = loaded["tiktoken"]
     assert tokenizer.encode(text)[1:] == tokenizer._encoding.encode(text, allowed_special="all")
 
@@ -297,21 +297,6 @@ def test_legacy_sentencepiece_puts_a_dummy_prefix_after_each_special_token(folde
         ids = tokenizer.encode("a[INST]b", add_special_tokens=False)
         texts = [tokenizer.token_text(i).replace(" ", "▁") for i in ids]
         assert "".join(texts).split("[INST]") == pieces
-
-
-@pytest.mark.parametrize("kind", KINDS)
-def test_offsets_of_a_text_that_spells_out_special_tokens(kind: str, loaded: Any) -> None:
-    """The added BOS is not in the text, nor is the dummy prefix behind a special token."""
-    tokenizer = loaded[kind]
-    bos, eos = tokenizer.token_text(tokenizer.bos_id), tokenizer.token_text(tokenizer.eos_ids[0])
-    text = f"{bos}the rest{eos}there{bos}"
-    ids = tokenizer.encode(text)
-    offsets = text_offsets(tokenizer, ids, text, skip_special=False)
-    pieces = [tokenizer.token_text(i) for i in ids]
-    assert offsets[:2] == [0, 0] and pieces[:2] == [bos, bos]
-    found = [text[start:end] for start, end in zip(offsets[1:], [*offsets[2:], len(text)], strict=True)]
-    assert "".join(found) == text
-    assert all(part in (piece, piece.removeprefix(" ")) for part, piece in zip(found, pieces[1:], strict=True))
 
 
 def test_llama3_layout(loaded: Any, folders: Any) -> None:
@@ -345,20 +330,11 @@ def test_a_lone_surrogate_is_replaced(kind: str, loaded: dict[str, Tokenizer]) -
 
 @pytest.mark.parametrize("kind", KINDS)
 def test_threads_share_a_tokenizer(kind: str, loaded: dict[str, Tokenizer]) -> None:
-    tokenizer, wrong = loaded[kind], []
-    expected = [(tokenizer.encode(t), tokenizer.encode(t, parse_special=False)) for t in LINES[:20]]
+    def encode(i: int) -> list[int]:
+        return loaded[kind].encode(LINES[i % 20], parse_special=i % 2 == 0)
 
-    def work() -> None:
-        for text, (parsed, plain) in zip(LINES[:20], expected, strict=True):
-            if tokenizer.encode(text) != parsed or tokenizer.encode(text, parse_special=False) != plain:
-                wrong.append(text)
-
-    threads = [threading.Thread(target=work) for _ in range(4)]
-    for thread in threads:
-        thread.start()
-    for thread in threads:
-        thread.join()
-    assert not wrong
+    with ThreadPoolExecutor(4) as pool:
+        assert list(pool.map(encode, range(200))) == [encode(i) for i in range(200)]
 
 
 # ----------------------------------------------------------------------------------------------- incremental decoding
@@ -434,15 +410,6 @@ def test_any_text_comes_back_in_whole_characters(kind: str, loaded: Any, text: s
     pushed, rest = stream(tokenizer, ids, True, [])
     assert "".join(pushed) == text and rest == ""
     assert "\ufffd" in text or not any("\ufffd" in part for part in pushed)
-
-
-@pytest.mark.parametrize("kind", ["sp-bpe", "json-llama"])
-def test_the_leading_space_is_kept_only_after_text(kind: str, loaded: dict[str, Tokenizer]) -> None:
-    tokenizer = loaded[kind]
-    ids = tokenizer.encode("the", add_special_tokens=False)
-    for prompt, expected in [([], "the"), ([1], "the"), (tokenizer.encode("fox"), " the")]:
-        pushed, rest = stream(tokenizer, ids, True, prompt)
-        assert "".join(pushed) + rest == expected
 
 
 # ------------------------------------------------------------------------------------------------------ chat templates
@@ -559,9 +526,6 @@ def test_eos_ids_are_merged_in_order(folder: Any) -> None:
     write_json(path / "config.json", {"eos_token_id": 1})
     write_json(path / "generation_config.json", {"eos_token_id": [7, 3]})
     assert load_tokenizer(path).eos_ids == (7, 3, 1)
-    write_json(path / "config.json", {"eos_token_id": "x"})
-    with pytest.raises(UserError, match="eos_token_id"):
-        load_tokenizer(path)
 
 
 def test_bos_and_eos_from_config_json_alone(folder: Any) -> None:
@@ -622,16 +586,6 @@ def test_the_post_processor_alone_adds_special_tokens(single: str, folder: Any) 
         assert says == ((bos, eos) != (single.startswith("<"), single.endswith(">")))
 
 
-def test_tokens_added_to_a_sentencepiece_model(folder: Any) -> None:
-    path = folder("sp-bpe")
-    size = load_tokenizer(path).vocab_size
-    added = {str(size + 1): {"content": "<|im_end|>", "special": True}, "1": {"content": "<s>", "special": True}}
-    write_json(path / "tokenizer_config.json", {"added_tokens_decoder": added, "eos_token": "<|im_end|>"})
-    tokenizer = load_tokenizer(path)
-    assert tokenizer.vocab_size == size + 2 and tokenizer.eos_ids == (size + 1,)
-    assert tokenizer.encode("the<|im_end|>")[-1] == size + 1 and tokenizer.decode([size, size + 1]) == ""
-
-
 def test_a_file_can_be_named_and_json_wins_in_a_folder(folders: Any, folder: Any) -> None:
     path = folder("json-bytes")
     shutil.copy(folders["sp-bpe"] / "tokenizer.model", path)
@@ -640,48 +594,33 @@ def test_a_file_can_be_named_and_json_wins_in_a_folder(folders: Any, folder: Any
 
 
 @pytest.mark.parametrize(
-    ("name", "content"),
+    ("kind", "name", "content", "says"),
     [
-        ("tokenizer.json", b"{"),
-        ("tokenizer.json", b"\xff"),
-        ("tokenizer.json", b'{"model": 1}'),
-        ("tokenizer.model", b""),
-        ("tokenizer.model", b"\x00garbage" * 9),
-        ("tokenizer.model", b"IQ== 0\nIg== x\n"),
-        ("tokenizer.model", b"IQ== 0\nIg== 1\n"),
-        ("tokenizer.model", b"version https://git-lfs.github.com/spec/v1\noid sha256:0\n"),
-        ("readme.md", b""),
+        ("", "tokenizer.json", b"{", ";"),
+        ("", "tokenizer.json", b"\xff", ";"),
+        ("", "tokenizer.json", b'{"model": 1}', ";"),
+        ("", "tokenizer.model", b"", ";"),
+        ("", "tokenizer.model", b"\x00garbage" * 9, ";"),
+        ("", "tokenizer.model", b"IQ== 0\nIg== x\n", ";"),
+        ("", "tokenizer.model", b"IQ== 0\nIg== 1\n", ";"),
+        ("", "tokenizer.model", b"version https://git-lfs.github.com/spec/v1\noid sha256:0\n", "git lfs pull"),
+        ("", "readme.md", b"", "no tokenizer at"),
+        ("json-bytes", "tokenizer_config.json", b"{", r"tokenizer_config\.json"),
+        ("json-bytes", "tokenizer_config.json", b"[]", r"tokenizer_config\.json"),
+        ("json-bytes", "tokenizer_config.json", b'{"chat_template": [{}]}', r"tokenizer_config\.json"),
+        ("json-bytes", "tokenizer_config.json", b'{"added_tokens_decoder": {"x": 1}}', r"tokenizer_config\.json"),
+        ("json-bytes", "tokenizer_config.json", b'{"added_tokens_decoder": {"300": {"content": "<x>"}}}', "'<x>' the id 300"),
+        ("sp-bpe", "tokenizer_config.json", b'{"added_tokens_decoder": {"99999999999": {"content": "x"}}}', "99999999999"),
+        ("json-bytes", "chat_template.jinja", b"\xff", r"chat_template\.jinja is not UTF-8"),
+        ("json-bytes", "config.json", b'{"eos_token_id": "x"}', "eos_token_id"),
     ],
 )
-def test_corrupt_files_are_user_errors(name: str, content: bytes, tmp_path: Path) -> None:
-    (tmp_path / name).write_bytes(content)
-    with pytest.raises(UserError, match=";") as e:
-        load_tokenizer(tmp_path)
+def test_files_that_cannot_be_used(kind: str, name: str, content: bytes, says: str, folder: Any, tmp_path: Path) -> None:
+    path = folder(kind) if kind else tmp_path
+    (path / name).write_bytes(content)
+    with pytest.raises(UserError, match=says) as e:
+        load_tokenizer(path)
     assert "\n" not in str(e.value)
-    with pytest.raises(UserError, match="no tokenizer at"):
-        load_tokenizer(tmp_path / "missing")
-
-
-@pytest.mark.parametrize("content", ["{", "[]", '{"chat_template": [{}]}', '{"added_tokens_decoder": {"x": 1}}'])
-def test_a_corrupt_config_is_a_user_error(content: str, folder: Any) -> None:
-    path = folder("json-bytes")
-    (path / "tokenizer_config.json").write_text(content)
-    with pytest.raises(UserError, match=r"tokenizer_config\.json"):
-        load_tokenizer(path)
-
-
-def test_an_absurd_added_id_is_a_user_error(folder: Any) -> None:
-    path = folder("sp-bpe")
-    write_json(path / "tokenizer_config.json", {"added_tokens_decoder": {"99999999999": {"content": "x"}}})
-    with pytest.raises(UserError, match="99999999999"):
-        load_tokenizer(path)
-
-
-def test_a_broken_template_file_is_named(folder: Any) -> None:
-    path = folder("json-bytes")
-    (path / "chat_template.jinja").write_bytes(b"\xff")
-    with pytest.raises(UserError, match=r"chat_template\.jinja is not UTF-8"):
-        load_tokenizer(path)
 
 
 # ------------------------------------------------------------------------------------------------------ added tokens
@@ -810,13 +749,6 @@ def test_an_added_token_without_an_embedding_is_left_out(folder: Any) -> None:
         load_tokenizer(path)
 
 
-def test_an_id_that_another_token_has_is_a_user_error(folder: Any) -> None:
-    path = folder("json-bytes")
-    write_json(path / "tokenizer_config.json", {"added_tokens_decoder": {"300": {"content": "<|x|>", "special": True}}})
-    with pytest.raises(UserError, match=r"'<\|x\|>' the id 300"):
-        load_tokenizer(path)
-
-
 # ----------------------------------------------------------------------------------------------------- other decoders
 
 GGUF = [decoders.ByteFallback(), decoders.Fuse(), decoders.Replace("▁", " "), decoders.ByteLevel()]
@@ -926,13 +858,9 @@ def test_ids_outside_the_vocabulary_are_user_errors(kind: str, loaded: dict[str,
     for id in (-1, loaded[kind].vocab_size):
         with pytest.raises(UserError, match="outside"):
             loaded[kind].decode([1, id])
-
-
-def test_check_fits(loaded: dict[str, Tokenizer]) -> None:
-    size = loaded["sp-bpe"].vocab_size
-    check_fits(loaded["sp-bpe"], size)
+    check_fits(loaded[kind], loaded[kind].vocab_size)
     with pytest.raises(UserError, match="vocab_size"):
-        check_fits(loaded["sp-bpe"], size - 1)
+        check_fits(loaded[kind], loaded[kind].vocab_size - 1)
 
 
 def test_a_token_covers_only_so_many_characters(loaded: dict[str, Tokenizer]) -> None:
@@ -1008,7 +936,8 @@ def without_spaces(text: str | bytes) -> str:
 @given(data=st.data(), skip=st.booleans())
 def test_offsets_in_a_text_whose_spaces_are_dropped(kind: str, loaded: Any, data: Any, skip: bool) -> None:
     tokenizer = loaded[kind]
-    words = st.sampled_from([*WORDS.split(), tokenizer.token_text(tokenizer.eos_ids[0])])
+    special = [tokenizer.token_text(id) for id in (tokenizer.bos_id, tokenizer.eos_ids[0])]
+    words = st.sampled_from([*WORDS.split(), *special])
     spaces = st.sampled_from(["", " ", "  ", "\n", "\t", " \n ", "\r\n\n", " " * 100])
     text = "".join(data.draw(st.lists(words | spaces, max_size=20)))
     ids = tokenizer.encode(text)
@@ -1020,22 +949,3 @@ def test_offsets_in_a_text_whose_spaces_are_dropped(kind: str, loaded: Any, data
         assert without_spaces(text[:offset]) == without_spaces(b"".join(pieces[:i]))
         word = pieces[i].decode(errors="replace").lstrip(" ")
         assert "\ufffd" in word or text[offset:].lstrip(" ").startswith(word)
-
-
-@pytest.mark.parametrize("kind", KINDS)
-@pytest.mark.parametrize("odd", ["ﬁ", "e\u0301", "ＡＢＣ", "\u200b", "🦊", "Ⅳ", "日本🦊 ﬁ "])
-def test_offsets_around_characters_that_are_replaced(kind: str, odd: str, loaded: Any) -> None:
-    tokenizer = loaded[kind]
-    start, end = "the quick brown fox jumps ", " over a lazy dog"
-    text = start + odd + end
-    ids = tokenizer.encode(text)
-    offsets = text_offsets(tokenizer, ids, text, True)
-    assert offsets == sorted(offsets) and all(0 <= offset <= len(text) for offset in offsets)
-    pieces = list(map(tokenizer.token_bytes, ids[1:]))
-    for i, offset in enumerate(offsets[1:]):
-        before, word = without_spaces(b"".join(pieces[:i])), without_spaces(pieces[i])
-        after = without_spaces(b"".join(pieces[i:]))
-        if word and without_spaces(start).startswith(before + word):
-            assert without_spaces(text[:offset]) == before
-        if word and after.startswith(word) and without_spaces(end).endswith(after):
-            assert without_spaces(text[offset:]) == after

@@ -683,7 +683,7 @@ def biased_differences_from_one_rank(world: World, folders: list[Path], ids: lis
 def test_biases_after_all_reduces_with_every_communicator(interpreters: Ranks, tmp_path: Path, seed: int) -> None:
     """The hybrid has a standard and a ladder block."""
     from config import ModelConfig, with_variant
-    from tests.test_tensor_parallel import save_random
+    from tests.support.models import save_random
 
     plain = ModelConfig(96, 32, 2, 4, 2, 8, 32, 64)
     mlp, both = replace(plain, mlp_bias=True), replace(plain, qkv_bias=True, o_bias=True, mlp_bias=True)

@@ -30,8 +30,8 @@ from tests.engine.test_embeddings import check, embeddings
 from tests.engine.test_engine import ALONE, assert_same, config_of, load, random_submits
 from tests.engine.test_runner import as_on_a_gpu
 from tests.support.adapters import PARTS, merged, write_adapter
+from tests.support.models import save_random
 from tests.support.ranks import Ranks
-from tests.test_tensor_parallel import save_random
 from tp import World
 
 POOLINGS: tuple[Pooling, ...] = ("mean", "last")

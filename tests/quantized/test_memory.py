@@ -22,7 +22,7 @@ from quantized.weight import Quantized, quantize, rounding_bytes
 from scripts.quantize import quantize_checkpoint
 from tests.quantized.test_quantize import job_for
 from tests.support.live_bytes import LiveBytes
-from tests.test_tensor_parallel import save_random
+from tests.support.models import save_random
 from tp import World
 
 CPU = torch.device("cpu")

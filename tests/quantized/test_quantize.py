@@ -34,8 +34,8 @@ from quantized.scheme import SCHEMES, on_load
 from quantized.weight import dequantize, quantize, unpack
 from scripts.quantize import LENGTH, SAMPLES, STATE, Job, begin, finish, quantize_checkpoint, quantize_model, scheme_of
 from tests.support.command_line import MODELS, Here
+from tests.support.models import save_random
 from tests.support.ranks import Ranks
-from tests.test_tensor_parallel import save_random
 from tp import World
 
 CPU = torch.device("cpu")
@@ -106,6 +106,16 @@ def test_a_hessian_that_rounding_made_indefinite_is_damped_more(seed: int) -> No
         assert dequantize(gptq(weight, vectors * values @ vectors.T, scheme, "layer")).isfinite().all()
     with pytest.raises(UserError, match="too different in size for GPTQ"):
         gptq(weight, vectors * values.index_fill(0, torch.tensor(5), -3.0) @ vectors.T, scheme, "layer")
+
+
+@pytest.mark.parametrize("symmetric", [True, False])
+@pytest.mark.parametrize("bits", [4, 8])
+def test_integers_are_the_nearest_ones(bits: int, symmetric: bool, seed: int) -> None:
+    weight, scheme = torch.randn(6, 96) + torch.randn(6, 1), replace(SCHEMES["int4"], bits=bits, group=32, symmetric=symmetric)
+    found = quantize(weight, scheme, "layer")
+    steps = found.scales.repeat_interleave(32, 1)
+    assert ((dequantize(found) - weight).abs() <= (0.5 if symmetric else 1.0) * steps * 1.001).all()
+    assert (found.zeros is None) == symmetric and unpack(found.codes).unique().numel() > 2 ** (bits - 1)
 
 
 @pytest.mark.parametrize("value", [float("nan"), float("inf")])
@@ -205,18 +215,46 @@ def test_gptq_of_every_variant_is_nearer_than_rounding(variant: str, tmp_path: P
     assert errors[0] < errors[1]
 
 
-def test_a_stopped_run_goes_on(tmp_path: Path, seed: int) -> None:
-    source, calibration = save_random(with_variant(CONFIG, "hybrid:1"), tmp_path / "source"), torch.randint(0, 101, (4, 16))
-    out = make(source, tmp_path / "made", "int4", calibration)
-    files = {path.name: path.read_bytes() for path in out.iterdir()}
-    for name in ("model-00003-of-00003.safetensors", "config.json"):
-        (out / name).unlink()
-    make(source, out, "int4", calibration)
-    assert {path.name: path.read_bytes() for path in out.iterdir()} == files
+def contents(folder: Path) -> dict[str, bytes]:
+    return {path.name: path.read_bytes() for path in folder.iterdir()}
+
+
+FIRST, SECOND, LAST = (f"model-0000{i}-of-00003.safetensors" for i in (1, 2, 3))
+
+
+def stopped(out: Path) -> None:
+    (out / LAST).unlink()
+    (out / "config.json").unlink()
+
+
+def torn(out: Path) -> None:
+    for file in (out / FIRST, out / LAST):
+        file.write_bytes((content := file.read_bytes())[: random.choice([0, 100, len(content) - 1])])
+
+
+def of_another_layer(out: Path) -> None:
+    for name in (FIRST, SECOND):
+        shutil.copy(out / LAST, out / name)
+
+
+@pytest.mark.parametrize("spoil", [stopped, torn, of_another_layer])
+@pytest.mark.parametrize("weights", ["int8", "int4"])
+def test_what_is_missing_or_damaged_is_written_again(
+    spoil: Callable[[Path], None], weights: str, tmp_path: Path, seed: int
+) -> None:
+    source = save_random(with_variant(CONFIG, "hybrid:1"), tmp_path / "source")
+    inputs = torch.randint(0, 101, (4, 16)) if weights == "int4" else None
+    files = contents(out := make(source, tmp_path / "made", weights, inputs))
+    spoil(out)
+    assert contents(make(source, out, weights, inputs)) == files
     with pytest.raises(UserError, match="other settings"):
-        make(source, out, "int8")
+        make(source, out, "fp8")
     with pytest.raises(UserError, match="other files"):
-        make(source, source, "int8")
+        make(source, source, weights)
+    (out / SECOND).unlink()
+    (out / SECOND).mkdir()
+    with pytest.raises(UserError, match=f"{out / SECOND} cannot be written .*name another output"):
+        make(source, out, weights, inputs)
 
 
 def test_the_embedded_model_is_what_the_command_writes_now(tmp_path: Path) -> None:
@@ -226,7 +264,7 @@ def test_the_embedded_model_is_what_the_command_writes_now(tmp_path: Path) -> No
     shutil.copytree(made, out)
     quantize_model(str(MODELS / "tiny-hybrid"), out, "int4", "gptq", None, SAMPLES, LENGTH)
     shutil.rmtree(out / EMBEDDED)  # left out of the embedded model, to keep it small
-    assert {path.name: path.read_bytes() for path in out.iterdir()} == {path.name: path.read_bytes() for path in made.iterdir()}
+    assert contents(out) == contents(made)
 
 
 @pytest.mark.parametrize("torn", [b"", b"{", b"[]"])
@@ -292,53 +330,15 @@ def test_what_is_copied_is_checked(name: str, method: str, tmp_path: Path, seed:
 
 @pytest.mark.parametrize(("weights", "method"), [("fp8", "rtn"), ("int8", "rtn"), ("int4", "gptq")])
 def test_weights_in_64_bits_are_quantized_as_in_32(weights: str, method: str, tmp_path: Path, seed: int) -> None:
+    """In a file, and at load."""
     source = save_random(CONFIG, tmp_path / "source")
     inputs = torch.randint(0, 101, (4, 16)) if method == "gptq" else None
-    made = make(stored_as(torch.float64, source, tmp_path / "wide"), tmp_path / "made", weights, inputs)
-    expected = make(source, tmp_path / "expected", weights, inputs)
-    assert {file.name: file.read_bytes() for file in made.iterdir()} == {
-        file.name: file.read_bytes() for file in expected.iterdir()
-    }
-
-
-@pytest.mark.parametrize("weights", SCHEMES)
-def test_weights_in_64_bits_are_rounded_at_load_as_in_32(weights: str, tmp_path: Path, seed: int) -> None:
-    source = save_random(CONFIG, tmp_path / "source")
     wide = stored_as(torch.float64, source, tmp_path / "wide")
-    made, expected = (
-        load_model(str(folder), model_config(str(folder), None, 1, weights), ALONE, torch.float32).state_dict()
-        for folder in (wide, source)
-    )
-    assert made.keys() == expected.keys()
-    for name, tensor in made.items():
-        torch.testing.assert_close(tensor, expected[name], rtol=0, atol=0)
-
-
-def test_a_torn_file_is_written_again(tmp_path: Path, seed: int) -> None:
-    source = save_random(CONFIG, tmp_path / "source")
-    out = make(source, tmp_path / "made", "int8")
-    files = {path.name: path.read_bytes() for path in out.iterdir()}
-    for name in ("model-00001-of-00003.safetensors", "model-00003-of-00003.safetensors"):
-        (out / name).write_bytes(files[name][: random.choice([0, 100, len(files[name]) - 1])])
-    make(source, out, "int8")
-    assert {path.name: path.read_bytes() for path in out.iterdir()} == files
-
-
-@pytest.mark.parametrize("method", ["rtn", "gptq"])
-def test_a_file_of_another_layer_is_written_again(method: str, tmp_path: Path, seed: int) -> None:
-    source = save_random(CONFIG, tmp_path / "source")
-    inputs = torch.randint(0, 101, (4, 16)) if method == "gptq" else None
-    out = make(source, tmp_path / "made", "int8", inputs)
-    files = {path.name: path.read_bytes() for path in out.iterdir()}
-    first, second, third = sorted(out.glob("model-*"))
-    shutil.copy(third, second)
-    shutil.copy(third, first)
-    make(source, out, "int8", inputs)
-    assert {path.name: path.read_bytes() for path in out.iterdir()} == files
-    second.unlink()
-    second.mkdir()
-    with pytest.raises(UserError, match=f"{second} cannot be written .*name another output"):
-        make(source, out, "int8", inputs)
+    made, expected = (make(path, tmp_path / f"made of {path.name}", weights, inputs) for path in (wide, source))
+    assert contents(made) == contents(expected)
+    rounded, right = (load(ALONE, path, weights).state_dict() for path in (wide, source))
+    assert rounded.keys() == right.keys()
+    assert all(torch.equal(tensor.float(), right[name].float()) for name, tensor in rounded.items())
 
 
 @pytest.mark.parametrize(
@@ -367,23 +367,16 @@ def test_a_model_that_was_trained_further_is_not_mixed_with_the_earlier_one(
 
 @pytest.mark.parametrize("changed", [replace(CONFIG, rope_theta=5e5), with_variant(CONFIG, "ladder")], ids=["theta", "ladder"])
 def test_a_model_whose_config_has_changed_is_not_mixed_with_the_earlier_one(
-    changed: ModelConfig, tmp_path: Path, seed: int
+    changed: ModelConfig, tmp_path: Path, seed: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    source = save_random(CONFIG, tmp_path / "source")
-    command = (str(source), tmp_path / "made", "int8", "rtn", None, 1, 1)
-    quantize_model(*command)
-    (source / "config.json").write_text(json.dumps(config_to_hf(changed)))
-    with pytest.raises(UserError, match=r"other settings: config.json .*new folder"):
-        quantize_model(*command)
-
-
-def test_a_stopped_run_goes_on_with_another_path_to_the_same_model(
-    tmp_path: Path, seed: int, monkeypatch: pytest.MonkeyPatch
-) -> None:
+    """Another path to the same model is no change."""
     source = save_random(CONFIG, tmp_path / "source")
     monkeypatch.chdir(tmp_path)
-    for path in (source, "source", "source/", "./source"):
+    for path in (source, "source/", "./source"):
         quantize_model(str(path), tmp_path / "made", "int8", "rtn", None, 1, 1)
+    (source / "config.json").write_text(json.dumps(config_to_hf(changed)))
+    with pytest.raises(UserError, match=r"other settings: config.json .*new folder"):
+        quantize_model(str(source), tmp_path / "made", "int8", "rtn", None, 1, 1)
 
 
 def test_a_full_disk_gets_one_line(tmp_path: Path, seed: int, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -23,9 +23,9 @@ from layers.attention import Causal
 from model import Transformer
 from scripts.corpus.train_drafts import accepted_lengths
 from tests.support.clock import Clock
+from tests.support.models import save_random
 from tests.support.paged import CachedSequences
 from tests.support.ranks import Ranks
-from tests.test_tensor_parallel import save_random
 from tp import World
 from training import draft as command
 from training import metrics
