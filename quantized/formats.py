@@ -1,4 +1,4 @@
-"""From the tensors of each file format to `weight.Quantized`, reading only one rank's slice of them.
+"""From the tensors of each file format to `weight.Quantized`, reading only one rank's slice of them, and back for compressed-tensors.
 
 N output features and K input features of the full layer.
 """
@@ -358,3 +358,13 @@ FORMATS: dict[str, Plain | Packed | Gptq | Awq | OnLoad] = {
     "awq": Awq(),
     ON_LOAD: OnLoad(),
 }
+
+
+def compressed_tensors(layer: Quantized, scheme: Scheme) -> dict[str, Tensor]:
+    """The tensors of a layer (N, K) by the suffix of their names, as the config of `hf.scheme_to_hf` asks for them. See
+    `packed_codes` about integers."""
+    if scheme.is_float:
+        return {"weight": layer.codes, "weight_scale": layer.scales}
+    words = (layer.codes if scheme.bits == 4 else layer.codes.view(torch.uint8) ^ 128).contiguous().view(torch.int32)
+    shape = len(words), words.shape[1] * 32 // scheme.bits
+    return {"weight_packed": words, "weight_scale": layer.scales, "weight_shape": torch.tensor(shape)}

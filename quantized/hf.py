@@ -1,4 +1,5 @@
-"""Reading a checkpoint's description of its quantization: `quantization_config` of config.json, or a file beside it.
+"""Reading a checkpoint's description of its quantization: `quantization_config` of config.json, or a file beside it. And writing
+that of compressed-tensors, which transformers and vLLM read, too.
 
 Whatever is not known to give the right numbers is refused with a message that names it.
 """
@@ -162,6 +163,30 @@ def _compressed_activations(inputs: dict[str, Any], kind: str, bits: int, group:
         f"{what} by {shown(strategy)}, dynamic {shown(dynamic)}, beside {bits}-bit weights are not supported; supported for 8 "
         "bits: by token, or by the group of the weights, dynamic; by tensor, static"
     )
+
+
+def scheme_to_hf(scheme: Scheme) -> dict[str, Any]:
+    """`quantization_config` of config.json for a model whose linear layers, except the head, all have this symmetric scheme."""
+    weights = {
+        "num_bits": scheme.bits,
+        "type": "float" if scheme.is_float else "int",
+        "symmetric": True,
+        "strategy": "group" if scheme.group else "channel",
+        "group_size": scheme.group,
+        "dynamic": False,
+    }
+    inputs = {"num_bits": 8, "type": weights["type"], "symmetric": True, "strategy": "token", "dynamic": True}
+    activations = inputs if scheme.activations == "token" else None
+    return {
+        "quant_method": "compressed-tensors",
+        "format": "float-quantized" if scheme.is_float else "pack-quantized",
+        "quantization_status": "compressed",
+        "config_groups": {
+            "group_0": {"targets": ["Linear"], "weights": weights, "input_activations": activations, "output_activations": None}
+        },
+        "ignore": ["lm_head"],
+        "kv_cache_scheme": None,
+    }
 
 
 # --- the others ---------------------------------------------------------------------------------------------------------------

@@ -48,9 +48,9 @@ from layers.linear import ShardedLinear
 from layers.rope import rope_frequencies
 from model import BLOCKS, Factory
 from options import dtype_name, whole_number
-from quantized.compressed import compressed_tensors, scheme_to_hf
-from quantized.formats import FORMATS, Slice, Tensors
+from quantized.formats import FORMATS, Slice, Tensors, compressed_tensors
 from quantized.gptq import gptq
+from quantized.hf import scheme_to_hf
 from quantized.scheme import LEAST_GROUP, SCHEMES, Scheme
 from quantized.weight import Quantized, check_finite, dequantize, joined, quantize
 from scripts.corpus.documents import documents, render

@@ -6,7 +6,7 @@ from pathlib import Path
 
 from checkpoints.hf_config import config_to_hf
 from checkpoints.presets import model_config
-from quantized.compressed import scheme_to_hf
+from quantized.hf import scheme_to_hf
 from quantized.scheme import SCHEMES
 
 MEMORY = 0.85  # the share of a GPU's memory that vLLM may use in a sweep
