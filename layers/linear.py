@@ -87,15 +87,16 @@ class ShardedLinear(nn.Module):
         else:
             shape = (config.hidden_size, self.sizes[0])
         self.out_features, self.in_features = shape
-        self.quantized = self._quantized(config, shape, device, dtype)
+        self.rows = self.sizes if SPLITS[parts[0]].dim == 0 else [shape[0]]  # out_features of each part
+        self.quantized = self._quantized(config, device, dtype)
         weight = None if self.quantized else nn.Parameter(torch.empty(shape, device=device, dtype=dtype))
         self.register_parameter("weight", weight)
         # in a fused layer, either all parts have a bias, or the first ones, or the last ones
         has = [part in biased_parts(config) for part in parts]
         self.biased = [part for part, biased in zip(parts, has, strict=True) if biased]
-        # out_features of each part, and of those with a bias
-        lengths = self.rows = self.sizes if SPLITS[parts[0]].dim == 0 else [shape[0]]
-        self.lengths = [length for length, biased in zip(lengths, has, strict=True) if biased]
+        self.lengths = [
+            length for length, biased in zip(self.rows, has, strict=True) if biased
+        ]  # out_features of those with a bias
         unbiased = shape[0] - sum(self.lengths)
         self.padding = (0, unbiased) if has[0] else (unbiased, 0)
         # of the sum over input features, with --deterministic
@@ -103,17 +104,15 @@ class ShardedLinear(nn.Module):
         self.bias = nn.Parameter(torch.zeros(sum(self.lengths), device=device, dtype=dtype)) if self.biased else None
         self.adapters: LayerAdapters | None = None
 
-    def _quantized(
-        self, config: ModelConfig, shape: tuple[int, int], device: torch.device | None, dtype: torch.dtype | None
-    ) -> nn.ModuleList | None:
+    def _quantized(self, config: ModelConfig, device: torch.device | None, dtype: torch.dtype | None) -> nn.ModuleList | None:
         """The parts of a layer of which at least one is quantized, else None."""
         if config.quantization is None or self.parts == ("embed_tokens",):
             return None
         schemes = [config.quantization.scheme(checkpoint_name(self.layer, part)) for part in self.parts]
-        rows = self.sizes if SPLITS[self.parts[0]].dim == 0 else [shape[0]]
+        k = self.in_features
         modules = [
-            QuantizedWeight(scheme, n, shape[1], device) if scheme else PlainWeight(n, shape[1], device, dtype)
-            for scheme, n in zip(schemes, rows, strict=True)
+            QuantizedWeight(scheme, n, k, device) if scheme else PlainWeight(n, k, device, dtype)
+            for scheme, n in zip(schemes, self.rows, strict=True)
         ]
         return nn.ModuleList(modules) if any(schemes) else None
 
