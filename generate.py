@@ -241,11 +241,9 @@ def encode(text: str, chat: bool, tokenizer: Tokenizer | None) -> list[int]:
 # --- running it ----------------------------------------------------------------------------------------------------------
 
 
-def never() -> bool:
-    return False
-
-
-def answer(job: Job, llm: LLM, first: int, show: bool, stopped: Callable[[], bool] = never) -> tuple[list[Completion], Timing]:
+def answer(
+    job: Job, llm: LLM, first: int, show: bool, stopped: Callable[[], bool] | None = None
+) -> tuple[list[Completion], Timing]:
     """Generate one batch of samples, from sample `first` on. With `show`, print the first one's text as it is generated.
 
     `stopped` is called after each step, on all ranks. If it returns True, generation ends, and the `finish_reason` of
@@ -259,7 +257,7 @@ def answer(job: Job, llm: LLM, first: int, show: bool, stopped: Callable[[], boo
             for update in updates:
                 if show and update.index == 0:
                     print(update.text, end="", flush=True)
-            if stopped():
+            if stopped is not None and stopped():
                 break
     return answers, timing
 

@@ -12,7 +12,7 @@ from typing import Any
 import pytest
 
 from text.chat_form import ChatForm, fit, read_arguments
-from text.chat_template import NAMES, TOOL, fitted, form_of, render
+from text.chat_template import NAMES, TOOL, form_of, render
 
 LOOP = "{% for m in messages %}BODY{% endfor %}"
 CALLS = "{% for c in m.tool_calls or [] %}CALL{% endfor %}"
@@ -155,7 +155,7 @@ def test_the_prompt_has_every_text(name: str, with_tools: bool, seed: int) -> No
 
 def written(template: str, chat: list[dict[str, Any]], with_tools: bool = False) -> str:
     variables = {**NAMES, "documents": None, "tools": [TOOL] if with_tools else None}
-    return render(template, fitted(template, chat, with_tools, False), variables, True, False)
+    return render(template, fit(chat, form_of(template, with_tools)), variables, True, False)
 
 
 @pytest.mark.parametrize(
@@ -260,6 +260,6 @@ def test_a_message_that_is_parted_has_its_reasoning_once() -> None:
 
 
 def test_a_message_with_calls_can_be_continued() -> None:
-    chat = fitted(APART, calling("Look"), False, True)
+    chat = fit(calling("Look"), form_of(APART, False), continued=True)
     said, calls, last = render(APART, chat, {}, False, True).split("\n")
     assert (said, last) == ("<user>|Hi", "<assistant>|Look") and '"x": 1' in calls

@@ -2,7 +2,7 @@
 
 import functools
 import json
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from datetime import datetime
 from typing import Any
 
@@ -11,7 +11,7 @@ import jinja2.ext
 from jinja2.sandbox import ImmutableSandboxedEnvironment
 
 from errors import UserError
-from text.chat_form import ChatForm, Message, chat_form, fit
+from text.chat_form import ChatForm, Message, chat_form
 
 NAMES = dict.fromkeys(("bos_token", "eos_token", "unk_token", "pad_token"), "")
 TOOL = {  # for the conversations that show what a template takes
@@ -23,11 +23,6 @@ TOOL = {  # for the conversations that show what a template takes
     },
 }
 CONTINUE_TAG = "CONTINUE_FINAL_MESSAGE_TAG "  # as in transformers; the trailing space shows whether the template strips
-
-
-def fitted(template: str, messages: Iterable[Message], with_tools: bool, continued: bool) -> list[dict[str, Any]]:
-    """The conversation as the template takes it (text/chat_form.py). Raises UserError for messages that are no objects."""
-    return fit(messages, form_of(template, with_tools), continued)
 
 
 def render(

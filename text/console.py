@@ -166,15 +166,11 @@ class Keyboard:
 # --- history -------------------------------------------------------------------------------------------------------------
 
 
-def history_path() -> Path:
-    """The path of the history file, in the state folder of the XDG base directory specification."""
-    return Path(os.environ.get("XDG_STATE_HOME") or Path.home() / ".local" / "state") / "rung" / "history"
-
-
 def open_history() -> History:
-    """The history of earlier sessions, in a file that only its owner can read; in memory if no file can be created."""
+    """The history of earlier sessions, in a file that only its owner can read, in the state folder of the XDG base directory
+    specification; in memory if no file can be created."""
     with suppress(OSError, RuntimeError):  # RuntimeError: no home
-        path = history_path()
+        path = Path(os.environ.get("XDG_STATE_HOME") or Path.home() / ".local" / "state") / "rung" / "history"
         path.parent.mkdir(mode=0o700, parents=True, exist_ok=True)
         path.touch(mode=0o600)
         _shorten(path)

@@ -22,8 +22,8 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from errors import UserError
-from text.chat_form import Message
-from text.chat_template import fitted, render
+from text.chat_form import Message, fit
+from text.chat_template import form_of, render
 from text.control_tokens import Guard, Spellings
 
 PLAIN_CHAT = (  # the template of ByteTokenizer
@@ -189,7 +189,7 @@ class Tokenizer(ABC):
         if continued and begins:
             raise UserError("continue_final_message excludes add_generation_prompt; set add_generation_prompt to false")
         template = self.pick_template(wanted, tools is not None)
-        chat = fitted(template, messages, bool(tools), continued)
+        chat = fit(messages, form_of(template, bool(tools)), continued)
         if guard is not None:
             chat, values = guard.protect(chat, values)
         return render(template, chat, {**self.names, "documents": None, "tools": None, **values}, begins, continued)
