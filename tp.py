@@ -5,11 +5,11 @@ that shard from disk.
 """
 
 import os
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from datetime import timedelta
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
 import torch
 import torch.distributed as dist
@@ -26,6 +26,7 @@ from ranks import hosts
 from ranks.processes import MEETING, listen_on_loopback, shared_folder
 
 PATIENCE = timedelta(minutes=10)  # of ranks for each other
+T = TypeVar("T")
 
 
 @dataclass(frozen=True)
@@ -263,3 +264,14 @@ def agree_on_error(world: World, error: UserError | None) -> None:
     first = next((e for e in errors if e), None)
     if first:
         raise UserError(first)
+
+
+def together(world: World, work: Callable[[], T]) -> T:
+    """What `work()` returns. A UserError on one rank is raised on all ranks. Collective."""
+    error = result = None
+    try:
+        result = work()
+    except UserError as e:
+        error = e
+    agree_on_error(world, error)
+    return result  # type: ignore[return-value]

@@ -39,7 +39,7 @@ from layers.attention import AttentionContext
 from layers.linear import ShardedLinear
 from layers.rope import rope_frequencies
 from model import Factory, RMSNorm, Transformer, attention_heads
-from tp import Shard, World, agree_on_error, stream_shards
+from tp import Shard, World, stream_shards, together
 
 ARCHITECTURE = "LlamaForCausalLMEagle3"
 STREAMS = 3  # hidden states of the model that a head reads
@@ -259,14 +259,7 @@ def random_head(config: EagleConfig, world: World, dtype: torch.dtype) -> EagleH
 
 def load_head(directory: Path, base: ModelConfig, world: World, dtype: torch.dtype) -> EagleHead:
     """The head in `directory` for the model `base`. Collective: a UserError of one rank is raised on all."""
-    error, head = None, None
-    try:
-        head = read_head(directory, base, world, dtype)
-    except UserError as e:
-        error = e
-    agree_on_error(world, error)
-    assert head is not None
-    return head
+    return together(world, lambda: read_head(directory, base, world, dtype))
 
 
 @dataclass(frozen=True)

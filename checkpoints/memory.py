@@ -13,7 +13,7 @@ from errors import UserError
 from kernels import determinism
 from quantized.scheme import ON_LOAD
 from quantized.weight import rounding_bytes
-from tp import SPLITS, Shard, World, agree_on_error, checkpoint_name, stream_shards
+from tp import SPLITS, Shard, World, checkpoint_name, stream_shards, together
 
 SHORT = "GB a rank for its weights"  # every message about a model that does not fit contains this
 SCALE_BYTES = 4  # of a scale: a quantized layer's, with its zero point, at most; or that of a head of a token in an fp8 cache
@@ -112,17 +112,16 @@ def check_memory(
 
     Collective: no rank starts to allocate before all ranks have measured the free memory.
     """
-    error = None
-    try:
+
+    def check() -> None:
         weights = weight_bytes(config, world.world_size, dtype) + more
         cache = cache_bytes(config, world.world_size, dtype, tokens, kv_dtype)
         weights += max(0, loading_bytes(config, world.world_size) - cache)  # the cache is allocated after the weights
         free = free_bytes(world.device)
         if weights + cache > free:
-            error = UserError(shortage(name, world, weights, cache, free))
-    except UserError as e:
-        error = e
-    agree_on_error(world, error)
+            raise UserError(shortage(name, world, weights, cache, free))
+
+    together(world, check)
 
 
 def shortage(name: str, world: World, weights: int, cache: int, free: int) -> str:

@@ -27,7 +27,7 @@ from model import RMSNorm, Transformer
 from options import DTYPE_NAMES
 from quantized.formats import FORMATS, Shapes, Slice, Tensors
 from quantized.weight import Quantized, QuantizedWeight, joined, quantize
-from tp import SPLITS, Shard, World, agree_on_error, checkpoint_name
+from tp import SPLITS, Shard, World, checkpoint_name, together
 
 MANY_LAYERS = 256
 CACHE_SCALES = (  # of a cache in 8 bits and of attention in 8 bits
@@ -286,22 +286,12 @@ def load_model(
     match `config`, and that there is enough memory for the weights and a KV cache of `cache_tokens` tokens in
     `kv_dtype`. adapter_bytes: of a rank, besides these.
     """
-    error = source = model = None
-    try:
-        source = check_source(name, config, world, dtype, embeds=True)
-    except UserError as e:
-        error = e
-    agree_on_error(world, error)
+    source = together(world, lambda: check_source(name, config, world, dtype, embeds=True))
     if world.rank == 0 and source is not None:
         for remark in [*source.files.remarks, *unread_keys(config_file(name))]:
             note(remark)
     check_memory(name, config, world, dtype, cache_tokens, kv_dtype, adapter_bytes)
-    try:
-        model = fill_model(name, source, config, world, dtype, seed)
-    except UserError as e:
-        error = e
-    agree_on_error(world, error)
-    assert model is not None
+    model = together(world, lambda: fill_model(name, source, config, world, dtype, seed))
     if config.quantization is not None and world.comm.name == "fused" and world.rank == 0:
         note("--comm fused: quantized layers are not fused with their all-reduces; these run as with --comm auto")
     return model

@@ -7,6 +7,7 @@ from pathlib import Path
 import pytest
 import torch
 
+import tp
 from checkpoints import memory
 from checkpoints.hf_config import config_to_hf
 from checkpoints.lora import LoraLimits, adapted_layers
@@ -102,7 +103,7 @@ def test_ranks_share_what_the_host_has(monkeypatch: pytest.MonkeyPatch) -> None:
     said: list[UserError | None] = []
     monkeypatch.setenv("LOCAL_WORLD_SIZE", "8")
     monkeypatch.setattr(memory, "host_free_bytes", lambda: 24_000_000_000)
-    monkeypatch.setattr(memory, "agree_on_error", lambda _, error: said.append(error))
+    monkeypatch.setattr(tp, "agree_on_error", lambda _, error: said.append(error))
     check_memory("llama-3-70b:16", preset("llama-3-70b:16"), World(3, 8, CPU, Ranks(8)), torch.float32)
     check_memory("llama-3-70b:2", preset("llama-3-70b:2"), World(3, 8, CPU, Ranks(8)), torch.float32)
     refused = (

@@ -26,10 +26,10 @@ from errors import UserError
 from kernels import determinism
 from layers.attention import Causal
 from model import Transformer
-from tp import World, init_world
+from tp import World, init_world, together
 from training.batches import Batch
 from training.convert import parse_layers, to_hybrid_ladder
-from training.loop import Setup, prepare, together, train
+from training.loop import Setup, prepare, train
 from training.losses import cross_entropy, distillation
 from training.options import add_batch_options, add_execution_options, add_run_options, check_numbers, dtype_of
 

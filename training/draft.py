@@ -42,10 +42,10 @@ from errors import UserError, first_line
 from files import check_folder, model_folder
 from model import Transformer
 from options import DTYPE_NAMES
-from tp import World, init_world
+from tp import World, init_world, together
 from training.batches import GlobalBatches
 from training.chains import chain_loss
-from training.loop import check_same, identity, together
+from training.loop import check_same, identity
 from training.metrics import Measured, Meter, plot_run
 from training.optimizer import AdamSettings
 from training.options import add_batch_options, check_numbers, dtype_of, schedule_of

@@ -3,10 +3,10 @@
 import argparse
 import json
 import uuid
-from collections.abc import Callable, Container, Mapping
+from collections.abc import Container, Mapping
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, TypeVar
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -19,7 +19,7 @@ from errors import RankError, UserError, first_line
 from files import check_folder
 from options import dtype_name
 from text.tokenizer_files import find_tokenizer
-from tp import World, agree_on_error
+from tp import World, together
 from training.batches import GlobalBatches
 from training.captured_step import CapturedStep
 from training.executor import Executor
@@ -33,8 +33,6 @@ from training.snapshot import Snapshots
 from training.snapshot_folder import check_fits, read_manifest
 from training.step import Loss, Trainer, check_batch
 from training.token_file import check_tokenizer, open_tokens
-
-T = TypeVar("T")
 
 OPTIMIZATION = ("steps", "learning_rate", "warmup", "final_rate", "weight_decay", "clip")  # options of all training commands
 RECIPE = (*OPTIMIZATION, "distill", "teacher")  # what may change in the middle of a run, but only with --other-recipe
@@ -50,17 +48,6 @@ class Setup:
     data: Path
     loss: Loss
     teacher: str | None = None  # the fingerprint of the weights that the loss distills
-
-
-def together(world: World, work: Callable[[], T]) -> T:
-    """Run `work()` on every rank. Collective: a UserError on one rank is raised on all ranks."""
-    error, result = None, None
-    try:
-        result = work()
-    except UserError as e:
-        error = e
-    agree_on_error(world, error)
-    return result  # type: ignore[return-value]
 
 
 # --- before the first step -----------------------------------------------------------------------------------------------

@@ -26,9 +26,8 @@ from cli import Parser, note, run
 from comm.process_group import all_gather
 from errors import UserError
 from ranks.processes import rank
-from tp import World, init_world
+from tp import World, init_world, together
 from training.groups import block_of, blocks_of
-from training.loop import together
 from training.options import ranks_mesh
 from training.plan import count
 from training.planner.collectives import OPERATIONS, Point, Profile, write_profile

@@ -20,8 +20,8 @@ from cli import Parser, run
 from config import TRAINABLE, require_causal, usage
 from errors import UserError
 from kernels import determinism
-from tp import init_world
-from training.loop import Setup, prepare, together, train
+from tp import init_world, together
+from training.loop import Setup, prepare, train
 from training.losses import cross_entropy
 from training.options import add_batch_options, add_execution_options, add_run_options, check_numbers
 from training.token_file import tokenizer_folder
