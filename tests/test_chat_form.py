@@ -14,76 +14,66 @@ import pytest
 from text.chat_form import ChatForm, fit, read_arguments
 from text.chat_template import NAMES, TOOL, form_of, render
 
-LOOP = "{% for m in messages %}BODY{% endfor %}"
-CALLS = "{% for c in m.tool_calls or [] %}CALL{% endfor %}"
-JSON_CALLS = CALLS.replace("CALL", "{{ c.function | tojson }}")
 RAISE = "{{ raise_exception('no') }}"
-KNOWN = "{% if m.role not in ('system', 'user', 'assistant', 'tool') %}RAISE{% endif %}".replace("RAISE", RAISE)
+KNOWN = "{% if m.role not in ('system', 'user', 'assistant', 'tool') %}" + RAISE + "{% endif %}"
 ALTERNATING = """{% for m in messages if m.role != 'tool' and not m.tool_calls %}{% if (m.role == 'user') != (loop.index % 2 == 1) %}
 {{ raise_exception('roles must alternate') }}{% endif %}{% endfor %}"""
 TURNWISE = """{% for m in messages if m.tool_calls %}{% if loop.length > 1 %}
 {{ raise_exception('calls in one turn') }}{% endif %}{% endfor %}"""
-ROLE = "<{{ m.role }}>"
 
-TEMPLATES = {
-    "all roles": LOOP.replace("BODY", ROLE + "{{ m.content or '' }}" + JSON_CALLS),
-    "a known role": LOOP.replace("BODY", KNOWN + "{{ m.content or '' }}" + JSON_CALLS),
-    "other roles dropped": LOOP.replace(
-        "BODY", "{% if m.role in ('system', 'user', 'tool', 'assistant') %}{{ m['content'] + '' }}{% endif %}" + JSON_CALLS
-    ),
-    "no calls": LOOP.replace("BODY", "{{ ROLE + m['content'] }}".replace("ROLE + ", "'' + ")),
-    "no tools, alternating": LOOP.replace(
-        "BODY",
-        "{% if (m.role == 'user') != (loop.index0 % 2 == 0) or m.role not in ('user', 'assistant') %}"
-        + RAISE
-        + "{% endif %}{{ m.content | trim }}",
-    ),
-    "the first system message": "{% if messages[0].role == 'system' %}{{ messages[0].content }}{% endif %}"
-    + LOOP.replace("BODY", "{% if m.role != 'system' %}" + KNOWN + "{{ m.content or '' }}" + JSON_CALLS + "{% endif %}"),
-    "system in front alone": LOOP.replace(
-        "BODY", "{% if m.role == 'system' and not loop.first %}" + RAISE + "{% endif %}{{ m.content }}" + JSON_CALLS
-    ),
-    "turns, ids, text or calls": "{% if messages[0].role == 'system' %}{% set system = messages[0].content %}{% set messages = messages[1:] %}"
-    "{% endif %}"
-    + ALTERNATING
-    + LOOP.replace(
-        "BODY",
-        "{% if m.role == 'user' %}{% if loop.last and system is defined %}{{ system }}{% endif %}{{ m.content }}"
-        "{% elif m.tool_calls %}"
-        + CALLS.replace("CALL", "{% if c.id | length != 9 %}" + RAISE + "{% endif %}{{ c.function | tojson }}")
-        + "{% elif m.role in ('tool', 'assistant') %}{{ m.content }}{% else %}"
-        + RAISE
-        + "{% endif %}",
-    ).replace("loop.last and system", "loop.first and system"),
-    "parts": LOOP.replace("BODY", "{% for part in m.content %}{{ part.text }}{% endfor %}" + JSON_CALLS),
-    "one call, no text": LOOP.replace(
-        "BODY",
-        "{% if m.tool_calls %}{% if m.tool_calls | length != 1 %}"
-        + RAISE
-        + "{% endif %}{{ m.tool_calls[0].function | tojson }}"
-        "{% else %}{{ m.content }}{% endif %}",
-    ),
-    "items": LOOP.replace(
-        "BODY",
-        "{{ m.content or '' }}"
-        + CALLS.replace("CALL", "{% for k, v in c.function.arguments | items %}{{ k }}={{ v | tojson }}{% endfor %}"),
-    ),
-    "texts": LOOP.replace(
-        "BODY", "{{ m.content or '' }}" + CALLS.replace("CALL", "{{ c.function.name + c.function.arguments }}")
-    ),
-    "calls of none": LOOP.replace(
-        "BODY",
-        "{% if m.content is none %}"
-        + CALLS.replace("CALL", "{{ c.type + c.function.arguments }}")
-        + "{% else %}{{ m.content + '' }}{% endif %}",
-    ),
-    "a question": "{% if messages | selectattr('role', 'equalto', 'user') | list | length == 0 %}"
+
+def loop(body: str) -> str:
+    return "{% for m in messages %}" + body + "{% endfor %}"
+
+
+def each_call(body: str) -> str:
+    return "{% for c in m.tool_calls or [] %}" + body + "{% endfor %}"
+
+
+def refused(condition: str) -> str:
+    return "{% if " + condition + " %}" + RAISE + "{% endif %}"
+
+
+TEXT, CALLS = "{{ m.content or '' }}", each_call("{{ c.function | tojson }}")
+ARGUMENTS = "{% for k, v in c.function.arguments | items %}{{ k }}={{ v | tojson }}{% endfor %}"
+TURNS = (
+    "{% if m.role == 'user' %}{% if loop.first and system is defined %}{{ system }}{% endif %}{{ m.content }}{% elif m.tool_calls %}"
+    + each_call(refused("c.id | length != 9") + "{{ c.function | tojson }}")
+    + "{% elif m.role in ('tool', 'assistant') %}{{ m.content }}{% else %}"
     + RAISE
     + "{% endif %}"
-    + LOOP.replace("BODY", "{{ m.content or '' }}" + JSON_CALLS),
-    "answers with text": LOOP.replace(
-        "BODY", "{% if not m.content and not m.tool_calls %}" + RAISE + "{% endif %}{{ m.content or '' }}" + JSON_CALLS
+)
+TEMPLATES = {
+    "all roles": loop("<{{ m.role }}>" + TEXT + CALLS),
+    "a known role": loop(KNOWN + TEXT + CALLS),
+    "other roles dropped": loop(
+        "{% if m.role in ('system', 'user', 'tool', 'assistant') %}{{ m['content'] + '' }}{% endif %}" + CALLS
     ),
+    "no calls": loop("{{ '' + m['content'] }}"),
+    "no tools, alternating": loop(
+        refused("(m.role == 'user') != (loop.index0 % 2 == 0) or m.role not in ('user', 'assistant')")
+        + "{{ m.content | trim }}"
+    ),
+    "the first system message": "{% if messages[0].role == 'system' %}{{ messages[0].content }}{% endif %}"
+    + loop("{% if m.role != 'system' %}" + KNOWN + TEXT + CALLS + "{% endif %}"),
+    "system in front alone": loop(refused("m.role == 'system' and not loop.first") + "{{ m.content }}" + CALLS),
+    "turns, ids, text or calls": "{% if messages[0].role == 'system' %}{% set system = messages[0].content %}"
+    "{% set messages = messages[1:] %}{% endif %}" + ALTERNATING + loop(TURNS),
+    "parts": loop("{% for part in m.content %}{{ part.text }}{% endfor %}" + CALLS),
+    "one call, no text": loop(
+        "{% if m.tool_calls %}"
+        + refused("m.tool_calls | length != 1")
+        + "{{ m.tool_calls[0].function | tojson }}{% else %}{{ m.content }}{% endif %}"
+    ),
+    "items": loop(TEXT + each_call(ARGUMENTS)),
+    "texts": loop(TEXT + each_call("{{ c.function.name + c.function.arguments }}")),
+    "calls of none": loop(
+        "{% if m.content is none %}"
+        + each_call("{{ c.type + c.function.arguments }}")
+        + "{% else %}{{ m.content + '' }}{% endif %}"
+    ),
+    "a question": refused("messages | selectattr('role', 'equalto', 'user') | list | length == 0") + loop(TEXT + CALLS),
+    "answers with text": loop(refused("not m.content and not m.tool_calls") + TEXT + CALLS),
 }
 
 
@@ -167,22 +157,14 @@ def written(template: str, chat: list[dict[str, Any]], with_tools: bool = False)
         (TEMPLATES["answers with text"], ChatForm(blank=" ")),
         (TEMPLATES["a question"], ChatForm(opening=True)),
         (TEMPLATES["no calls"], ChatForm(calls="text")),
-        (LOOP.replace("BODY", "{{ m.content }}" + CALLS.replace("CALL", "{{ c.function.arguments }}")), ChatForm(as_text=True)),
-        (LOOP.replace("BODY", "{{ m.content + '' }}" + JSON_CALLS), ChatForm(calls="empty")),
-        (
-            LOOP.replace("BODY", "{{ m.content }}" + CALLS.replace("CALL", "{{ c.function | tojson if c.id | length < 10 }}")),
-            ChatForm(id_length=9),
-        ),
-        (LOOP.replace("BODY", "{{ m.content or m.tool_calls | tojson }}"), ChatForm(blank=" ", apart=True)),
-        (
-            LOOP.replace(
-                "BODY", "{{ m.content }}" + CALLS.replace("CALL", "{{ c.function | tojson if m.tool_calls | length == 1 }}")
-            ),
-            ChatForm(single=True),
-        ),
-        (TURNWISE + LOOP.replace("BODY", "{{ m.content }}" + JSON_CALLS), ChatForm()),
+        (loop("{{ m.content }}" + each_call("{{ c.function.arguments }}")), ChatForm(as_text=True)),
+        (loop("{{ m.content + '' }}" + CALLS), ChatForm(calls="empty")),
+        (loop("{{ m.content }}" + each_call("{{ c.function | tojson if c.id | length < 10 }}")), ChatForm(id_length=9)),
+        (loop("{{ m.content or m.tool_calls | tojson }}"), ChatForm(blank=" ", apart=True)),
+        (loop("{{ m.content }}" + each_call("{{ c.function | tojson if m.tool_calls | length == 1 }}")), ChatForm(single=True)),
+        (TURNWISE + loop("{{ m.content }}" + CALLS), ChatForm()),
         (RAISE, ChatForm()),
-        (LOOP.replace("BODY", "{{ m.content }}{% if tools %}" + JSON_CALLS + "{% endif %}"), ChatForm()),
+        (loop("{{ m.content }}{% if tools %}" + CALLS + "{% endif %}"), ChatForm()),
     ],
 )
 def test_the_form_of_a_template(template: str, form: ChatForm) -> None:

@@ -28,9 +28,9 @@ from errors import UserError
 from layers.attention import Causal
 from model import Transformer
 from tests import ROOT
+from tests.support.models import ALONE, CPU
 from tp import SPLITS, World
 
-CPU = torch.device("cpu")
 FAMILIES = ["llama", "mistral", "qwen2", "qwen3"]
 VARIANTS = ["standard", "parallel", "ladder", "hybrid:1", "desync-2x:2", "desync-4x:4", "upper-bound"]
 SHAPE = dict(
@@ -275,7 +275,7 @@ def test_a_model_without_a_head_computes_hidden_states_and_no_tokens(
         hidden = ours.norm(ours.hidden(tokens, Causal(9, CPU)))
         torch.testing.assert_close(hidden, theirs.model(tokens).last_hidden_state, atol=2e-4, rtol=1e-4)
     assert logits(ours, tokens).isnan().all()
-    fails(lambda: check_source(str(tmp_path), ours.config, World(0, 1, CPU, Local()), torch.float32), "lacks lm_head.weight")
+    fails(lambda: check_source(str(tmp_path), ours.config, ALONE, torch.float32), "lacks lm_head.weight")
 
 
 @pytest.mark.parametrize("key", ["model", "state_dict", "module", "optimizer"])

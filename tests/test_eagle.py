@@ -21,11 +21,11 @@ from comm.interface import SCHEDULES, Schedule
 from config import ModelConfig, with_variant
 from errors import UserError
 from layers.attention import Causal
-from tests.support.models import save_random
+from tests.support.models import ALONE, load, save_random
 from tests.support.paged import CachedSequences
 from tests.support.ranks import RankError, Ranks
 from tests.test_model import Reference, random_split
-from tests.test_tensor_parallel import VARIANTS, alone, base_config, load, variant_of
+from tests.test_tensor_parallel import VARIANTS, base_config, variant_of
 from tp import World
 
 CPU = torch.device("cpu")
@@ -181,7 +181,7 @@ def test_a_head_follows_its_definition(speculators: bool, tmp_path: Path, seed: 
     drafted = random.choice([30, base.vocab_size])
     width = random.choice([{}, {"hidden_size": 24, "target_hidden_size": base.hidden_size}])
     layer = write_head(tmp_path, base, drafted, speculators, **width)
-    head, stored = read_head(tmp_path, base, alone(), torch.float32), load_file(tmp_path / "model.safetensors")
+    head, stored = read_head(tmp_path, base, ALONE, torch.float32), load_file(tmp_path / "model.safetensors")
     assert is_head(tmp_path)
     reference = HeadReference(layer, tmp_path, "layers.0." if speculators else "midlayer.", head.config.norm_before_residual)
     assert head.config.norm_before_residual == json.loads((tmp_path / "config.json").read_text()).get(
@@ -248,20 +248,20 @@ IDS = "eagle_aux_hidden_state_layer_ids"
 def test_which_streams_a_head_reads(keys: dict[str, Any], layers: tuple[int, ...], tmp_path: Path, seed: int) -> None:
     base = base_of()
     write_head(tmp_path, base, base.vocab_size, **keys)
-    assert read_head(tmp_path, base, alone(), torch.float32).config.stream_layers == layers
+    assert read_head(tmp_path, base, ALONE, torch.float32).config.stream_layers == layers
 
 
 def test_a_head_of_torch_save(tmp_path: Path, seed: int) -> None:
     base, path = base_of(), tmp_path / "model.safetensors"
     write_head(tmp_path, base)
-    expected = read_head(tmp_path, base, alone(), torch.float32).state_dict()
+    expected = read_head(tmp_path, base, ALONE, torch.float32).state_dict()
     torch.save(load_file(path), tmp_path / "pytorch_model.bin")
     path.unlink()
-    found = read_head(tmp_path, base, alone(), torch.float32).state_dict()
+    found = read_head(tmp_path, base, ALONE, torch.float32).state_dict()
     assert found.keys() == expected.keys() and all(torch.equal(found[name], expected[name]) for name in found)
     (tmp_path / "pytorch_model.bin").write_bytes(b"no tensors")
     with pytest.raises(UserError, match=r"^[^\n]*pytorch_model\.bin[^\n]*$"):
-        read_head(tmp_path, base, alone(), torch.float32)
+        read_head(tmp_path, base, ALONE, torch.float32)
 
 
 # --- bad heads -----------------------------------------------------------------------------------------------------------
@@ -299,7 +299,7 @@ def test_bad_tensors_of_a_head(spoil: Callable[[dict[str, Tensor]], Any], named:
     spoil(tensors)
     save_file(tensors, tmp_path / "model.safetensors")
     if not named:  # t2d may be missing
-        read_head(tmp_path, base, alone(), torch.float32)
+        read_head(tmp_path, base, ALONE, torch.float32)
         return
     with pytest.raises(UserError, match=rf"^[^\n]*{named}[^\n]*$"):
         check_head(tmp_path, base)
@@ -315,11 +315,11 @@ def test_a_head_with_values_that_are_not_finite(name: str, value: float, tmp_pat
     tensors[name].view(-1)[random.randrange(tensors[name].numel())] = value
     save_file(tensors, path)
     if math.isfinite(value):
-        read_head(tmp_path, base, alone(), torch.float32)
+        read_head(tmp_path, base, ALONE, torch.float32)
     with pytest.raises(
         UserError, match=rf"^draft head {tmp_path}: {name} has values that are not finite in torch.float16; [^\n]*$"
     ):
-        read_head(tmp_path, base, alone(), torch.float16)
+        read_head(tmp_path, base, ALONE, torch.float16)
 
 
 BAD_CONFIGS: list[tuple[dict[str, Any], str]] = [
@@ -357,7 +357,7 @@ def test_a_head_needs_an_embedding_of_its_width(tmp_path: Path, seed: int) -> No
     del tensors["embed_tokens.weight"]
     save_file(tensors, tmp_path / "model.safetensors")
     with pytest.raises(UserError, match="no embed_tokens"):
-        read_head(tmp_path, base, alone(), torch.float32)
+        read_head(tmp_path, base, ALONE, torch.float32)
 
 
 @torch.inference_mode()

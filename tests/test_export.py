@@ -22,13 +22,12 @@ from layers.attention import Causal
 from model import Transformer
 from tests import MODELS, ROOT
 from tests.support.command_line import environment
+from tests.support.models import ALONE, CPU
 from tests.test_model import hf_shape
 from text.tokenizer_files import load_tokenizer
-from tp import World
 from training import tokenize_data, train
 from training.convert import convert
 
-CPU = torch.device("cpu")
 STANDARD = MODELS / "tiny-standard"
 LOAD = """
 import sys, torch, transformers
@@ -91,7 +90,7 @@ def test_transformers_computes_what_we_compute(tmp_path: Path, seed: int) -> Non
         save_checkpoint(model, directory, torch.float32)
         assert read_config(directory / "config.json") == model.config
     hybrid = convert(STANDARD, tmp_path / "hybrid", 4)
-    models[tmp_path / "hybrid"] = load_model(str(tmp_path / "hybrid"), hybrid, World(0, 1, CPU, Local()), torch.float32)
+    models[tmp_path / "hybrid"] = load_model(str(tmp_path / "hybrid"), hybrid, ALONE, torch.float32)
     prompts = {directory: torch.randint(model.config.vocab_size, (2, 11)) for directory, model in models.items()}
     for directory, (name, logits, written) in in_transformers(prompts, tmp_path).items():
         model, ids = models[directory], prompts[directory]

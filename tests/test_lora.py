@@ -25,9 +25,9 @@ from kernels.lora import Groups, group_rows
 from layers.attention import Causal
 from tests import MODELS
 from tests.support.adapters import PARTS, merged, write_adapter
-from tests.support.models import save_random
+from tests.support.models import ALONE, CPU, load, save_random
 from tests.support.ranks import Ranks
-from tests.test_tensor_parallel import CPU, TOLERANCE, VARIANTS, alone, base_config, load, variant_of
+from tests.test_tensor_parallel import TOLERANCE, VARIANTS, base_config, variant_of
 from tp import World
 
 SLOTS, RANK = 3, 16
@@ -61,9 +61,9 @@ def test_rows_compute_what_merged_weights_compute(
     context = Causal(tokens.shape[1], CPU)
     with torch.inference_mode():
         expected = torch.cat(
-            [load(alone(), models[1 + slot])(row[None], context) for slot, row in zip(slots, tokens, strict=True)]
+            [load(ALONE, models[1 + slot])(row[None], context) for slot, row in zip(slots, tokens, strict=True)]
         )
-        plain = load(alone(), base)(tokens, context)
+        plain = load(ALONE, base)(tokens, context)
     assert (expected - plain)[[slot >= 0 for slot in slots]].abs().amax((1, 2)).min() > 100 * TOLERANCE, (
         "adapters without effect"
     )
@@ -76,12 +76,12 @@ def test_a_quantized_base(kind: str, tmp_path: Path, seed: int) -> None:
     """The adapters' product is added to the quantized layers' outputs."""
     base = save_random(base_config(hidden_size=128, intermediate_size=128), tmp_path / "base")
     adapter = write_adapter(tmp_path / "a", base, PARTS)
-    model = load_model(str(base), model_config(str(base), None, 1, kind), alone(), torch.float32)
+    model = load_model(str(base), model_config(str(base), None, 1, kind), ALONE, torch.float32)
     files = load_file(adapter / "adapter_model.safetensors")
     layer = model.layers[1].mlp.w_down
     x = torch.randn(1, 4, 128)
     plain = layer(x)
-    Adapters(model, LoraLimits(SLOTS, RANK), alone()).load_now([("a", str(adapter))])
+    Adapters(model, LoraLimits(SLOTS, RANK), ALONE).load_now([("a", str(adapter))])
     layer.adapters.step.groups = groups_of([0, -1, 0, 0])
     a, b = (files[f"base_model.model.model.layers.1.mlp.down_proj.lora_{kind}.weight"] for kind in "AB")
     expected = (x @ a.T @ b.T) * torch.tensor([1, 0, 1, 1])[:, None]
@@ -111,8 +111,8 @@ def test_factors_are_not_rounded_to_the_file_s_data_type(tmp_path: Path, seed: i
     base = save_random(base_config(n_layers=1), tmp_path / "base")
     folder = write_adapter(tmp_path / "a", base, ("o_proj",), r=3, lora_alpha=7)
     damaged(folder, lambda tensors: tensors.update({name: t.bfloat16() for name, t in tensors.items()}))
-    model = load(alone(), base)
-    Adapters(model, LoraLimits(1, 3), alone()).load_now([("a", str(folder))])
+    model = load(ALONE, base)
+    Adapters(model, LoraLimits(1, 3), ALONE).load_now([("a", str(folder))])
     file = load_file(folder / "adapter_model.safetensors")["base_model.model.model.layers.0.self_attn.o_proj.lora_B.weight"]
     torch.testing.assert_close(
         model.layers[0].attention.wo.adapters.weights.b[0, :, :3], file.float() * (7 / 3), atol=0, rtol=1e-6
@@ -183,8 +183,8 @@ BAD: dict[str, Callable[[Path], object]] = {
 
 def test_bad_adapters_are_refused_in_one_line(tmp_path: Path, seed: int) -> None:
     base = save_random(base_config(n_layers=1), tmp_path / "base")
-    model = load(alone(), base)
-    adapters = Adapters(model, LoraLimits(1, 4), alone())
+    model = load(ALONE, base)
+    adapters = Adapters(model, LoraLimits(1, 4), ALONE)
     for number, (message, damage) in enumerate(BAD.items()):
         adapter = write_adapter(tmp_path / str(number), base, ("q_proj", "down_proj"), r=4)
         damage(adapter)

@@ -24,10 +24,9 @@ from options import KV_DTYPES
 from server.launch import prepare
 from server.settings import Settings
 from tests.support.command_line import MODELS, Here
+from tests.support.models import ALONE, CPU
 from text.tokenizer import ByteTokenizer
 from tp import World
-
-CPU = torch.device("cpu")
 
 
 class Ranks(Local):
@@ -79,7 +78,7 @@ def test_the_estimate_of_a_cache_is_what_it_takes(ranks: int, kv_dtype: str) -> 
 def test_the_estimate_of_adapters_is_what_they_take(variant: str, ranks: int) -> None:
     model = Transformer(with_variant(preset("tiny:2"), variant), Ranks(ranks), CPU, torch.bfloat16)
     limits = LoraLimits(3, 5)
-    Adapters(model, limits, World(0, 1, CPU, Local()))
+    Adapters(model, limits, ALONE)
     taken = sum(t.nbytes for layer in adapted_layers(model) for t in layer.adapters.weights[:2])
     assert limits.bytes(model.config, ranks, torch.bfloat16) == taken
 
@@ -167,10 +166,10 @@ def test_a_shape_runs_with_random_weights(here: Here, shape: Path) -> None:
 
 def test_a_checkpoint_that_lost_its_weights_is_no_shape(shape: Path) -> None:
     """A folder with any other file besides config.json is a checkpoint, so its weights must exist."""
-    world, config = World(0, 1, CPU, Local()), model_config(str(shape), None, 1)
+    config = model_config(str(shape), None, 1)
     assert has_random_weights(str(shape)) and has_random_weights("tiny") and not has_random_weights(str(MODELS / "tiny-hybrid"))
-    assert load_model(str(shape), config, world, torch.float32).embedding.weight.std() == pytest.approx(0.02, rel=0.05)
+    assert load_model(str(shape), config, ALONE, torch.float32).embedding.weight.std() == pytest.approx(0.02, rel=0.05)
     (shape / "generation_config.json").write_text("{}")
     assert not has_random_weights(str(shape))
     with pytest.raises(UserError, match=r"has none of model\.safetensors"):
-        load_model(str(shape), config, world, torch.float32)
+        load_model(str(shape), config, ALONE, torch.float32)

@@ -16,26 +16,16 @@ import transformers
 from safetensors.torch import load_file
 from torch import Tensor
 
-import comm
 import model as model_file
-from checkpoints import weights
-from checkpoints.presets import model_config
 from config import ModelConfig, Reduces, desync_pattern, with_variant
 from layers.attention import Causal, Heads
 from model import Transformer
 from scripts.lib.results import ROOT
-from tests.support.models import save_random
+from tests.support.models import ALONE, CPU, load, save_random
 from tests.support.paged import CachedSequences
-from tp import World
 
-CPU = torch.device("cpu")
 TOLERANCE = 1e-4  # of fp32 logits of size about 1
 BATCH = 3
-
-
-def load(directory: Path) -> Transformer:
-    config = model_config(str(directory), None, 1)
-    return weights.load_model(str(directory), config, World(0, 1, CPU, comm.Local()), torch.float32)
 
 
 @torch.inference_mode()
@@ -169,7 +159,7 @@ def test_logits_equal_transformers(family: Callable[[], Any], tmp_path: Path, se
     tokens = random_tokens(hf_config.vocab_size)
     with torch.inference_mode():
         expected = hf_model(tokens).logits
-    assert_model_equals(load(tmp_path), tokens, expected)
+    assert_model_equals(load(ALONE, tmp_path), tokens, expected)
 
 
 def test_a_window_counts_from_its_own_length_on(seed: int) -> None:
@@ -325,7 +315,7 @@ def random_config(**more: Any) -> ModelConfig:
 
 def prepare(config: ModelConfig, directory: Path) -> tuple[Transformer, Reference, Tensor]:
     save_random(config, directory)
-    model = load(directory)
+    model = load(ALONE, directory)
     assert model.config == config, "the config came back changed"
     return model, Reference(config, directory), random_tokens(config.vocab_size, length=12)
 

@@ -26,13 +26,13 @@ from errors import UserError
 from kernels import determinism
 from layers.attention import Causal
 from layers.rope import rope_frequencies
-from tests.engine.test_engine import ALONE, serve
+from tests.engine.test_engine import serve
 from tests.engine.test_runner import as_on_a_gpu
+from tests.support.models import ALONE, CPU
 from tests.support.paged import CachedSequences
 from tests.test_model import save_hf
 from tp import World
 
-CPU = torch.device("cpu")
 TOLERANCE = 1e-4  # of fp32 logits of size about 1; a vector that is nearly zero before a norm magnifies rounding
 ORIGINAL, HEAD_DIM = 32, 8
 SHORT, LONG = [1.0, 1.1, 1.3, 2.0], [1.5, 2.5, 4.0, 7.0]

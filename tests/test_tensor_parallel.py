@@ -15,26 +15,19 @@ from safetensors.torch import load_file
 from torch import Tensor
 
 import comm
-from checkpoints import sources, weights
-from checkpoints.presets import model_config
+from checkpoints import sources
 from comm.interface import SCHEDULES
 from config import ModelConfig, with_variant
 from errors import UserError
 from layers.attention import Causal
-from model import Transformer
-from tests.support.models import custom_desync, save_random
+from tests.support.models import ALONE, CPU, custom_desync, load, save_random
 from tests.support.paged import CachedSequences
 from tests.support.ranks import Ranks
 from tp import World, agree_on_error, stream_shards
 
-CPU = torch.device("cpu")
 TOLERANCE = 1e-4  # of fp32 logits of size about 1
 STEPS = 5  # greedy tokens
 VARIANTS = ["standard", "parallel", "ladder", "hybrid-list", "desync-2x:4", "desync-4x:4", "desync-custom"]
-
-
-def alone() -> World:
-    return World(0, 1, CPU, comm.Local())
 
 
 def base_config(**more: Any) -> ModelConfig:
@@ -59,11 +52,6 @@ def variant_of(config: ModelConfig, name: str) -> ModelConfig:
     return with_variant(config, name)
 
 
-def load(world: World, directory: Path) -> Transformer:
-    config = model_config(str(directory), None, world.world_size)
-    return weights.load_model(str(directory), config, world, torch.float32)
-
-
 @torch.inference_mode()
 def evaluate(world: World, directory: Path, tokens: Tensor) -> dict[str, Tensor]:
     """Logits of a whole prompt, and of its last and first token alone; tokens and logits of the greedy steps after it, with a
@@ -86,7 +74,7 @@ def unmistakable(directory: Path, vocab_size: int) -> tuple[Tensor, dict[str, Te
     """A random prompt whose greedy tokens do not depend on rounding, and what one process computes for it."""
     for _ in range(50):
         tokens = torch.randint(vocab_size, (2, random.randint(3, 9)))
-        expected = evaluate(alone(), directory, tokens)
+        expected = evaluate(ALONE, directory, tokens)
         first, second = expected["steps"].topk(2).values.unbind(-1)
         if (first - second).min() > 10 * TOLERANCE:
             return tokens, expected

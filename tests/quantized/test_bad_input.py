@@ -16,19 +16,17 @@ from torch import Tensor
 
 from checkpoints.hf_config import config_from_hf, config_to_hf
 from checkpoints.presets import model_config
-from comm import Local
 from errors import UserError
 from quantized.hf import read_quantization
 from quantized.scheme import SCHEMES
 from tests.quantized.test_formats import COMPRESSED, SHAPE
 from tests.quantized.writers import FORMATS, STATIC, TOKEN, Tensors, compressed, write
 from tests.support.command_line import launch
+from tests.support.models import ALONE
 from tests.support.ranks import Ranks
 from tests.test_bad_input import check_refused, refusals
-from tp import World
 
 LAYER = "model.layers.1.mlp.down_proj"
-ALONE = World(0, 1, torch.device("cpu"), Local())
 
 
 def at(suffix: str, change: Callable[[Tensor], Tensor | None]) -> Callable[[Tensors], None]:

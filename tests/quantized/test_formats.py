@@ -17,7 +17,6 @@ from torch import Tensor
 from checkpoints.memory import weight_bytes
 from checkpoints.presets import model_config
 from checkpoints.weights import load_model
-from comm import Local
 from config import ModelConfig, with_variant
 from errors import UserError
 from kernels import determinism
@@ -29,11 +28,10 @@ from quantized.formats import Slice, Tensors
 from quantized.scheme import ON_LOAD, SCHEMES
 from quantized.weight import dequantize, quantize
 from tests.quantized.writers import FORMATS, FP8, write
+from tests.support.models import ALONE, CPU, load, logits_of
 from tests.support.ranks import Ranks
 from tp import World, checkpoint_name
 
-CPU = torch.device("cpu")
-ALONE = World(0, 1, CPU, Local())
 SHAPE = ModelConfig(  # o_proj's groups of 128 end at the boundary of 2 ranks, and 4 ranks cut those of o_proj and down_proj
     vocab_size=101,
     hidden_size=128,
@@ -48,15 +46,6 @@ SHAPE = ModelConfig(  # o_proj's groups of 128 end at the boundary of 2 ranks, a
 EXACT = 1e-5  # of a layer in fp32
 NEAR = 2e-4  # of fp32 logits
 COARSE = 0.1  # of logits with rounded activations
-
-
-def load(world: World, folder: Path) -> Transformer:
-    return load_model(str(folder), model_config(str(folder), None, world.world_size), world, torch.float32)
-
-
-@torch.no_grad()
-def logits_of(world: World, folder: Path, tokens: Tensor) -> Tensor:
-    return load(world, folder)(tokens, Causal(tokens.shape[1], CPU))
 
 
 @pytest.mark.parametrize("columns", [range(96), range(96, 192)])

@@ -22,11 +22,8 @@ from quantized.weight import Quantized, quantize, rounding_bytes
 from scripts.quantize import quantize_checkpoint
 from tests.quantized.test_quantize import job_for
 from tests.support.live_bytes import LiveBytes
-from tests.support.models import save_random
-from tp import World
+from tests.support.models import ALONE, CPU, save_random
 
-CPU = torch.device("cpu")
-ALONE = World(0, 1, CPU, Local())
 SHAPE = replace(preset("tiny"), n_layers=4, hidden_size=128, intermediate_size=384)
 
 

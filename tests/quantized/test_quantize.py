@@ -22,24 +22,17 @@ from checkpoints.hf_config import config_to_hf
 from checkpoints.memory import weight_bytes
 from checkpoints.presets import model_config
 from checkpoints.sources import open_files
-from checkpoints.weights import load_model
-from comm import Local
 from config import ModelConfig, with_variant
 from engine.draft_models import EMBEDDED
 from errors import UserError
-from layers.attention import Causal
-from model import Transformer
 from quantized.gptq import DAMPING, best_scales, gptq
 from quantized.scheme import SCHEMES, on_load
 from quantized.weight import dequantize, quantize, unpack
 from scripts.quantize import LENGTH, SAMPLES, STATE, Job, begin, finish, quantize_checkpoint, quantize_model, scheme_of
 from tests.support.command_line import MODELS, Here
-from tests.support.models import save_random
+from tests.support.models import ALONE, CPU, load, logits_of, save_random
 from tests.support.ranks import Ranks
-from tp import World
 
-CPU = torch.device("cpu")
-ALONE = World(0, 1, CPU, Local())
 CONFIG = ModelConfig(
     vocab_size=101, hidden_size=64, n_layers=2, n_heads=4, n_kv_heads=2, head_dim=32, intermediate_size=256, max_seq_len=64
 )
@@ -146,15 +139,6 @@ def make(source: Path, out: Path, weights: str, tokens: Tensor | None = None) ->
     return out
 
 
-def load(world: World, folder: Path, quantize: str | None = None) -> Transformer:
-    return load_model(str(folder), model_config(str(folder), None, world.world_size, quantize), world, torch.float32)
-
-
-@torch.no_grad()
-def logits(world: World, folder: Path, tokens: Tensor, quantize: str | None = None) -> Tensor:
-    return load(world, folder, quantize)(tokens, Causal(tokens.shape[1], CPU))
-
-
 def dequantized(source: Path, out: Path, weights: str, suffix: str = "_proj.weight") -> Path:
     """The source with each linear layer rounded to nearest and dequantized, row by row and group by group, as a plain
     checkpoint. suffix: of the names of these layers' weights."""
@@ -176,8 +160,8 @@ def dequantized(source: Path, out: Path, weights: str, suffix: str = "_proj.weig
 def test_rounding_to_nearest_is_read_again(variant: str, weights: str, ranks: Ranks, tmp_path: Path, seed: int) -> None:
     source, tokens = save_random(with_variant(CONFIG, variant), tmp_path / "source"), torch.randint(0, 101, (2, 8))
     made = make(source, tmp_path / "made", weights)
-    expected = logits(ALONE, dequantized(source, tmp_path / "plain", weights), tokens)
-    for found in ranks.run(2, logits, made, tokens):
+    expected = logits_of(ALONE, dequantized(source, tmp_path / "plain", weights), tokens)
+    for found in ranks.run(2, logits_of, made, tokens):
         torch.testing.assert_close(found, expected, atol=1e-4, rtol=1e-4)
 
 
@@ -185,15 +169,15 @@ def test_rounding_to_nearest_is_read_again(variant: str, weights: str, ranks: Ra
 def test_rounding_at_load_is_that_of_the_file(weights: str, tmp_path: Path, seed: int) -> None:
     source, tokens = save_random(CONFIG, tmp_path / "source"), torch.randint(0, 101, (2, 8))
     made = make(source, tmp_path / "made", weights)
-    assert torch.equal(logits(ALONE, made, tokens), logits(ALONE, source, tokens, weights))
+    assert torch.equal(logits_of(ALONE, made, tokens), logits_of(ALONE, source, tokens, weights))
 
 
 def test_the_head_may_be_rounded_at_load(ranks: Ranks, tmp_path: Path, seed: int) -> None:
     source, tokens = save_random(CONFIG, tmp_path / "source"), torch.randint(0, 101, (2, 8))
     blocks = dequantized(source, tmp_path / "blocks", "int8")
-    expected = logits(ALONE, dequantized(blocks, tmp_path / "plain", "int8", "lm_head.weight"), tokens)
-    torch.testing.assert_close(logits(ALONE, source, tokens, "int8+head"), expected, atol=1e-4, rtol=1e-4)
-    for found in ranks.run(2, logits, source, tokens, "int8+head"):  # whose row-parallel layers have other scales
+    expected = logits_of(ALONE, dequantized(blocks, tmp_path / "plain", "int8", "lm_head.weight"), tokens)
+    torch.testing.assert_close(logits_of(ALONE, source, tokens, "int8+head"), expected, atol=1e-4, rtol=1e-4)
+    for found in ranks.run(2, logits_of, source, tokens, "int8+head"):  # whose row-parallel layers have other scales
         assert (found - expected).norm() < 0.05 * expected.norm()
     config = model_config(str(source), None, 1)
     sizes = [weight_bytes(replace(config, quantization=on_load(name)), 1, torch.float32) for name in ("int4", "int4+head")]
@@ -207,9 +191,9 @@ def test_the_head_may_be_rounded_at_load(ranks: Ranks, tmp_path: Path, seed: int
 def test_gptq_of_every_variant_is_nearer_than_rounding(variant: str, tmp_path: Path, seed: int) -> None:
     source = save_random(with_variant(CONFIG, variant), tmp_path / "source")
     calibration, tokens = torch.randint(0, 101, (24, 32)), torch.randint(0, 101, (16, 32))
-    exact = logits(ALONE, source, tokens)
+    exact = logits_of(ALONE, source, tokens)
     errors = [
-        (logits(ALONE, make(source, tmp_path / name, "int4", inputs), tokens) - exact).square().mean()
+        (logits_of(ALONE, make(source, tmp_path / name, "int4", inputs), tokens) - exact).square().mean()
         for name, inputs in (("gptq", calibration), ("rtn", None))
     ]
     assert errors[0] < errors[1]
@@ -411,7 +395,7 @@ def test_transformers_reads_it(variant: str, weights: str, tmp_path: Path, seed:
     theirs = transformers.AutoModelForCausalLM.from_pretrained(made, dtype=torch.float32, trust_remote_code=True)
     with torch.no_grad():
         expected = theirs(tokens).logits
-    error = (logits(ALONE, made, tokens) - expected).norm() / expected.norm()
+    error = (logits_of(ALONE, made, tokens) - expected).norm() / expected.norm()
     assert error < (0.1 if weights == "fp8" else 1e-4)  # fp8 rounds activations, too: see test_formats.COARSE
 
 

@@ -1,15 +1,23 @@
-"""Random models: configs and checkpoints."""
+"""Random models: configs and checkpoints. And models of checkpoints in fp32."""
 
 import random
 from dataclasses import replace
 from pathlib import Path
 
 import torch
+from torch import Tensor
 
 from checkpoints.export import save_checkpoint
+from checkpoints.presets import model_config
+from checkpoints.weights import load_model
 from comm import Local
 from config import ModelConfig, Reduces
+from layers.attention import Causal
 from model import Transformer
+from tp import World
+
+CPU = torch.device("cpu")
+ALONE = World(0, 1, CPU, Local())
 
 
 def custom_desync(config: ModelConfig) -> ModelConfig:
@@ -22,7 +30,7 @@ def custom_desync(config: ModelConfig) -> ModelConfig:
 @torch.no_grad()
 def save_random(config: ModelConfig, directory: Path) -> Path:
     """Save a checkpoint from one process. Its random weights, norms and biases all affect the logits."""
-    model = Transformer(config, Local(), torch.device("cpu"), torch.float32)
+    model = Transformer(config, Local(), CPU, torch.float32)
     for name, parameter in model.named_parameters():
         if "norm" in name:
             parameter.uniform_(0.5, 1.5)
@@ -32,3 +40,14 @@ def save_random(config: ModelConfig, directory: Path) -> Path:
             parameter.normal_(0.0, parameter.shape[1] ** -0.5)
     save_checkpoint(model, directory, torch.float32)
     return directory
+
+
+def load(world: World, folder: Path, quantize: str | None = None) -> Transformer:
+    """The model of a checkpoint, in fp32."""
+    return load_model(str(folder), model_config(str(folder), None, world.world_size, quantize), world, torch.float32)
+
+
+@torch.no_grad()
+def logits_of(world: World, folder: Path, tokens: Tensor, quantize: str | None = None) -> Tensor:
+    """(B, T) ids to (B, T, vocab_size)."""
+    return load(world, folder, quantize)(tokens, Causal(tokens.shape[1], CPU))
