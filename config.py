@@ -310,7 +310,7 @@ def validate(config: ModelConfig) -> ModelConfig:
 def with_variant(config: ModelConfig, name: str) -> ModelConfig:
     """`config` with another residual variant, for benchmarks: the weights were not trained for it.
 
-    name: of `variants.VARIANTS`. `hybrid` is a ladder in the upper half, `hybrid:K` in the last K layers. A desync variant
+    name: a key of VARIANTS. `hybrid` is a ladder in the upper half, `hybrid:K` in the last K layers. A desync variant
     without a number has the config's own number of streams; see `model_config` for presets. Raises UserError.
     """
     variant, number = parse_variant(name)

@@ -16,7 +16,8 @@ Where only some tokens are wanted, as at the end of a prompt, the last block goe
 tokens need keys and values there, and nothing more.
 
 Blocks pass on a `Residual` stream (`comm/residual.py`). A module reads it when all of its all-reduces but the newest `lag` have
-been added: 0 is standard, 1 a ladder. So a hybrid can mix the two; its first ladder layer follows the rule of a ladder, too.
+been added: 0 is standard, 1 a ladder. So a hybrid can mix the two; its first ladder layer, too, reads the stream without the output
+of the module before it, the MLP of the last standard layer.
 """
 
 from collections.abc import Callable, Sequence
@@ -292,13 +293,13 @@ class Transformer(nn.Module):
         found: dict[int, Callable[[], Tensor]] = {}
         end = len(self.layers)
         # the kept stream of the last layer has all rows, and a step's adapters are laid out for all
-        early = rows if max(layers, default=0) < end - 1 and self.step_adapters is None else None
+        early = rows if max(layers, default=-1) < end - 1 and self.step_adapters is None else None
         if self.step_adapters is not None:
             self.step_adapters.groups = context.adapters
         for i, layer in enumerate(self.layers):
             if i in layers:
                 stream, found[i] = self._mean_recorded(stream) if streams else stream.recorded()
-            if i == end - 1:  # the last layer's keys and values tell it to later tokens
+            if i == end - 1:  # a NaN here reaches the cache of the last layer, so that later tokens overflow, too
                 stream = [own._replace(x=marked(own.x)) for own in stream] if streams else stream._replace(x=marked(stream.x))
             stream = layer(stream, self.frequencies, context, early if i == end - 1 else None)
         last = marked(stream[0].x if streams else stream.finish())

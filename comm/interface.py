@@ -37,7 +37,7 @@ class Norm(Protocol):
 
 
 class Linear(Protocol):
-    """A linear layer, which a communicator may fuse with an all-reduce: see `sharded_linear.ShardedLinear`."""
+    """A linear layer, which a communicator may fuse with an all-reduce: see `layers.linear.ShardedLinear`."""
 
     @property
     def weight(self) -> Tensor: ...

@@ -187,10 +187,9 @@ class SamplingParams(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=Tr
         ):
             if not valid:
                 raise UserError(f"{name} must be {rule}, not {getattr(self, name)}")
-        if self.min_tokens and self.allowed_token_ids and set(self.stop_token_ids).issuperset(self.allowed_token_ids):
-            raise UserError(
-                "min_tokens excludes all allowed_token_ids, because each ends the answer; allow another, or set it to 0"
-            )
+        excluded = {ids[0] for ids in self.banned if len(ids) == 1}.union(self.stop_token_ids if self.min_tokens else ())
+        if self.allowed_token_ids and excluded.issuperset(self.allowed_token_ids):
+            raise UserError("each of allowed_token_ids is a bad word, or ends the answer before min_tokens; allow another token")
 
 
 class Turn(msgspec.Struct, frozen=True, array_like=True):

@@ -248,15 +248,15 @@ class Admission:
         return ApiError(429, f"{message}; try again in {seconds} s", None, "queue_full", {"retry-after": str(seconds)})
 
     def retry_after(self, missing: int, client: str | None = None) -> int:
-        """Seconds until so many places become free, of one client if given, at the rate of the last minute; at random up to
-        twice as long, so that refused clients do not come back together."""
+        """Whole seconds, from 2 to LONGEST_RETRY, until so many places become free, of one client if given, at the rate of the last
+        minute; at random up to twice as long, so that refused clients do not come back together."""
         now = self._clock()
         since = max(self._busy_since, now - RATE_SECONDS)
         if len(self._freed) == MOST_FREED:  # older ones are not known
             since = max(since, self._freed[0][0])
         freed = sum(at >= since and client in (None, name) for at, name in self._freed)
-        seconds = max(1.0, missing * (now - since) / max(freed, 1))
-        return min(LONGEST_RETRY, math.ceil(seconds * random.uniform(1, 2)))
+        seconds = min(max(1.0, missing * (now - since) / max(freed, 1)), LONGEST_RETRY / 2)
+        return math.ceil(seconds * random.uniform(1, 2))
 
     def _leave(self, client: str) -> None:
         self._held[client] -= 1

@@ -1,3 +1,4 @@
+import itertools
 """`LLM`: prompts of any lengths in one call, texts, stops, log-probabilities, scores, on one process and on ranks."""
 
 import gc
@@ -419,11 +420,17 @@ def test_what_http_refuses_python_refuses(name: str) -> None:
             SamplingParams(**{name: own})
 
 
-def test_a_least_length_needs_a_token_that_does_not_end_the_answer(seed: int) -> None:
+def test_some_allowed_token_is_left(seed: int) -> None:
     llm = LLM(random_model(config_of("standard")), world=ALONE)
-    for ids in ([5], [5, 7]):
-        with pytest.raises(UserError, match="each ends the answer"):
-            llm.generate([[1, 2]], SamplingParams(min_tokens=2, allowed_token_ids=ids, stop_token_ids=[7, 5]))
+    excluding: list[dict[str, Any]] = [
+        {"min_tokens": 2, "stop_token_ids": [7, 5]},
+        {"banned": [[5], [7]]},
+        {"min_tokens": 1, "stop_token_ids": [7], "banned": [[5]]},
+    ]
+    for ids, others in itertools.product(([5], [5, 7]), excluding):
+        with pytest.raises(UserError, match="allow another token"):
+            SamplingParams(allowed_token_ids=ids, **others)
+    SamplingParams(allowed_token_ids=[5], banned=[[5, 5]], stop_token_ids=[5])
     (answer,) = llm.generate([[1, 2]], SamplingParams(min_tokens=2, allowed_token_ids=[5, 6], stop_token_ids=[5]))
     assert answer.token_ids[:2] == [6, 6]
 
