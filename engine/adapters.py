@@ -22,7 +22,7 @@ from errors import UserError
 from kernels.lora import PREFILL_TILE, Groups, LowRank, group_rows, padded_rank
 from layers.linear import LayerAdapters, ShardedLinear, StepAdapters
 from model import Transformer
-from tp import World, agree_on_error
+from tp import World, together
 
 READING_SECONDS = 120.0  # for which a rank reads an adapter at most, with those that wait before it
 COPIED_BYTES = 32 << 20  # to a slot between two steps, about
@@ -102,15 +102,14 @@ class Adapters:
 
     def load_now(self, named: Sequence[tuple[str, str]]) -> None:
         """Read and copy adapters, each a name and a folder. Collective. Raises UserError on every rank."""
-        error = None
-        try:
+
+        def load() -> None:
             for name, path in named:
                 adapter = self._new(name, path)
                 self._copy(adapter, self._read(open_adapter(Path(path), self.model.config, self.limits.rank)))
                 self.known[name] = adapter
-        except UserError as e:
-            error = e
-        agree_on_error(self.world, error)
+
+        together(self.world, load)
 
     # --- while it serves -----------------------------------------------------------------------------------------------------
 
@@ -212,12 +211,7 @@ class Adapters:
 
 def single_adapter(model: Transformer, folder: str | Path, world: World) -> Adapters:
     """The adapters of a model that has only this one, called ADAPTER. Collective. Raises UserError on every rank."""
-    error, rank = None, 1
-    try:
-        rank = open_adapter(Path(folder), model.config).rank
-    except UserError as e:
-        error = e
-    agree_on_error(world, error)
+    rank = together(world, lambda: open_adapter(Path(folder), model.config).rank)
     adapters = Adapters(model, LoraLimits(1, rank), world)
     adapters.load_now([(ADAPTER, str(folder))])
     return adapters
