@@ -154,6 +154,7 @@ def written(template: str, chat: list[dict[str, Any]], with_tools: bool = False)
         (TEMPLATES["all roles"], ChatForm()),
         (TEMPLATES["a known role"], ChatForm(developer=False)),
         (TEMPLATES["parts"], ChatForm(parts=True)),
+        (refused("not add_generation_prompt") + TEMPLATES["parts"], ChatForm(parts=True)),
         (TEMPLATES["answers with text"], ChatForm(blank=" ")),
         (TEMPLATES["a question"], ChatForm(opening=True)),
         (TEMPLATES["no calls"], ChatForm(calls="text")),

@@ -154,7 +154,7 @@ def test_a_shape_runs_with_random_weights(here: Here, shape: Path) -> None:
         for name in (shape, shape / "config.json")
     ]
     assert answers[0]["token_ids"] == answers[1]["token_ids"] and len(answers[0]["token_ids"]) == 4
-    ladder = here("--model", shape, "--variant", "ladder", "--prompt-length", 4, "--max-new-tokens", 2, "--json").record
+    ladder = here("--model", shape, "--variant", "ladder", "--prompt-length", 1, "--max-new-tokens", 2, "--json").record
     assert ladder["variant"] == "ladder"
     refused = here("--model", shape, "--prompt", "hello")
     assert refused.code == 2 and "has no tokenizer" in refused.err and "give --prompt-ids or --prompt-length" in refused.err

@@ -83,54 +83,33 @@ def hf_shape(**more: Any) -> dict[str, Any]:
     return shape | more
 
 
-def rope(theta: float, **more: Any) -> dict[str, Any]:
-    return {"rope_parameters": {"rope_type": "default", "rope_theta": theta} | more}
+def rope(theta: float, factor: float | None = None) -> dict[str, Any]:
+    """factor: of Llama 3's scaling; None: none."""
+    scaling = dict(factor=factor, low_freq_factor=1.0, high_freq_factor=4.0, original_max_position_embeddings=16)
+    kind = {"rope_type": "llama3", **scaling} if factor else {"rope_type": "default"}
+    return {"rope_parameters": kind | {"rope_theta": theta}}
 
 
-LLAMA3_ROPE = dict(low_freq_factor=1.0, high_freq_factor=4.0, original_max_position_embeddings=16)
+FAMILIES = "llama2", "llama3", "llama31", "llama32", "mistral", "mistral_window", "qwen2", "qwen2_window", "qwen3"
 
 
-def llama2() -> Any:
-    shape = hf_shape(**rope(10000.0))
-    return transformers.LlamaConfig(**shape | {"num_key_value_heads": shape["num_attention_heads"]})
-
-
-def llama3() -> Any:
-    return transformers.LlamaConfig(**hf_shape(**rope(500000.0)))
-
-
-def llama31() -> Any:
-    scaled = rope(1000.0, rope_type="llama3", factor=8.0, **LLAMA3_ROPE)
-    return transformers.LlamaConfig(**hf_shape(**scaled, tie_word_embeddings=False))
-
-
-def llama32() -> Any:
-    scaled = rope(1000.0, rope_type="llama3", factor=32.0, **LLAMA3_ROPE)
-    return transformers.LlamaConfig(**hf_shape(**scaled, tie_word_embeddings=True, head_dim=16))
-
-
-def mistral() -> Any:
-    return transformers.MistralConfig(**hf_shape(**rope(10000.0), sliding_window=None, head_dim=12))
-
-
-def mistral_window() -> Any:
-    return transformers.MistralConfig(**hf_shape(**rope(10000.0), sliding_window=random.randint(2, 9)))
-
-
-def qwen2() -> Any:
-    return transformers.Qwen2Config(**hf_shape(**rope(1e6), tie_word_embeddings=random.choice([True, False])))
-
-
-def qwen2_window() -> Any:
-    window = dict(use_sliding_window=True, sliding_window=random.randint(2, 9), max_window_layers=random.choice([1, 2]))
-    return transformers.Qwen2Config(**hf_shape(**rope(1e6), **window))
-
-
-def qwen3() -> Any:
-    return transformers.Qwen3Config(**hf_shape(**rope(1e6), head_dim=16))
-
-
-FAMILIES = [llama2, llama3, llama31, llama32, mistral, mistral_window, qwen2, qwen2_window, qwen3]
+def family_config(name: str) -> Any:
+    """A small config of transformers with a random shape."""
+    shape, window = hf_shape(), dict(sliding_window=random.randint(2, 9))
+    some_layers = dict(use_sliding_window=True, max_window_layers=random.choice([1, 2]))
+    more: dict[str, Any] = {
+        "llama2": rope(1e4) | {"num_key_value_heads": shape["num_attention_heads"]},
+        "llama3": rope(5e5),
+        "llama31": rope(1e3, 8.0) | {"tie_word_embeddings": False},
+        "llama32": rope(1e3, 32.0) | {"tie_word_embeddings": True, "head_dim": 16},
+        "mistral": rope(1e4) | {"sliding_window": None, "head_dim": 12},
+        "mistral_window": rope(1e4) | window,
+        "qwen2": rope(1e6) | {"tie_word_embeddings": random.choice([True, False])},
+        "qwen2_window": rope(1e6) | window | some_layers,
+        "qwen3": rope(1e6) | {"head_dim": 16},
+    }[name]
+    kind = "Llama" if name.startswith("llama") else name.partition("_")[0].capitalize()
+    return getattr(transformers, f"{kind}Config")(**shape | more)
 
 
 @torch.no_grad()
@@ -152,9 +131,9 @@ def random_tokens(vocab_size: int, length: int = 20) -> Tensor:
     return torch.randint(vocab_size, (BATCH, length))
 
 
-@pytest.mark.parametrize("family", FAMILIES, ids=lambda f: f.__name__)
-def test_logits_equal_transformers(family: Callable[[], Any], tmp_path: Path, seed: int) -> None:
-    hf_config = family()
+@pytest.mark.parametrize("family", FAMILIES)
+def test_logits_equal_transformers(family: str, tmp_path: Path, seed: int) -> None:
+    hf_config = family_config(family)
     hf_model = save_hf(hf_config, tmp_path)
     tokens = random_tokens(hf_config.vocab_size)
     with torch.inference_mode():
