@@ -16,8 +16,9 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.distributed import FileStore, PrefixStore, Store  # type: ignore[attr-defined]
 
-from comm import Communicator, Local, shared_gpus
+from comm import Communicator, Local
 from comm.private_gloo import PRIVATE_GLOO
+from comm.process_group import SHARE_GPUS, may_share_gpus, prepare_shared_gpus
 from comm.registry import choose
 from config import ModelConfig
 from errors import UserError
@@ -230,12 +231,12 @@ def _own_device(kind: str, rank: int) -> torch.device:
         if gpus == 0:
             raise UserError("--device cuda, but this machine shows no GPU; use --device cpu")
         if local_ranks > gpus:  # all ranks of the host compare the same two numbers, so all of them stop
-            if not shared_gpus.allowed():
+            if not may_share_gpus():
                 raise UserError(
                     f"{local_ranks} ranks need a GPU each, but this host has {gpus}; start at most {gpus} ranks a host, "
-                    f"or set {shared_gpus.VARIABLE}=1 to try them on fewer GPUs, slowly"
+                    f"or set {SHARE_GPUS}=1 to try them on fewer GPUs, slowly"
                 )
-            shared_gpus.prepare(rank)
+            prepare_shared_gpus(rank)
         _check_orders(min(local_ranks, gpus))
         torch.cuda.set_device(local_rank % gpus)
         return torch.device("cuda", local_rank % gpus)

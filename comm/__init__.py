@@ -5,12 +5,11 @@
 
 from comm.hierarchical import HierarchicalCommunicator, fastest_between_hosts
 from comm.interface import Communicator, Done, Local, NoCommunication, PendingAllReduce
-from comm.process_group import GlooCommunicator, NcclCommunicator
+from comm.process_group import GlooCommunicator, NcclCommunicator, TreeCommunicator
 from comm.quantize import Scheme, parse_scheme
 from comm.quantized import QuantizedGlooCommunicator, QuantizedNcclCommunicator
 from comm.residual import Residual
 from comm.simulated import Link, SimulatedLink, parse_link
-from comm.tree import TreeCommunicator
 
 __all__ = [
     "Communicator",

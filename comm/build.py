@@ -11,19 +11,32 @@ import torch.distributed as dist
 
 from comm.auto import CODE, AutoCommunicator, measure_times, size_table
 from comm.fused import FusedCommunicator
-from comm.hierarchical import fastest_between_hosts
+from comm.hierarchical import HierarchicalCommunicator, fastest_between_hosts
 from comm.interface import Communicator
-from comm.process_group import NcclCommunicator
+from comm.process_group import NcclCommunicator, TreeCommunicator
 from comm.quantize import WIDTHS, Scheme, parse_scheme, relative_error
-from comm.quantized import QuantizedGlooCommunicator, QuantizedNcclCommunicator
-from comm.quantized_symmetric import QuantizedSymmetricCommunicator, wire_format_of
+from comm.quantized import QuantizedNcclCommunicator
 from comm.relay import RelayCommunicator
-from comm.symmetric import KINDS, Kind, SymmetricCommunicator
+from comm.symmetric import KINDS, Kind, QuantizedSymmetricCommunicator, SymmetricCommunicator, wire_format_of
 from comm.table import from_rank_0, machine_key
-from comm.tree import TreeCommunicator
 from comm.workspace import Memory, check_reachable, memory_between, on_several_hosts
 from errors import UserError
 from kernels import determinism
+
+
+def on_gpus(name: str, device: torch.device, error_budget: float) -> Communicator:
+    """The communicator with this name of `comm/registry.py`. error_budget: see `auto`. Raises UserError if these GPUs do not support it."""
+    if determinism.enabled():
+        return tree(name, device)
+    if name in KINDS:
+        return exact(name, device)
+    if name == "nccl":
+        return NcclCommunicator()
+    if name == "hierarchical":
+        return HierarchicalCommunicator(device)
+    if name == "fused":
+        return fused(device)
+    return auto(device, error_budget) if name == "auto" else quantized(parse_scheme(name), device)
 
 
 def exact(kind: Kind, device: torch.device, memory: Memory | None = None) -> Communicator:
@@ -43,8 +56,6 @@ def quantized(
     """The fastest implementation for the scheme: one kernel, if the GPUs have peer access and the kernel supports the scheme;
     the relay, between other GPUs of one host; else a process group. one_shot: for the relay's short messages; None builds
     it."""
-    if device.type != "cuda":
-        return QuantizedGlooCommunicator(scheme)
     try:
         if memory_between(device) == "host":
             one_shot = one_shot or SymmetricCommunicator("one-shot", device, "host")

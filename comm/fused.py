@@ -2,8 +2,8 @@
 
 A row-parallel layer, the all-reduce of its partial sums, residual addition, norm, and the next column-parallel layer become
 GEMM + reduce-scatter over token rows, addition and norm of this rank's rows, and all-gather + GEMM. Each of N ranks owns
-R = T / N of T rows, and only the owner of a row has its sum before the gather. `comm/fused_strategies.py` lists the
-strategies for both GEMMs, `comm/row_buffers.py` runs them.
+R = T / N of T rows, and only the owner of a row has its sum before the gather. `comm/row_buffers.py` lists the
+strategies for both GEMMs, and runs them.
 """
 
 import math
@@ -14,12 +14,10 @@ import torch
 from torch import Tensor
 
 from comm.auto import AutoCommunicator
-from comm.fused_buckets import bucket
-from comm.fused_strategies import UNFUSED, Pair, Strategy, best_strategy, names_of, strategies
 from comm.interface import Communicator, Input, Linear, Norm, PendingAllReduce, Schedule
 from comm.process_group import all_gather
-from comm.row_buffers import RowBuffers, RowShard
-from comm.table import Table, graph_microseconds, load, machine_key, save
+from comm.row_buffers import UNFUSED, Pair, RowBuffers, RowShard, Strategy, best_strategy, names_of, strategies
+from comm.table import Table, bucket, graph_microseconds, load, machine_key, save
 from kernels import fused_rows
 from kernels.fused_rows import BLOCK_ROWS, BLOCKS
 from kernels.linear import linear
@@ -31,8 +29,6 @@ CODE = (  # files that decide how long a pair of layers takes
     "comm/table.py",
     "kernels/fused_rows.py",
     "kernels/tile_gemm*.py",
-    "kernels/*_scatter.py",
-    "kernels/*_gemm.py",
 )
 CAPACITY = 128 << 20  # bytes of a residual stream: 8,192 tokens of 8,192 features in 16 bits
 MIN_ROWS = 32  # per rank; with fewer rows, reading the weight is the limit, so it should be read only once

@@ -16,9 +16,8 @@ import torch.distributed as dist
 import torch.nn.functional as F
 from torch import Tensor
 
-from comm import shared_gpus
 from comm.interface import Communicator, Done, PendingAllReduce, Schedule, on_side_stream
-from comm.process_group import HostAllReduce, ProcessGroupCommunicator, all_gather, gather_objects
+from comm.process_group import HostAllReduce, ProcessGroupCommunicator, all_gather, gather_objects, may_share_gpus
 from comm.quantized import Worker
 from errors import UserError
 from ranks.processes import boot_id
@@ -35,7 +34,7 @@ reduce_scatter = getattr(dist, "reduce_scatter_single", None) or dist.reduce_sca
 def host_of_each_rank() -> list[tuple[str, str]]:
     """The host of each rank, by rank. As in NCCL, different NCCL_HOSTIDs count as different hosts, but not between ranks
     that share GPUs, where all differ. HOST_ID comes before both. Collective."""
-    name = socket.gethostname() if shared_gpus.allowed() else os.environ.get("NCCL_HOSTID", socket.gethostname())
+    name = socket.gethostname() if may_share_gpus() else os.environ.get("NCCL_HOSTID", socket.gethostname())
     return [(host, boot) for host, boot in gather_objects((os.environ.get(HOST_ID) or name, boot_id()))]
 
 

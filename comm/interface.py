@@ -5,10 +5,10 @@ from collections.abc import Callable
 from typing import Any, Literal, Protocol, get_args
 
 import torch
+import torch.distributed as dist
 import torch.nn.functional as F
 from torch import Tensor
 
-from comm.faults import check_faults
 from kernels.dispatch import rejoin
 from kernels.linear_quantized import Packed
 from kernels.norm import add_rms_norm, add_rms_norm_codes
@@ -204,6 +204,39 @@ def on_side_stream(stream: torch.cuda.Stream | None, partial: Tensor, all_reduce
     with torch.cuda.stream(stream):
         total = all_reduce()
         return SideStreamAllReduce(stream.record_event(), partial, total)
+
+
+# --- waits that give up -------------------------------------------------------------------------------------------------
+
+# of each device whose kernels wait: the word that they set when they give up, after which sums are wrong
+_words: dict[torch.device, Tensor] = {}
+
+
+def fault_word(device: torch.device) -> Tensor:
+    """(1,) int32, the same for all kernels of a device: 0, or the code of a wait that gave up."""
+    device = torch.empty(0, device=device).device  # with its index
+    if device not in _words:
+        with torch.inference_mode(False):  # `check_faults` may write it outside of that mode
+            _words[device] = torch.zeros(1, dtype=torch.int32, device=device)
+    return _words[device]
+
+
+def raise_fault(word: Tensor) -> None:
+    """Raise RuntimeError if a `fault_word`, or a copy of it, has a code."""
+    if code := int(word):
+        raise RuntimeError(
+            f"rank {dist.get_rank()} timed out waiting for another rank's part of an all-reduce (fault code {code})"
+        )
+
+
+def check_faults() -> None:
+    """Raise RuntimeError if a wait has given up since the last call. Waits for the devices."""
+    for device, word in _words.items():
+        if word.is_cuda:
+            torch.cuda.synchronize(device)
+        found = word.cpu().clone()
+        word.zero_()
+        raise_fault(found)
 
 
 # --- communicators --------------------------------------------------------------------------------------------------------

@@ -1,17 +1,38 @@
-"""Communicators over torch.distributed process groups: gloo on CPU, NCCL on any topology of GPUs."""
+"""Communicators over torch.distributed process groups: gloo on CPU, NCCL on any topology of GPUs, and the tree of `--deterministic`.
+
+Ranks may share a GPU, to try and to test what needs more GPUs than a host has. Their kernels run in turns of a few milliseconds. Results
+are those of separate GPUs; times say nothing.
+"""
 
 import json
+import os
 import time
 from collections.abc import Callable
 from typing import Any
 
+import torch
 import torch.distributed as dist
+import torch.nn.functional as F
 from torch import Tensor
 
 from comm.interface import Communicator, OverlappedAllReduce, PendingAllReduce
+from kernels.determinism import tree_sum
+
+SHARE_GPUS = "RUNG_SHARE_GPUS"  # environment variable: 1 lets ranks share GPUs
+FEW_BYTES = 1 << 16  # of a message, up to which one collective of the tree takes less time than two that send less
 
 # torch 2.13 renamed this function and warns about the old name; torch 2.11 has only the old name
 all_gather = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
+
+
+def may_share_gpus() -> bool:
+    return os.environ.get(SHARE_GPUS) == "1"
+
+
+def prepare_shared_gpus(rank: int) -> None:
+    """Let NCCL and PyTorch's symmetric memory accept ranks that share a GPU. To be called before the process group exists."""
+    os.environ["NCCL_HOSTID"] = f"rank-{rank}"  # NCCL refuses two ranks on one GPU of a host, so each rank is a host
+    os.environ["TORCH_SYMM_MEM_ALLOW_OVERLAPPING_DEVICES"] = "1"
 
 
 def gather_objects(value: Any) -> list[Any]:
@@ -85,3 +106,57 @@ class _NcclAllReduce(OverlappedAllReduce):
     def join(self) -> Tensor:
         self.work.wait()
         return self.total
+
+
+class TreeCommunicator(ProcessGroupCommunicator):
+    """The rest of the tree of sums that each rank's row-parallel layers begin with `--deterministic` (`kernels/determinism.py`).
+
+    1, 2, 4 or 8 ranks, over gloo or NCCL. Adds as a binary tree over the ranks, rounding each node to the partial sums' dtype.
+
+    Of a short message, every rank gathers all partial sums. Of a long one, it adds one slice, and gathers the sums of the others."""
+
+    name = "tree"
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.waited = 0.0 if dist.get_backend() != "nccl" else None
+
+    def begin_all_reduce(self, partial: Tensor, overlap: bool = False) -> PendingAllReduce:
+        flat = partial.contiguous().flatten()
+        begin = self._gather if flat.nbytes <= FEW_BYTES else self._exchange
+        finish = begin(flat)
+
+        def result() -> Tensor:
+            return finish()[: flat.numel()].view(partial.shape)
+
+        return _Joined(result) if partial.is_cuda else HostAllReduce(self, result)
+
+    def _gather(self, flat: Tensor) -> Callable[[], Tensor]:
+        gathered = flat.new_empty(self.world_size * flat.numel())
+        work = all_gather(gathered, flat, async_op=True)
+
+        def finish() -> Tensor:
+            work.wait()
+            return tree_sum(gathered.chunk(self.world_size))
+
+        return finish
+
+    def _exchange(self, flat: Tensor) -> Callable[[], Tensor]:
+        slices = F.pad(flat, (0, -flat.numel() % self.world_size))
+        received = torch.empty_like(slices)
+        work = dist.all_to_all_single(received, slices, async_op=True)
+
+        def finish() -> Tensor:
+            work.wait()
+            all_gather(slices, tree_sum(received.chunk(self.world_size)))
+            return slices
+
+        return finish
+
+
+class _Joined(OverlappedAllReduce):
+    def __init__(self, result: Callable[[], Tensor]) -> None:
+        self.result = result
+
+    def join(self) -> Tensor:
+        return self.result()

@@ -23,11 +23,10 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from comm.faults import fault_word
-from comm.interface import Done, PendingAllReduce, on_side_stream
+from comm.interface import Done, PendingAllReduce, fault_word, on_side_stream
 from comm.process_group import ProcessGroupCommunicator
 from comm.quantize import Scheme
-from comm.two_step import Codec, Transport, codec_of, two_step_all_reduce
+from comm.quantized import Codec, Transport, codec_of, two_step_all_reduce
 from comm.workspace import open_host
 
 if TYPE_CHECKING:

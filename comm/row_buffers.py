@@ -2,8 +2,8 @@
 
 The launches of a rank come in pairs, a scatter and a gather. They use one symmetric buffer per rank, over NVLink or PCIe
 (`kernels/fused_rows.py` has its layout). Copies between ranks run on the copy engines, so they use no SMs, which the concurrent
-GEMM needs. `comm/fused_strategies.py` lists the strategies. Both launches of a pair have one epoch number, and there must be one gather
-after each scatter, before the next scatter, with the same strategy on all ranks. A CUDA graph must capture whole pairs.
+GEMM needs. Both launches of a pair have one epoch number, and there must be one gather after each scatter, before the next scatter, with
+the same strategy on all ranks. A CUDA graph must capture whole pairs.
 
 No double buffering is needed:
 
@@ -13,25 +13,140 @@ No double buffering is needed:
   last read of rows of e: the current stream waits for the copies of a gather before its last GEMM, or before `gather` returns.
 - *Flags* only increase, and are written after their data. The exchange of ready flags is a kernel on the current stream, because on the
   copy stream it might find no free SM. A pull copies its flag from the owner's buffer, after the rows, for the same reason.
+
+Sections and algorithms are those of Flux (Chang et al., arXiv:2406.06858).
+
+Scatter (GEMM + reduce-scatter):
+  owners  one GEMM for the rows of each rank, this rank's last; it writes to the owner's buffer
+  spans   one GEMM for the rows of later ranks, one for earlier ranks; copy engines send them during the next GEMM
+  tiles   one kernel that sets the flag of each block of rows when it is written (algorithm 1)
+Gather (all-gather + GEMM):
+  owners  this rank's rows first, then those of each other rank when they have arrived
+  spans   this rank's rows first, then those of later ranks, then those of earlier ranks
+  tiles   one kernel whose tiles wait for their rows (algorithm 2)
+
+In a gather, rows are pushed by their owner to all buffers, or pulled by each reader from the owner's buffer (section 4.3,
+algorithm 3). A rank's rows may be sent in several chunks, the paper's communication tiles. `owners` and `spans` wait for
+all chunks of a rank, so chunks are measured with `tiles` only.
 """
 
 from collections.abc import Iterator
 from contextlib import AbstractContextManager, nullcontext
+from dataclasses import dataclass
 from typing import NamedTuple
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from comm.faults import fault_word
-from comm.fused_strategies import TILED, Gather, Split, tiling_of
+from comm.interface import fault_word
+from comm.table import bucket
 from comm.workspace import SharedBuffer, open_shared
 from kernels import fused_rows
-from kernels.all_gather_gemm import all_gather_gemm
 from kernels.dispatch import rejoin
 from kernels.fused_rows import BLOCK_ROWS, BLOCKS, BufferLayout
-from kernels.gemm_reduce_scatter import gemm_reduce_scatter
-from kernels.tile_gemm import GemmTiling
+from kernels.tile_gemm import GemmTiling, all_gather_gemm, default_tiling, gemm_reduce_scatter
+
+UNFUSED = "unfused"
+
+
+@dataclass(frozen=True)
+class Pair:
+    """Two layers with an all-reduce between them, on one rank: (rows, k) x (c, k), the all-reduce, then (rows, c) x (m, c)."""
+
+    rows: int
+    k: int
+    c: int
+    m: int
+    dtype: torch.dtype
+
+    @property
+    def key(self) -> str:
+        return f"{bucket(self.rows)},{self.k},{self.c},{self.m},{str(self.dtype).removeprefix('torch.')}"
+
+    @classmethod
+    def parse(cls, key: str) -> "Pair":
+        """A pair with that key. Raises ValueError, or AttributeError for an unknown dtype."""
+        *sizes, dtype = key.split(",")
+        rows, k, c, m = map(int, sizes)
+        return cls(rows, k, c, m, getattr(torch, dtype))
+
+
+# --- strategies -----------------------------------------------------------------------------------------------------------
+
+Split = str  # how a GEMM is split: owners, spans, or tiles
+UNTILED: tuple[Split, ...] = ("spans", "owners")
+TILED: Split = "tiles"
+
+
+class Gather(NamedTuple):
+    """All-gather + GEMM. chunks: number of copies of a rank's rows, at most."""
+
+    split: Split = "spans"
+    pull: bool = False
+    chunks: int = 1
+
+    def __str__(self) -> str:
+        return f"{self.split}{'-pull' if self.pull else ''}{f'/{self.chunks}' if self.chunks > 1 else ''}"
+
+
+class Strategy(NamedTuple):
+    """How two layers and the all-reduce between them are computed."""
+
+    scatter: Split = "spans"
+    gather: Gather = Gather()
+
+    def __str__(self) -> str:
+        return f"{self.scatter}+{self.gather}"
+
+
+# what is measured for each pair of layers; each tiling takes seconds to compile
+SCATTERS: tuple[Split, ...] = (*UNTILED, TILED)
+GATHERS: dict[str, Gather] = {
+    str(gather): gather
+    for gather in (
+        *(Gather(split, pull) for split in SCATTERS for pull in (False, True)),
+        Gather(TILED, chunks=2),
+        Gather(TILED, chunks=4),
+        Gather(TILED, pull=True, chunks=4),
+    )
+}
+
+
+def scatters(pair: Pair) -> list[Split]:
+    """The scatters to measure."""
+    tiled = pair.dtype.itemsize == 2 and all(size % 8 == 0 for size in (pair.k, pair.c, pair.m))
+    return [split for split in SCATTERS if tiled or split in UNTILED]
+
+
+def gathers(pair: Pair) -> list[Gather]:
+    """The gathers to measure. With two ranks, a rank has at least as many blocks of rows as chunks."""
+    blocks = bucket(pair.rows) // 2 // BLOCK_ROWS
+    return [gather for gather in GATHERS.values() if gather.split in scatters(pair) and gather.chunks <= max(1, blocks)]
+
+
+def strategies(pair: Pair) -> list[Strategy]:
+    """The strategies to measure: each scatter with the default gather, and each gather with the default scatter."""
+    default = Strategy()
+    ends = [Strategy(scatter=split) for split in scatters(pair)] + [Strategy(gather=gather) for gather in gathers(pair)]
+    return [default, *(strategy for strategy in ends if strategy != default)]
+
+
+def best_strategy(times: dict[str, float]) -> tuple[Strategy, float]:
+    """The fastest scatter combined with the fastest gather, and the expected µs of a pair with both."""
+    default = Strategy()
+    first = {name.partition("+")[0]: t for name, t in times.items() if name.endswith(f"+{default.gather}")}
+    second = {name.partition("+")[2]: t for name, t in times.items() if name.startswith(f"{default.scatter}+")}
+    scatter, gather = min(first, key=lambda name: first[name]), min(second, key=lambda name: second[name])
+    return Strategy(scatter, GATHERS[gather]), first[scatter] + second[gather] - times[str(default)]
+
+
+def names_of(key: str) -> set[str]:
+    """The names in the table for pairs with this key. Raises ValueError or AttributeError as `Pair.parse`."""
+    return {str(strategy) for strategy in strategies(Pair.parse(key))} | {UNFUSED}
+
+
+# --- buffers ---------------------------------------------------------------------------------------------------------------
 
 
 def multiply(x: Tensor, weight: Tensor, out: Tensor, bias: Tensor | None = None) -> None:
@@ -139,8 +254,8 @@ class RowBuffers:
     def scatter(self, x: Tensor, weight: Tensor, split: Split) -> None:
         """Begin a pair: send each row of x (N * R, K) @ weight (C, K).T to its owner."""
         shard = RowShard(len(x) // self.world_size, len(weight), x.dtype)
-        if split in TILED:
-            self._scatter_tiles(x, weight, shard, tiling_of(split, len(x), len(weight), x.shape[1], self.world_size))
+        if split == TILED:
+            self._scatter_tiles(x, weight, shard, default_tiling(len(x), len(weight), x.shape[1], self.world_size))
         else:
             {"owners": self._scatter_owners, "spans": self._scatter_spans}[split](x, weight, shard)
 
@@ -176,8 +291,8 @@ class RowBuffers:
         """End a pair: all ranks' rows times weight (M, C).T, (N * R, M). This rank's rows must be in its buffer."""
         (self._pull if strategy.pull else self._push)(shard, strategy.chunks)
         rows = self.rows(self.rank, shard)
-        if strategy.split in TILED:
-            return self._consume_tiles(rows, weight, bias, strategy.split)
+        if strategy.split == TILED:
+            return self._consume_tiles(rows, weight, bias)
         out = rows.new_empty(len(rows), len(weight))
         {"owners": self._consume_owners, "spans": self._consume_spans}[strategy.split](rows, weight, bias, out)
         return out
@@ -236,9 +351,9 @@ class RowBuffers:
         for first, last in self.spans():
             multiply(rows[first * rank_rows : last * rank_rows], weight, out[first * rank_rows : last * rank_rows], bias)
 
-    def _consume_tiles(self, rows: Tensor, weight: Tensor, bias: Tensor | None, split: Split) -> Tensor:
+    def _consume_tiles(self, rows: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
         layout, n = self.layout, self.world_size
-        tiling = tiling_of(split, len(rows), len(weight), rows.shape[1], n)
+        tiling = default_tiling(len(rows), len(weight), rows.shape[1], n)
         flags = self.shared.view(self.rank, layout.row_flags, (n, BLOCKS), torch.int64)
         out = all_gather_gemm(rows, weight, flags, layout.epochs[:1], self.rank, layout.fault, tiling, layout.max_polls)
         self.join()

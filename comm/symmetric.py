@@ -7,23 +7,35 @@ workspaces, because they may run at the same time.
 
 import math
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any, Literal
 
 import torch
+import torch.distributed as dist
 from torch import Tensor
 
-from comm.copy_engines import CopyEngines
-from comm.interface import LEAST_COPIED, Done, Input, Linear, PendingAllReduce, Schedule, on_side_stream
-from comm.process_group import GlooCommunicator, NcclCommunicator, ProcessGroupCommunicator
-from comm.tree import TreeCommunicator
-from comm.workspace import Memory, Workspace, open_workspace
+from comm.interface import LEAST_COPIED, Done, Input, Linear, PendingAllReduce, Schedule, fault_word, on_side_stream
+from comm.process_group import GlooCommunicator, NcclCommunicator, ProcessGroupCommunicator, TreeCommunicator, gather_objects
+from comm.quantize import Scheme
+from comm.workspace import Memory, Workspace, open_shared, open_workspace
+from errors import UserError
 from kernels import all_reduce, determinism, linear_push
 from kernels.all_reduce import Tiling
 from kernels.device import MAX_PROGRAMS
 from kernels.dispatch import on_gpu
 from kernels.linear_quantized import Packed
 from kernels.norm import add_rms_norm, add_rms_norm_codes
+from kernels.quantized_all_reduce import (
+    BLOCKING,
+    BLOCKING_NORM,
+    OVERLAPPED,
+    RoundTiling,
+    WireFormat,
+    fits_norm,
+    quantized_add_norm,
+    quantized_sum,
+)
+from kernels.relay import add_parts, wait_flags
 from kernels.row_codes import RowCodes
 
 Kind = Literal["one-shot", "two-shot"]
@@ -37,6 +49,16 @@ GATHER_CAPACITY = 64 << 10  # logits of one row of Llama 3 on four ranks; longer
 # Least and most rows of a linear layer that sends its own partial sums. With fewer rows, the ordinary kernels read the weight
 # as fast, and only 1 µs of the all-reduce could be hidden. With more rows, the bandwidth of the link is the limit.
 PUSHED_ROWS = 3, 16
+
+QUANTIZED_CAPACITY = 32 << 20  # values of a launch: 64 MiB of bf16; longer messages take several launches
+QUANTIZED_OVERLAP_CAPACITY = 8 << 20
+QUANTIZED_NORM_CAPACITY = 4 << 20  # bytes up to which the norm is computed in the launch; with more, a separate one is faster
+SHORT_ROW = 4096  # values of a row, at most, for which half of the warps of a quantized all-reduce with a norm are enough
+
+COPIED = 64 << 20  # bytes that copy engines send at a time: 4,096 tokens of 8,192 features in 16 bits
+ALIGNMENT = 256  # bytes; slices begin at multiples of it
+FLAG_BYTES = 16  # so that Triton specializes all addresses alike
+PARTIAL, SUM = range(2)  # what a flag says has arrived
 
 # An overlapped all-reduce gets few programs: they use most of the link's bandwidth and leave the SMs to the GEMMs.
 TILING: dict[Kind, Tiling] = {"one-shot": all_reduce.ONE_SHOT, "two-shot": all_reduce.TWO_SHOT}
@@ -140,6 +162,86 @@ class _PushedAllReduce(PendingAllReduce):
         linear_push.linear_push(self.x, self.weight, self.kernel.workspace.exchange)
 
 
+# --- copy engines ----------------------------------------------------------------------------------------------------------
+
+
+class CopyEngines:
+    """Long all-reduces between GPUs with peer access by copy engines, so that a concurrent GEMM keeps the SMs.
+
+    Each rank owns a slice of the message. It copies every other rank's slice of its partial sum to that rank's buffer, waits for its own
+    slice of theirs, and adds them in rank order in fp32, with few programs. Then the ranks copy the sums from each other's buffers. A flag
+    is the number of the all-reduce, the epoch, which is in device memory, so that a CUDA graph may replay an all-reduce any number
+    of times. It is copied after the data on the same stream, and so arrives after it.
+
+    No double buffering is needed:
+
+    - *Partial sums.* A rank sends those of epoch e + 1 when it has completed all-reduce e, for which it waited for the flags of all
+      sums of e. Their owners set them after they had read all partial sums of e.
+    - *Sums.* A rank overwrites those of epoch e when it has received all partial sums of e + 1. Each was sent after its sender had
+      copied all sums of e.
+
+    All-reduces run on one stream at a time. All ranks make the same calls in the same order.
+    """
+
+    def __init__(self, device: torch.device, capacity: int = COPIED) -> None:
+        """Collective. capacity: bytes of the longest piece, a multiple of ALIGNMENT for each rank. Raises UserError as
+        `open_shared`."""
+        self.rank, self.world_size, self.capacity = dist.get_rank(), dist.get_world_size(), capacity
+        self.slice_bytes = -(-capacity // (self.world_size * ALIGNMENT)) * ALIGNMENT
+        # a rank's buffer: flags, the partial sums of its slice by rank, and their sum
+        self.data = -(-2 * self.world_size * FLAG_BYTES // ALIGNMENT) * ALIGNMENT
+        self.shared = open_shared(self.data + (self.world_size + 1) * self.slice_bytes, device)
+        self.epoch, self.fault = torch.zeros(1, dtype=torch.int64, device=device), fault_word(device)
+
+    def all_reduce(self, partial: Tensor) -> Tensor:
+        """The sum over all ranks, on the current stream. partial: contiguous."""
+        flat = partial.view(-1)
+        total = torch.empty_like(flat)
+        most = self.world_size * (self.slice_bytes // flat.itemsize)
+        for piece, out in zip(flat.split(most), total.split(most), strict=True):
+            self._add(piece, out)
+        return total.view(partial.shape)
+
+    def _add(self, piece: Tensor, out: Tensor) -> None:
+        step = -(-len(piece) * piece.itemsize // (self.world_size * ALIGNMENT)) * ALIGNMENT // piece.itemsize
+        slices = [slice(rank * step, (rank + 1) * step) for rank in range(self.world_size)]
+        others = [(self.rank + i) % self.world_size for i in range(1, self.world_size)]
+        own = piece[slices[self.rank]]
+        self.epoch.add_(1)
+        for owner in others:
+            part = piece[slices[owner]]
+            self._slot(owner, self.rank, part).copy_(part, non_blocking=True)
+            self._flag(owner, PARTIAL).copy_(self.epoch, non_blocking=True)
+        self._wait(PARTIAL, others)
+        received = self.shared.view(self.rank, self.data, (self.world_size, self.slice_bytes // piece.itemsize), piece.dtype)
+        add_parts(own, received, self.rank, self._slot(self.rank, self.world_size, own), out[slices[self.rank]])
+        for other in others:
+            self._flag(other, SUM).copy_(self.epoch, non_blocking=True)
+        self._wait(SUM, others)
+        for owner in others:
+            part = out[slices[owner]]
+            part.copy_(self._slot(owner, self.world_size, part), non_blocking=True)
+
+    def _slot(self, owner: int, number: int, like: Tensor) -> Tensor:
+        """Where `owner` has the partial sums of rank `number`, or their sum if that is the number of ranks."""
+        return self.shared.view(owner, self.data + number * self.slice_bytes, like.shape, like.dtype)
+
+    def _flag_offset(self, kind: int, source: int) -> int:
+        return (kind * self.world_size + source) * FLAG_BYTES
+
+    def _flag(self, at: int, kind: int) -> Tensor:
+        """This rank's flag in the buffer of rank `at`."""
+        return self.shared.view(at, self._flag_offset(kind, self.rank), (1,), torch.int64)
+
+    def _wait(self, kind: int, others: list[int]) -> None:
+        own = self.shared.addresses[self.rank]
+        if others:
+            wait_flags(tuple(own + self._flag_offset(kind, other) for other in others), self.epoch, self.fault)
+
+
+# --- communicators ---------------------------------------------------------------------------------------------------------
+
+
 class KernelCommunicator(ProcessGroupCommunicator):
     """All-reduces by kernels over symmetric memory. Messages that do not fit a workspace use NCCL, which is also faster for
     them, or gloo on CPU; with --deterministic `TreeCommunicator`, which has the same bits on 2 ranks.
@@ -240,3 +342,82 @@ class SymmetricCommunicator(KernelCommunicator):
         if determinism.enabled() or self.name != "one-shot" or not min_rows <= math.prod(x.shape[:-1]) <= max_rows:
             return False
         return on_gpu(x) and not torch.compiler.is_compiling() and linear_push.fits(x, weight, self.blocking.workspace.exchange)
+
+
+# --- quantized -------------------------------------------------------------------------------------------------------------
+
+
+def wire_format_of(scheme: Scheme) -> WireFormat | None:
+    """The scheme in the kernels' form; None if they do not support it (Hadamard transforms, one group per token)."""
+    if scheme.hadamard or scheme.group is None:
+        return None
+    reduce, gather = scheme.reduce, scheme.gather
+    return WireFormat(scheme.group, reduce.bits, gather.bits, reduce.symmetric, reduce.floating)
+
+
+@dataclass(frozen=True)
+class QuantizedKernel(AllReduceKernel):
+    """A quantized all-reduce kernel. norm: launch parameters with the residual addition and the norm."""
+
+    tiling: RoundTiling
+    wire: WireFormat
+    norm: RoundTiling
+
+    def fits(self, partial: Tensor) -> bool:
+        """Always: a long message takes several launches."""
+        return True
+
+    def all_reduce(self, partial: Tensor) -> Tensor:
+        return quantized_sum(partial, self.wire, self.workspace.exchange, self.tiling, self.pdl)
+
+    def add_norm(self, partial: Tensor, x: Tensor, weight: Tensor, eps: float, codes: bool = False) -> tuple[Tensor, Any]:
+        exchange = self.workspace.exchange
+        if codes or partial.nbytes > QUANTIZED_NORM_CAPACITY or not fits_norm(partial, x, weight, self.wire, exchange):
+            return self.then_norm(partial, x, weight, eps, codes)
+        tiling = replace(self.norm, warps=self.norm.warps // 2) if x.shape[-1] <= SHORT_ROW else self.norm
+        return quantized_add_norm(partial, x, weight, eps, self.wire, exchange, tiling, self.pdl)
+
+
+class QuantizedSymmetricCommunicator(KernelCommunicator):
+    """Quantized all-reduces in one launch, with bitwise the result of `comm/quantized.py`. Only all-reduces are quantized.
+
+    Ranks of one host whose GPUs have peer access. CPU ranks, for tests, run the kernels in Triton's interpreter."""
+
+    def __init__(self, scheme: Scheme, device: torch.device) -> None:
+        """Collective. Raises UserError on every rank if the GPUs have no peer access, or if no
+        kernel supports the scheme."""
+        wire = wire_format_of(scheme)
+        if wire is None:
+            raise UserError(f"--comm {scheme.name}: the kernel supports no Hadamard transform and no group per token")
+        tiling, overlap_tiling, norm = launch_tilings(_fewest_sms(device))
+        blocking = open_workspace(wire.buffer_bytes, QUANTIZED_CAPACITY, device)
+        overlapped = open_workspace(wire.buffer_bytes, QUANTIZED_OVERLAP_CAPACITY, device)
+        self.scheme = scheme
+        super().__init__(
+            scheme.name,
+            QuantizedKernel("two-shot", blocking, tiling, True, wire, norm),
+            # no programmatic launch: the kernel that it should overlap with is on another stream
+            QuantizedKernel("two-shot", overlapped, overlap_tiling, False, wire, norm),
+            device,
+            "peer",
+        )
+
+
+def launch_tilings(sms: int) -> tuple[RoundTiling, RoundTiling, RoundTiling]:
+    """Launch parameters of blocking all-reduces, overlapped ones, and blocking ones with a norm, for a GPU with `sms` SMs.
+
+    A blocking and an overlapped all-reduce each wait for the same all-reduce on other GPUs, which may have begun the two in
+    the other order. So both must fit on a GPU at once, however the first one is distributed over the SMs. An SM holds 4
+    programs of an all-reduce without a norm, or 1 with a norm."""
+    overlapped = max(1, min(OVERLAPPED.programs, 3 * sms // 8))
+    return (
+        replace(BLOCKING, programs=min(3 * sms, MAX_PROGRAMS - 1)),
+        replace(OVERLAPPED, programs=overlapped),
+        replace(BLOCKING_NORM, programs=max(1, sms - overlapped)),
+    )
+
+
+def _fewest_sms(device: torch.device) -> int:
+    """SMs of the smallest GPU, because all ranks must cut messages in the same way."""
+    mine = torch.cuda.get_device_properties(device).multi_processor_count if device.type == "cuda" else 1
+    return min(gather_objects(mine))

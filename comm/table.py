@@ -20,7 +20,7 @@ import torch.distributed as dist
 
 from comm.process_group import gather_objects
 from files import source_digest
-from kernels.graph_times import replay_seconds
+from kernels.dispatch import replay_seconds
 
 PLAUSIBLE = (0.3, 1e6)  # µs
 
@@ -121,6 +121,19 @@ def from_rank_0(value: Any, group: dist.ProcessGroup | None = None) -> Any:
     values = [value]
     dist.broadcast_object_list(values, src=dist.get_global_rank(group, 0), group=group)
     return values[0]
+
+
+# --- cases by rows ----------------------------------------------------------------------------------------------------------
+
+# rows between which steps have graphs of so many sizes that the next power of two may be nearly twice as large
+FINE = 1024, 4096
+
+
+def bucket(rows: int) -> int:
+    """The number of rows for which fused all-reduces are measured: `rows` rounded up to a power of two, within FINE to a quarter of one: 1,024, 1,280, 1,536, 1,792, 2,048, 2,560."""
+    power = 1 << (rows - 1).bit_length()
+    unit = power // 8 if FINE[0] < rows <= FINE[1] else power
+    return -(-rows // unit) * unit
 
 
 # --- the key -----------------------------------------------------------------------------------------------------------------

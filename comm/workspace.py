@@ -20,8 +20,8 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from comm.faults import fault_word
 from comm.hierarchical import host_of_each_rank
+from comm.interface import fault_word
 from comm.process_group import gather_objects
 from errors import UserError
 from kernels.all_reduce import Exchange

@@ -22,7 +22,7 @@ import torch
 from comm.interface import LEAST_COPIED, SCHEDULES, Communicator, Schedule
 from comm.table import Table, load, machine_key, save
 from engine.head_model import HeadModel
-from kernels.graph_times import successive_seconds
+from kernels.dispatch import successive_seconds
 from model import Transformer
 from tp import World
 

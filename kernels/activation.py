@@ -5,8 +5,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from kernels import determinism, exact
-from kernels.dispatch import as_rows, on_gpu, pdl_options
-from kernels.optional_triton import tl, triton
+from kernels.dispatch import as_rows, on_gpu, pdl_options, tl, triton
 from kernels.row_codes import RowCodes, empty_codes, row_warps, store_codes
 
 BLOCK = 1024  # values of a program: each thread loads 16 bytes of bf16 from each half

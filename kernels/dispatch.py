@@ -1,9 +1,37 @@
-"""When the Triton kernels are used (CUDA tensors, no autograd), and helpers for their launches."""
+"""When the Triton kernels are used (CUDA tensors, no autograd), helpers for their launches, and the times of these.
 
+`tl` and `triton` are Triton's if it is installed, else placeholders: a module that defines kernels can then be imported, but not launch them.
+"""
+
+from collections.abc import Callable
 from functools import lru_cache
+from itertools import pairwise
 
 import torch
 from torch import Tensor
+
+__all__ = ["tl", "triton"]  # for other modules; the functions below are, too
+
+try:
+    import triton
+    import triton.language as tl
+except ImportError:
+
+    class _Missing:
+        """Replaces each module, decorator, type and kernel. Launching it raises ImportError."""
+
+        def __getattr__(self, name: str) -> "_Missing":
+            if name.startswith("__"):
+                raise AttributeError(name)
+            return self
+
+        def __call__(self, *args: object, **options: object) -> "_Missing":
+            return self
+
+        def __getitem__(self, grid: object) -> "_Missing":
+            raise ImportError("GPU kernels need Triton; pip install triton")
+
+    triton = tl = _Missing()
 
 
 def on_gpu(x: Tensor) -> bool:
@@ -44,3 +72,30 @@ def pdl_options(device: torch.device, wanted: bool = True) -> dict[str, bool]:
     """Launch options for programmatic dependent launch: the kernel's constant PDL, and Triton's `launch_pdl`."""
     pdl = wanted and pdl_supported(device)
     return {"PDL": pdl, "launch_pdl": pdl}
+
+
+# --- times -----------------------------------------------------------------------------------------------------------------
+
+
+def replay_seconds(graph: torch.cuda.CUDAGraph, replays: int) -> list[float]:
+    """Seconds of each of `replays` replays of a CUDA graph, measured by CUDA events."""
+    times = []
+    for _ in range(replays):
+        start, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
+        start.record()
+        graph.replay()
+        end.record()
+        end.synchronize()
+        times.append(start.elapsed_time(end) / 1e3)
+    return times
+
+
+def successive_seconds(call: Callable[[], object], calls: int) -> list[float]:
+    """Seconds on the device of each of `calls` calls in a row, after one that is not timed. The host does not wait between them,
+    so that a rank whose host is late does not delay the others."""
+    events = [torch.cuda.Event(enable_timing=True) for _ in range(calls + 1)]
+    for event in events:
+        call()
+        event.record()
+    events[-1].synchronize()
+    return [begin.elapsed_time(end) / 1e3 for begin, end in pairwise(events)]

@@ -4,8 +4,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from kernels.dispatch import on_gpu, pdl_options
-from kernels.optional_triton import tl, triton
+from kernels.dispatch import on_gpu, pdl_options, tl, triton
 
 BLOCK = 2048  # values of one program
 

@@ -27,9 +27,8 @@ from torch import Tensor
 
 from kernels import determinism, exact
 from kernels.activation import swiglu
-from kernels.dispatch import on_gpu, pdl_options
+from kernels.dispatch import on_gpu, pdl_options, tl, triton
 from kernels.linear_config import DTYPES, MAX_TILES, Config, Gemv, Mma, Stream, config
-from kernels.optional_triton import tl, triton
 
 PREFETCH_BYTES = 24 << 20  # of a weight, at most, before the input is ready; L2 has 60 MB
 

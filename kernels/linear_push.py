@@ -4,8 +4,8 @@
 as words of the one-shot protocol (`kernels/all_reduce.py`). If K is split over programs, the last program of a tile does this.
 `receive` or `receive_add_norm`, which must follow on the same stream, polls for all ranks' words and adds them. So the link's
 latency is hidden while other programs still read weights. Results are bitwise those of the layer followed by `one_shot` or
-`one_shot_add_norm`, with the same config. The kernels of quantized layers of few rows do the same, by
-`kernels/linear_quantized_push.py`.
+`one_shot_add_norm`, with the same config. The kernels of quantized layers of few rows do the same
+(`push_tile` in `kernels/linear_quantized_stream.py`).
 
 **Epochs.** A push and the receiver after it are one launch of the workspace. One-shot all-reduces may use the same workspace.
 The push reads the epoch after its `gdc_wait`. By then the previous launch's receiver, which advanced the counters, is complete.

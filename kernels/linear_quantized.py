@@ -22,7 +22,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from kernels.activation import swiglu as swiglu_of
-from kernels.dispatch import on_gpu
+from kernels.dispatch import on_gpu, tl, triton
 from kernels.linear import aligned, counters
 from kernels.linear_config import Stream, has_stream
 from kernels.linear_quantized_config import (
@@ -38,7 +38,6 @@ from kernels.linear_quantized_config import (
     code_config,
     config,
 )
-from kernels.optional_triton import tl, triton
 from kernels.row_codes import FP8, MAX_SIZE, RowCodes, quantize_rows
 
 if TYPE_CHECKING:

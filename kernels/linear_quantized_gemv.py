@@ -21,8 +21,7 @@ from kernels.dispatch import pdl_options
 from kernels.linear_config import SMS
 from kernels.linear_quantized import Packed
 from kernels.linear_quantized_config import COLUMNS, QuantizedGemv
-from kernels.linear_quantized_push import begin_push, destination, push_tile
-from kernels.linear_quantized_stream import inline_asm, unpack_asm, zero_offset
+from kernels.linear_quantized_stream import begin_push, destination, inline_asm, push_tile, unpack_asm, zero_offset
 
 if TYPE_CHECKING:
     from kernels.all_reduce import Exchange

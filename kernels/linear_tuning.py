@@ -17,7 +17,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from kernels.activation import swiglu
-from kernels.graph_times import replay_seconds
+from kernels.dispatch import replay_seconds
 from kernels.linear import linear_with
 from kernels.linear_config import (
     GEMV_ROWS,

@@ -13,8 +13,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from kernels.dispatch import on_gpu, pdl_options
-from kernels.optional_triton import tl, triton
+from kernels.dispatch import on_gpu, pdl_options, tl, triton
 
 DECODE_TILE, PREFILL_TILE = 16, 64  # rows of a tile on a GPU; tl.dot takes at least 16
 BLOCK_K = 64  # input features that a program of `_shrink` multiplies at once

@@ -27,8 +27,7 @@ import torch
 from torch import Tensor
 
 from kernels import determinism
-from kernels.dispatch import on_gpu, pdl_options
-from kernels.optional_triton import tl, triton
+from kernels.dispatch import on_gpu, pdl_options, tl, triton
 from kernels.prefill_schedule import prefill_schedule
 
 

@@ -8,8 +8,7 @@ follows them, and it is the same for all layers of a step.
 import torch
 from torch import Tensor
 
-from kernels.dispatch import on_gpu, pdl_options
-from kernels.optional_triton import tl, triton
+from kernels.dispatch import on_gpu, pdl_options, tl, triton
 
 FIELDS = 8  # int32 of an entry, of which 5 are used: a row, tokens, a position, a length, a span
 RANKED = 4096  # pairs of a tile and a span that a program compares

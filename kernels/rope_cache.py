@@ -11,9 +11,8 @@ import torch
 from torch import Tensor
 
 from kernels import determinism
-from kernels.dispatch import as_rows, on_gpu, pdl_options
+from kernels.dispatch import as_rows, on_gpu, pdl_options, tl, triton
 from kernels.norm import rms_norm_reference
-from kernels.optional_triton import tl, triton
 
 LARGEST_CODE = 448.0  # of e4m3
 SMALLEST = 1e-12  # a head whose values are all smaller gets the scale of this value

@@ -9,8 +9,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from kernels.dispatch import as_rows, pdl_options
-from kernels.optional_triton import tl, triton
+from kernels.dispatch import as_rows, pdl_options, tl, triton
 
 FP8 = torch.float8_e4m3fn
 MAX_SIZE = 32768  # values of a row, which a program holds in registers

@@ -15,8 +15,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from kernels import exact
-from kernels.dispatch import as_rows, on_gpu, pdl_options
-from kernels.optional_triton import tl, triton
+from kernels.dispatch import as_rows, on_gpu, pdl_options, tl, triton
 
 SLICE = 1024  # consecutive ids with one key
 NEVER = -(2**63)  # below every key of an id

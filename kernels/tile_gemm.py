@@ -1,5 +1,8 @@
-"""Tilings of the GEMMs that exchange rows with other GPUs: the host code that `kernels/gemm_reduce_scatter.py` and
-`kernels/all_gather_gemm.py` share.
+"""GEMMs that exchange rows with other GPUs (Chang et al., *Flux: Fast Software-based Communication Overlap On GPUs Through Kernel Fusion*,
+arXiv:2406.06858, sections 3.1 and 3.2), and their tilings.
+
+GEMM + reduce-scatter, without the addition: the epilogue stores to other GPUs, so that tiles are sent while later ones are multiplied.
+All-gather + GEMM: the prologue of a tile waits for the flags of its rows. The kernel copies no rows.
 
 Each of N ranks owns `rank_rows` consecutive token rows. One int64 flag signals that BLOCK rows of a rank have arrived: coarser
 than a flag for each tile (Flux, section 4.3, decouples the two) and finer than one for each rank.
@@ -7,6 +10,8 @@ than a flag for each tile (Flux, section 4.3, decouples the two) and finer than 
 
 from dataclasses import dataclass
 from functools import cache
+from importlib import import_module
+from types import ModuleType
 
 import torch
 from torch import Tensor
@@ -87,12 +92,6 @@ def row_tiles(rank_rows: int, world_size: int, block_m: int) -> int:
     return world_size * -(-rank_rows // block_m)
 
 
-def specialized(tiling: GemmTiling, rows: int, world_size: int, device: torch.device) -> bool:
-    """Whether to use specialized warps: the tiling asks for them, and the rows per rank, the ranks and the GPU support them."""
-    fits = tiling.specialized and tiling.block_m <= rows // world_size and world_size <= MAX_SPECIALIZED
-    return fits and device.type == "cuda" and torch.cuda.get_device_capability(device)[0] == 9
-
-
 def _cost(tiling: GemmTiling, m: int, n: int, k: int, world_size: int, sms: int) -> float:
     """The estimated time of a GEMM, in arbitrary units: that of the SM with the most tiles."""
     tiles = row_tiles(m // world_size, world_size, tiling.block_m) * -(-n // tiling.block_n)
@@ -120,3 +119,76 @@ def check_operands(x: Tensor, weight: Tensor, world_size: int) -> None:
         raise ValueError(f"input rows of {x.shape[1]} values, output rows of {len(weight)}: both must be multiples of 16 bytes")
     if world_size * -(-len(x) // world_size // BLOCK) > COUNTERS:
         raise ValueError(f"{len(x)} rows are more than {COUNTERS} blocks of {BLOCK}")
+
+
+# --- the GEMMs -------------------------------------------------------------------------------------------------------------
+
+
+def gemm_reduce_scatter(
+    x: Tensor,
+    weight: Tensor,
+    destinations: tuple[int, ...],
+    flags: tuple[int, ...],
+    epoch: Tensor,
+    rank: int,
+    tiling: GemmTiling,
+) -> None:
+    """Store (x @ weight.T)[o * T / N : (o + 1) * T / N] at destinations[o], for each of N owners.
+
+    x (T, K) and weight (C, K): contiguous, bf16 or fp16; T a multiple of N. destinations: addresses, as this GPU sees them, of
+    contiguous (T / N, C) buffers of x's dtype in the owners' memory, multiples of 16 bytes. flags: addresses of int64. When
+    rows 128 b to 128 (b + 1) of owner o (fewer at the end) are stored, the int64 at flags[o] + 8 b is set to `epoch` (1,) int64
+    by a release: a GPU that acquires it sees the rows. epoch is on the device; earlier kernels, also those of the same CUDA
+    graph, may advance it. rank: of this GPU among the owners. The rows of rank + 1 are computed first, its own last.
+
+    Sums are in fp32 and rounded once, so the bits do not depend on N. Calls on one device must run one after another, and the
+    first must be outside a CUDA graph's capture. Raises ValueError for unsupported operands.
+    """
+    check_operands(x, weight, len(destinations))
+    if len(flags) != len(destinations) or not 0 <= rank < len(destinations):
+        raise ValueError(f"rank {rank} of {len(destinations)} destinations and {len(flags)} flags")
+    if epoch.dtype != torch.int64 or any(address % 16 for address in destinations) or any(address % 8 for address in flags):
+        raise ValueError("epoch must be int64, destinations multiples of 16 bytes, flags of 8")
+    kernels = _implementation(tiling, len(x), len(destinations), x.device)
+    kernels.gemm_reduce_scatter(x, weight, destinations, flags, epoch, rank, tiling)
+
+
+def all_gather_gemm(
+    rows: Tensor,
+    weight: Tensor,
+    flags: Tensor,
+    epoch: Tensor,
+    rank: int,
+    fault: Tensor,
+    tiling: GemmTiling,
+    max_polls: int,
+) -> Tensor:
+    """rows @ weight.T, (T, M) of the same dtype. Rows s * T / N to (s + 1) * T / N may arrive from rank s during the launch.
+
+    rows (T, K) and weight (M, K): contiguous, bf16 or fp16; T a multiple of N. flags (N, blocks) int64, its rows contiguous:
+    flags[s, b] is at least `epoch` (1,) int64 once rows 128 b to 128 (b + 1) of rank s have arrived: it is stored after them, by
+    a release at system scope or by a copy engine in stream order. rank: of this GPU. Its own rows must be present before the
+    launch and need no flags. They are multiplied first, then those of rank - 1, rank - 2, …. fault (1,) int32 is set to 5 if a
+    block has not arrived after `max_polls` polls; the result is then wrong. epoch, flags and fault are on the device. If a
+    kernel of this GPU transfers rows, the tiling's `free_sms` must leave SMs for it.
+
+    Sums are in fp32 and rounded once, so the bits do not depend on N. Raises ValueError for unsupported operands.
+    """
+    check_operands(rows, weight, len(flags))
+    rank_rows = len(rows) // len(flags)
+    if flags.dim() != 2 or flags.stride(1) != 1 or flags.shape[1] * BLOCK < rank_rows or not 0 <= rank < len(flags):
+        raise ValueError(f"flags {tuple(flags.shape)} for {rank_rows} rows per rank in blocks of {BLOCK}, rank {rank}")
+    if flags.dtype != torch.int64 or epoch.dtype != torch.int64 or fault.dtype != torch.int32:
+        raise ValueError("flags and epoch must be int64, fault int32")
+    kernels = _implementation(tiling, len(rows), len(flags), rows.device)
+    product: Tensor = kernels.all_gather_gemm(rows, weight, flags, epoch, rank, fault, tiling, max_polls)
+    return product
+
+
+def _implementation(tiling: GemmTiling, rows: int, world_size: int, device: torch.device) -> ModuleType:
+    """With specialized warps, if the tiling asks for them, and the rows per rank, the ranks and the GPU support them."""
+    fits = tiling.specialized and tiling.block_m <= rows // world_size and world_size <= MAX_SPECIALIZED
+    hopper = fits and device.type == "cuda" and torch.cuda.get_device_capability(device)[0] == 9
+    return import_module(
+        "kernels.tile_gemm_hopper" if hopper else "kernels.tile_gemm_triton"
+    )  # a CPU machine may have no Triton

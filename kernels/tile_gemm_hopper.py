@@ -315,7 +315,7 @@ def gemm_reduce_scatter(
     rank: int,
     tiling: GemmTiling,
 ) -> None:
-    """`kernels.gemm_reduce_scatter.gemm_reduce_scatter` with checked operands and at least block_m rows per rank."""
+    """`kernels.tile_gemm.gemm_reduce_scatter` with checked operands and at least block_m rows per rank."""
     rank_rows, features = len(x) // len(destinations), len(weight)
     unused = (destinations[0],) * (MAX_SPECIALIZED - len(destinations))
     peers = [
@@ -332,7 +332,7 @@ def gemm_reduce_scatter(
 def all_gather_gemm(
     rows: Tensor, weight: Tensor, flags: Tensor, epoch: Tensor, rank: int, fault: Tensor, tiling: GemmTiling, max_polls: int
 ) -> Tensor:
-    """`kernels.all_gather_gemm.all_gather_gemm` with checked operands and at least block_m rows per rank."""
+    """`kernels.tile_gemm.all_gather_gemm` with checked operands and at least block_m rows per rank."""
     rank_rows, features = len(rows) // len(flags), len(weight)
     out = torch.empty(len(rows), features, dtype=rows.dtype, device=rows.device)
     _all_gather_gemm[grid(rows, weight, len(flags), tiling)](

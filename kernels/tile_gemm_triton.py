@@ -271,7 +271,7 @@ def gemm_reduce_scatter(
     rank: int,
     tiling: GemmTiling,
 ) -> None:
-    """`kernels.gemm_reduce_scatter.gemm_reduce_scatter` with checked operands."""
+    """`kernels.tile_gemm.gemm_reduce_scatter` with checked operands."""
     rank_rows = len(x) // len(destinations)
     _gemm_reduce_scatter[grid(x, weight, len(destinations), tiling)](
         *_descriptors(x, weight, tiling),
@@ -284,7 +284,7 @@ def gemm_reduce_scatter(
 def all_gather_gemm(
     rows: Tensor, weight: Tensor, flags: Tensor, epoch: Tensor, rank: int, fault: Tensor, tiling: GemmTiling, max_polls: int
 ) -> Tensor:
-    """`kernels.all_gather_gemm.all_gather_gemm` with checked operands."""
+    """`kernels.tile_gemm.all_gather_gemm` with checked operands."""
     rank_rows = len(rows) // len(flags)
     out = torch.empty(len(rows), len(weight), dtype=rows.dtype, device=rows.device)
     _all_gather_gemm[grid(rows, weight, len(flags), tiling)](

@@ -5,7 +5,7 @@ import torch
 
 from comm.private_gloo import PRIVATE_GLOO
 from comm.quantize import WIDTHS
-from comm.registry import COMMUNICATORS, KNOWN, choose
+from comm.registry import COMMUNICATORS, KNOWN, choose, is_quantized
 from errors import UserError
 from tests.support.ranks import Ranks
 from tp import World
@@ -44,10 +44,10 @@ def test_a_budget_is_for_auto() -> None:
 
 def test_every_name_runs_somewhere_and_is_listed() -> None:
     for name, entry in COMMUNICATORS.items():
-        assert entry.builders and name in KNOWN
-        assert all(choose(device, name).name == name for device in entry.builders)
-    assert {name for name, entry in COMMUNICATORS.items() if entry.quantized} == set(WIDTHS)
-    exact = {name for name, entry in COMMUNICATORS.items() if choose(next(iter(entry.builders)), name).is_exact}
+        assert entry.devices and name in KNOWN
+        assert all(choose(device, name).name == name for device in entry.devices)
+    assert {name for name in COMMUNICATORS if is_quantized(name)} == set(WIDTHS)
+    exact = {name for name, entry in COMMUNICATORS.items() if choose(entry.devices[0], name).is_exact}
     assert exact == COMMUNICATORS.keys() - WIDTHS.keys()
 
 
@@ -55,7 +55,7 @@ def built(world: World) -> dict[str, tuple[str, list[float]]]:
     """The name of each CPU communicator, and the result of one of its all-reduces."""
     found = {}
     one_host = (name for name in COMMUNICATORS if name != "hierarchical")
-    for name in (name for name in one_host if "cpu" in COMMUNICATORS[name].builders):
+    for name in (name for name in one_host if "cpu" in COMMUNICATORS[name].devices):
         communicator = choose("cpu", name).build()
         found[name] = communicator.name, communicator.all_reduce(torch.full((2,), 1.0 + world.rank)).tolist()
     return found

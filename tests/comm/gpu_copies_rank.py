@@ -9,9 +9,8 @@ import torch
 import torch.distributed as dist
 from torch.profiler import ProfilerActivity, profile
 
-from comm.copy_engines import CAPACITY
 from comm.interface import LEAST_COPIED
-from comm.symmetric import SymmetricCommunicator
+from comm.symmetric import CAPACITY, SymmetricCommunicator
 from tp import World, init_world
 
 CASES = (

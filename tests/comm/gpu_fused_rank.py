@@ -15,9 +15,8 @@ import torch.distributed as dist
 from torch import Tensor
 
 from comm.fused import FusedAllReduce, FusedCommunicator
-from comm.fused_strategies import GATHERS, TILED, UNTILED, Gather, Split, Strategy
 from comm.process_group import all_gather
-from comm.row_buffers import RowShard
+from comm.row_buffers import GATHERS, TILED, UNTILED, Gather, RowShard, Split, Strategy
 from kernels import fused_rows
 from scripts.bench.comm.parts import Parts, join_ranks
 from tests.support.gpu_checks import Replays
@@ -57,7 +56,7 @@ class Checks(Parts):
         self.dtype = torch.bfloat16 if self.gpu else torch.float32
         capacity = CAPACITY if self.gpu else CPU_CAPACITY
         self.comm = FusedCommunicator(world.comm, world.device, capacity=capacity, min_rows=1, strategy=Strategy())
-        self.scatters: list[Split] = [*UNTILED, *TILED] if self.gpu else list(UNTILED)
+        self.scatters: list[Split] = [*UNTILED, TILED] if self.gpu else list(UNTILED)
         others = [Gather(split) for split in self.scatters if split not in GATHERS]
         self.gathers = [gather for gather in (*GATHERS.values(), *others) if gather.split in self.scatters]
 

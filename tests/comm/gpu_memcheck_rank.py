@@ -11,14 +11,11 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from comm.faults import check_faults
-from comm.fused_strategies import UNTILED, Gather
-from comm.interface import Communicator
+from comm.interface import Communicator, check_faults
 from comm.quantize import WIDTHS, parse_scheme
-from comm.quantized_symmetric import QuantizedSymmetricCommunicator
 from comm.relay import RelayCommunicator
-from comm.row_buffers import RowBuffers, RowShard
-from comm.symmetric import KINDS, SymmetricCommunicator
+from comm.row_buffers import UNTILED, Gather, RowBuffers, RowShard
+from comm.symmetric import KINDS, QuantizedSymmetricCommunicator, SymmetricCommunicator
 from kernels import fused_rows, linear_push, linear_quantized
 from quantized.scheme import SCHEMES
 from quantized.weight import quantize
@@ -55,7 +52,7 @@ def pushes(comm: SymmetricCommunicator) -> None:
 
 def pairs() -> None:
     buffers, shard = RowBuffers(DEVICE, 1 << 22), RowShard(300, 768, torch.bfloat16)
-    for split in (*UNTILED, "tiles0"):
+    for split in (*UNTILED, "tiles"):
         for pull in (False, True):
             buffers.scatter(random(300, 512), random(768, 512), split)
             fused_rows.reduce_norm_rows(buffers.layout, random(300, 768), random(768), 1e-5)

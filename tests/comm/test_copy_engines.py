@@ -20,8 +20,8 @@ CAPACITY = 4 << 10
 
 def wrong_sums(world: World, seed: int) -> list[str]:
     """Messages whose all-reduce is wrong. Ranks pause at random, and long messages are sent in pieces."""
-    from comm.copy_engines import CopyEngines
-    from comm.faults import check_faults
+    from comm.interface import check_faults
+    from comm.symmetric import CopyEngines
 
     engines, draw, own = CopyEngines(CPU, CAPACITY), random.Random(seed), random.Random(seed + world.rank)
     generator, found = torch.Generator().manual_seed(seed), []
@@ -45,8 +45,8 @@ def test_sums(interpreters: Ranks, n: int, seed: int) -> None:
 def sent_by_copies(world: World, seed: int) -> list[tuple[str, bool, int]]:
     """Of messages of a two-shot communicator with each schedule, whether overlapped or not: those that copies sent."""
     import comm.symmetric as module
-    from comm.copy_engines import CopyEngines
     from comm.interface import SCHEDULES
+    from comm.symmetric import CopyEngines
 
     sent: list[tuple[str, bool, int]] = []
 
@@ -76,8 +76,8 @@ def test_long_overlapped_messages_are_copied(interpreters: Ranks, seed: int) -> 
 
 def unanswered(world: World) -> Any:
     """What a rank says whose flags nobody sets."""
-    from comm.copy_engines import SUM, CopyEngines
-    from comm.faults import check_faults
+    from comm.interface import check_faults
+    from comm.symmetric import SUM, CopyEngines
 
     engines = CopyEngines(CPU, CAPACITY)
     if world.rank == 0:

@@ -126,7 +126,7 @@ def wrong_pairs(
 ) -> list[str]:
     """Streams (batch, length) through some pairs of layers, as in a model: all-reduce, norm and layer, and at the end the
     whole stream. Returns the wrong results."""
-    from comm.fused_strategies import Gather, Strategy
+    from comm.row_buffers import Gather, Strategy
 
     comm, draw, found = fused(world, strategy=Strategy(scatter, Gather(*gather))), random.Random(seed), []
     tiled = "tiles" in scatter + gather[0]
@@ -166,11 +166,10 @@ def wrong_pairs(
 PAIRS = [
     ("owners", ("spans", *PUSH)),
     ("spans", ("owners", *PUSH)),
-    ("tiles0", ("tiles0", *PUSH)),
-    ("tiles1", ("owners", *PUSH)),
+    ("tiles", ("tiles", *PUSH)),
     ("owners", ("spans", True, 1)),
-    ("spans", ("tiles0", True, 2)),
-    ("tiles0", ("owners", True, 1)),
+    ("spans", ("tiles", True, 2)),
+    ("tiles", ("owners", True, 1)),
 ]
 
 
@@ -184,9 +183,9 @@ def test_pairs(interpreters: Ranks, in_turn: Callable[..., int], place: int, see
 
 LONG_PAIRS = [
     ("spans", ("spans", *PUSH)),
-    ("tiles0", ("tiles0", *PUSH)),
-    ("spans", ("tiles0", False, 2)),
-    ("owners", ("tiles0", True, 4)),
+    ("tiles", ("tiles", *PUSH)),
+    ("spans", ("tiles", False, 2)),
+    ("owners", ("tiles", True, 4)),
     ("spans", ("owners", True, 2)),
     ("owners", ("spans", False, 4)),
 ]
@@ -203,8 +202,8 @@ def test_rows_of_several_flags(interpreters: Ranks, in_turn: Callable[..., Any],
 def late_copies(world: World, rows: list[int], seed: int) -> list[str]:
     """Pairs of random strategies, one after another. Each rank starts its copies late, chunk by chunk, and in a pull after
     the ready flags. Returns the wrong results."""
-    import comm.fused_strategies as strategies
     import comm.row_buffers as module
+    import comm.row_buffers as strategies
 
     draw, late, found, split = random.Random(seed), random.Random(f"{seed} {world.rank}"), [], module.chunks_of
 
@@ -237,8 +236,8 @@ def test_late_copies_lose_no_rows(interpreters: Ranks, in_turn: Callable[..., tu
 def flags_by_chunk(world: World, pull: bool, seed: int) -> list[int]:
     """The number of flags of 500 rows that are set at the reading rank before each chunk is copied, and after all have been
     copied."""
-    import comm.fused_strategies as strategies
     import comm.row_buffers as module
+    import comm.row_buffers as strategies
     from kernels.fused_rows import BLOCKS, advance
 
     buffers, split, counts = fused(world, capacity=1 << 18).buffers, module.chunks_of, []
@@ -417,7 +416,7 @@ def lone_wait(world: World, seed: int) -> list[str]:
 @torch.inference_mode()
 def lone_barrier(world: World, seed: int) -> list[str]:
     """Rank 1 does not signal that its rows are ready; rank 0 times out."""
-    from comm.faults import check_faults
+    from comm.interface import check_faults
     from kernels.fused_rows import ready_barrier
 
     buffers = fused(world).buffers
@@ -444,7 +443,7 @@ CALLS: list[str] = []  # keys of the pairs for which `invented_times` was called
 
 def invented_times(comm: Any, pair: Any, first: Tensor, second: Tensor) -> dict[str, float]:
     """Made-up times: unfused is faster below 16 rows; the fastest scatter is `owners`, the fastest gather `owners-pull`."""
-    from comm.fused_strategies import names_of
+    from comm.row_buffers import names_of
 
     CALLS.append(pair.key)
     times = dict.fromkeys(names_of(pair.key), 40.0) | {
@@ -512,7 +511,7 @@ def test_programs_that_measure_at_once_keep_both_results(interpreters: Ranks, tm
 
 def times_by_second_layer(comm: Any, pair: Any, first: Tensor, second: Tensor) -> dict[str, float]:
     """Made-up times, in which the fastest gather depends on the second layer."""
-    from comm.fused_strategies import names_of
+    from comm.row_buffers import names_of
 
     fastest = "spans+owners" if pair.m > 56 else "spans+owners-pull"
     return dict.fromkeys(names_of(pair.key), 40.0) | {"unfused": 50.0, fastest: 20.0}
@@ -575,7 +574,7 @@ def test_a_bad_table_is_measured_again(
 
 def test_buckets_of_rows(seed: int) -> None:
     """Powers of two, and their quarters from 1,024 to 4,096: a bucket holds the rows up to itself and above the one before."""
-    from comm.fused_strategies import Pair, bucket
+    from comm.row_buffers import Pair, bucket
 
     powers = [2**i for i in range(20)]
     buckets = [power + i * power // 4 for power in powers for i in range(4 if 1024 <= power < 4096 else 1)]
@@ -589,19 +588,19 @@ def test_buckets_of_rows(seed: int) -> None:
 def test_the_best_of_random_times(seed: int) -> None:
     """The fastest scatter and the fastest gather, among all that are measured."""
 
-    from comm.fused_strategies import SCATTERS, Gather, Pair, Strategy, best_strategy, names_of
+    from comm.row_buffers import SCATTERS, Gather, Pair, Strategy, best_strategy, names_of
 
     pair = Pair(random.choice([1000, 1100, 2048]), 64, 128, 32, torch.bfloat16)
     times = {name: random.uniform(10, 100) for name in sorted(names_of(pair.key))}
     gathers = [Gather(split, pull) for split in SCATTERS for pull in (False, True)]
-    gathers += [Gather("tiles0", False, 2), Gather("tiles0", False, 4), Gather("tiles0", True, 4)]
+    gathers += [Gather("tiles", False, 2), Gather("tiles", False, 4), Gather("tiles", True, 4)]
     all_strategies = [Strategy(scatter, gather) for scatter in SCATTERS for gather in gathers]
     expected = {s: times[f"{s.scatter}+spans"] + times[f"spans+{s.gather}"] - times["spans+spans"] for s in all_strategies}
     strategy, fused = best_strategy(times)
     assert fused == pytest.approx(min(expected.values())) == pytest.approx(expected[strategy]), f"seed {seed}"
     assert len(times) == 1 + len(SCATTERS) + len(gathers) - 1  # no others: unfused, and the default counted once
     few, single = (names_of(replace(pair, **change).key) for change in ({"rows": 256}, {"dtype": torch.float32}))
-    assert set(times) - few == {"spans+tiles0/2", "spans+tiles0/4", "spans+tiles0-pull/4"}
+    assert set(times) - few == {"spans+tiles/2", "spans+tiles/4", "spans+tiles-pull/4"}
     assert single == {"unfused", "spans+spans", "owners+spans", "spans+owners", "spans+spans-pull", "spans+owners-pull"}
 
 

@@ -10,8 +10,8 @@ from torch import Tensor
 
 from comm import GlooCommunicator, HierarchicalCommunicator, fastest_between_hosts
 from comm.hierarchical import HOST_ID, BySize, host_of_each_rank
+from comm.process_group import SHARE_GPUS
 from comm.registry import choose
-from comm.shared_gpus import VARIABLE
 from errors import UserError
 from tests.support.ranks import Ranks
 from tp import World
@@ -88,13 +88,13 @@ def test_each_rank_sends_its_share_of_a_message_to_other_hosts(ranks: Ranks) -> 
 
 def named(world: World) -> list[tuple[str, str]]:
     """The hosts of ranks that share GPUs, for which NCCL_HOSTID always differs: each pair of ranks names one."""
-    os.environ |= {VARIABLE: "1", "NCCL_HOSTID": f"rank-{world.rank}"}
+    os.environ |= {SHARE_GPUS: "1", "NCCL_HOSTID": f"rank-{world.rank}"}
     try:
         before = host_of_each_rank()
         os.environ[HOST_ID] = f"host-{world.rank // 2}"
         return [before[0], *host_of_each_rank()] if len(set(before)) == 1 else []
     finally:
-        for name in (VARIABLE, "NCCL_HOSTID", HOST_ID):
+        for name in (SHARE_GPUS, "NCCL_HOSTID", HOST_ID):
             os.environ.pop(name, None)
 
 

@@ -53,7 +53,7 @@ def same_bits(got: Tensor, expected: Tensor) -> bool:
 def wrong_sums(world: World, names: list[str], units: list[float], seed: int) -> list[str]:
     """Messages whose all-reduce is wrong. A unit is one tile of each rank. Dtypes alternate; Blocking or overlapped, which have
     separate workspaces, is chosen at random; some messages hold a NaN or an infinity."""
-    from comm.quantized_symmetric import QuantizedSymmetricCommunicator
+    from comm.symmetric import QuantizedSymmetricCommunicator
 
     draw, generator, found = random.Random(seed), torch.Generator().manual_seed(seed), []
     for name in names:
@@ -99,7 +99,7 @@ def test_other_groups_and_no_zero_points(interpreters: Ranks, seed: int) -> None
 
 def wrong_pieces(world: World, seed: int) -> list[str]:
     """Sizes whose all-reduce is wrong. Some take several launches, which leave old bytes in the buffers for later ones."""
-    from comm.quantized_symmetric import wire_format_of
+    from comm.symmetric import wire_format_of
     from comm.workspace import open_workspace
     from kernels.quantized_all_reduce import BLOCKING, quantized_sum
 
@@ -123,7 +123,7 @@ def test_messages_longer_than_the_workspace(interpreters: Ranks, n: int, seed: i
 
 
 def wrong_norms(world: World, names: list[str], seed: int) -> list[str]:
-    from comm.quantized_symmetric import QuantizedSymmetricCommunicator
+    from comm.symmetric import QuantizedSymmetricCommunicator
     from kernels.quantized_all_reduce import fits_norm
 
     generator, found = torch.Generator().manual_seed(seed), []
@@ -165,7 +165,7 @@ def test_a_sum_with_addition_and_norm(interpreters: Ranks, name: str, n: int, se
 
 def bf16_errors(world: World, seed: int) -> list[str]:
     """bf16 in, bf16 out. The tolerance is one bf16 step, because the interpreter truncates where it should round."""
-    from comm.quantized_symmetric import QuantizedSymmetricCommunicator
+    from comm.symmetric import QuantizedSymmetricCommunicator
 
     scheme, generator = parse_scheme("int8"), torch.Generator().manual_seed(seed)
     comm = QuantizedSymmetricCommunicator(scheme, CPU)
@@ -180,7 +180,7 @@ def test_bf16_goes_in_and_comes_out(interpreters: Ranks, seed: int) -> None:
 
 
 def gathered_and_empty(world: World) -> tuple[Tensor, list[int]]:
-    from comm.quantized_symmetric import QuantizedSymmetricCommunicator
+    from comm.symmetric import QuantizedSymmetricCommunicator
 
     comm = QuantizedSymmetricCommunicator(parse_scheme("int4"), CPU)
     shard = torch.arange(3.0).view(1, 3) / 7 + world.rank
@@ -195,7 +195,7 @@ def test_gathers_are_exact_and_an_empty_sum_is_empty(interpreters: Ranks) -> Non
 
 def lone_wait(world: World) -> list[str]:
     """Rank 1 does not take part. Rank 0 times out, in every phase that waits."""
-    from comm.quantized_symmetric import QuantizedSymmetricCommunicator
+    from comm.symmetric import QuantizedSymmetricCommunicator
 
     comm = QuantizedSymmetricCommunicator(parse_scheme("int8"), CPU)
     comm.blocking.workspace.exchange = replace(comm.blocking.workspace.exchange, max_polls=20)
@@ -213,7 +213,7 @@ def test_a_rank_that_times_out_says_so(interpreters: Ranks) -> None:
 
 
 def refusals(world: World) -> list[str]:
-    from comm.quantized_symmetric import QuantizedSymmetricCommunicator, wire_format_of
+    from comm.symmetric import QuantizedSymmetricCommunicator, wire_format_of
     from comm.workspace import open_workspace
     from kernels.quantized_all_reduce import BLOCKING, quantized_add_norm, quantized_sum
 
@@ -262,7 +262,7 @@ def fewest_free_slots(sms: int, first: int, first_warps: int, warps: int) -> int
 
 @pytest.mark.parametrize("sms", [8, 56, 84, 108, 114, 132, 144])
 def test_kernels_that_wait_fit_a_gpu_in_any_distribution(sms: int) -> None:
-    from comm.quantized_symmetric import launch_tilings
+    from comm.symmetric import launch_tilings
     from kernels.quantized_all_reduce import MAX_REGISTERS, WARPS_OF_SM
 
     assert WARPS_OF_SM * 32 * MAX_REGISTERS == 65536  # the registers of an SM

@@ -17,8 +17,8 @@ from msgspec import structs
 import comm
 from checkpoints.presets import PRESETS, model_config
 from checkpoints.weights import load_model
-from comm import shared_gpus
 from comm.interface import SCHEDULES
+from comm.process_group import may_share_gpus
 from config import with_variant
 from engine import LLM, SamplingParams
 from engine.core import Engine
@@ -332,7 +332,7 @@ def test_every_variant_and_communicator_gives_the_cpu_s_greedy_tokens(n: int) ->
     if n > GPUS:
         pytest.skip(f"needs {n} GPUs")
     # auto measures for minutes where ranks share a GPU
-    names = [name for name in ON_GPUS if name != "auto" or not shared_gpus.allowed()]
+    names = [name for name in ON_GPUS if name != "auto" or not may_share_gpus()]
     printed = torchrun(n, "-m", "tests.engine.gpu_rank", *names, timeout=280)
     found = [json.loads(line) for line in printed.splitlines() if line.startswith("{")]
     assert len(found) == len(names) * len(EMBEDDED)
@@ -346,7 +346,7 @@ def test_every_variant_and_communicator_gives_the_cpu_s_greedy_tokens(n: int) ->
 @pytest.mark.skipif(GPUS < 2, reason="needs 2 GPUs")
 def test_drafts_with_every_communicator_give_the_cpu_s_greedy_tokens() -> None:
     """By heads and models that each rank holds whole, and by split ones."""
-    names = [name for name in ON_GPUS if name != "auto" or not shared_gpus.allowed()]
+    names = [name for name in ON_GPUS if name != "auto" or not may_share_gpus()]
     printed = torchrun(2, "-m", "tests.engine.gpu_drafts_rank", *names, timeout=580)
     found = [json.loads(line) for line in printed.splitlines() if line.startswith("{")]
     assert len(found) == len(names) * 2 * sum(map(len, DRAFTS.values()))

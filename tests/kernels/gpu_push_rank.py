@@ -14,7 +14,7 @@ import torch.distributed as dist
 import torch.nn.functional as F
 from torch import Tensor
 
-from comm.faults import check_faults
+from comm.interface import check_faults
 from comm.workspace import open_workspace
 from kernels.all_reduce import one_shot, one_shot_add_norm, one_shot_bytes
 from kernels.linear import linear_with

@@ -8,9 +8,17 @@ import pytest
 import torch
 from torch import Tensor
 
-from kernels.all_gather_gemm import all_gather_gemm
-from kernels.gemm_reduce_scatter import gemm_reduce_scatter
-from kernels.tile_gemm import BLOCK, SHARED_BYTES, TILINGS, GemmTiling, candidates, default_tiling
+from kernels.device import MAX_POLLS
+from kernels.tile_gemm import (
+    BLOCK,
+    SHARED_BYTES,
+    TILINGS,
+    GemmTiling,
+    all_gather_gemm,
+    candidates,
+    default_tiling,
+    gemm_reduce_scatter,
+)
 from tests.kernels.test_linear import too_far
 from tests.support.ranks import Ranks
 
@@ -97,7 +105,7 @@ def gather_mismatches(cases: list[Case], seed: int, device: str) -> list[str]:
         for rank in range(ranks):
             flags = torch.full((ranks, -(-rank_rows // BLOCK) + 1), 7 + rank % 2, dtype=torch.int64, device=device)
             flags[rank] = 0
-            got = all_gather_gemm(rows, weight, flags, epoch, rank, fault, tiling)
+            got = all_gather_gemm(rows, weight, flags, epoch, rank, fault, tiling, MAX_POLLS)
             if complaint := too_far(got, rows.double() @ weight.double().T, rows @ weight.T):
                 found.append(f"{case} rank {rank}: {complaint}")
         if int(fault):
@@ -118,10 +126,10 @@ def late_rows_mismatches(tiling: GemmTiling, seed: int) -> list[str]:
     rows, flags = torch.full_like(source, torch.nan), torch.zeros(4, 3, dtype=torch.int64, device="cuda")
     epoch, fault = torch.ones(1, dtype=torch.int64, device="cuda"), torch.zeros(1, dtype=torch.int32, device="cuda")
     rows[384:768] = source[384:768]
-    all_gather_gemm(rows, weight, torch.ones_like(flags), epoch, 1, fault, tiling)  # compiles the kernel
+    all_gather_gemm(rows, weight, torch.ones_like(flags), epoch, 1, fault, tiling, MAX_POLLS)  # compiles the kernel
     torch.cuda.synchronize()
     side = torch.cuda.Stream()
-    got = all_gather_gemm(rows, weight, flags, epoch, 1, fault, tiling)
+    got = all_gather_gemm(rows, weight, flags, epoch, 1, fault, tiling, MAX_POLLS)
     with torch.cuda.stream(side):
         for other in (0, 3, 2):
             time.sleep(0.01)
@@ -199,7 +207,7 @@ def wrong_orders(seed: int, rows: list[int]) -> list[str]:
         memory, (x, weight) = RankMemory(ranks, rank_rows, 64, torch.float32, "cpu"), operands(case, generator, "cpu")
         epoch, fault = torch.ones(1, dtype=torch.int64), torch.zeros(1, dtype=torch.int32)
         memory.scatter(1, x, weight, epoch, alone)
-        all_gather_gemm(x, weight, torch.ones(ranks, 2, dtype=torch.int64), epoch, 1, fault, alone)
+        all_gather_gemm(x, weight, torch.ones(ranks, 2, dtype=torch.int64), epoch, 1, fault, alone, MAX_POLLS)
         if rows != [*expected[0], *expected[1]]:
             found.append(f"{ranks} x {rank_rows}: the order {rows}, not {expected}")
         rows.clear()
@@ -262,9 +270,9 @@ def test_operands_that_do_not_fit_are_refused(shapes: tuple[tuple[int, int], ...
     fault = torch.zeros(1, dtype=torch.int32)
     flags = torch.zeros(4, 1, dtype=torch.int64)
     with pytest.raises(ValueError, match=complaint):
-        gemm_reduce_scatter(x, weight, (16,) * 4, (8,) * 4, epoch, 0)
+        gemm_reduce_scatter(x, weight, (16,) * 4, (8,) * 4, epoch, 0, SMALL)
     with pytest.raises(ValueError, match=complaint):
-        all_gather_gemm(x, weight, flags, epoch, 0, fault)
+        all_gather_gemm(x, weight, flags, epoch, 0, fault, SMALL, MAX_POLLS)
 
 
 # --- on a GPU ----------------------------------------------------------------------------------------------------------------

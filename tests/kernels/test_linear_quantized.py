@@ -51,8 +51,7 @@ SCHEMES = {
     "int4 group 128": Scheme("on-load", 4, group=128),
     "int4 group 128 asymmetric": Scheme("on-load", 4, group=128, symmetric=False),
 }
-PUSH = ("kernels.device", "kernels.linear_quantized_push")
-MODULE, NEEDS = "kernels.linear_quantized_stream", ("kernels.linear_stream", *PUSH)
+MODULE, NEEDS = "kernels.linear_quantized_stream", ("kernels.linear_stream", "kernels.device")
 GEMV, GEMV_NEEDS = "kernels.linear_quantized_gemv", (*NEEDS, MODULE)
 TILES, TILES_NEEDS = "kernels.linear_quantized_tiles", (*NEEDS, MODULE)
 

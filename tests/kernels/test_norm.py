@@ -10,8 +10,7 @@ from torch import Tensor
 
 from kernels import activation, norm, rope_cache
 from kernels.activation import swiglu_reference
-from kernels.norm import add_rms_norm_reference, rms_norm_reference
-from kernels.norm_backward import rms_norm_backward
+from kernels.norm import add_rms_norm_reference, rms_norm_backward, rms_norm_reference
 from kernels.rope_cache import rope_store_reference
 from tests.support.kernels import codes_as_on_a_gpu, kernels_always
 from tests.support.ranks import Ranks

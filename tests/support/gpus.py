@@ -11,7 +11,7 @@ from typing import TextIO
 import pytest
 import torch
 
-from comm import shared_gpus
+from comm.process_group import may_share_gpus
 from tests import ROOT
 
 MOST = 4
@@ -27,7 +27,7 @@ needs_hopper = pytest.mark.skipif(
 def most_ranks() -> int:
     """One for each GPU, or MOST on any number of GPUs if ranks may share them."""
     gpus = torch.cuda.device_count()
-    return max(gpus, MOST) if gpus and shared_gpus.allowed() else gpus
+    return max(gpus, MOST) if gpus and may_share_gpus() else gpus
 
 
 def torchrun(ranks: int, *program: str, timeout: float, env: Mapping[str, str] | None = None) -> str:

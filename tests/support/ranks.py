@@ -22,7 +22,7 @@ import torch
 import torch.distributed as dist
 
 from comm import GlooCommunicator
-from comm.faults import check_faults
+from comm.interface import check_faults
 from tests import ROOT
 from tests.support import quick_start
 from tp import World

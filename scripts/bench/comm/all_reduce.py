@@ -25,9 +25,8 @@ from comm.interface import Communicator
 from comm.process_group import NcclCommunicator
 from comm.quantize import WIDTHS, parse_scheme
 from comm.quantized import QuantizedNcclCommunicator
-from comm.quantized_symmetric import QuantizedSymmetricCommunicator
 from comm.relay import RelayCommunicator
-from comm.symmetric import CAPACITY, KINDS, KernelCommunicator, Kind, SymmetricCommunicator
+from comm.symmetric import CAPACITY, KINDS, KernelCommunicator, Kind, QuantizedSymmetricCommunicator, SymmetricCommunicator
 from comm.table import graph_microseconds
 from errors import UserError
 from kernels.norm import add_rms_norm, add_rms_norm_codes

@@ -13,8 +13,8 @@ from cli import Parser, run
 from comm.auto import SIZES, AutoCommunicator, fastest
 from comm.build import auto
 from comm.fused import FusedCommunicator
-from comm.fused_strategies import UNFUSED, best_strategy
 from comm.registry import choose
+from comm.row_buffers import UNFUSED, best_strategy
 from comm.table import Table
 from figures import size_text
 from scripts.bench.comm.parts import join_ranks

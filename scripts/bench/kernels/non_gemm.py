@@ -31,7 +31,7 @@ from engine import SamplingParams
 from engine.sampler import SamplingBatch, sample
 from errors import UserError
 from kernels.activation import swiglu, swiglu_reference
-from kernels.graph_times import replay_seconds, successive_seconds
+from kernels.dispatch import replay_seconds, successive_seconds
 from kernels.norm import add_rms_norm, add_rms_norm_reference, rms_norm, rms_norm_reference
 from kernels.paged_attention import paged_decode, paged_decode_reference, paged_prefill, paged_prefill_reference
 from kernels.rope_cache import rope_store, rope_store_reference
