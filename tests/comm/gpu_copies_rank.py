@@ -10,13 +10,13 @@ import torch.distributed as dist
 from torch.profiler import ProfilerActivity, profile
 
 from comm.interface import LEAST_COPIED
-from comm.symmetric import CAPACITY, SymmetricCommunicator
+from comm.symmetric import COPIED, SymmetricCommunicator
 from tp import World, init_world
 
 CASES = (
     (LEAST_COPIED, torch.bfloat16),
     (16 << 20, torch.bfloat16),
-    (CAPACITY + 12344, torch.float16),
+    (COPIED + 12344, torch.float16),
     (32 << 20, torch.float32),
 )
 ROUNDS, EACH = 5, 40
@@ -58,7 +58,7 @@ def case(world: World, comm: SymmetricCommunicator, size: int, dtype: torch.dtyp
     seconds = (perf_counter() - start) / ROUNDS / EACH
     # to each other rank a part and two flags, and from each its sum; how such a copy is called depends on how the memory is mapped
     copies = [event.name for event in trace.events() if event.name.startswith("Memcpy")]
-    needed = 4 * (world.world_size - 1) * -(-size // CAPACITY)
+    needed = 4 * (world.world_size - 1) * -(-size // COPIED)
     found = {
         "bytes": size,
         "dtype": str(dtype),

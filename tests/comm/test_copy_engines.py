@@ -1,8 +1,6 @@
 """All-reduces by copy engines: the protocol on CPU ranks that share memory, with its kernels in the interpreter, and on GPUs."""
 
 import json
-import random
-import time
 from pathlib import Path
 from typing import Any
 
@@ -10,36 +8,12 @@ import pytest
 import torch
 from torch import Tensor
 
-from tests.comm.test_symmetric import CPU, STEPS, bits_by_rank, close, partials
 from tests.support.gpus import most_ranks, torchrun
 from tests.support.ranks import Ranks
+from tests.support.sums import CPU, STEPS, close, partials
 from tp import World
 
 CAPACITY = 4 << 10
-
-
-def wrong_sums(world: World, seed: int) -> list[str]:
-    """Messages whose all-reduce is wrong. Ranks pause at random, and long messages are sent in pieces."""
-    from comm.interface import check_faults
-    from comm.symmetric import CopyEngines
-
-    engines, draw, own = CopyEngines(CPU, CAPACITY), random.Random(seed), random.Random(seed + world.rank)
-    generator, found = torch.Generator().manual_seed(seed), []
-    sizes = [1, 2, 127, 2048, 3 * CAPACITY, *(draw.randrange(3, CAPACITY) for _ in range(4))]
-    for size in sizes:
-        dtype = draw.choice(list(STEPS))
-        partial, exact = partials(world, generator, size, dtype=dtype)
-        time.sleep(own.random() * 0.02)
-        total = engines.all_reduce(partial)
-        if not close(total, exact, STEPS[dtype]) or total.dtype != dtype or len(set(bits_by_rank(total))) != 1:
-            found.append(f"{size} {dtype}")
-    check_faults()
-    return found
-
-
-@pytest.mark.parametrize("n", [1, 2, 3, 4])
-def test_sums(interpreters: Ranks, n: int, seed: int) -> None:
-    assert interpreters.run(n, wrong_sums, seed) == [[]] * n, f"seed {seed}"
 
 
 def sent_by_copies(world: World, seed: int) -> list[tuple[str, bool, int]]:

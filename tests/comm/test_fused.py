@@ -12,13 +12,13 @@ from typing import Any, NamedTuple
 
 import pytest
 import torch
-import torch.distributed as dist
 import torch.nn.functional as F
 from torch import Tensor, nn
 
 from tests import MODELS
 from tests.support.gpus import most_ranks, torchrun
 from tests.support.ranks import Ranks
+from tests.support.sums import same_on_all_ranks, symmetric
 from tp import World
 
 pytest.importorskip("triton", reason="Triton is not installed; pip install triton")
@@ -106,12 +106,6 @@ class Layers:
 
 def normed(x: Tensor, layers: Layers) -> Tensor:
     return F.rms_norm(x, x.shape[-1:], layers.scale.double(), EPS)
-
-
-def same_on_all_ranks(x: Tensor) -> bool:
-    by_rank: list[bytes] = [b""] * dist.get_world_size()
-    dist.all_gather_object(by_rank, x.contiguous().view(torch.uint8).numpy().tobytes())
-    return len(set(by_rank)) == 1
 
 
 # --- one pair of layers ------------------------------------------------------------------------------------------------------
@@ -491,24 +485,6 @@ def test_a_step_that_is_faster_unfused_is_so_from_then_on(interpreters: Ranks, t
         assert measured == []  # the table was stored
 
 
-@torch.inference_mode()
-def programs_at_once(world: World, folder: str, seed: int) -> list[str]:
-    """Two programs read the empty table and measure different pairs. What a third one measures of both."""
-    os.environ["RUNG_CACHE"] = folder
-    layers, programs = Layers(world, seed), [fused(world, measure=invented_times) for _ in range(2)]
-    for comm, rows in zip(programs, (16, 32), strict=True):
-        step(comm, layers, rows)
-    CALLS.clear()
-    third = fused(world, measure=invented_times)
-    for rows in (16, 32):
-        step(third, layers, rows)
-    return list(CALLS)
-
-
-def test_programs_that_measure_at_once_keep_both_results(interpreters: Ranks, tmp_path: Path, seed: int) -> None:
-    assert interpreters.run(2, programs_at_once, str(tmp_path), seed) == [[], []]
-
-
 def times_by_second_layer(comm: Any, pair: Any, first: Tensor, second: Tensor) -> dict[str, float]:
     """Made-up times, in which the fastest gather depends on the second layer."""
     from comm.row_buffers import names_of
@@ -536,40 +512,6 @@ def two_second_layers(world: World, folder: str, seed: int) -> list[str]:
 def test_each_pair_has_its_own_strategy(interpreters: Ranks, tmp_path: Path, seed: int) -> None:
     """A hybrid's first layer is followed by different second layers: in its standard part, and in its deferred ladder."""
     assert interpreters.run(2, two_second_layers, str(tmp_path), seed) == [["owners-pull", "owners"]] * 2
-
-
-def broken(content: Any, how: str) -> str:
-    times = content["times"]["16,24,40,56,float32"]
-    if how == "another machine":
-        content["key"] = {"device": "another"}
-    elif how == "incomplete":
-        del times["spans+spans"]
-    elif how == "other strategies":
-        times["spans+owners/8"] = times.pop("spans+owners-pull")
-    elif how == "implausible":
-        times["unfused"] = -1.0
-    elif how == "unknown":
-        content["times"] = {"16,24,40,float33": times}
-    return json.dumps(content)[: -30 if how == "torn" else None]
-
-
-@pytest.fixture(scope="module")
-def good_table(interpreters: Ranks, tmp_path_factory: pytest.TempPathFactory, session_seed: int) -> tuple[str, str]:
-    """Name and content of the table that a step of 16 rows stores."""
-    folder = tmp_path_factory.mktemp("table")
-    interpreters.run(2, choices, str(folder), (16,), session_seed)
-    (path,) = folder.iterdir()
-    return path.name, path.read_text()
-
-
-@pytest.mark.parametrize("how", ["torn", "another machine", "incomplete", "other strategies", "implausible", "unknown"])
-def test_a_bad_table_is_measured_again(
-    interpreters: Ranks, good_table: tuple[str, str], tmp_path: Path, how: str, seed: int
-) -> None:
-    name, text = good_table
-    (tmp_path / name).write_text(broken(json.loads(text), how))
-    for _, measured, _ in interpreters.run(2, choices, str(tmp_path), (16,), seed):
-        assert measured == ["16,24,40,56,float32"], how
 
 
 def test_buckets_of_rows(seed: int) -> None:
@@ -601,6 +543,8 @@ def test_the_best_of_random_times(seed: int) -> None:
     assert len(times) == 1 + len(SCATTERS) + len(gathers) - 1  # no others: unfused, and the default counted once
     few, single = (names_of(replace(pair, **change).key) for change in ({"rows": 256}, {"dtype": torch.float32}))
     assert set(times) - few == {"spans+tiles/2", "spans+tiles/4", "spans+tiles-pull/4"}
+    with pytest.raises(AttributeError):
+        names_of("16,24,40,56,float33")
     assert single == {"unfused", "spans+spans", "owners+spans", "spans+owners", "spans+spans-pull", "spans+owners-pull"}
 
 
@@ -646,7 +590,6 @@ def communicators(world: World) -> dict[str, Any]:
     """Every exact communicator that runs on CPU ranks."""
     from comm.relay import RelayCommunicator
     from comm.simulated import Link, SimulatedLink
-    from tests.comm.test_symmetric import symmetric
 
     return {
         "gloo": world.comm,

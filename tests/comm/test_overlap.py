@@ -1,30 +1,21 @@
 """When all-reduces begin and when they are waited for: hidden behind the next module in a ladder, never in a standard model."""
 
-import json
 import random
-import time
 import weakref
-from collections.abc import Callable
-from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import replace
-from pathlib import Path
-from typing import Any
 
 import pytest
 import torch
 from torch import Tensor, nn
 
 from checkpoints.weights import random_weights
-from comm import Communicator, GlooCommunicator, Local, NoCommunication, PendingAllReduce
+from comm import Communicator, Local, NoCommunication, PendingAllReduce
 from comm.interface import Schedule
 from config import ModelConfig, Reduces, with_variant
-from engine import profiling
 from layers.attention import Causal
 from layers.linear import ShardedLinear
 from model import MLP, Attention, ParallelBlock, Transformer
 from tests.support.paged import CachedSequences
-from tests.support.ranks import Ranks
-from tp import World
 
 CPU = torch.device("cpu")
 LAYERS = 4
@@ -137,20 +128,32 @@ def overlaps_next(events: list[Event], i: int) -> bool:
     return wait > end
 
 
-def test_standard_waits_at_once(seed: int) -> None:
-    for events in recorded(tiny("standard")):
-        assert_each_once(events, list(range(1, MODULES + 1)))
-        assert [overlaps_next(events, i) for i in range(1, MODULES)] == [False] * (MODULES - 1)
-        assert overlapped(events) == []
+EVERY = tuple(range(LAYERS))
 
 
-def test_ladder_waits_one_module_later(seed: int) -> None:
-    for events in recorded(tiny("ladder")):
+@pytest.mark.parametrize(
+    ("layers", "schedule"),
+    [((), "overlapped"), (EVERY, "overlapped"), (EVERY, "few-sms"), *(((k,), "overlapped") for k in (0, 3)),
+     *((some, "overlapped") for some in ((2, 3), (0, 2), (1, 3)))],
+)  # fmt: skip
+def test_an_all_reduce_is_hidden_where_the_next_module_is_in_a_ladder_layer(
+    layers: tuple[int, ...], schedule: Schedule, seed: int
+) -> None:
+    """Without ladder layers, which is the standard model, each is waited for at once."""
+    config = replace(tiny("ladder"), ladder_layers=layers) if layers else tiny("standard")
+    for events in recorded(config, schedule):
         assert_each_once(events, list(range(1, MODULES + 1)))
-        assert [overlaps_next(events, i) for i in range(1, MODULES)] == [True] * (MODULES - 1)
-        assert overlapped(events) == list(range(1, MODULES + 1))
+        assert overlapped(events) == [i for i in range(1, MODULES + 1) if min(i // 2, LAYERS - 1) in layers]
+        for i in range(1, MODULES):
+            assert overlaps_next(events, i) == (i // 2 in layers), f"module {i + 1} of layer {i // 2}"
         for i in range(1, MODULES - 1):  # and not two modules later: h_{i+2} reads x_i
             assert events.index(("wait", i)) < events.index(("begin", i + 2))
+
+
+def test_no_module_is_left_without_hooks() -> None:
+    """The tests of the order record every module that computes."""
+    model = Transformer(tiny("desync-2x:2"), Local(), CPU, torch.float32)
+    assert sum(isinstance(m, (Attention, MLP)) for m in model.modules()) == 2 * MODULES
 
 
 @pytest.mark.parametrize("layers", [(0, 1, 2, 3), (3,), (2, 3), (0,), (0, 2), (1, 3)])
@@ -166,20 +169,6 @@ def test_a_deferred_all_reduce_begins_when_it_is_read(layers: tuple[int, ...], s
             assert not deferred or events[start + 2] == ("wait", i)
             assert i == MODULES or (start > events.index(("begin", i + 1))) == deferred
             assert i + 2 > MODULES or events.index(("wait", i)) < events.index(("begin", i + 2))
-
-
-def test_few_sms_overlap_as_many(seed: int) -> None:
-    for events in recorded(tiny("ladder"), "few-sms"):
-        assert overlapped(events) == list(range(1, MODULES + 1))
-
-
-@pytest.mark.parametrize("layers", [(3,), (2, 3), (0,), (0, 2), (1, 3)])
-def test_hybrid_overlaps_what_its_ladder_layers_compute(layers: tuple[int, ...], seed: int) -> None:
-    for events in recorded(replace(tiny("ladder"), ladder_layers=layers)):
-        assert_each_once(events, list(range(1, MODULES + 1)))
-        assert overlapped(events) == [i for i in range(1, MODULES + 1) if min(i // 2, LAYERS - 1) in layers]
-        for i in range(1, MODULES):
-            assert overlaps_next(events, i) == (i // 2 in layers), f"module {i + 1} of layer {i // 2}"
 
 
 def test_parallel_has_one_sum_a_layer(seed: int) -> None:
@@ -252,110 +241,3 @@ def test_a_step_frees_the_results_that_it_has_read(config: ModelConfig, schedule
             model(torch.randint(config.vocab_size, (2, 6)), Causal(6, CPU))
         assert len(keeper.kept) in (LAYERS, MODULES)
         assert [total() is None for _, total in keeper.kept] == [freed] * len(keeper.kept)
-
-
-# --- the same in a trace of real all-reduces -----------------------------------------------------------------------------
-
-DELAY = 0.05  # seconds by which one rank is late for every all-reduce
-TOKENS = 256
-Span = tuple[float, float]  # begin and end in a trace, µs
-
-
-class Late(GlooCommunicator):
-    """A rank that starts its all-reduces late, in a thread, while it computes. So the all-reduces of other ranks are in flight
-    for longer. Otherwise all-reduces of CPU ranks are so fast that their overlap depends on the operating system's scheduler.
-    """
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.thread = ThreadPoolExecutor(1)  # one thread, so that all-reduces start in order
-
-    def begin_all_reduce(self, partial: Tensor, overlap: bool = False) -> "LateAllReduce":
-        return LateAllReduce(self.thread.submit(self.later, partial))
-
-    @torch.inference_mode()
-    def later(self, partial: Tensor) -> Tensor:
-        time.sleep(DELAY)
-        return super().begin_all_reduce(partial).wait()
-
-
-class LateAllReduce(PendingAllReduce):
-    def __init__(self, total: "Future[Tensor]") -> None:
-        self.total = total
-
-    def wait(self) -> Tensor:
-        return self.total.result()
-
-
-@torch.inference_mode()
-def traced(world: World, variant: str, folder: Path) -> str:
-    """Profile a forward pass in which every rank but the first is late; the trace's path."""
-    communicator = world.comm if world.rank == 0 else Late()
-    # modules take milliseconds, because a thread of gloo may take most of a millisecond to wake up
-    config = replace(tiny(variant), hidden_size=256, head_dim=64, intermediate_size=1024, max_seq_len=TOKENS)
-    model = Transformer(config, communicator, CPU, torch.float32).eval()
-    random_weights(model)
-    profiling.annotate(model)
-    tokens = torch.zeros(1, TOKENS, dtype=torch.int64)
-    path = folder / "trace.json"
-    with profiling.profiled(path, world.rank):
-        model(tokens, Causal(TOKENS, CPU))
-    return str(path if world.rank == 0 else path.with_suffix(f".rank{world.rank}.json"))
-
-
-def spans(path: str) -> tuple[list[Span], list[Span]]:
-    """Of a trace: when the all-reduces of the modules were in flight, and when the modules computed, each in order."""
-    events: list[dict[str, Any]] = [e for e in json.loads(Path(path).read_text())["traceEvents"] if e.get("ph") == "X"]
-
-    def named(beginning: str) -> list[Span]:
-        found = [e for e in events if e["name"].startswith(beginning)]
-        return sorted(((e["ts"], e["ts"] + e["dur"]) for e in found), key=lambda span: span[1])  # all-reduces end in order
-
-    sums, modules = named("gloo:all_reduce"), named("layer ")
-    assert len(sums) == 1 + MODULES, "one for the embedding and one for each module"
-    assert len(modules) == MODULES
-    return sums[1:], modules
-
-
-def hidden(path: str) -> list[bool]:
-    """For each all-reduce but the last: whether it was in flight while the next module computed."""
-    sums, modules = spans(path)
-    return [a[0] < b[1] and b[0] < a[1] for a, b in zip(sums, modules[1:], strict=False)]
-
-
-def hidden_at_best(ranks: Ranks, variant: str, folder: Path, enough: Callable[[list[bool]], bool]) -> list[bool]:
-    """`hidden` of the first run that hides enough, of up to 8. On a busy machine, a thread of gloo may sleep until the next
-    module has finished. If the order of events prevents that an all-reduce is hidden, no number of runs hides it."""
-    for _ in range(8):
-        found = hidden(ranks.run(2, traced, variant, folder)[0])
-        if enough(found):
-            break
-    return found
-
-
-def test_a_trace_shows_the_ladders_sums_behind_the_next_module(ranks: Ranks, tmp_path: Path) -> None:
-    found = hidden_at_best(ranks, "ladder", tmp_path, lambda found: sum(found) > MODULES // 2)
-    assert sum(found) > MODULES // 2, found
-
-
-def test_a_trace_shows_no_overlap_in_a_standard_model(ranks: Ranks, tmp_path: Path) -> None:
-    assert hidden(ranks.run(2, traced, "standard", tmp_path)[0]) == [False] * (MODULES - 1)
-
-
-def test_a_trace_of_a_hybrid_overlaps_only_in_its_ladder_layers(ranks: Ranks, tmp_path: Path) -> None:
-    found = hidden_at_best(ranks, "hybrid:2", tmp_path, lambda found: sum(found[3:]) >= 2)
-    assert not any(found[:3])
-    assert sum(found[3:]) >= 2, found  # all-reduce 4, of layer 1's MLP, is the first that a ladder layer's module hides
-
-
-def test_annotations_name_every_module(ranks: Ranks, tmp_path: Path) -> None:
-    path = Path(ranks.run(1, traced, "standard", tmp_path)[0])
-    events = [e for e in json.loads(path.read_text())["traceEvents"] if e["name"].startswith("layer ")]
-    names = [e["name"] for e in sorted(events, key=lambda e: e["ts"])]
-    assert names == [f"layer {i} {module}" for i in range(LAYERS) for module in ("attention", "mlp")]
-
-
-def test_no_module_is_left_without_hooks() -> None:
-    """The tests of the order record every module that computes."""
-    model = Transformer(tiny("desync-2x:2"), Local(), CPU, torch.float32)
-    assert sum(isinstance(m, (Attention, MLP)) for m in model.modules()) == 2 * MODULES

@@ -75,12 +75,7 @@ def test_sums_of_any_size(place: int, name: str, in_turn: Callable[..., int], ra
     "name", ["int4:token", "int8:32:symmetric", "int4:hadamard", "fp8:token:hadamard", "int6:64:symmetric"]
 )
 def test_schemes_of_the_ablation(name: str, ranks: Ranks, seed: int) -> None:
-    assert_all_reduced(ranks, 2, name, [torch.randn(2, 3, 5, 192), torch.randn(2, 1, 64)])
-
-
-@pytest.mark.parametrize("name", WIDTHS)
-def test_bf16_goes_in_and_comes_out(name: str, ranks: Ranks, seed: int) -> None:
-    assert_all_reduced(ranks, 4, name, [torch.randn(4, 2, 3, 100).bfloat16()])
+    assert_all_reduced(ranks, 2, name, [torch.randn(2, 3, 5, 192), torch.randn(2, 1, 64), torch.randn(2, 2, 3, 100).bfloat16()])
 
 
 @pytest.mark.parametrize("bad", [torch.nan, torch.inf, -torch.inf])
@@ -106,38 +101,7 @@ def test_chunks_change_nothing(ranks: Ranks, seed: int) -> None:
             assert torch.equal(total, by_hand(partials, "int6:32"))
 
 
-def empty_and_gathered(world: World) -> tuple[list[int], Tensor]:
-    communicator = QuantizedGlooCommunicator(parse_scheme("int4"))
-    shard = torch.arange(3.0).view(1, 3) / 7 + world.rank
-    return list(communicator.all_reduce(torch.zeros(0, 5)).shape), communicator.all_gather(shard)
-
-
-def test_gathers_are_exact_and_an_empty_sum_is_empty(ranks: Ranks) -> None:
-    for shape, gathered in ranks.run(2, empty_and_gathered):
-        assert shape == [0, 5]
-        assert torch.equal(gathered, torch.cat([torch.arange(3.0).view(1, 3) / 7 + r for r in range(2)], dim=1))
-
-
 # --- overlap and waiting -----------------------------------------------------------------------------------------------------
-
-
-def begin_before_the_other(world: World) -> Tensor:
-    """Rank 1 begins its all-reduce after a barrier, which rank 0 enters after it has begun its own. If `begin_all_reduce`
-    waited, this would deadlock."""
-    communicator = QuantizedGlooCommunicator(parse_scheme("int8"))
-    partial = torch.ones(500)
-    if world.rank == 0:
-        pending = communicator.begin_all_reduce(partial)
-        dist.barrier()
-    else:
-        dist.barrier()
-        pending = communicator.begin_all_reduce(partial)
-    return pending.wait()
-
-
-def test_beginning_does_not_wait_for_the_other_ranks(ranks: Ranks) -> None:
-    for total in ranks.run(2, begin_before_the_other):
-        assert (total - 2).abs().max() < 1e-3
 
 
 def finished_elsewhere(world: World) -> bool:

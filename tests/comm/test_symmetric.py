@@ -19,105 +19,20 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from kernels.norm import add_rms_norm
+from tests.comm.test_every_sum import differences_of_codes
 from tests.support.gpus import most_ranks, torchrun
 from tests.support.ranks import RankError, Ranks
+from tests.support.sums import CPU, SHORT, close, partials, symmetric
 from tp import World
 
 pytest.importorskip("triton", reason="Triton is not installed; pip install triton")
 
 KINDS = ("one-shot", "two-shot")
-PEERS = [(kind, n, "peer") for kind in KINDS for n in (2, 4)]
-CPU = torch.device("cpu")
-SHORT = 20 << 10  # capacity of a workspace: the most bytes of a message
-# The interpreter truncates where it should round to bf16: a result may be one step off, and two after two roundings.
-STEPS = {torch.float32: 8, torch.float16: 1, torch.bfloat16: 2}
 
 
-def partials(world: World, generator: torch.Generator, *shape: int, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
-    """(This rank's random partial, the exact sum of all ranks' partials in fp64.) All ranks draw the same numbers."""
-    by_rank = (torch.randn(world.world_size, *shape, generator=generator) * 3).to(dtype)
-    return by_rank[world.rank].clone(), by_rank.double().sum(0)
-
-
-def close(got: Tensor, exact: Tensor, steps: int, scale: Tensor | None = None) -> bool:
-    """Whether errors are below `steps` steps of the dtype at `scale` (default: the exact result), plus 1e-5 for what fp32 loses
-    when summands cancel."""
-    bound = steps * torch.finfo(got.dtype).eps * (exact if scale is None else scale).abs() + 1e-5
-    return bool(((got.double() - exact).abs() <= bound).all())
-
-
-def symmetric(kind: Any, memory: Any = "peer") -> Any:
-    """A communicator whose workspaces are only as large as these tests need, because the first launch clears all of them."""
-    import comm.symmetric as module
-
-    capacities = {"one-shot": SHORT, "two-shot": SHORT}
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(module, "CAPACITY", capacities)
-        patch.setattr(module, "OVERLAP_CAPACITY", capacities)
-        patch.setattr(module, "FEW_SMS_CAPACITY", capacities)
-        made = module.SymmetricCommunicator(kind, CPU, memory=memory)
-        made.use("few-sms")  # opens its buffers
-        return made
-
-
-def bits_by_rank(x: Tensor) -> list[bytes]:
-    by_rank: list[bytes] = [b""] * dist.get_world_size()
-    dist.all_gather_object(by_rank, x.contiguous().view(torch.uint8).numpy().tobytes())
-    return by_rank
-
-
-def wrong_sums(world: World, kind: Any, memory: Any, seed: int) -> list[str]:
-    """Messages whose all-reduce is wrong. Sizes come in random order; half of the all-reduces are overlapped, some on few SMs."""
-    comm, draw = symmetric(kind, memory), random.Random(seed)
-    generator = torch.Generator().manual_seed(seed)
-    sizes = [1, 2, 511, 2048, draw.randrange(3, 5000), draw.randrange(3, 5000)]
-    jobs = [(n, dtype, (i + j) % 2 == 0) for i, n in enumerate(sizes) for j, dtype in enumerate(STEPS)]
-    draw.shuffle(jobs)
-    found = []
-    for n, dtype, overlap in jobs:
-        partial, exact = partials(world, generator, n, dtype=dtype)
-        if draw.random() < 0.3:  # not aligned to 4 bytes for 16-bit values
-            partial = torch.cat((partial[:1], partial))[1:]
-        comm.use(draw.choice(["overlapped", "few-sms"]))
-        total = comm.begin_all_reduce(partial, overlap).wait()
-        if not close(total, exact, STEPS[dtype]) or total.dtype != dtype or len(set(bits_by_rank(total))) != 1:
-            found.append(f"{n} {dtype} {overlap=}")
-    comm.check()
-    return found
-
-
-@pytest.mark.parametrize(("kind", "n", "memory"), [*PEERS, ("one-shot", 2, "host"), ("one-shot", 3, "host")])
-def test_sums(interpreters: Ranks, kind: str, n: int, memory: str, seed: int) -> None:
-    assert interpreters.run(n, wrong_sums, kind, memory, seed) == [[]] * n, f"seed {seed}"
-
-
-def wrong_norms(world: World, kind: Any, memory: Any, seed: int) -> list[str]:
-    comm, generator = symmetric(kind, memory), torch.Generator().manual_seed(seed)
-    found = []
-    for rows, width, dtype in (
-        (1, 96, torch.float32),
-        (5, 250, torch.float32),
-        (9, 64, torch.float16),
-        (3, 33, torch.bfloat16),
-    ):
-        partial, exact = partials(world, generator, 1, rows, width, dtype=dtype)
-        x = torch.randn(1, rows, width, generator=generator).to(dtype)
-        weight = torch.randn(width, generator=generator).to(dtype)
-        total, normed = comm.begin_all_reduce(partial).add_norm(x, weight, 1e-5)
-        expected = F.rms_norm(total.double(), (width,), weight.double(), 1e-5)
-        # the two-shot kernel rounds the sum before the addition
-        sums_close = close(total, x.double() + exact, STEPS[dtype], x.abs() + exact.abs())
-        if not sums_close or not close(normed, expected, 2 * STEPS[dtype]):
-            found.append(f"{rows} {width} {dtype}")
-        if len(set(bits_by_rank(total)) | set(bits_by_rank(normed))) > 2:
-            found.append(f"ranks differ: {rows} {width} {dtype}")
-    comm.check()
-    return found
-
-
-@pytest.mark.parametrize(("kind", "n", "memory"), [*PEERS, ("one-shot", 3, "host")])
-def test_a_sum_with_addition_and_norm(interpreters: Ranks, kind: str, n: int, memory: str, seed: int) -> None:
-    assert interpreters.run(n, wrong_norms, kind, memory, seed) == [[]] * n, f"seed {seed}"
+def same_bits(a: Tensor, b: Tensor) -> bool:
+    """Also of -0 and 0."""
+    return torch.equal(a.view(torch.uint8), b.view(torch.uint8))
 
 
 def not_trees(world: World, kind: Any, seed: int) -> list[str]:
@@ -150,73 +65,9 @@ def not_trees(world: World, kind: Any, seed: int) -> list[str]:
     return found
 
 
-def same_bits(a: Tensor, b: Tensor) -> bool:
-    """Also of -0 and 0."""
-    return torch.equal(a.view(torch.uint8), b.view(torch.uint8))
-
-
 @pytest.mark.parametrize("kind", KINDS)
 def test_two_ranks_add_the_tree_of_the_deterministic_mode(interpreters: Ranks, kind: str, seed: int) -> None:
     assert interpreters.run(2, not_trees, kind, seed) == [[], []], f"seed {seed}"
-
-
-def wrong_codes(world: World, kind: Any, memory: Any, seed: int) -> list[str]:
-    """Norms in 8 bits that are not the codes of the norm in 16 bits, bit by bit. A row that is not finite has the scale NaN."""
-    from tests.support.kernels import codes_as_on_a_gpu
-
-    comm, generator, found = symmetric(kind, memory), torch.Generator().manual_seed(seed), []
-    for rows, width in ((1, 96), (9, 64), (5, 976)):
-        partial, _ = partials(world, generator, 1, rows, width, dtype=torch.float16)
-        partial[0, 0, 5] = torch.nan if rows > 1 else 0.0
-        x, weight = (torch.randn(*shape, generator=generator).half() for shape in ((1, rows, width), (width,)))
-        total, normed = comm.begin_all_reduce(partial.clone()).add_norm(x, weight, 1e-5)
-        with codes_as_on_a_gpu():
-            got_total, got = comm.begin_all_reduce(partial).add_norm_codes(x, weight, 1e-5)
-        found += [f"{rows} {width}: {what}" for what in differences_of_codes(got, normed)]
-        if not torch.equal(got_total.view(torch.int16), total.view(torch.int16)):
-            found.append(f"{rows} {width}: sum")
-        if bool(got.scales[0].isnan()) != (rows > 1) or bool(got.scales[1:].isnan().any()):
-            found.append(f"{rows} {width}: scales that are NaN")
-    comm.check()
-    return found
-
-
-def differences_of_codes(got: Any, normed: Tensor) -> list[str]:
-    from kernels.row_codes import quantize_rows
-    from tests.support.kernels import codes_as_on_a_gpu
-
-    with codes_as_on_a_gpu():
-        expected = quantize_rows(normed)
-    finite = expected.scales[:, 0].isfinite()
-    same = {
-        "shape": got[2:] == expected[2:],
-        "scales": torch.equal(got.scales[finite], expected.scales[finite]),
-        "codes": torch.equal(got.codes.view(torch.uint8)[finite], expected.codes.view(torch.uint8)[finite]),
-    }
-    return [what for what, is_same in same.items() if not is_same]
-
-
-@pytest.mark.parametrize(("kind", "n", "memory"), [*PEERS, ("one-shot", 3, "host")])
-def test_a_norm_in_8_bits(
-    interpreters: Ranks, kind: str, n: int, memory: str, monkeypatch: pytest.MonkeyPatch, seed: int
-) -> None:
-    assert interpreters.run(n, wrong_codes, kind, memory, seed) == [[]] * n, f"seed {seed}"
-
-
-def wrong_gathers(world: World, memory: Any, seed: int) -> list[str]:
-    comm, generator = symmetric("one-shot", memory), torch.Generator().manual_seed(seed)
-    found = []
-    for shape, dtype in (((1, 1), torch.int64), ((7, 3), torch.int64), ((3, 2, 50), torch.float16), ((2, 3), torch.int8)):
-        shards = torch.randint(-100, 100, (world.world_size, *shape), generator=generator).to(dtype)
-        if not torch.equal(comm.all_gather(shards[world.rank]), torch.cat(list(shards), dim=-1)):
-            found.append(f"{shape} {dtype}")
-    comm.check()
-    return found
-
-
-@pytest.mark.parametrize(("n", "memory"), [(2, "peer"), (4, "peer"), (3, "host")])
-def test_gathers(interpreters: Ranks, n: int, memory: str, seed: int) -> None:
-    assert interpreters.run(n, wrong_gathers, memory, seed) == [[]] * n, f"seed {seed}"
 
 
 def sums_of_long_messages(world: World, kind: Any, seed: int) -> bool:
@@ -360,24 +211,6 @@ def test_no_late_program_of_a_gather_zeroes_words_of_the_next(
     n, blocks, memory = in_turn([(3, 1, "peer"), (3, 1, "host"), (2, 3, "peer")], place)
     found = interpreters.run(n, wrong_gathers_with_a_late_program, memory, blocks, first, seed)
     assert found == [[]] * n, f"seed {seed}"
-
-
-def lone_wait(world: World, kind: Any, memory: Any) -> list[str]:
-    """Rank 1 does not take part; rank 0 times out."""
-    comm = symmetric(kind, memory)
-    comm.blocking.workspace.exchange = replace(comm.blocking.workspace.exchange, max_polls=20)
-    if world.rank == 0:
-        comm.all_reduce(torch.ones(100))
-        with pytest.raises(RuntimeError, match="rank 0 timed out"):
-            comm.check()
-    else:
-        comm.check()
-    return []
-
-
-@pytest.mark.parametrize(("kind", "memory"), [("one-shot", "peer"), ("two-shot", "peer"), ("one-shot", "host")])
-def test_a_rank_that_times_out_says_so(interpreters: Ranks, kind: str, memory: str) -> None:
-    assert interpreters.run(2, lone_wait, kind, memory) == [[], []]
 
 
 # --- programs that run at the same time --------------------------------------------------------------------------------------

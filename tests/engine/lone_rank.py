@@ -54,7 +54,7 @@ def hand_out(world: World, communicator: Any, model: str = "tiny-ladder") -> tup
 
 
 def hand_out_on_cpu(world: World) -> tuple[list[int], list[int], str]:
-    from tests.comm.test_symmetric import symmetric  # needs Triton
+    from tests.support.sums import symmetric  # needs Triton
 
     return hand_out(world, symmetric("one-shot"))
 

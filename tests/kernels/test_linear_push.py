@@ -26,7 +26,7 @@ from kernels.linear_quantized_config import QuantizedConfig, QuantizedGemv, Quan
 from layers.linear import ShardedLinear
 from quantized.scheme import on_load
 from quantized.weight import dequantize, quantize
-from tests.comm.test_symmetric import CPU, bits_by_rank, run_programs_in_threads, symmetric
+from tests.comm.test_symmetric import run_programs_in_threads
 from tests.kernels.test_linear_quantized import (
     GEMV,
     GEMV_NEEDS,
@@ -41,6 +41,7 @@ from tests.kernels.test_linear_quantized import (
 from tests.support import gluon
 from tests.support.gpus import most_ranks, torchrun
 from tests.support.ranks import Ranks
+from tests.support.sums import CPU, same_on_all_ranks, symmetric
 from tp import Shard, World
 
 pytest.importorskip("triton", reason="Triton is not installed; pip install triton")
@@ -97,7 +98,7 @@ def wrong_sums(world: World, cases: list[tuple[int, int, int, torch.dtype, Confi
         got = total, normed, receive((rows, n), dtype, ours)
         if not all(torch.equal(a, b) for a, b in zip(got, expected, strict=True)):
             found.append(f"{rows} {n} {k} {config}: other bits")
-        if far_from_exact(total, x, weight, residual) or len(set(bits_by_rank(torch.stack(got)))) != 1:
+        if far_from_exact(total, x, weight, residual) or not same_on_all_ranks(torch.stack(got)):
             found.append(f"{rows} {n} {k} {config}: not the sum")
     return found + ([f"fault {int(ours.fault)}"] if int(ours.fault) else [])
 
@@ -189,7 +190,7 @@ def wrong_quantized_sums(world: World, cases: list[Case], seed: int) -> list[str
                     found.append(f"{what}: other bits")
                 if far_from_exact(total, x, dequantize(quantized), residual):
                     found.append(f"{what}: not the sum")
-                if len(set(bits_by_rank(torch.stack(got)))) != 1 or early != [True, False]:
+                if not same_on_all_ranks(torch.stack(got)) or early != [True, False]:
                     found.append(f"{what}: ranks differ, or {early}")
     return found + ([f"fault {int(ours.fault)}"] if int(ours.fault) else [])
 

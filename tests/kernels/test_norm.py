@@ -237,15 +237,3 @@ def test_training_on_a_gpu_uses_the_backward_kernel(seed: int) -> None:
         assert no_worse(what, *three) == []
     for got, expected in zip(gradients(norm.rms_norm, x.double(), weight.double()), exact, strict=True):
         torch.testing.assert_close(got, expected)  # the kernel adds in fp32, so PyTorch's
-
-
-@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")
-def test_the_bits_of_a_rounded_sum_do_not_depend_on_fusion(seed: int) -> None:
-    from kernels.norm import add_rms_norm, rms_norm
-
-    x, update = (torch.randn(64, 8192, device="cuda", dtype=torch.bfloat16) for _ in range(2))
-    weight = torch.randn(8192, device="cuda", dtype=torch.bfloat16)
-    with torch.no_grad():
-        total, normed = add_rms_norm(x, update, weight, EPS)
-        assert torch.equal(total, x + update)
-        assert torch.equal(normed, rms_norm(total, weight, EPS))

@@ -57,24 +57,12 @@ def test_on_a_simulator(shape: Shape, seed: int) -> None:
 # a text of the kernel's source, and another one with which it is wrong
 SEEDED = {
     "keys are released before they are multiplied": ("scores = warpgroup_mma_wait(1, (scores,))\n    mbarrier.arrive(k_free.index(slot))\n", "mbarrier.arrive(k_free.index(slot))\n    scores = warpgroup_mma_wait(1, (scores,))\n"),
-    "values are released before they are multiplied": ("acc = warpgroup_mma_wait(0, (acc,))\n    mbarrier.arrive(v_free.index(last))\n", "mbarrier.arrive(v_free.index(last))\n    acc = warpgroup_mma_wait(0, (acc,))\n"),
     "one consumer releases keys": ("k_full, k_free = _barriers(STAGES, 1), _barriers(STAGES, 2)", "k_full, k_free = _barriers(STAGES, 1), _barriers(STAGES, 1)"),
     "scores do not wait for keys": ("    mbarrier.wait(k_full.index(slot), step // STAGES & 1)\n", ""),
-    "the phase of a second round": ("(step // STAGES & 1) ^ 1)\n            _load_step(keys", "1)\n            _load_step(keys"),
     "values beyond the end are not cleared": ("if (used < BLOCK_N) & (used % LOADED != 0):", "if used < 0:"),
-    "cleared values are not fenced": ("                fence_async_shared()\n                mbarrier.arrive(full", "                mbarrier.arrive(full"),
     "results are not fenced": ("            fence_async_shared()\n            mbarrier.arrive(q_free", "            mbarrier.arrive(q_free"),
     "queries see one key too few": ("keys[None, :] <= position", "keys[None, :] < position"),
-    "a step too few is masked": ("(first_position + 1) // BLOCK_N", "(first_position + BLOCK_N) // BLOCK_N"),
-    "sums are not rescaled": ("acc = acc * gl.convert_layout(factor", "acc = acc + 0 * gl.convert_layout(factor"),
-    "entries without tokens have steps": ("gl.where(tokens > 0, gl.cdiv(gl.minimum(position + tokens, length), BLOCK_N), 0)", "gl.cdiv(gl.minimum(position + tokens, length), BLOCK_N)"),
-    "a row has the maximum of its left half": ("gl.maximum(left, right)", "left"),
-    "the first step is not masked": ("if unmasked == 0:", "if unmasked < 0:"),
-    "a consumer without rows takes no keys": ("step = _skip_tile(", "step += 0 * _skip_tile("),
-    "a consumer without rows keeps its turn": ("            mbarrier.arrive(turns.index(1 - CONSUMER))\n        mbarrier.wait(k_full", "        mbarrier.wait(k_full"),
     "no consumer begins": ("(turn & 1) ^ (1 - CONSUMER)", "turn & 1"),
-    "a consumer never gets its turn": ("    mbarrier.arrive(turns.index(1 - CONSUMER))\n    scores", "    scores"),
-    "the wrong key-value head": ("column = group * PACK // G * D\n        for i in range(steps)", "column = 0\n        for i in range(steps)"),
     "the previous kernel": ("    tl.extra.cuda.gdc_wait()\n", ""),
 }  # fmt: skip
 
@@ -158,29 +146,6 @@ def test_on_a_gpu(seed: int) -> None:
     pairs = zip(SHAPES, dtypes, strict=True)
     cases = ((shape, longest, "cuda", dtype) for (shape, dtype), longest in product(pairs, [160, 3000]))
     assert [fault for case in cases for fault in prefill_faults(poisoned_prefill, *case)] == []
-
-
-@needs_hopper
-def test_a_captured_prefill_on_a_gpu_follows_its_spans_and_repeats_its_bits(seed: int) -> None:
-    shape, rows = SHAPES[0], 1500
-    pages = Pages.of(shape, [2000] * 5, "cuda", torch.bfloat16)
-    q = torch.randn(rows, shape.n_heads, shape.head_dim, device="cuda", dtype=torch.bfloat16)
-    starts, lengths = torch.zeros(6, dtype=torch.int32, device="cuda"), torch.zeros(5, dtype=torch.int32, device="cuda")
-    arguments = q, pages.keys, pages.values, pages.tables, starts, lengths, None, rows
-    with torch.no_grad():
-        paged_prefill(*arguments)
-        graph = torch.cuda.CUDAGraph()
-        with torch.cuda.graph(graph):
-            captured = paged_prefill(*arguments)
-        for _ in range(10):
-            counts = torch.randint(0, rows // 5, (5,))
-            starts[1:] = counts.cumsum(0).int()
-            lengths.copy_(torch.where(counts > 0, counts + torch.randint(0, 2000 - rows // 5, (5,)), 0))
-            expected = paged_prefill(*arguments)
-            for _ in range(20):
-                captured.fill_(torch.nan)
-                graph.replay()
-                assert torch.equal(captured, expected), (starts, lengths)
 
 
 @needs_hopper
