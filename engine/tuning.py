@@ -18,11 +18,20 @@ from tqdm import tqdm
 
 from checkpoints.eagle import EagleHead
 from comm.table import PLAUSIBLE, Table, Times, from_rank_0, machine_key, read, write
-from kernels import linear_config, linear_quantized_config, linear_quantized_tuning
-from kernels.linear_config import MAX_ROWS, PROMPT_ROWS, Config, format_config, shipped_now
+from kernels.linear_config import MAX_ROWS, PROMPT_ROWS, Config, Shape, format_config, shipped_now, use
 from kernels.linear_quantized import Packed, has_scaled_product
-from kernels.linear_quantized_tuning import QuantizedProblem, QuantizedShape
-from kernels.linear_tuning import ROWS, Problem, Shape, compile_kernels, measure, row_counts, winner
+from kernels.linear_tuning import (
+    ROWS,
+    Problem,
+    QuantizedProblem,
+    QuantizedShape,
+    compile_kernels,
+    measure,
+    quantized_problem_of,
+    quantized_row_counts,
+    row_counts,
+    winner,
+)
 from layers.linear import ShardedLinear
 from model import Transformer
 from tp import World
@@ -81,7 +90,7 @@ def problems(model: Transformer | EagleHead, rows: int) -> list[Problem]:
     quantized = [
         QuantizedProblem(n, shape, weights, dtype)
         for shape, weights in quantized_shapes(model).items()
-        for n in linear_quantized_tuning.row_counts(shape, rows)
+        for n in quantized_row_counts(shape, rows)
     ]
     return [*plain, *{problem.key: problem for problem in quantized if problem.is_used and problem.candidates()}.values()]
 
@@ -129,10 +138,7 @@ def tune(
     table.times.update(found)
     if found and world.rank == 0:
         _keep(table, messages)
-    chosen = {case: best(case, times) for case, times in table.times.items()}
-    quantized = {case for case in chosen if isinstance(problem_of(case), QuantizedProblem)}
-    linear_config.use({case: config for case, config in chosen.items() if case not in quantized})
-    linear_quantized_config.use({case: chosen[case] for case in quantized})
+    use({case: best(case, times) for case, times in table.times.items()})
     return Tuning(len(missing), found, messages, time.monotonic() - start)
 
 
@@ -172,7 +178,7 @@ def problem_of(case: str) -> Problem:
     rows, n, k, *more = case.split(",")
     sizes, gated, kinds = (int(rows), int(n), int(k)), more[:1] == ["swiglu"], [kind for kind in more if kind != "swiglu"]
     if kinds:
-        found: Problem = linear_quantized_tuning.problem_of(*sizes, gated, kinds[0])
+        found: Problem = quantized_problem_of(*sizes, gated, kinds[0])
     else:
         found = Problem(sizes[0], Shape(*sizes[1:], gated), [])
     known = (*ROWS, *PROMPT_ROWS) if kinds else row_counts(found.shape, MAX_ROWS)

@@ -32,7 +32,6 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from kernels import linear_quantized_config
 from kernels.all_reduce import (
     ONE_SHOT,
     ONE_SHOT_NORM,
@@ -58,9 +57,19 @@ from kernels.device import (
     zero_other_slot,
 )
 from kernels.linear import aligned, arrive, gemv_begin, gemv_launch, gemv_sums, mma_begin, mma_launch, mma_sums, reduce_partials
-from kernels.linear_config import SMS, Config, Gemv, Mma, config, pipeline_stages
+from kernels.linear_config import (
+    SMS,
+    Config,
+    Gemv,
+    Mma,
+    QuantizedConfig,
+    QuantizedGemv,
+    QuantizedStream,
+    config,
+    pipeline_stages,
+    quantized_config,
+)
 from kernels.linear_quantized import Packed, is_exact, launch
-from kernels.linear_quantized_config import QuantizedConfig, QuantizedGemv, QuantizedStream
 from kernels.norm import add_rms_norm
 
 MAX_ROWS = 16  # with more, one-shot all-reduces are not the fastest
@@ -216,7 +225,7 @@ def quantized_push_config(rows: int, weight: Packed, dtype: torch.dtype) -> Quan
     """The config of a quantized layer by itself, if its kernel keeps the input's 16 bits and pushes its result, too; else None."""
     if not 0 < rows <= MAX_ROWS or dtype not in DTYPES or weight.n % 2 or not is_exact(weight, rows, dtype):
         return None
-    chosen = linear_quantized_config.config(rows, weight.n, weight.k, weight.format, False)
+    chosen = quantized_config(rows, weight.n, weight.k, weight.format, False)
     return chosen if isinstance(chosen, QuantizedGemv | QuantizedStream) else None
 
 

@@ -24,8 +24,7 @@ from torch import Tensor
 from kernels.activation import swiglu as swiglu_of
 from kernels.dispatch import on_gpu, tl, triton
 from kernels.linear import aligned, counters
-from kernels.linear_config import Stream, has_stream
-from kernels.linear_quantized_config import (
+from kernels.linear_config import (
     EXACT_ROWS,
     GROUPS,
     INT8_EXACT_ROWS,
@@ -35,8 +34,10 @@ from kernels.linear_quantized_config import (
     QuantizedGemv,
     QuantizedStream,
     QuantizedTiles,
+    Stream,
     code_config,
-    config,
+    has_stream,
+    quantized_config,
 )
 from kernels.row_codes import FP8, MAX_SIZE, RowCodes, quantize_rows
 
@@ -134,7 +135,7 @@ def linear(
         rows > 0
         and is_exact(weight, rows, x.dtype)
         and aligned(x)
-        and (chosen := config(rows, weight.n, weight.k, weight.format, swiglu))
+        and (chosen := quantized_config(rows, weight.n, weight.k, weight.format, swiglu))
     ):
         return linear_with(x, weight, bias, chosen, swiglu)
     if rows > 0 and exact_rows_of(weight, x.dtype) < STREAM_ROWS:

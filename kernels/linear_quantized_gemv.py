@@ -18,9 +18,8 @@ from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.language.nvidia.ampere import mma_v2
 
 from kernels.dispatch import pdl_options
-from kernels.linear_config import SMS
+from kernels.linear_config import COLUMNS, SMS, QuantizedGemv
 from kernels.linear_quantized import Packed
-from kernels.linear_quantized_config import COLUMNS, QuantizedGemv
 from kernels.linear_quantized_stream import begin_push, destination, inline_asm, push_tile, unpack_asm, zero_offset
 
 if TYPE_CHECKING:

@@ -22,9 +22,8 @@ from triton.experimental.gluon.language.nvidia.hopper import mbarrier, tma, warp
 
 from kernels.device import push_pairs, zero_words
 from kernels.dispatch import pdl_options
-from kernels.linear_config import LOADER_REGISTERS
+from kernels.linear_config import LOADER_REGISTERS, Format, QuantizedStream
 from kernels.linear_quantized import Packed
-from kernels.linear_quantized_config import Format, QuantizedStream
 from kernels.linear_stream import (
     add_pieces,
     descriptor,

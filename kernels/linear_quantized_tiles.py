@@ -15,9 +15,8 @@ from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.language.nvidia.hopper import mbarrier, warpgroup_mma, warpgroup_mma_wait
 
 from kernels.dispatch import pdl_options
-from kernels.linear_config import LOADER_REGISTERS
+from kernels.linear_config import LOADER_REGISTERS, QuantizedTiles
 from kernels.linear_quantized import Packed, exact_scales
-from kernels.linear_quantized_config import QuantizedTiles
 from kernels.linear_quantized_stream import allocate_ring, load, scale_rows, unpack_asm, weight_piece, zero_offset
 from kernels.linear_stream import add_pieces, descriptor, program_share, share_counts, share_tile, store_piece, store_tile
 

@@ -1,7 +1,11 @@
-"""Measures which configs make linear layers of few rows fastest on this GPU. `kernels/linear_config.py` says what a config is.
+"""Measures which configs make linear layers fastest on this GPU. `kernels/linear_config.py` says what a config is.
 
 A time is that of one layer in a CUDA graph of a chain of layers with different weights, the median of several replays. Each
 kernel may start while the previous one finishes, as in a model.
+
+Of quantized layers only the tiles are measured, of the kernel that is expected to be the fastest. A norm precedes each layer, as in a
+model: directly behind one another, programs of two layers share an SM more than they do in a model, which was slower with what was
+fastest so.
 """
 
 import time
@@ -9,6 +13,7 @@ from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import suppress
 from dataclasses import dataclass, replace
+from functools import cached_property
 from statistics import median
 from typing import Any
 
@@ -20,62 +25,44 @@ from kernels.activation import swiglu
 from kernels.dispatch import replay_seconds
 from kernels.linear import linear_with
 from kernels.linear_config import (
-    GEMV_ROWS,
+    CODE_ROWS,
+    CODES,
+    EXACT_ROWS,
     MAX_ROWS,
-    MMA_ROWS,
     PROMPT_ROWS,
-    SMS,
-    STREAM_BYTES,
+    STREAM_ROWS,
     Config,
+    Format,
     Gemv,
     Mma,
+    QuantizedConfig,
+    QuantizedStream,
+    Shape,
     Stream,
-    default_config,
+    candidates,
+    code_candidates,
     has_stream,
-    pipeline_stages,
+    quantized_candidates,
     table_key,
 )
+from kernels.linear_quantized import Packed, dequantize, is_exact, scaled_linear_with
+from kernels.linear_quantized import linear_with as quantized_linear_with
+from kernels.norm import rms_norm
+from kernels.row_codes import FP8, MAX_SIZE, RowCodes, quantize_rows
 
 ROWS = (1, 2, 4, 8, 16, 32, 64, 128, 256)
 CHAIN = 24  # most layers in a graph
 REPLAYS = 7
 WARM_UPS = 3
 CHECKED = 2048  # most features whose values are compared with fp32: all of them would take too much memory
-GEMV_TILES = {  # by rows: (n, k, warps, prefetch); with more rows of x, more rows of the weight (n) reuse each tile of x
-    1: ((1, 4096, 4, True), (2, 2048, 4, False), (2, 2048, 4, True), (4, 1024, 4, False), (4, 512, 2, True)),
-    2: ((2, 2048, 4, False), (2, 2048, 4, True), (4, 1024, 4, False), (4, 512, 2, True), (8, 512, 4, False)),
-    4: ((4, 1024, 4, False), (8, 512, 4, False)),
-}
-# by rows: (n, k, warps). Each program of a tile reads the whole input from L2, so a tile of few features reads, with 64 rows and
-# more, as many bytes of the input as of the weight
-STREAM_TILES = {
-    8: ((64, 128, 4), (64, 256, 4)),
-    16: ((64, 128, 4), (64, 256, 4)),
-    32: ((64, 128, 4), (128, 128, 4)),
-    64: ((64, 128, 4), (128, 128, 4), (128, 128, 8), (256, 64, 8)),
-    128: ((64, 64, 4), (128, 64, 4), (128, 64, 8), (256, 64, 8)),
-    256: ((128, 64, 8), (256, 64, 8)),
-}
 KEPT_MARGIN = 0.98  # a kernel is kept if it takes less than this share of cuBLAS's time
 USUAL_MARGIN = 1.03  # times the fastest config's time
 TIE = 1.01  # times of the fastest config's time: as fast, within the noise
 GEMV_IN_A_MODEL = 1.15  # times a gemv's time in a chain, with several rows: an estimate from Llama-3-8B with two on an H200
-
-
-@dataclass(frozen=True)
-class Shape:
-    """A weight (n, k), and whether the layer is `linear_swiglu`."""
-
-    n: int
-    k: int
-    swiglu: bool = False
-
-    @property
-    def bytes(self) -> int:
-        return 2 * self.n * self.k
-
-
-# --- candidates -----------------------------------------------------------------------------------------------------------
+MOST_CONFIGS = 6  # of a quantized case that are measured
+# Rows of the weight, columns, warps and programs on an SM of stream configs that are measured first. With 1 to 16 rows of the layers of
+# Llama 8B and 70B on an H200, one of them was always about as fast as the fastest of all.
+LIKELY_TILES = ((128, 256, 4, 2), (128, 256, 4, 1), (64, 256, 4, 2), (128, 256, 4, 3), (64, 256, 4, 3))
 
 
 def row_counts(shape: Shape, most: int) -> list[int]:
@@ -84,80 +71,7 @@ def row_counts(shape: Shape, most: int) -> list[int]:
     return [rows for rows in ROWS if rows < 2 * most] + [*prompts]
 
 
-def candidates(rows: int, shape: Shape) -> list[Config]:
-    """About six to ten configs to try, starting with that of the heuristic `default_config`."""
-    default = default_config(rows, shape.n, shape.k, torch.bfloat16, shape.swiglu)
-    found: list[Config] = [default] if default else []
-    if rows <= GEMV_ROWS:
-        found += gemv_candidates(rows, shape)
-    if 1 < rows <= MMA_ROWS:
-        found += mma_candidates(rows, shape)[: 1 if rows == 2 else None]
-    if has_stream():
-        found += stream_candidates(rows, shape)
-    return list(dict.fromkeys(found))
-
-
-def gemv_candidates(rows: int, shape: Shape) -> list[Config]:
-    """GEMV tiles that give every SM work and pad K by at most 20 %."""
-    return [
-        Gemv(block_n, block_k, warps, prefetch)
-        for block_n, block_k, warps, prefetch in GEMV_TILES[rows]
-        if -(-shape.k // block_k) * block_k <= 1.2 * shape.k and shape.n // block_n >= 2 * SMS and block_n > shape.swiglu
-    ]
-
-
-def mma_candidates(rows: int, shape: Shape) -> list[Config]:
-    """Tiles and splits of K. One, two or three programs share an SM, and each SM runs that many or twice as many in total."""
-    tiles: list[Config] = [
-        mma_candidate(rows, shape, 64, 128, sharing=2, each=2),
-        replace(mma_candidate(rows, shape, 64, 128, sharing=2, each=2), early=False),
-        mma_candidate(rows, shape, 64, 128, sharing=3, each=3),
-    ]
-    if rows <= GEMV_ROWS or (rows <= 16 and has_stream()):  # the other kernels are mostly faster there
-        return tiles
-    if rows > 16:
-        wide = mma_candidate(rows, shape, 128, 128, sharing=1, each=1)
-        return [*tiles[:2], replace(wide, warps=8, early=False)]
-    return [
-        *tiles,
-        mma_candidate(rows, shape, 64, 128, sharing=3, each=6),
-        mma_candidate(rows, shape, 64, 64 if shape.k > 2048 else 256, sharing=3, each=3),
-        mma_candidate(rows, shape, 32, 128, sharing=2, each=2),
-    ]
-
-
-def mma_candidate(rows: int, shape: Shape, block_n: int, block_k: int, sharing: int, each: int) -> Mma:
-    tiles, steps = -(-shape.n // block_n), -(-shape.k // block_k)
-    split = max(1, min(each * SMS // tiles, steps // 2, 16))
-    return Mma(block_n, block_k, split, pipeline_stages(rows, block_n, block_k, sharing))
-
-
-def stream_candidates(rows: int, shape: Shape) -> list[Stream]:
-    """Tiles with as many buffers as an SM has room for, the first also with so few that two programs share an SM."""
-    found: list[Stream] = []
-    for block_n, block_k, warps in STREAM_TILES[min(max(8, 1 << (rows - 1).bit_length()), 256)]:
-        if shape.swiglu and block_n < 32 * warps:
-            block_n, block_k = 2 * block_n, max(64, block_k // 2)
-        rings = (STREAM_BYTES,) if found else (STREAM_BYTES, STREAM_BYTES // 2)
-        tiles = [stream_candidate(rows, block_n, block_k, warps, ring) for ring in rings]
-        programs = whole_programs(-(-shape.n // block_n))
-        found += [replace(tile, programs=programs) for tile in tiles if tile is tiles[0] or tile.shares_an_sm(rows)]
-    return [config for config in dict.fromkeys(found) if config.supports(rows, shape.n, shape.k, shape.swiglu)]
-
-
-def stream_candidate(rows: int, block_n: int, block_k: int, warps: int, shared: int = STREAM_BYTES) -> Stream:
-    one = Stream(block_n, block_k, 1, warps)
-    return replace(one, stages=max(1, shared // one.shared_bytes(rows)))
-
-
-def whole_programs(tiles: int, most: int = SMS) -> int:
-    """A number of programs, at least 0.9 times `most` if there is one, that gives each the same number of tiles or each tile the
-    same number of programs; else `most`."""
-    equal = [n for n in range(round(0.9 * most), most + 1) if tiles % n == 0 or n % tiles == 0]
-    return max(equal, default=most)
-
-
-# --- measuring ------------------------------------------------------------------------------------------------------------
+# --- what is measured ------------------------------------------------------------------------------------------------------------
 
 
 @dataclass(frozen=True)
@@ -213,6 +127,120 @@ class Problem:
         if isinstance(config, Mma):
             return config, max(rows, 16), swiglu, even
         return replace(config, prefetch=True), rows, swiglu, even
+
+
+@dataclass(frozen=True, kw_only=True)
+class QuantizedShape(Shape):
+    """A quantized weight. scaled: whether the layer multiplies fp8 codes if it has more than EXACT_ROWS rows."""
+
+    format: Format
+    scaled: bool = False
+
+
+@dataclass(frozen=True)
+class QuantizedProblem(Problem):
+    """`rows` rows times each of `weights`. With more than EXACT_ROWS rows of a `scaled` weight the product of codes, without SwiGLU,
+    which another kernel computes."""
+
+    shape: QuantizedShape
+    weights: Sequence[Packed]  # type: ignore[assignment]
+    dtype: torch.dtype = torch.bfloat16  # of the input
+
+    @property
+    def of_codes(self) -> bool:
+        return self.shape.scaled and self.rows > EXACT_ROWS
+
+    @property
+    def is_used(self) -> bool:
+        """Whether a layer with such a weight and so many rows has a config."""
+        return self.of_codes or is_exact(self.weights[0], self.rows, self.dtype)
+
+    @property
+    def key(self) -> str:
+        shape = self.shape
+        kind, gated = (CODES, False) if self.of_codes else (shape.format.name, shape.swiglu)
+        return table_key(self.rows, shape.n, shape.k, gated, kind)
+
+    def candidates(self) -> list[Any]:
+        shape = self.shape
+        if self.of_codes:
+            return code_candidates(self.rows, shape.n, shape.k)[:MOST_CONFIGS]
+        found = quantized_candidates(self.rows, shape.n, shape.k, shape.format, shape.swiglu)
+        alike = [config for config in found[1:] if type(config) is type(found[0])]
+        return [*found[:1], *sorted(alike, key=lambda config: _tile(config) not in LIKELY_TILES)][:MOST_CONFIGS]
+
+    @property
+    def device(self) -> torch.device:
+        return self.weights[0].codes.device
+
+    def input(self) -> Any:
+        x = torch.randn(self.rows, self.shape.k, device=self.device, dtype=self.dtype)
+        return quantize_rows(x) if self.of_codes else x
+
+    @cached_property  # outside the graph's capture: another kernel there would change the times
+    def _ones(self) -> Tensor:
+        return torch.ones(self.rows, self.shape.k, dtype=self.dtype, device=self.device)
+
+    def before(self, x: Any) -> Any:
+        if self.shape.k > MAX_SIZE:
+            return x
+        return quantize_rows(self._ones) if isinstance(x, RowCodes) else rms_norm(x, self._ones[0], 1e-5)
+
+    def usual(self) -> Any:
+        return next(iter(self.candidates()), None)
+
+    def plain(self, x: Any, weight: Any) -> Tensor:
+        """What computes the layer without a config."""
+        if isinstance(x, RowCodes):
+            return scaled_linear_with(x, weight, None, None)
+        y = F.linear(x, dequantize(weight, x.dtype))
+        return swiglu(y) if self.shape.swiglu else y
+
+    def ours(self, x: Any, weight: Any, config: Any) -> Tensor:
+        if isinstance(x, RowCodes):
+            return scaled_linear_with(x, weight, None, config)
+        return quantized_linear_with(x, weight, None, config, self.shape.swiglu)
+
+    def exact(self, x: Any, weight: Any) -> Tensor:
+        parts = 2 if self.shape.swiglu and not self.of_codes else 1
+        rows = torch.arange(weight.n, device=weight.codes.device).view(parts, -1)[:, :CHECKED].flatten()
+        zeros = None if weight.zeros is None else weight.zeros[..., rows]
+        some = replace(weight, n=len(rows), codes=weight.codes[rows], scales=weight.scales[..., rows].contiguous(), zeros=zeros)
+        if isinstance(x, RowCodes):
+            return F.linear(x.codes.float(), some.codes.view(FP8).float()) * x.scales * some.scales
+        return self.plain(x.float(), some)
+
+    def kernel_key(self, config: Any) -> tuple[Any, ...]:
+        shape = self.shape
+        special = (self.rows == 1, self.rows % 16 == 0)  # Triton compiles integers that are 1, or multiples of 16, as such
+        if self.of_codes:
+            return (*super().kernel_key(config), CODES)
+        if isinstance(config, Stream):
+            even = shape.n // (2 if shape.swiglu else 1) % 16 == 0
+            return (config, config.tile_rows(self.rows), shape.format, shape.swiglu, even, *special)
+        return (config, shape.n, shape.k, shape.format, shape.swiglu, *special)
+
+
+def _tile(config: QuantizedConfig) -> tuple[int, ...] | None:
+    if not isinstance(config, QuantizedStream):
+        return None
+    return config.block_n, config.block_k, config.warps, config.on_an_sm
+
+
+def quantized_row_counts(shape: QuantizedShape, most: int) -> list[int]:
+    """`row_counts` of a quantized layer."""
+    few = [rows for rows in ROWS if rows < 2 * most and rows <= (CODE_ROWS if shape.scaled else STREAM_ROWS)]
+    return few + ([] if shape.scaled else [2 * STREAM_ROWS, *PROMPT_ROWS])
+
+
+def quantized_problem_of(rows: int, n: int, k: int, gated: bool, kind: str) -> QuantizedProblem:
+    """The problem of a key's fields, without weights. Raises ValueError if there is no such kind of weight."""
+    if kind == CODES and not gated and rows > EXACT_ROWS:
+        return QuantizedProblem(rows, QuantizedShape(n, k, format=Format("fp8"), scaled=True), [])
+    return QuantizedProblem(rows, QuantizedShape(n, k, gated, format=Format.parse(kind)), [])
+
+
+# --- measuring -------------------------------------------------------------------------------------------------------------
 
 
 def measure(problem: Problem) -> tuple[dict[Config | None, float], list[str]]:

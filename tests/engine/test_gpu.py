@@ -27,9 +27,9 @@ from engine.limits import EngineLimits, cache_memory
 from engine.protocol import Submit
 from engine.sequence import Chunk
 from engine.tuning import quantized_shapes, shapes, tune
-from kernels import linear_config, linear_quantized_config, paged_attention
+from kernels import linear_config, paged_attention
 from kernels.linear import linear, linear_swiglu
-from kernels.linear_tuning import Shape
+from kernels.linear_config import Shape
 from model import Transformer
 from options import OVERLAPS
 from tests import MODELS
@@ -299,17 +299,17 @@ def test_quantized_layers_are_tuned(weights: str, tmp_path: Path, monkeypatch: p
     """Every config of every quantized layer runs, and is as exact as PyTorch's product (`linear_tuning.is_right`)."""
     monkeypatch.setenv("RUNG_CACHE", str(tmp_path))
     monkeypatch.setattr(linear_config, "_tuned", {})
-    monkeypatch.setattr(linear_quantized_config, "_tuned", {})
+    monkeypatch.setattr(linear_config, "_tuned", {})
     config = model_config("llama-3.2-1b:1", None, 1, weights)
     model = load_model("llama-3.2-1b:1", config, ALONE, torch.bfloat16, seed)
     done = tune(model, ALONE, 64, 300)
     assert (len(done.found), done.messages) == (done.missing, [])
-    assert len(quantized_shapes(model)) == 4 and set(linear_quantized_config._tuned) <= set(done.found)
+    assert len(quantized_shapes(model)) == 4 and set(linear_config._tuned) <= set(done.found)
     x = torch.randn(3, 2048, device=CUDA, dtype=torch.bfloat16)
     layer = model.layers[0].attention.wqkv
     before = layer(x)
-    monkeypatch.setattr(linear_quantized_config, "_tuned", {})
-    linear_quantized_config.use({})
+    monkeypatch.setattr(linear_config, "_tuned", {})
+    linear_config.use({})
     assert (layer(x).double() - before.double()).norm() <= 0.01 * before.double().norm()
     linear_config.config.cache_clear()
 

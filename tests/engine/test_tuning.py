@@ -17,11 +17,33 @@ from checkpoints.weights import load_model
 from comm.table import Times
 from engine import tuning
 from engine.tuning import FAILED, name_of, names_of, problem_of, quantized_shapes, tune
-from kernels import linear_config, linear_quantized_config
-from kernels.linear_config import PROMPT_ROWS, Config, Gemv, Mma, Stream, shipped
-from kernels.linear_quantized_config import Format, QuantizedGemv, QuantizedStream, QuantizedTiles
-from kernels.linear_quantized_tuning import TILES, QuantizedProblem, QuantizedShape
-from kernels.linear_tuning import GEMV_IN_A_MODEL, KEPT_MARGIN, ROWS, TIE, USUAL_MARGIN, Problem, Shape, candidates, winner
+from kernels import linear_config
+from kernels.linear_config import (
+    PROMPT_ROWS,
+    Config,
+    Format,
+    Gemv,
+    Mma,
+    QuantizedGemv,
+    QuantizedStream,
+    QuantizedTiles,
+    Shape,
+    Stream,
+    candidates,
+    shipped,
+)
+from kernels.linear_tuning import (
+    GEMV_IN_A_MODEL,
+    KEPT_MARGIN,
+    LIKELY_TILES,
+    ROWS,
+    TIE,
+    USUAL_MARGIN,
+    Problem,
+    QuantizedProblem,
+    QuantizedShape,
+    winner,
+)
 from layers.linear import ShardedLinear
 from model import Transformer
 from scripts.bench.kernels import linear as bench_linear
@@ -40,8 +62,7 @@ def measured(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[list[s
     seen: list[str] = []
     pretend(monkeypatch, tmp_path, seen)
     yield seen
-    linear_config.config.cache_clear()
-    linear_quantized_config.use({})
+    linear_config.use({})
 
 
 def pretend(monkeypatch: pytest.MonkeyPatch, cache: Path, seen: list[str]) -> None:
@@ -56,7 +77,6 @@ def pretend(monkeypatch: pytest.MonkeyPatch, cache: Path, seen: list[str]) -> No
     monkeypatch.setattr(tuning, "compile_kernels", lambda *args: None)
     monkeypatch.setattr(tuning, "measure", measure)
     monkeypatch.setattr(linear_config, "_tuned", {})
-    monkeypatch.setattr(linear_quantized_config, "_tuned", {})
 
 
 def all_cases(model: Transformer | EagleHead, rows: int) -> set[str]:
@@ -228,14 +248,14 @@ def test_quantized_layers_are_measured_and_their_configs_used(
     done = tune(model, ALONE, 256, 60)
     assert not done.messages
     assert set(done.found) == set(measured) == {*expected, *(f"{rows},1024,192" for rows in ROWS)}  # the head stays in 16 bits
-    assert set(linear_quantized_config._tuned) == expected and not expected & set(linear_config._tuned)
+    assert set(linear_config._tuned) == set(done.found)
     assert {len(found) for found in quantized_shapes(model).values()} == {2}
     fmt = next(shape.format for shape in quantized_shapes(model) if shape.swiglu)
     for rows, bucket in (1, 1), (7, 8), (8, 8), *([] if weights == "fp8" else [(129, 256), (5000, 2048)]):
-        chosen = linear_quantized_config.config(rows, 640, 192, fmt, True)
+        chosen = linear_config.quantized_config(rows, 640, 192, fmt, True)
         assert chosen in equal_to(done.found, f"{bucket},640,192,swiglu,{fmt.name}")
     if weights == "fp8":
-        assert linear_quantized_config.code_config(33, 192, 320) in equal_to(done.found, "64,192,320,codes")
+        assert linear_config.code_config(33, 192, 320) in equal_to(done.found, "64,192,320,codes")
     assert tune(model, ALONE, 256, 60).missing == 0
 
 
@@ -271,11 +291,11 @@ def test_keys_of_quantized_layers(seed: int) -> None:
         if not problem.of_codes and rows <= 128:
             assert (
                 problem.candidates()[:1]
-                == [linear_quantized_config.config(rows, n, k, fmt, gated)][: len(problem.candidates())]
+                == [linear_config.quantized_config(rows, n, k, fmt, gated)][: len(problem.candidates())]
             )
     of_llama = QuantizedProblem(8, QuantizedShape(28672, 4096, True, format=Format("int4", 128)), []).candidates()
     tiles = {(config.block_n, config.block_k, config.warps, config.on_an_sm) for config in of_llama}
-    assert tiles >= {tile for tile in TILES if tile[0] == 128}, "the likeliest are measured"
+    assert tiles >= {tile for tile in LIKELY_TILES if tile[0] == 128}, "the likeliest are measured"
     for wrong in (
         "1,8,8,fp8",
         "1,8,8,fp8-7",

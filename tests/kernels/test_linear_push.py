@@ -20,9 +20,8 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from config import ModelConfig
-from kernels.linear_config import Config, Gemv, Mma
+from kernels.linear_config import Config, Gemv, Mma, QuantizedConfig, QuantizedGemv, QuantizedStream
 from kernels.linear_quantized import Packed
-from kernels.linear_quantized_config import QuantizedConfig, QuantizedGemv, QuantizedStream
 from layers.linear import ShardedLinear
 from quantized.scheme import on_load
 from quantized.weight import dequantize, quantize

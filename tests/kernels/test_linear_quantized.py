@@ -13,12 +13,11 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from kernels import linear_config as config_module
 from kernels import linear_quantized as kernel
-from kernels import linear_quantized_config as config_module
-from kernels import linear_quantized_tuning as tuning
+from kernels import linear_tuning as tuning
 from kernels.linear import counters
-from kernels.linear_quantized import Packed, linear, linear_with, pack
-from kernels.linear_quantized_config import (
+from kernels.linear_config import (
     COLUMNS,
     STREAM_ROWS,
     Format,
@@ -26,8 +25,9 @@ from kernels.linear_quantized_config import (
     QuantizedGemv,
     QuantizedStream,
     QuantizedTiles,
-    candidates,
+    quantized_candidates,
 )
+from kernels.linear_quantized import Packed, linear, linear_with, pack
 from kernels.row_codes import quantize_rows
 from quantized.scheme import Scheme
 from quantized.weight import Quantized, QuantizedWeight, dequantize, merged, quantize, quantized_input
@@ -328,14 +328,14 @@ def test_many_rows_use_the_kernel_that_was_measured_to_be_faster(monkeypatch: py
     chosen, used = QuantizedTiles(256, 128, 4), []
     _, weight, packed, *_ = operands(Case(1, 32, 256, "int4 group 128", ANY))
     assert packed.scales.dtype == torch.bfloat16
-    monkeypatch.setattr(config_module, "_tuned", {config_module.table_key(2048, 32, 256, packed.format): chosen})
+    monkeypatch.setattr(config_module, "_tuned", {config_module.table_key(2048, 32, 256, kind=packed.format.name): chosen})
     monkeypatch.setattr(kernel, "linear_with", lambda x, *rest: used.append(rest[2]) or torch.empty(len(x), 32))
     monkeypatch.setattr(kernel, "dequantize", lambda _, dtype: used.append(None) or dequantize(weight, dtype))
-    config_module.config.cache_clear()
+    config_module.quantized_config.cache_clear()
     cases = [(2000, torch.bfloat16), (9000, torch.bfloat16), (1000, torch.bfloat16), (2000, torch.float16)]
     for rows, dtype in cases:
         linear(torch.zeros(rows, 256, dtype=dtype), packed)
-    config_module.config.cache_clear()
+    config_module.quantized_config.cache_clear()
     assert used == [chosen, chosen, None, None]
     shape = tuning.QuantizedShape(32, 256, format=packed.format)
     asked = [(256, torch.bfloat16), (256, torch.float16), (128, torch.float16)]
@@ -344,11 +344,11 @@ def test_many_rows_use_the_kernel_that_was_measured_to_be_faster(monkeypatch: py
 
 def test_many_rows_without_a_measurement_use_tiles_for_large_layers_of_4_bits() -> None:
     def tiled(rows: int, n: int, k: int, scheme: str) -> bool:
-        found = config_module.config(rows, n, k, config_module.Format.parse(scheme), False)
+        found = config_module.quantized_config(rows, n, k, config_module.Format.parse(scheme), False)
         assert found is None or (isinstance(found, QuantizedTiles) and found.fits(n, k, config_module.Format.parse(scheme)))
         return found is not None
 
-    config_module.config.cache_clear()
+    config_module.quantized_config.cache_clear()
     assert tiled(1024, 4096, 4096, "int4-128") and tiled(256, 4096, 14336, "int4-32-zeros")
     assert not tiled(256, 4096, 4096, "int4-128")
     assert not tiled(4096, 28672, 8192, "int8-0") and not tiled(4096, 28672, 8192, "int4-128-wide")
@@ -458,7 +458,9 @@ def test_all_rows_on_a_gpu(scheme: str, seed: int) -> None:
         ordered = given.x if given.packed.columns is None else given.x[:, given.packed.columns]
         # rows of 8 bits, as the scheme asks
         times = 40 if sizes == MANY and given.packed.scaled else 2
-        found = candidates(max(sizes) if sizes == TILED else min(STREAM_ROWS, max(sizes)), n, k, given.packed.format, swiglu)
+        found = quantized_candidates(
+            max(sizes) if sizes == TILED else min(STREAM_ROWS, max(sizes)), n, k, given.packed.format, swiglu
+        )
         chosen = dice.choice(found) if found else None  # with fp32 scales of groups the tiles kernel has none
         for rows in sizes if chosen else ():
             exact, plain = given.exact[:rows], given.plain[:rows]

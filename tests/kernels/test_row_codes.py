@@ -11,7 +11,7 @@ from torch import Tensor
 from comm import Local, Residual
 from config import ModelConfig
 from kernels import activation, linear_quantized, norm
-from kernels.linear_quantized_config import Format
+from kernels.linear_config import Format
 from kernels.row_codes import RowCodes, quantize_rows
 from layers.attention import AttentionContext
 from layers.linear import ShardedLinear

@@ -23,8 +23,8 @@ import torch
 
 from cli import Parser, run
 from errors import UserError
-from kernels.linear_config import CONFIGS, MAX_ROWS, PROMPT_ROWS, VERSION, Config, format_config, read_table
-from kernels.linear_tuning import CHAIN, ROWS, Problem, Shape, compile_kernels, measure, row_counts, winner
+from kernels.linear_config import CONFIGS, MAX_ROWS, PROMPT_ROWS, VERSION, Config, Shape, format_config, read_table
+from kernels.linear_tuning import CHAIN, ROWS, Problem, compile_kernels, measure, row_counts, winner
 from scripts.lib.machine import machine
 
 POOL_BYTES = 1 << 30  # of weights; more if two layers of the largest shape need more
