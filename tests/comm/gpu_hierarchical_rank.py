@@ -1,4 +1,4 @@
-"""One rank of test_gpu_hierarchical.py. Half of the ranks say that they are on another host. Rank 0 prints one JSON line for each
+"""One rank of test_on_gpus.py. Half of the ranks say that they are on another host. Rank 0 prints one JSON line for each
 case: the largest error of all ranks, relative to the largest sum if that is above 1, and whether all ranks have the same bits.
 
 Arguments: a communicator and a seed.

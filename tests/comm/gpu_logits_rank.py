@@ -1,4 +1,4 @@
-"""One rank of test_gpu_logits.py: the error of a prompt's logits in bf16 with each communicator, compared with the same weights
+"""One rank of test_on_gpus.py: the error of a prompt's logits in bf16 with each communicator, compared with the same weights
 in fp32. Rank 0 prints one JSON line for each case.
 
 Arguments: communicators.

@@ -1,4 +1,4 @@
-"""One rank of test_gpu_overlap.py. Rank 0 computes a layer before any other rank begins it, so none of its all-reduces can
+"""One rank of test_on_gpus.py. Rank 0 computes a layer before any other rank begins it, so none of its all-reduces can
 complete. If the layer's modules finish, they do not wait for them. Rank 0 prints one JSON line for each case.
 
 Arguments: communicators.

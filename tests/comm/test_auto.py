@@ -22,6 +22,7 @@ pytest.importorskip("triton", reason="Triton is not installed; pip install trito
 
 from comm.auto import MEASURED_SIZES, SIZES, TOLERANCE, fastest, microseconds, size_table
 from comm.interface import LEAST_COPIED
+from comm.symmetric import KINDS
 from comm.table import Table, read, write
 from errors import UserError
 
@@ -367,6 +368,33 @@ def without_memory(world: World) -> str:
 
 def test_deterministic_sums_use_the_process_group_without_memory(ranks: Ranks) -> None:
     assert ranks.run(2, without_memory) == ["TreeCommunicator"] * 2
+
+
+def built_over(world: World, memory: str) -> list[str]:
+    """The types of the exact and the quantized communicators of GPUs that have this memory. A relay's sums are right."""
+    from comm import build
+    from comm.quantize import parse_scheme
+    from comm.relay import RelayCommunicator
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(build, "memory_between", lambda *_: memory)
+        made = [build.exact(kind, world.device) for kind in KINDS] + [build.quantized(parse_scheme("int8"), world.device)]
+        for comm in made:
+            if isinstance(comm, RelayCommunicator):
+                total = comm.all_reduce(torch.full((100_000,), 1.0 + world.rank))
+                assert ((total - 3).abs() < 0.02).all()
+    return [type(comm).__name__ for comm in made]
+
+
+@pytest.mark.parametrize(
+    ("memory", "names"),
+    [
+        ("peer", ["SymmetricCommunicator", "SymmetricCommunicator", "QuantizedSymmetricCommunicator"]),
+        ("host", ["SymmetricCommunicator", "RelayCommunicator", "RelayCommunicator"]),
+    ],
+)
+def test_what_gpus_use_with_and_without_peer_access(interpreters: Ranks, memory: str, names: list[str]) -> None:
+    assert interpreters.run(2, built_over, memory) == [names] * 2
 
 
 def test_the_table_as_text(seed: int) -> None:

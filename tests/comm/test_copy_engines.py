@@ -8,7 +8,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from tests.support.gpus import most_ranks, torchrun
+from tests.support.gpus import most_ranks, needs_two, torchrun
 from tests.support.ranks import Ranks
 from tests.support.sums import CPU, STEPS, close, partials
 from tp import World
@@ -71,7 +71,7 @@ def test_a_rank_that_does_not_answer(interpreters: Ranks) -> None:
     assert interpreters.run(2, unanswered) == [True, True]
 
 
-@pytest.mark.skipif(most_ranks() < 2, reason="needs 2 GPUs")
+@needs_two
 def test_on_gpus(tmp_path: Path) -> None:
     """Replays of a graph of all-reduces beside GEMMs give the bits of a sum in rank order, by copies between GPUs."""
     torchrun(min(most_ranks(), 4), "-m", "tests.comm.gpu_copies_rank", str(tmp_path / "rank"), timeout=240)

@@ -1,7 +1,6 @@
 """All-reduces fused with the GEMMs around them: the kernels in Triton's interpreter on gloo ranks with shared memory, and on
 GPUs."""
 
-import json
 import os
 import random
 import time
@@ -16,7 +15,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from tests import MODELS
-from tests.support.gpus import most_ranks, torchrun
+from tests.support.gpus import gpu_report, needs_two
 from tests.support.ranks import Ranks
 from tests.support.sums import same_on_all_ranks, symmetric
 from tp import World
@@ -638,15 +637,10 @@ def test_biases_after_all_reduces_with_every_communicator(interpreters: Ranks, t
 # --- GPUs --------------------------------------------------------------------------------------------------------------------
 
 
-@pytest.mark.skipif(most_ranks() < 2, reason="needs two GPUs")
+@needs_two
 def test_on_gpus(tmp_path: Path) -> None:
     """Every strategy's result is as exact as the unfused one, also in graphs that are replayed a thousand times."""
-    out = tmp_path / "fused.json"
-    environment = {name: value for name, value in os.environ.items() if name != "TRITON_INTERPRET"} | {"NCCL_NVLS_ENABLE": "0"}
-    torchrun(min(4, most_ranks()), "-m", "tests.comm.gpu_fused_rank", str(out), timeout=600, env=environment)
-    report = json.loads(out.read_text())
-    assert report["errors"] == {}
-    assert report["found"]["replays"] == 1000
+    assert gpu_report("tests.comm.gpu_fused_rank", tmp_path, timeout=600)["found"]["replays"] == 1000
 
 
 def found_on_cpu(world: World) -> tuple[dict[str, Any], dict[str, str]]:

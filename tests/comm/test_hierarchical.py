@@ -1,6 +1,8 @@
 """Hierarchical all-reduces: 4 gloo ranks as 2 hosts of 2, against the sum in fp64; and the choice by size."""
 
 import os
+from collections.abc import Iterator
+from contextlib import contextmanager
 
 import pytest
 import torch
@@ -18,22 +20,22 @@ from tp import World
 CPU = torch.device("cpu")
 
 
-def on_hosts(world: World, hosts: list[str]) -> None:
-    """Make this rank one of the host hosts[rank]."""
-    os.environ["NCCL_HOSTID"] = hosts[world.rank]
+@contextmanager
+def on_hosts(world: World, hosts: list[str]) -> Iterator[None]:
+    """This rank is one of the host hosts[rank]."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setenv("NCCL_HOSTID", hosts[world.rank])
+        yield
 
 
 def summed(world: World, hosts: list[str], partials: list[Tensor]) -> tuple[list[Tensor], Tensor]:
     """All-reduces of this rank's partials (row r of each), all begun before the first wait, and a gathered row of the rank."""
-    on_hosts(world, hosts)
-    try:
+    with on_hosts(world, hosts):
         communicator = HierarchicalCommunicator(CPU)
         pending = [communicator.begin_all_reduce(p[world.rank].clone(), overlap=True) for p in partials]
         gathered = communicator.all_gather(torch.full((2, 1), float(world.rank)))  # while they are in flight
         assert communicator.waited is not None
         return [each.wait() for each in pending], gathered
-    finally:
-        del os.environ["NCCL_HOSTID"]
 
 
 def flat_sum(world: World, parts: Tensor) -> Tensor:
@@ -51,20 +53,16 @@ def test_bf16_is_summed_in_fp32_and_rounded_once(ranks: Ranks, seed: int) -> Non
 
 def crossing(world: World, hosts: list[str], size: int) -> list[tuple[int, list[str]]]:
     """For each sum between hosts in an all-reduce of `size` numbers: how many are summed, and the hosts of the ranks that sum them."""
-    on_hosts(world, hosts)
     found, summed_by_torch = list[tuple[int, list[str]]](), dist.all_reduce
 
     def noted(shard: Tensor, group: dist.ProcessGroup) -> None:
         found.append((shard.numel(), sorted(hosts[rank] for rank in dist.get_process_group_ranks(group))))
         summed_by_torch(shard, group=group)
 
-    try:
-        with pytest.MonkeyPatch.context() as patch:
-            patch.setattr(dist, "all_reduce", noted)
-            HierarchicalCommunicator(CPU).all_reduce(torch.ones(size))
-        return found
-    finally:
-        del os.environ["NCCL_HOSTID"]
+    with on_hosts(world, hosts), pytest.MonkeyPatch.context() as patch:
+        patch.setattr(dist, "all_reduce", noted)
+        HierarchicalCommunicator(CPU).all_reduce(torch.ones(size))
+    return found
 
 
 def test_each_rank_sends_its_share_of_a_message_to_other_hosts(ranks: Ranks) -> None:
@@ -90,15 +88,13 @@ def test_a_host_has_the_name_that_it_is_given(ranks: Ranks) -> None:
 
 def built(world: World, hosts: list[str], name: str) -> tuple[str, str]:
     """The built communicator's type, or its error."""
-    on_hosts(world, hosts)
     try:
-        communicator = choose("cpu", name).build()
+        with on_hosts(world, hosts):
+            communicator = choose("cpu", name).build()
         assert torch.equal(communicator.all_reduce(torch.ones(3)), torch.full((3,), 4.0))
         return type(communicator).__name__, ""
     except UserError as e:
         return "", str(e)
-    finally:
-        del os.environ["NCCL_HOSTID"]
 
 
 @pytest.mark.parametrize("hosts", ["aabb", "aaaa", "abcd", "aaab"])
@@ -111,8 +107,7 @@ def test_it_is_offered_between_hosts_with_equally_many_ranks_only(hosts: str, ra
 
 
 def choices(world: World, hosts: list[str]) -> tuple[list[bool], dict[int, bool], bool]:
-    on_hosts(world, hosts)
-    try:
+    with on_hosts(world, hosts):
         measured = fastest_between_hosts(GlooCommunicator(), CPU)
         assert isinstance(measured, BySize)
         flat, hierarchical = GlooCommunicator(), HierarchicalCommunicator(CPU)
@@ -120,8 +115,6 @@ def choices(world: World, hosts: list[str]) -> tuple[list[bool], dict[int, bool]
         chosen = [by_size.choose(size) is hierarchical for size in (0, 4, 1 << 15, 1 << 17, 1 << 30)]
         total = by_size.all_reduce(torch.ones(1 << 18))
         return chosen, measured._faster, total.min() == total.max() == 4 and bool(by_size.waited)
-    finally:
-        del os.environ["NCCL_HOSTID"]
 
 
 def test_the_choice_is_by_size_and_the_same_on_all_ranks(ranks: Ranks) -> None:

@@ -1,8 +1,6 @@
 """Quantized all-reduces over shared memory: the kernels in Triton's interpreter on gloo ranks, bit for bit equal to the
 two-step all-reduce over a process group; and on GPUs."""
 
-import json
-import os
 from dataclasses import replace
 from pathlib import Path
 
@@ -14,7 +12,7 @@ from comm.quantized import quantized_all_reduce
 from comm.registry import choose
 from errors import UserError
 from tests.comm.test_every_sum import values
-from tests.support.gpus import most_ranks, torchrun
+from tests.support.gpus import gpu_report, needs_two
 from tests.support.ranks import Ranks
 from tests.support.sums import CPU, same_bits
 from tp import World
@@ -126,13 +124,9 @@ def test_kernels_that_wait_fit_a_gpu_in_any_distribution(sms: int) -> None:
 # --- GPUs --------------------------------------------------------------------------------------------------------------------
 
 
-@pytest.mark.skipif(most_ranks() < 2, reason="needs two GPUs")
+@needs_two
 def test_on_gpus(tmp_path: Path) -> None:
     """The same bits as the two-step all-reduce over NCCL, in all widths, also after thousands of graph replays."""
-    out = tmp_path / "comm.json"
-    program = ("-m", "tests.comm.gpu_all_reduce_rank", str(out), "correct quantized|replays quantized")
-    environment = {name: value for name, value in os.environ.items() if name != "TRITON_INTERPRET"} | {"NCCL_NVLS_ENABLE": "0"}
-    torchrun(min(8, most_ranks()), *program, timeout=600, env=environment)
-    report = json.loads(out.read_text())
-    assert report["errors"] == {}
+    pattern = "correct quantized|replays quantized"
+    report = gpu_report("tests.comm.gpu_all_reduce_rank", tmp_path, pattern, most=8, timeout=600)
     assert {"correct quantized", "replays quantized"} <= report["found"].keys()

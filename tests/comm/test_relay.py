@@ -1,6 +1,5 @@
 """Two-step all-reduces through host memory: the protocol on CPU ranks that share memory, and on GPUs without peer access."""
 
-import json
 import os
 import random
 from contextlib import ExitStack
@@ -14,7 +13,7 @@ from comm.quantize import parse_scheme
 from comm.quantized import quantized_all_reduce
 from comm.relay import Relay, RelayCommunicator
 from errors import UserError
-from tests.support.gpus import most_ranks, torchrun
+from tests.support.gpus import gpu_report, needs_two
 from tests.support.ranks import Ranks
 from tests.support.sums import CPU, SHORT, symmetric
 from tp import World
@@ -66,15 +65,13 @@ def test_too_little_memory_to_share_is_one_error_on_every_rank(ranks: Ranks) -> 
 # --- GPUs --------------------------------------------------------------------------------------------------------------------
 
 
-@pytest.mark.skipif(most_ranks() < 2, reason="needs two GPUs")
+@needs_two
 def test_on_gpus_that_may_not_reach_each_other(tmp_path: Path) -> None:
     """All-reduces of all sizes are right, also after thousands of graph replays. Quantized ones have the same bits as the
     two-step all-reduce over NCCL."""
-    count, out = min(8, most_ranks()), tmp_path / "comm.json"
-    environment = os.environ | {"NCCL_NVLS_ENABLE": "0", "NCCL_P2P_DISABLE": "1"}
-    torchrun(count, "-m", "tests.comm.gpu_all_reduce_rank", str(out), ".", timeout=600, env=environment)
-    report = json.loads(out.read_text())
-    assert report["errors"] == {} and not report["p2p"]
+    apart = {"NCCL_P2P_DISABLE": "1"}
+    report = gpu_report("tests.comm.gpu_all_reduce_rank", tmp_path, ".", most=8, timeout=600, env=apart)
+    assert not report["p2p"]
     assert {"correct bf16", "correct norms", "correct quantized", "replays", "replays quantized"} <= report["found"].keys()
 
 

@@ -2,8 +2,6 @@
 
 import ctypes
 import itertools
-import json
-import os
 import random
 import threading
 import time
@@ -20,7 +18,7 @@ from torch import Tensor
 
 from kernels.norm import add_rms_norm
 from tests.comm.test_every_sum import differences_of_codes
-from tests.support.gpus import most_ranks, torchrun
+from tests.support.gpus import gpu_report, needs_two
 from tests.support.ranks import RankError, Ranks
 from tests.support.sums import CPU, SHORT, close, partials, symmetric
 from tp import World
@@ -72,6 +70,7 @@ def test_two_ranks_add_the_tree_of_the_deterministic_mode(interpreters: Ranks, k
 
 def sums_of_long_messages(world: World, kind: Any, seed: int) -> bool:
     comm = symmetric(kind)
+    assert comm.fallback.name == "gloo"
     for kernel in (comm.blocking, comm.overlapped):
         kernel.workspace.exchange = replace(kernel.workspace.exchange, capacity=1024)
     generator = torch.Generator().manual_seed(seed)
@@ -343,14 +342,8 @@ def test_opening_a_workspace_fails_if_a_rank_has_died(interpreters: Ranks, monke
 # --- GPUs --------------------------------------------------------------------------------------------------------------------
 
 
-@pytest.mark.skipif(most_ranks() < 2, reason="needs two GPUs")
+@needs_two
 def test_on_gpus(tmp_path: Path) -> None:
     """All-reduces of all sizes and dtypes are right, also after thousands of graph replays."""
-    count = min(8, most_ranks())
-    out = tmp_path / "comm.json"
-    environment = {name: value for name, value in os.environ.items() if name != "TRITON_INTERPRET"} | {"NCCL_NVLS_ENABLE": "0"}
-    program = ("-m", "tests.comm.gpu_all_reduce_rank", str(out), "^(?!.*quantized)")
-    torchrun(count, *program, timeout=600, env=environment)
-    report = json.loads(out.read_text())
-    assert report["errors"] == {}
+    report = gpu_report("tests.comm.gpu_all_reduce_rank", tmp_path, "^(?!.*quantized)", most=8, timeout=600)
     assert {"correct bf16", "correct norms", "correct gathers", "replays"} <= report["found"].keys()

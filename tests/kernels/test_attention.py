@@ -14,7 +14,7 @@ from torch import Tensor
 
 from kernels import paged_attention
 from kernels.paged_attention import paged_decode_reference, paged_prefill_reference
-from tests.support.kernels import kernels_always
+from tests.support.kernels import kernels_always, worse
 from tests.support.ranks import Ranks
 from tests.support.replays import wrong_replays
 
@@ -109,15 +109,6 @@ def redraw(pages: Pages) -> None:
         cache.copy_(torch.randn_like(cache) + 0 * cache)
 
 
-def worse(name: str, got: Tensor, expected: list[Tensor], usual: list[Tensor], factor: float) -> list[str]:
-    """A message if a kernel's error is more than `factor` times that of plain PyTorch in the same dtype, plus 2e-6 of the largest
-    value (at least of 1)."""
-    exact = torch.cat(expected)
-    error, allowed = ((x.double() - exact).abs().max().item() for x in (got, torch.cat(usual)))
-    allowed = factor * allowed + 2e-6 * max(1.0, exact.abs().max().item())
-    return [] if error <= allowed else [f"{name}: error {error:.3g}, allowed {allowed:.3g}"]
-
-
 def decode_faults(
     decode: Callable, shape: Shape, longest: int, device: str, dtype: torch.dtype, codes: bool = False
 ) -> list[str]:
@@ -131,7 +122,7 @@ def decode_faults(
     name = f"decode {shape} {dtype} {codes=} {lengths}"
     found = [] if not got[1].any() else [f"{name}: padding is not zero"]
     exact, usual = [attend64(*row) for row in rows], [plain(*row) for row in rows]
-    return found + worse(name, got[on_device > 0], exact, usual, factor(codes))
+    return found + worse(name, got[on_device > 0], torch.cat(usual), torch.cat(exact), factor(codes))
 
 
 def prefill_faults(
@@ -152,7 +143,7 @@ def prefill_faults(
     name = f"prefill {shape} {dtype} {codes=} {counts} of {lengths}, {padding} rows of padding"
     found = [] if not got[sum(counts) :].any() else [f"{name}: padding is not zero"]
     exact, usual = [attend64(*span) for span in spans], [plain(*span) for span in spans]
-    return found + worse(name, got[: sum(counts)], exact, usual, factor(codes))
+    return found + worse(name, got[: sum(counts)], torch.cat(usual), torch.cat(exact), factor(codes))
 
 
 @pytest.mark.parametrize("codes", [False, True], ids=["values", "codes"])

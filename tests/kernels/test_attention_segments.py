@@ -8,8 +8,8 @@ import pytest
 import torch
 from torch import Tensor
 
-from tests.kernels.test_attention import LARGE, SHAPES, Pages, Shape, attend64, factor, plain, worse
-from tests.support.kernels import ordered_dots
+from tests.kernels.test_attention import LARGE, SHAPES, Pages, Shape, attend64, factor, plain
+from tests.support.kernels import ordered_dots, worse
 from tests.support.ranks import Ranks
 
 GPU = pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")
@@ -85,7 +85,7 @@ def faults(seed: int, device: str, cases: list[tuple[torch.dtype, Shape]], longe
         whole = spans([0, 1, 2], lengths, lengths).split(lengths)
         exact = [attend64(q, *pages.sequences[s], shape.window) for s, q in enumerate(queries)]
         usual = [plain(q, *pages.sequences[s], shape.window) for s, q in enumerate(queries)]
-        found += worse(name, torch.cat(whole), exact, usual, 2 * factor(codes))
+        found += worse(name, torch.cat(whole), torch.cat(usual), torch.cat(exact), 2 * factor(codes))
 
         if device == "cpu" and not codes:  # the interpreter rounds as NumPy does
             for s in range(3):

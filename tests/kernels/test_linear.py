@@ -15,6 +15,7 @@ from kernels.linear import linear, linear_swiglu, linear_with
 from kernels.linear_config import MAX_ROWS, MMA_ROWS, Config, Gemv, Mma, Stream, config, format_config, parse_config
 from scripts.bench.kernels import linear as bench
 from tests.support.ranks import Ranks
+from tests.support.replays import wrong_replays
 
 DTYPES = (torch.bfloat16, torch.float16, torch.float32)
 GPU = pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")
@@ -209,18 +210,8 @@ def test_replays_of_a_cuda_graph_see_their_inputs_and_repeat_their_bits(chosen: 
             y = linear_with(y, weight, None, chosen, False)
         return y
 
-    chain()
-    graph = torch.cuda.CUDAGraph()
-    with torch.cuda.graph(graph):
-        out = chain()
-    for _ in range(20):
-        x.copy_(torch.randn_like(x))
-        graph.replay()
-        first = out.clone()
-        graph.replay()
-        assert torch.equal(out, first), seed
-        assert torch.equal(chain(), first), seed
-        y = x
-        for weight in weights:
-            y = F.linear(y, weight)
-        assert (first.float() - y.float()).norm() < 0.05 * y.float().norm(), seed
+    y = x
+    for weight in weights:
+        y = F.linear(y, weight)
+    assert (chain().float() - y.float()).norm() < 0.05 * y.float().norm(), seed
+    assert wrong_replays(chain, x.normal_) == 0, seed

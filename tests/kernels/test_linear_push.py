@@ -2,9 +2,7 @@
 interpreter and on GPUs. The kernels of quantized layers run in the simulator of Gluon, whose stores the interpreted kernels of other
 processes receive."""
 
-import json
 import math
-import os
 import random
 import sys
 from collections.abc import Callable, Iterator
@@ -38,7 +36,7 @@ from tests.kernels.test_linear_quantized import (
     random_gemv_case,
 )
 from tests.support import gluon
-from tests.support.gpus import most_ranks, torchrun
+from tests.support.gpus import gpu_report, needs_two
 from tests.support.ranks import Ranks
 from tests.support.sums import CPU, same_on_all_ranks, symmetric
 from tp import Shard, World
@@ -417,13 +415,9 @@ def test_every_program_of_a_chosen_config_has_pairs() -> None:
     assert push_config(1, 17, 64, BF16) is push_config(MAX_ROWS + 1, 8192, 2048, BF16) is None
 
 
-@pytest.mark.skipif(most_ranks() < 2, reason="needs two GPUs")
+@needs_two
 def test_on_gpus(tmp_path: Path) -> None:
     """The bits are those of the layer and the one-shot all-reduce, also in thousands of graph replays, of layers in 16, 8 and 4 bits."""
-    environment = {name: value for name, value in os.environ.items() if name != "TRITON_INTERPRET"} | {"NCCL_NVLS_ENABLE": "0"}
-    out = tmp_path / "push.json"
-    torchrun(min(4, most_ranks()), "-m", "tests.kernels.gpu_push_rank", str(out), timeout=1200, env=environment)
-    report = json.loads(out.read_text())
-    assert report["errors"] == {}
+    report = gpu_report("tests.kernels.gpu_push_rank", tmp_path, timeout=1200)
     assert len([name for name in report["found"] if "correct" in name]) == 9
     assert all(report["found"][f"replays {kind}"] >= 2000 for kind in (None, "fp8", "int8", "int4"))

@@ -11,6 +11,7 @@ from torch import Tensor
 
 from tests.support.kernels import ordered_dots
 from tests.support.ranks import Ranks
+from tests.support.replays import wrong_replays
 
 GPU = pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")
 
@@ -161,10 +162,4 @@ def test_a_captured_layer_on_a_gpu_repeats_its_bits(seed: int) -> None:
 
     with torch.no_grad():
         x, weight, _ = operands(16, 4096, 2048, torch.bfloat16, "cuda", biased=False)
-        expected = linear(x, weight, None, 8)
-        graph = torch.cuda.CUDAGraph()
-        with torch.cuda.graph(graph):
-            captured = [linear(x, weight, None, 8) for _ in range(8)]
-        for _ in range(20):
-            graph.replay()
-            assert all(torch.equal(one, expected) for one in captured)
+        assert wrong_replays(lambda: linear(x, weight, None, 8), x.normal_) == 0, seed

@@ -12,7 +12,7 @@ from kernels import activation, norm, rope_cache
 from kernels.activation import swiglu_reference
 from kernels.norm import add_rms_norm_reference, rms_norm_backward, rms_norm_reference
 from kernels.rope_cache import rope_store_reference
-from tests.support.kernels import codes_as_on_a_gpu, kernels_always
+from tests.support.kernels import codes_as_on_a_gpu, kernels_always, worse
 from tests.support.ranks import Ranks
 
 EPS = 1e-5
@@ -39,14 +39,6 @@ def rotate64(x: Tensor, positions: Tensor, frequencies: Tensor) -> Tensor:
     return torch.cat((rotated.real, rotated.imag), dim=-1)
 
 
-def no_worse(name: str, got: Tensor, plain: Tensor, exact: Tensor) -> list[str]:
-    """A message if a kernel's error is more than twice that of plain PyTorch in the same dtype, plus 2e-6 of the largest value
-    (at least of 1)."""
-    error, allowed = ((x.double() - exact).abs().max().item() for x in (got, plain))
-    allowed = 2 * allowed + 2e-6 * max(1.0, exact.abs().max().item())
-    return [] if error <= allowed else [f"{name}: error {error:.3g}, allowed {allowed:.3g}"]
-
-
 def same(name: str, got: Tensor, expected: Tensor) -> list[str]:
     return [] if torch.equal(got, expected) else [f"{name}: not the same bits"]
 
@@ -67,7 +59,7 @@ def norm_faults(norm: Callable, add_norm: Callable, device: str, dtype: torch.dt
         if x.numel():
             for part in (x, wide[..., 16:-8]):  # the second has gaps between its rows
                 plain = F.rms_norm(part, part.shape[-1:], weight, EPS)
-                found += no_worse(f"norm {name}", norm(part, weight, EPS), plain, norm64(part, weight))
+                found += worse(f"norm {name}", norm(part, weight, EPS), plain, norm64(part, weight))
     return found
 
 
@@ -86,7 +78,7 @@ def norm_backward_faults(backward: Callable, device: str, dtype: torch.dtype) ->
                 exact = torch.autograd.grad(norm64(*exact_inputs), exact_inputs, gradient.double())
             for what, *three in zip(("x", "weight"), got, plain, exact, strict=True):
                 if three[0].numel():
-                    found += no_worse(f"gradient of {what} {name} {dtype} {shape}", *three)
+                    found += worse(f"gradient of {what} {name} {dtype} {shape}", *three)
     return found
 
 
@@ -96,7 +88,7 @@ def swiglu_faults(swiglu: Callable, device: str, dtype: torch.dtype) -> list[str
         whole = torch.randn(*shape[:-1], shape[-1] + 32, device=device).to(dtype) * 4
         gate_up = whole[..., 32:]
         gate, up = gate_up.chunk(2, dim=-1)
-        found += no_worse(f"swiglu {dtype} {shape}", swiglu(gate_up), F.silu(gate) * up, swiglu64(gate_up))
+        found += worse(f"swiglu {dtype} {shape}", swiglu(gate_up), F.silu(gate) * up, swiglu64(gate_up))
     return found
 
 
@@ -128,10 +120,10 @@ def rope_faults(rope_store: Callable, device: str, dtype: torch.dtype) -> list[s
         plain_q = rope_store_reference(qkv, positions, frequencies, cache_rows, *plain, *weights, EPS)
         if weights[0] is not None and weights[1] is not None:
             q, k = (norm64(x, w) for x, w in zip((q, k), weights, strict=True))
-        found += no_worse(f"{name} q", queries, plain_q, rotate64(q, positions, frequencies))
+        found += worse(f"{name} q", queries, plain_q, rotate64(q, positions, frequencies))
         stored = cache_rows[~padding]
         exact_k = rotate64(k, positions, frequencies)[~padding]
-        found += no_worse(f"{name} k", cache[0][stored], plain[0][stored], exact_k)
+        found += worse(f"{name} k", cache[0][stored], plain[0][stored], exact_k)
         expected[1][stored] = v[~padding]
         found += same(f"{name} v", cache[1], expected[1])
         untouched = torch.ones(rows, dtype=torch.bool, device=device)
@@ -234,6 +226,6 @@ def test_training_on_a_gpu_uses_the_backward_kernel(seed: int) -> None:
     exact = gradients(lambda x, weight, eps: norm64(x, weight), x.double(), weight.double())
     plain = gradients(lambda x, weight, eps: F.rms_norm(x, weight.shape, weight, eps), x, weight)
     for what, *three in zip(("x", "weight"), gradients(norm.rms_norm, x, weight), plain, exact, strict=True):
-        assert no_worse(what, *three) == []
+        assert worse(what, *three) == []
     for got, expected in zip(gradients(norm.rms_norm, x.double(), weight.double()), exact, strict=True):
         torch.testing.assert_close(got, expected)  # the kernel adds in fp32, so PyTorch's

@@ -1,12 +1,14 @@
 """Ranks on GPUs: how many a test may start, and a way to start them that shows their errors."""
 
+import json
+import os
 import re
 import subprocess
 import sys
 import tempfile
 from collections.abc import Mapping
 from pathlib import Path
-from typing import TextIO
+from typing import Any, TextIO
 
 import pytest
 import torch
@@ -30,6 +32,9 @@ def most_ranks() -> int:
     return max(gpus, MOST) if gpus and may_share_gpus() else gpus
 
 
+needs_two = pytest.mark.skipif(most_ranks() < 2, reason="needs two GPUs")
+
+
 def torchrun(ranks: int, *program: str, timeout: float, env: Mapping[str, str] | None = None) -> str:
     """What `ranks` ranks of a program print: a script, or `-m` and a module, with its arguments. timeout: in seconds. Raises
     AssertionError with the ranks' errors if one fails or they take longer."""
@@ -49,6 +54,20 @@ def torchrun(ranks: int, *program: str, timeout: float, env: Mapping[str, str] |
         errors = [path.read_text() for path in sorted(Path(logs).rglob("stderr.log"))] + [_text(stderr)]
     assert ended == 0, "\n".join([str(ended), printed[-MOST_PRINTED:], *map(ranks_errors, errors)])
     return printed
+
+
+def gpu_report(
+    module: str, folder: Path, *arguments: str, most: int = MOST, timeout: float, env: Mapping[str, str] | None = None
+) -> Any:
+    """The JSON file that rank 0 of a module of checks writes, on up to `most` ranks. Its first argument is the file. env: more variables
+    of their environment. Raises AssertionError as `torchrun`, and for errors in the report."""
+    out = folder / "report.json"
+    environment = {name: value for name, value in os.environ.items() if name != "TRITON_INTERPRET"}
+    environment |= {"NCCL_NVLS_ENABLE": "0", **(env or {})}
+    torchrun(min(most, most_ranks()), "-m", module, str(out), *arguments, timeout=timeout, env=environment)
+    report = json.loads(out.read_text())
+    assert report["errors"] == {}
+    return report
 
 
 def _text(file: TextIO) -> str:

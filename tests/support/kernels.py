@@ -2,7 +2,7 @@
 
 from collections.abc import Iterator
 from contextlib import contextmanager
-from types import ModuleType
+from types import ModuleType, SimpleNamespace
 from typing import Any
 
 import numpy as np
@@ -51,3 +51,27 @@ def ordered_dots() -> Iterator[None]:
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(interpreter.InterpreterBuilder, "create_dot", dot)
         yield
+
+
+def worse(name: str, got: torch.Tensor, plain: torch.Tensor, exact: torch.Tensor, factor: float = 2) -> list[str]:
+    """A message if a kernel's error is more than `factor` times that of plain PyTorch in the same dtype, plus 2e-6 of the largest value
+    (at least of 1)."""
+    error, allowed = ((x.double() - exact).abs().max().item() for x in (got, plain))
+    allowed = factor * allowed + 2e-6 * max(1.0, exact.abs().max().item())
+    return [] if error <= allowed else [f"{name}: error {error:.3g}, allowed {allowed:.3g}"]
+
+
+def compile_only(module: ModuleType, kernel: str, monkeypatch: pytest.MonkeyPatch) -> list[Any]:
+    """From now on, launches of this kernel only compile it, for Hopper. Returns the list of what they have compiled."""
+    triton = pytest.importorskip("triton")
+    target = SimpleNamespace(
+        get_current_target=lambda: triton.backends.compiler.GPUTarget("cuda", 90, 32),
+        get_current_device=lambda: 0,
+        get_current_stream=lambda _device: 0,
+    )
+    jitted, compiled = getattr(module, kernel), list[Any]()
+    run = jitted.run
+    monkeypatch.setattr(triton.runtime.driver, "_active", target)
+    monkeypatch.setattr(jitted, "run", lambda *a, **options: compiled.append(run(*a, **options | {"warmup": True})))
+    monkeypatch.setattr(module, "pdl_options", lambda _device: {"PDL": True, "launch_pdl": True})
+    return compiled
