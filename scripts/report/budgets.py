@@ -15,9 +15,9 @@ LINES = {  # of Python, by package
     "comm": 3_750,
     "training": 5_750,
     "scripts": 9_000,
-    "tests": 54_200,
+    "tests": 53_750,
 }
-INFERENCE_LINES = 43_900
+INFERENCE_LINES = 43_800
 ROOT_FILES = 10
 ENTERED_FILES = 70  # by a streamed chat request; tests/server/test_files_entered.py counts them
 PAGES_WORDS = 27_790  # README.md and docs, tables included: say in a page what its reader decides by
