@@ -35,15 +35,11 @@ def test_the_embedded_models_answer_their_examples(folder: Path) -> None:
         assert answer.text == right
 
 
-@pytest.mark.parametrize("text", ["{", "[]", '{"chat": "one"}', '{"chat": [1]}', json.dumps({"about": "a" * 501}), "[" * 5000])
-def test_a_file_that_is_wrong_is_left_out(text: str, tmp_path: Path) -> None:
-    (tmp_path / "examples.json").write_text(text)
-    assert read_examples(str(tmp_path)) is None
-
-
-def test_a_file_that_is_too_long_is_left_out(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
-    (tmp_path / "examples.json").write_text("{}" + " " * MAX_BYTES)
-    assert read_examples(str(tmp_path)) is None
+def test_a_file_that_is_wrong_is_left_out(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    long = "{}" + " " * MAX_BYTES
+    for text in ("{", "[]", '{"chat": "one"}', '{"chat": [1]}', json.dumps({"about": "a" * 501}), "[" * 5000, long):
+        (tmp_path / "examples.json").write_text(text)
+        assert read_examples(str(tmp_path)) is None
     assert "examples.json has more than 64 KiB" in caplog.text
 
 

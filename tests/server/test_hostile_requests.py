@@ -32,16 +32,7 @@ COMPLETIONS = "/v1/completions"
 USER = {"role": "user", "content": "Hi"}
 
 
-def template(path: str, text: str) -> tuple[str, str]:
-    return path, json.dumps({"messages": [USER], "chat_template": text})
-
-
 HOSTILE: dict[str, tuple[str, str]] = {
-    "template that holds the GIL": template(CHAT, "{% set n = messages|length + 6 %}{% set x = n ** 20000000 %}{{ x % 2 }}"),
-    "template of 2 GB": template(CHAT, "{% set x = 'a' * 2000000000 %}{{ x|length }}"),
-    "endless template, tokenize": template(
-        "/tokenize", "{% for a in range(99999) %}{% for b in range(99999) %}{% endfor %}{% endfor %}"
-    ),
     "8 million messages": (CHAT, '{"messages":[' + "0," * 7_900_000 + "0]}"),
     "3 million nulls": (COMPLETIONS, '{"prompt":[' + "null," * 3_000_000 + "null]}"),
     "5 million lists": (COMPLETIONS, '{"prompt":[' + "[]," * 5_000_000 + "[]]}"),

@@ -6,6 +6,7 @@ import re
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import replace
 from functools import partial
+from itertools import product
 from pathlib import Path
 from typing import Any
 from unittest.mock import Mock
@@ -329,6 +330,10 @@ def test_nearly_right_answers_lose_nothing_and_do_not_depend_on_how_they_are_cut
         assert read == whole, (text, results[0])
 
 
+STARTS = "", "<tool_call>", "[TOOL_CALLS]", '{"name": "weather", "arguments": {', '{"type": "', '{"arguments": {"', "```", "["
+REPEATED = [*' \n<a"\\[{', "{}", "```", "<tool_call>", "[TOOL_CALLS]", "</think", "<tool_cal"]
+
+
 @pytest.mark.parametrize("name", SYNTAXES)
 def test_the_work_is_linear(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """Answers of one repeated text, a character at a time: twice the length takes at most about twice the work, which is
@@ -342,37 +347,11 @@ def test_the_work_is_linear(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
         work += len(self._text)  # each piece is searched together with what is left of earlier ones
 
     monkeypatch.setattr(Reader, "feed", counted)
-    starts = [
-        "",
-        "<tool_call>",
-        "[TOOL_CALLS]",
-        '{"name": "weather", "arguments": {',
-        '{"type": "',
-        '{"arguments": {"',
-        "```",
-        "[",
-    ]
-    for start in starts:
-        for repeated in (
-            " ",
-            "\n",
-            "<",
-            "a",
-            '"',
-            "\\",
-            "[",
-            "{",
-            "{}",
-            "```",
-            "<tool_call>",
-            "[TOOL_CALLS]",
-            "</think",
-            "<tool_cal",
-        ):
-            text = start + repeated * (200 // len(repeated))
-            work = 0
-            joined(AnswerParser(REASONING["think"], False, Tools(SYNTAXES[name], NAMES), frozenset()), [*text, ""])
-            assert work < 16 * len(text), (start, repeated)
+    for start, repeated in product(STARTS, REPEATED):
+        text = start + repeated * (200 // len(repeated))
+        work = 0
+        joined(AnswerParser(REASONING["think"], False, Tools(SYNTAXES[name], NAMES), frozenset()), [*text, ""])
+        assert work < 16 * len(text), (start, repeated)
 
 
 GIVEN = "{{ f.arguments | tojson }}"
