@@ -32,19 +32,7 @@ from server.errors import ApiError
 from server.generation import make_params
 from server.schemas import ChatBody
 from server.workers import Workers
-from tests.server.test_parsers import (
-    BEGIN,
-    CALL,
-    CASES,
-    CLOSE,
-    END,
-    KIMI,
-    SCHEMAS,
-    SEPARATOR,
-    TO_ARGUMENTS,
-    ULM,
-    tagged,
-)
+from tests.server.test_parsers import CASES, SCHEMAS, ULM, WRITTEN, rendered, tagged, template_of
 from tests.server.test_schemas import random_leaf, random_schema
 from tests.support.constrained import VOCAB, accepts, grammars, write
 from tests.support.server_thread import CHAT, TOKENIZER, TOOL, Site, wait_for
@@ -205,36 +193,12 @@ def calls_in(text: str) -> list[str]:
 
 
 def written(syntax: CallSyntax, name: str, arguments: str) -> str:
-    """A call, as the model card of the syntax's family shows it. arguments: JSON of texts and numbers."""
-    given = json.loads(arguments)
-    python = f"{name}({', '.join(f'{key}={json.dumps(value)}' for key, value in given.items())})"
-    gemma = ",".join(f'{key}:<|"|>{value}<|"|>' if isinstance(value, str) else f"{key}:{value}" for key, value in given.items())
-    plain = f'{{"name": "{name}", "{syntax.key}": {arguments}}}'
-    forms = {
-        "mistral": f"[TOOL_CALLS]{name}[ARGS]{arguments}",
-        "mistral_list": f"[TOOL_CALLS][{plain}]",
-        **dict(
-            zip(
-                ("qwen3_coder", "glm45", "glm47"),
-                tagged(name, {k: v if isinstance(v, str) else json.dumps(v) for k, v in given.items()}),
-                strict=True,
-            )
-        ),
-        "hermes": f"<tool_call>\n{plain}\n</tool_call>",
-        "kimi_k2": f"<|tool_calls_section_begin|>{KIMI}{name}:0{TO_ARGUMENTS}{arguments}<|tool_call_end|><|tool_calls_section_end|>",
-        "deepseek_v3": f"{BEGIN}{CALL}function{SEPARATOR}{name}\n```json\n{arguments}\n```{END}{CLOSE}",
-        "deepseek_v31": f"{BEGIN}{CALL}{name}{SEPARATOR}{arguments}{END}{CLOSE}",
-        "gemma4": f"<|tool_call>call:{name}{{{gemma}}}<tool_call|>",
-        "granite": f"<|tool_call|>[{plain}]",
-        "olmo3": f"<function_calls>\n{python}\n</function_calls>",
-        "lfm2": f"<|tool_call_start|>[{python}]<|tool_call_end|>",
-        "llama3_json": f"<|python_tag|>{plain}",
-        "llama4_pythonic": f"<|python_start|>[{python}]<|python_end|>",
-        "pythonic": f"[{python}]",
-        "json": plain,
-    }
+    """A call, as chat templates of the syntax's family write it. arguments: JSON of texts and numbers."""
     family = next((name for name, one in SYNTAXES.items() if one == syntax), None)
-    return forms[family] if family else syntax.trigger + plain
+    if family is None:
+        return f'{syntax.trigger}{{"name": "{name}", "{syntax.key}": {arguments}}}'
+    trigger = syntax.trigger if family == "llama3_json" else ""
+    return trigger + rendered(template_of(*WRITTEN[family]), [(name, arguments)])
 
 
 def test_either_calls_or_a_format(seed: int) -> None:

@@ -358,7 +358,7 @@ GIVEN = "{{ f.arguments | tojson }}"
 OBJECT = f'{{"name": "{{{{ f.name }}}}", "arguments": {GIVEN}}}'
 SPELLED = "{{ v if v is string else v | tojson }}"
 PYTHON_CALL = (
-    '{{ f.name }}({% for k, v in f.arguments.items() %}{{ k }}={{ "\'" + v + "\'" if v is string else v }}'
+    "{{ f.name }}({% for k, v in f.arguments.items() %}{{ k }}={{ v if v is boolean else v | tojson }}"
     "{{ '' if loop.last else ', ' }}{% endfor %})"
 )
 # how templates write calls: what is around all, each, and what is between two
@@ -416,6 +416,17 @@ def template_of(begin: str, call: str, between: str, end: str) -> str:
     )
 
 
+def rendered(template: str, asked: list[tuple[str, str]]) -> str:
+    """Calls, as the template writes them. asked: names and arguments, as JSON."""
+    calls: list[Any] = [
+        {"id": f"functions.{function}:{i}", "type": "function", "function": {"name": function, "arguments": arguments}}
+        for i, (function, arguments) in enumerate(asked)
+    ]
+    given = [*CHAT["messages"], {"role": "assistant", "content": None, "tool_calls": calls}]
+    given += [{"role": "tool", "tool_call_id": call["id"], "content": "1"} for call in calls]
+    return TOKENIZER.render_chat(given, chat_template=template).split("¦")[1]
+
+
 @pytest.mark.parametrize("name", WRITTEN)
 def test_what_was_returned_is_taken_back(name: str) -> None:
     """The template tells the form of calls, writes those of an earlier answer in it, and the parser reads the same."""
@@ -423,13 +434,7 @@ def test_what_was_returned_is_taken_back(name: str) -> None:
     assert syntax_of(template) == name
     typed = json.loads(TYPED.replace('\\"b\\" & ', "")) | {"hours": [6, 18]}
     asked = [("weather", json.dumps(typed)), ("now", "{}")]
-    calls: list[Any] = [
-        {"id": f"functions.{function}:{i}", "type": "function", "function": {"name": function, "arguments": arguments}}
-        for i, (function, arguments) in enumerate(asked)
-    ]
-    given = [*CHAT["messages"], {"role": "assistant", "content": None, "tool_calls": calls}]
-    given += [{"role": "tool", "tool_call_id": call["id"], "content": "1"} for call in calls]
-    text = TOKENIZER.render_chat(given, chat_template=template).split("¦")[1]
+    text = rendered(template, asked)
     reader = parser(name)
     found = joined(reader, [text])
     assert [part.name for part in found if isinstance(part, Call)] == ["weather", "now"]
