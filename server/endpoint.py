@@ -88,7 +88,8 @@ async def accept(
 
 
 def begin(service: Service, request: Request, body: GenerationBody | PoolingBody) -> Turn:
-    """Log the user, and check what does not depend on the prompts. Returns when the sequences start. Raises ApiError."""
+    """Log the user, and check what does not depend on the prompts. Returns the place of its sequences in the order in which they
+    start. Raises ApiError: with a full queue before the server works on the prompts; `generation.run` takes the places."""
     if body.user:
         request.state.log_fields["user"] = body.user[:MAX_USER]
     check_names(service, request, body)
@@ -96,6 +97,7 @@ def begin(service: Service, request: Request, body: GenerationBody | PoolingBody
         raise bad("priority", "this server treats all requests alike; leave it out, or start the server with --allow-priority")
     service.check_ready()
     client = sender(request.scope) if service.settings.fairness == "clients" else Client("")
+    service.admission.check(client.name, getattr(body, "choices", 1), service.client.active)
     return Turn(client.name, client.weight, body.priority or 0)
 
 

@@ -210,12 +210,9 @@ class Admission:
         self._freed: deque[tuple[float, str]] = deque(maxlen=MOST_FREED)  # when places became free, and whose they were
         self._busy_since = 0.0
 
-    @contextmanager
-    def hold(self, client: str, sequences: int, active: int) -> Iterator[Callable[[], None]]:
-        """Take places for a client's sequences until the end of the `with` block. Yields a function that gives one back
-        earlier.
-
-        `active`: the sequences in the engine. Raises a 429 if there is no room now, and a 400 if there never is."""
+    def check(self, client: str, sequences: int, active: int) -> None:
+        """Raises a 429 if there is no room for a client's sequences now, and a 400 if there never is. active: the sequences in the
+        engine."""
         most = min(self.capacity, self.per_client)
         if sequences > most:
             message = (
@@ -227,6 +224,12 @@ class Admission:
         if (missing := self._held[client] + sequences - self.per_client) > 0:
             message = f"the queue has {self._held[client]} sequences of this client, and holds {self.per_client}"
             raise self._refusal(message, missing, client)
+
+    @contextmanager
+    def hold(self, client: str, sequences: int, active: int) -> Iterator[Callable[[], None]]:
+        """Take places for a client's sequences until the end of the `with` block. Yields a function that gives one back
+        earlier. Raises as `check`."""
+        self.check(client, sequences, active)
         if not self._held:
             self._busy_since = self._clock()
         self._held[client] += sequences

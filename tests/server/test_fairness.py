@@ -71,7 +71,7 @@ def test_keys_may_have_spaces_and_attributes() -> None:
     assert sender({"state": {}, "client": None}).name == "-"
 
 
-def test_one_client_leaves_places_for_others(make_site: Callable[..., Site]) -> None:
+def test_one_client_leaves_places_for_others(make_site: Callable[..., Site], monkeypatch: pytest.MonkeyPatch) -> None:
     site = make_site(max_num_seqs=2, max_queue=16, trusted_proxy=("127.0.0.1",))
     site.engine.hold = True
     body = {"prompt": "x", "n": 8}
@@ -82,9 +82,13 @@ def test_one_client_leaves_places_for_others(make_site: Callable[..., Site]) -> 
             thread.start()
         stack.callback(setattr, site.engine, "hold", False)
         wait_for(lambda: site.server.client.active == 16)
+        workers = site.server.service.workers
+        prepared = workers.run
+        monkeypatch.setattr(workers, "run", None)  # nothing is prepared for a request that is refused
         for n, status in ((1, 429), (17, 400)):  # it may have 2 + 14
-            refused = site.http.post("/v1/completions", json={"prompt": "x", "n": n})
-            assert refused.status_code == status
+            for path, given in (("completions", {"prompt": "x" * 9999}), ("chat/completions", CHAT)):
+                assert site.http.post(f"/v1/{path}", json={**given, "n": n}).status_code == status
+        monkeypatch.setattr(workers, "run", prepared)
         for n, status in ((3, 429), (2, 200)):
             other = threading.Thread(target=lambda: setattr(site.engine, "hold", False))
             if status == 200:
