@@ -196,7 +196,6 @@ def late_copies(world: World, rows: list[int], seed: int) -> list[str]:
     """Pairs of random strategies, one after another. Each rank starts its copies late, chunk by chunk, and in a pull after
     the ready flags. Returns the wrong results."""
     import comm.row_buffers as module
-    import comm.row_buffers as strategies
 
     draw, late, found, split = random.Random(seed), random.Random(f"{seed} {world.rank}"), [], module.chunks_of
 
@@ -205,12 +204,12 @@ def late_copies(world: World, rows: list[int], seed: int) -> list[str]:
             time.sleep(late.choice([0, 0, 0.01, 0.03]))
             yield chunk
 
-    gathers = list(strategies.GATHERS.values())
+    gathers = list(module.GATHERS.values())
     comm, layers = fused(world, capacity=1 << 18), Layers(world, seed)
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(module, "chunks_of", slowly)
         for number, t in enumerate(rows):
-            comm.default = strategies.Strategy(draw.choice(strategies.SCATTERS), draw.choice(gathers))
+            comm.default = module.Strategy(draw.choice(module.SCATTERS), draw.choice(gathers))
             x, inputs = layers.random(1, t, len(layers.scale)), layers.inputs(1, t)
             exact = x.double() + layers.sum(inputs)
             x, out = layers.begin(comm, inputs).add_norm_linear(x, layers.norm(), layers.second_layer())
@@ -230,7 +229,6 @@ def flags_by_chunk(world: World, pull: bool, seed: int) -> list[int]:
     """The number of flags of 500 rows that are set at the reading rank before each chunk is copied, and after all have been
     copied."""
     import comm.row_buffers as module
-    import comm.row_buffers as strategies
     from kernels.fused_rows import BLOCKS, advance
 
     buffers, split, counts = fused(world, capacity=1 << 18).buffers, module.chunks_of, []
@@ -249,7 +247,7 @@ def flags_by_chunk(world: World, pull: bool, seed: int) -> list[int]:
         rows = layers.random(2, 500, 40)
         buffers.my_rows(world.rank, shard).copy_(rows[world.rank])
         advance(layout)
-        out = buffers.gather_linear(shard, layers.second[world.rank], None, strategies.Gather("owners", pull, 3))
+        out = buffers.gather_linear(shard, layers.second[world.rank], None, module.Gather("owners", pull, 3))
     counts.append(int((flags == layout.epochs[0]).sum()))
     assert layers.close(out, F.linear(rows.view(1000, 40).double(), layers.second[world.rank].double())), f"seed {seed}"
     return counts
