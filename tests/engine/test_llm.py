@@ -1,7 +1,7 @@
-import itertools
 """`LLM`: prompts of any lengths in one call, texts, stops, log-probabilities, scores, on one process and on ranks."""
 
 import gc
+import itertools
 import random
 import weakref
 from collections.abc import Callable
