@@ -95,6 +95,7 @@ CASES: list[tuple[str, str, list[Any]]] = [
     ),
     ("mistral", f"Ja.[TOOL_CALLS]weather[ARGS]{ULM}[TOOL_CALLS]now[ARGS]{{}}", ["Ja.", ("weather", ULM), ("now", "{}")]),
     ("mistral", f"[TOOL_CALLS]weather[CALL_ID]a1b2c3d4e[ARGS]{ULM}", [("weather", ULM)]),
+    ("mistral", f"[TOOL_CALLS] weather[ARGS]{ULM}", [("weather", ULM)]),
     ("mistral", f'[TOOL_CALLS][{{"name": "weather", "arguments": {ULM}}}]', [("weather", ULM)]),
     ("mistral", "[TOOL_CALLS]nothing[ARGS]{}", ["nothing{}"]),
     ("mistral", "A [link](x), [TOOL] and [", None),
