@@ -98,30 +98,6 @@ def test_a_trusted_template_has_limits(make_site: Callable[..., Site], in_turn: 
     site.chat()
 
 
-@pytest.mark.parametrize("choice", ["required", {"type": "function", "function": {"name": "weather"}}, "auto"])
-def test_tool_calls(site: Site, choice: Any) -> None:
-    text = '{"name": "weather", "arguments": {"city": "Zürich"}}'
-    site.says(text)
-    answer = site.openai.chat.completions.create(
-        model="tiny-hybrid",
-        messages=CHAT["messages"],
-        tools=[TOOL],
-        tool_choice=choice,
-    ).choices[0]
-    assert answer.finish_reason == "tool_calls" and answer.message.content is None
-    call: Any = answer.message.tool_calls and answer.message.tool_calls[0]
-    assert call.function.name == "weather" and json.loads(call.function.arguments) == {"city": "Zürich"}
-    assert bool(site.last().params.grammar) == (choice != "auto"), "the template tells no form"
-    assert not site.last().params.late_grammar
-    events = site.events("/v1/chat/completions", {**CHAT, "tools": [TOOL], "tool_choice": choice})
-    whole = [e["choices"][0] for e in events]
-    assert [c["finish_reason"] for c in whole][-1] == "tool_calls"
-    first, *more = [one for c in whole for one in c["delta"].get("tool_calls", [])]
-    assert first["function"]["name"] == "weather" and len(more) > 5 and not any("name" in one["function"] for one in more)
-    assert json.loads("".join(one["function"]["arguments"] for one in (first, *more))) == {"city": "Zürich"}
-    assert not any(c["delta"].get("content") for c in whole)
-
-
 def test_chat_answers_match_their_description(site: Site) -> None:
     answer = site.chat(logprobs=True, prompt_logprobs=1, return_token_ids=True, max_tokens=3)
     replies.ChatReply.model_validate(answer)

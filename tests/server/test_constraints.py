@@ -858,6 +858,7 @@ def test_calls_are_not_constrained_by_a_guess(site: Site) -> None:
         ({"tools": [TOOL]}, False),
         ({"tools": [strict]}, True),
         ({"tools": [TOOL], "tool_choice": "required"}, True),
+        ({"tools": [TOOL], "tool_choice": {"type": "function", "function": {"name": "weather"}}}, True),
         ({"tools": [TOOL], "response_format": {"type": "json_object"}}, True),
         ({"response_format": {"type": "text"}}, False),
     ):

@@ -16,12 +16,13 @@ from server.calls.parser import Arguments, Call, Part, Reasoning, Text
 from server.errors import ApiError
 from server.generation import Prompt
 from server.http import to_json
+from server.messages.bodies import MessagesBody
 from server.replies import ResponseItems, ResponsesReply
 from server.responses import answer
 from server.responses.answer import ResponsesRequest
 from server.responses.convert import convert, seal
 from server.responses.schemas import ResponsesBody
-from tests.support import server_thread
+from server.schemas import ChatBody
 from tests.support.scripted import Scripted, deltas, written
 from tests.support.server_thread import CONTEXT, STORY, TOKENIZER, Site, wait_for
 
@@ -548,22 +549,16 @@ def test_other_items_are_text_or_named(site: Site) -> None:
     respond(site, input="And?", previous_response_id=first["id"], truncation="auto")
 
 
-def test_many_tools_and_a_long_user(make_site: Callable[..., Site], monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(server_thread, "CONTEXT", 2**15)
-    site = make_site()
-    tools = [{**TOOL, "name": f"tool_{i}"} for i in range(300)]
-    respond(site, tools=tools, user="u" * 1000)
-    chat_tools = [{"type": "function", "function": {"name": tool["name"]}} for tool in tools]
-    site.chat(tools=chat_tools, user="u" * 1000)
-    site.post(
-        "/v1/messages",
-        {
-            "max_tokens": 5,
-            "messages": [{"role": "user", "content": "Hi"}],
-            "tools": [{"name": tool["name"], "input_schema": {"type": "object"}} for tool in tools],
-            "metadata": {"user_id": "u" * 2000},
-        },
-    )
+def test_many_tools_and_a_long_user() -> None:
+    functions = [{"name": f"tool_{i}", "parameters": {}} for i in range(300)]
+    hi, user = {"role": "user", "content": "Hi"}, "u" * 2000
+    tools = [{"type": "function", "function": one} for one in functions]
+    chat = ChatBody.model_validate({"messages": [hi], "tools": tools, "user": user})
+    flat = [{"type": "function", **one} for one in functions]
+    made = convert(ResponsesBody.model_validate({"input": "Hi", "tools": flat, "user": user}), [], {}).chat
+    own = [{"name": one["name"], "input_schema": {}} for one in functions]
+    body = MessagesBody.model_validate({"max_tokens": 5, "messages": [hi], "tools": own, "metadata": {"user_id": user}})
+    assert [len(one.tools or []) for one in (chat, made, body.chat)] == [300] * 3
 
 
 def test_a_long_conversation_takes_no_place_of_quick_jobs(site: Site, monkeypatch: pytest.MonkeyPatch) -> None:
