@@ -13,9 +13,8 @@ from starlette.requests import Request
 from starlette.responses import JSONResponse, Response, StreamingResponse
 
 from deploy.routing import Call, prefix_keys
-from server.clients import sender
 from server.errors import CLIENT_GONE, CLOSE, NO_RETRY, ApiError, ClientGone, is_messages, messages_error_type, with_retry
-from server.limits import Full, HeldBytes, TooLarge, TooSlow, read_body
+from server.limits import Full, HeldBytes, TooLarge, TooSlow, read_body, sender
 from server.logs import HEALTH_PATHS
 
 MOST_LOSSES = 5  # replicas that may end with a request before it counts as the reason

@@ -85,7 +85,9 @@ def share(world: World, events: list[bytes]) -> list[bytes]:
     return msgspec.msgpack.decode(payload.numpy().tobytes(), type=list[bytes])
 
 
-def serve(engine: Engine, world: World, link: FrontendLink | None, ready: Ready, alive: Callable[[], bool]) -> None:
+def serve(
+    engine: Engine, world: World, link: FrontendLink | None, ready: Ready, alive: Callable[[], bool] = lambda: True
+) -> None:
     """Run until the frontend sends Shutdown or has ended. Collective.
 
     link: only on rank 0; it stays open. alive: whether the frontend is running; called on rank 0.

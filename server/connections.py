@@ -15,10 +15,9 @@ import httptools
 from uvicorn._types import ASGISendEvent
 from uvicorn.protocols.http.httptools_impl import HttpToolsProtocol, RequestResponseCycle
 
-from server.clients import sender
 from server.errors import ApiError
 from server.http import PIECE, to_json
-from server.limits import Connections
+from server.limits import Connections, sender
 
 MAX_HEAD = 65536  # bytes of a request line and headers, or of trailers
 MOST_PARTS, SMALL_PART = 4096, 16  # of a body; more parts than these may not have fewer bytes on average

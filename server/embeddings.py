@@ -21,13 +21,12 @@ from starlette.responses import Response
 from engine.protocol import SamplingParams, Submit, Turn
 from server import replies
 from server.bounds import TokenBounds, check_prompts
-from server.clients import sender
 from server.completions import as_list, encode_prompts
 from server.endpoint import begin
 from server.errors import ApiError, bad
 from server.generation import timed_out
 from server.http import JsonResponse, PacedResponse, to_json, unless_gone
-from server.limits import Full, HeldBytes
+from server.limits import Full, HeldBytes, sender
 from server.openapi import errors_of
 from server.schemas import EmbeddingBody, PoolingBody, ScoreBody, listed
 from server.service import Service

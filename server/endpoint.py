@@ -11,6 +11,7 @@ import time
 import uuid
 from abc import ABC, abstractmethod
 from collections.abc import AsyncGenerator, Callable, Coroutine, Sequence
+from contextlib import nullcontext
 from functools import cached_property
 from typing import Any, ClassVar, Protocol, TypeVar
 
@@ -24,12 +25,12 @@ from server.body import Body
 from server.bounds import TokenBounds, check_answers
 from server.calls.choice import PartReader, grammar_for, kept_special_ids, name_left_out, thinking_budget
 from server.calls.parser import PartList
-from server.clients import Client, owner, sender
 from server.constrain.grammars import Compiled
 from server.errors import ApiError, bad
 from server.generation import Plan, Prompt, Usage, make_params, run
 from server.http import DONE, EventStream, JsonResponse, error_event, to_json, unless_gone
 from server.journal import Promise
+from server.limits import Client, owner, sender
 from server.logprobs import by_id_layout, chat_layout
 from server.schemas import MAX_USER, GenerationBody, PoolingBody
 from server.service import Service
@@ -177,7 +178,7 @@ class GenerationRequest(ABC):
         self.plan = Plan(prompts, params, body.choices, adapter=service.adapter_of(body.model), hidden=body.max_tokens == 0)
         self.usage = Usage(self.plan)
         self.top_logprobs, self.tokens_as_ids = body.listed_logprobs, bool(body.return_tokens_as_token_ids)
-        self.promise = Promise()
+        self.promise: Promise | None = None  # of a server with a journal
         self.count_unread: Callable[[int], None] | None = None  # counts bytes of a stream that its client has not read yet
         self.id = f"{self.id_prefix}-{body.request_id or uuid.uuid4().hex}"
         self.created, self.model = int(time.time()), body.model or service.model_name
@@ -205,8 +206,12 @@ class GenerationRequest(ABC):
     async def answer(self, log_fields: dict[str, Any]) -> bytes:
         """Run the request and return its whole answer, as JSON."""
         self._check_whole()
-        with run(self.service, self.plan, self.usage, log_fields) as running, self.promise.given():
-            await self.promise.written()
+        with (
+            run(self.service, self.plan, self.usage, log_fields) as running,
+            self.promise.given() if self.promise else nullcontext(),
+        ):
+            if self.promise:
+                await self.promise.written()
             while running.unfinished:
                 for delta in await running.next():
                     self.collect(delta)
@@ -221,17 +226,21 @@ class GenerationRequest(ABC):
         """
         writer = self.stream_writer()
         begun = False
-        if self.promise.keeps or self.streams_whole:
+        if self.promise or self.streams_whole:
             self._check_whole()
-        with run(self.service, self.plan, self.usage, log_fields) as running, self.promise.given():
+        with (
+            run(self.service, self.plan, self.usage, log_fields) as running,
+            self.promise.given() if self.promise else nullcontext(),
+        ):
             running.count_unread(self.count_unread)
-            await self.promise.written()
+            if self.promise:
+                await self.promise.written()
             while running.unfinished:
                 events: list[bytes] = []
                 failure: Exception | None = None
                 try:
                     for delta in await running.next():
-                        if self.promise.keeps:
+                        if self.promise:
                             self.collect(delta)
                         events.append(writer.push(delta))
                 except Exception as e:
@@ -243,7 +252,7 @@ class GenerationRequest(ABC):
                     yield self.heartbeat
                 if failure is not None:
                     raise failure
-            if self.promise.keeps:
+            if self.promise:
                 self._finish()
         if data := writer.last():
             yield data
@@ -257,7 +266,8 @@ class GenerationRequest(ABC):
     def _finish(self) -> bytes:
         """The whole answer, which also fulfils the promise."""
         body = to_json(self.reply())
-        self.promise.finish(200, body)
+        if self.promise:
+            self.promise.finish(200, body)
         return body
 
     def logprobs(self, delta: Delta) -> dict[str, list[Any] | None] | None:

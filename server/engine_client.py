@@ -5,6 +5,7 @@ One task reads the socket and never waits for clients, so that a slow reader del
 
 import asyncio
 import time
+import uuid
 from collections import deque
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
@@ -18,6 +19,7 @@ from engine.protocol import (
     AdapterDone,
     Attach,
     FromEngine,
+    LoadAdapter,
     Outputs,
     Ready,
     Refused,
@@ -27,11 +29,11 @@ from engine.protocol import (
     Submit,
     ToEngine,
     TokenOutput,
+    UnloadAdapter,
     decode_from_engine,
     encode,
     joined,
 )
-from server.adapters import ServedAdapters
 from server.errors import NO_RETRY, ApiError, internal_error
 from server.logs import log
 from server.metrics import Metrics, SequenceTimes
@@ -41,6 +43,8 @@ from server.started import Started
 OUTPUT_BYTES = 400  # that an output takes in memory
 LOGPROB_BYTES = 100  # and each log-probability of it
 COUNTED_BYTES = 65536  # changes of a queue's size below this are not reported
+MOST_LOST = 256  # adapters that are named as lost
+ANSWER_SECONDS = 150.0  # until the ranks must have answered: longer than they read at most
 SLICE_BYTES = (
     16384  # of outputs that `next` returns at once, and the last one: a backlog is converted to text only as its client reads
 )
@@ -174,6 +178,71 @@ def bytes_of(output: TokenOutput) -> int:
     """About how many bytes an output takes in memory."""
     lists = (*(output.logprobs or ()), *(output.prompt_logprobs or ()))
     return OUTPUT_BYTES + LOGPROB_BYTES * sum(1 + len(one.top) for one in lists if one) if lists else OUTPUT_BYTES
+
+
+class ServedAdapters:
+    """The adapters that the ranks serve, as the frontend knows them, and the requests that load and unload them.
+
+    paths: the adapters' folders, by name. lost: folder and error of those that could not be loaded again after a recovery.
+    """
+
+    def __init__(self, send: Callable[[LoadAdapter | UnloadAdapter], None]) -> None:
+        self.paths: dict[str, str] = {}
+        self.lost: dict[str, tuple[str, str]] = {}
+        self._send, self._known = send, False
+        self._waiting: dict[str, asyncio.Future[str]] = {}
+
+    async def load(self, name: str, path: str) -> None:
+        """Raises ApiError."""
+        await self._answer(LoadAdapter(uuid.uuid4().hex, name, path))
+
+    async def unload(self, name: str) -> None:
+        """Raises ApiError. One that was lost is forgotten."""
+        if self.lost.pop(name, None) is None:
+            await self._answer(UnloadAdapter(uuid.uuid4().hex, name))
+
+    async def _answer(self, message: LoadAdapter | UnloadAdapter) -> None:
+        future = self._waiting[message.request_id] = asyncio.get_running_loop().create_future()
+        self._send(message)
+        try:
+            error = await asyncio.wait_for(future, ANSWER_SECONDS)
+        except TimeoutError:
+            raise ApiError(503, f"the ranks have not answered within {ANSWER_SECONDS:g} s", None, "timeout") from None
+        finally:
+            self._waiting.pop(message.request_id, None)
+        if error:
+            raise ApiError(400, error, None, "adapter_refused")
+
+    def on_done(self, done: AdapterDone) -> None:
+        again = not done.request_id  # what `on_ready` asked for
+        if done.path is not None and not done.error:
+            self.paths[done.name] = done.path
+            self.lost.pop(done.name, None)
+        elif again == bool(done.error):
+            self.paths.pop(done.name, None)
+        if again and done.error:
+            log.error("after the ranks have started again, the adapter %s is not served any more: %s", done.name, done.error)
+            if done.path is not None:
+                self.lost = dict([*self.lost.items(), (done.name, (done.path, done.error))][-MOST_LOST:])
+        if (future := self._waiting.pop(done.request_id, None)) is not None and not future.done():
+            future.set_result(done.error)
+
+    def on_ready(self, ready: Ready) -> None:
+        """Learn what the first ranks have. Let later ranks load and unload what differs from those before them."""
+        wanted, found = self.paths if self._known else ready.adapters, ready.adapters
+        self._known, self.paths = True, dict(wanted)
+        for name in [name for name, path in found.items() if wanted.get(name) != path]:
+            self._send(UnloadAdapter("", name))
+        for name in [name for name, path in wanted.items() if found.get(name) != path]:
+            self._send(LoadAdapter("", name, wanted[name]))
+        self.fail("the ranks have started again meanwhile; send the request again")
+
+    def fail(self, message: str) -> None:
+        """Nobody answers what was sent so far."""
+        for future in self._waiting.values():
+            if not future.done():
+                future.set_exception(ApiError(503, message, None, "engine_failed"))
+        self._waiting.clear()
 
 
 class EngineClient:

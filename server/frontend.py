@@ -6,7 +6,9 @@ process that started this one connects to it, too, to send Fatal (process.py).
 
 import asyncio
 import gc
+import json
 import os
+import shlex
 import sys
 import time
 from collections.abc import Callable
@@ -21,7 +23,6 @@ from engine.protocol import Ready
 from errors import UserError
 from server import logs
 from server.app import create_app
-from server.banner import banner
 from server.connections import Connection, Turns
 from server.engine_client import EngineClient
 from server.errors import ApiError
@@ -187,10 +188,10 @@ def run_frontend(
     from_engine: str,
     kill: Callable[[], None] = lambda: None,
     before: Started | None = None,
-    beat: Callable[[], None] = lambda: None,
+    beats: Any = None,
 ) -> NoReturn:
-    """Serve until a signal or the end of the engine, then exit this process. See `make_server`. beat: called again and again as
-    long as the event loop runs.
+    """Serve until a signal or the end of the engine, then exit this process. See `make_server`. beats: a counter, whose `value` grows
+    as long as the event loop runs.
 
     Exit codes: 0 after a drain, 128 + the signal if a second one ended the drain, 1 if the engine failed, 2 for bad input.
     """
@@ -204,22 +205,22 @@ def run_frontend(
     gc.collect()  # otherwise freezing would keep the present garbage
     gc.freeze()  # the garbage collector then skips all imported objects: scanning them would delay every stream
     with asyncio.Runner(loop_factory=server.config.get_loop_factory()) as runner:
-        runner.run(serve_and_leave(server, beat))
+        runner.run(serve_and_leave(server, beats))
     os._exit(FAILED)
 
 
-async def repeat(beat: Callable[[], None]) -> None:
-    while True:
-        beat()
+async def count(beats: Any) -> None:
+    while beats is not None:
+        beats.value += 1
         await asyncio.sleep(TICK / 2)
 
 
-async def serve_and_leave(server: FrontendServer, beat: Callable[[], None]) -> NoReturn:
+async def serve_and_leave(server: FrontendServer, beats: Any) -> NoReturn:
     """Serve, then exit the process from within the event loop.
 
     The normal end of the event loop would join its thread pool, where a thread may be busy for a long time.
     """
-    code, beating = FAILED, asyncio.create_task(repeat(beat))
+    code, beating = FAILED, asyncio.create_task(count(beats))
     try:
         await server.serve()
         code = server.exit_code if server.started else FAILED
@@ -232,3 +233,37 @@ async def serve_and_leave(server: FrontendServer, beat: Callable[[], None]) -> N
         sys.stdout.flush()
         sys.stderr.flush()
         os._exit(code)
+
+
+def banner(service: Service, ready: Ready, address: str) -> str:
+    """What is printed when the server is ready: its model, and curl commands to try it."""
+    name = service.model_name
+    kv_tokens = ready.kv_blocks * ready.block_size
+    noise = "\n  random weights: the text is noise" if service.settings.random_weights else ""
+    own = service.examples or {"chat": [], "completion": []}  # prompts that this model can answer
+    prompt, question = (*own["completion"], "Once upon a time")[0], (*own["chat"], "Tell me a story about a fox.")[0]
+    requests: list[tuple[str, dict[str, Any]]] = [("completions", {"prompt": prompt, "max_tokens": 40})]
+    if not ready.causal:
+        requests = [("embeddings", {"input": prompt})]
+    elif service.chat_template is not None or "default" in service.tokenizer.chat_templates:
+        requests.append(("chat/completions", {"messages": [{"role": "user", "content": question}], "max_tokens": 40}))
+    curls = "\n\n".join(
+        curl(f"{address}/v1/{path}", {"model": name, **body}, bool(service.settings.api_key)) for path, body in requests
+    )
+    return f"""
+Serving {name}: {ready.variant}, {ready.world_size} rank{"s" * (ready.world_size > 1)} on {ready.device}, {ready.communicator}, {ready.dtype}
+  context {ready.max_model_len} tokens, KV cache {kv_tokens} tokens{noise}
+
+Try it:
+
+{curls}
+
+The page: {address}/   the API: {address}/docs
+"""
+
+
+def curl(url: str, body: dict[str, Any], with_key: bool) -> str:
+    """A curl command to copy into a shell."""
+    headers = ["Authorization: Bearer YOUR_KEY"] * with_key + ["Content-Type: application/json"]
+    parts = [f"curl {url}", *(f"-H '{header}'" for header in headers), f"-d {shlex.quote(json.dumps(body))}"]
+    return "  " + " \\\n    ".join(parts)

@@ -38,26 +38,8 @@ JOB_BYTES = 1024  # that something to be done takes apart from its data
 
 
 class Promise:
-    """What becomes of an accepted request if the server ends. This one promises nothing."""
-
-    keeps = False  # whether the result is kept
-
-    @contextlib.contextmanager
-    def given(self) -> Iterator[None]:
-        """Surrounds the work after the acceptance."""
-        yield
-
-    async def written(self) -> None:
-        """Wait until the promise outlives the server."""
-
-    def finish(self, status: int, result: bytes) -> None:
-        """Keep the result."""
-
-
-class Kept(Promise):
-    """A promise of the journal. `row`: what to write; None: it is written. `lasting`: whether it is kept when the client leaves."""
-
-    keeps = True
+    """What becomes of an accepted request if the server ends. `row`: what to write; None: it is written. `lasting`: whether it is kept
+    when the client leaves."""
 
     def __init__(self, journal: "Journal", number: int, row: Row | None = None, lasting: bool = True) -> None:
         self._journal, self._number, self._row, self._lasting = journal, number, row, lasting
@@ -65,6 +47,7 @@ class Kept(Promise):
 
     @contextlib.contextmanager
     def given(self) -> Iterator[None]:
+        """Surrounds the work after the acceptance."""
         journal, number, row = self._journal, self._number, self._row
         if row is not None:
             self._future = journal.ask(lambda file: file.add(row), len(row.data))
@@ -86,6 +69,7 @@ class Kept(Promise):
             raise
 
     async def written(self) -> None:
+        """Wait until the promise outlives the server."""
         if self._future is None:
             return
         try:
@@ -97,6 +81,7 @@ class Kept(Promise):
             self._journal.metrics.unjournaled.inc()
 
     def finish(self, status: int, result: bytes) -> None:
+        """Keep the result."""
         self._journal.finish(self._number, status, result)
 
     def fail(self, error: Exception) -> None:
@@ -156,13 +141,13 @@ class Journal:
         if self._thread.ident is not None:
             await asyncio.to_thread(self._thread.join, CLOSE_SECONDS)
 
-    def promise(self, owner: str, answer_id: str, request_id: str, data: bytes, lasting: bool) -> Kept:
-        """The promise of a new request, which `Kept.given` gives. data: all that is needed to answer it. lasting: whether it is
+    def promise(self, owner: str, answer_id: str, request_id: str, data: bytes, lasting: bool) -> Promise:
+        """The promise of a new request, which `Promise.given` gives. data: all that is needed to answer it. lasting: whether it is
         finished if the client leaves."""
         number, self._next = self._next, self._next + 1
-        return Kept(self, number, Row(number, time.time(), owner, answer_id, request_id, 0, data), lasting)
+        return Promise(self, number, Row(number, time.time(), owner, answer_id, request_id, 0, data), lasting)
 
-    async def load(self, number: int) -> tuple[bytes, Kept] | None:
+    async def load(self, number: int) -> tuple[bytes, Promise] | None:
         """The data of an unfinished request, and its promise. None if there is nothing to be finished."""
         row = await self._read(lambda file: file.read(number))
         if row is None or row.status:
@@ -170,7 +155,7 @@ class Journal:
                 log.error("request %d of the journal cannot be read, and is lost", number)
                 self.write(lambda file: file.forget(number))
             return None
-        kept = Kept(self, number)
+        kept = Promise(self, number)
         self.write(lambda file: file.note_attempt(number))
         if row.attempts >= MOST_ATTEMPTS:
             message = f"the request is refused: {MOST_ATTEMPTS} servers ended before they had finished it"

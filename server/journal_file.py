@@ -13,7 +13,7 @@ from collections.abc import Iterator
 from contextlib import closing, contextmanager, suppress
 from dataclasses import astuple, dataclass, replace
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any
 
 from cli import note
 from errors import UserError
@@ -432,17 +432,10 @@ def _keep_log(path: Path, db: sqlite3.Connection) -> str:
 
 
 def _has_more(log: bytes, frames: int) -> bool:
-    """Whether a log has more than these frames. Behind them may be older ones, which are in the file already: their salts differ."""
-    if len(log) < LOG_HEADER:
+    """Whether a log has more than these frames, which SQLite has read. It reads none behind a damaged header. Behind them may be older
+    ones, which are in the file already: their salts differ."""
+    if not frames:
         return len(log) > 0
-    order: Literal["big", "little"] = "big" if log[3] & 1 else "little"
-    words = [int.from_bytes(log[i : i + 4], order if i < LOG_HEADER - 8 else "big") for i in range(0, LOG_HEADER, 4)]
-    first = second = 0
-    for i in range(0, 6, 2):
-        first = (first + words[i] + second) & 0xFFFFFFFF
-        second = (second + words[i + 1] + first) & 0xFFFFFFFF
-    if [first, second] != words[6:]:
-        return len(log) > LOG_HEADER
     size = FRAME_HEADER + PAGE
     behind = range(LOG_HEADER + frames * size, len(log), size)
     return any(log[16:24].startswith(log[at + 8 : at + 16]) for at in behind)

@@ -287,7 +287,8 @@ def run_engine(
         ready = describe(job.settings, engine, job.config, world, dtype)
         if link and folder:
             ready = msgspec.structs.replace(ready, longest_start=note_start(Path(folder), process_age()))
-        serve(engine, world, link, ready, frontend.is_alive if frontend else lambda: True)
+        watched = [frontend.is_alive] if frontend else []  # else a launcher watches the frontend
+        serve(engine, world, link, ready, *watched)
     except BaseException as e:
         await_cause(e)
         if agent:

@@ -21,7 +21,7 @@ from prometheus_client.registry import Collector
 from prometheus_client.utils import floatToGoString
 
 from engine.protocol import Drafted, Stats
-from server import tracing
+from server.tracing import current_spans
 
 PERIOD, PERIODS = 10, 6  # /stats has the latencies of so many periods of so many seconds, the present one among them
 CLASS = math.log(1.02)  # latencies that differ by less may count as equal
@@ -307,7 +307,7 @@ class SequenceTimes:
         self.first: float | None = None
         self.queue_seconds: float | None = None
         self.tokens = 0
-        self._spans = tracing.current()
+        self._spans = current_spans.get()
         if self._spans:
             self._spans.on_submit(self.started)
 

@@ -16,10 +16,9 @@ from urllib.parse import quote
 from starlette.datastructures import Headers, MutableHeaders
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
-from server.clients import current_client, digest, read_keys, sender
 from server.errors import CLIENT_GONE, CLOSE, ApiError, ClientGone, internal_error, is_messages
 from server.http import error_response
-from server.limits import Full, HeldBytes, TooLarge, TooSlow, read_body
+from server.limits import Full, HeldBytes, TooLarge, TooSlow, current_client, digest, read_body, read_keys, sender
 from server.logs import HEALTH_PATHS, METRIC_PATHS, PAGE_PATHS, STATIC, access_line, log
 from server.service import Service
 

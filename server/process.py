@@ -120,10 +120,7 @@ def frontend_main(settings: Settings, to_engine: str, from_engine: str, before: 
     when_ended(parent_pid(), lambda: report_end(from_engine))
     from server.frontend import run_frontend
 
-    def beat() -> None:
-        beats.value += 1
-
-    sys.exit(run_frontend(settings, to_engine, from_engine, partial(kill_ranks, parent_pid()), before, beat))
+    sys.exit(run_frontend(settings, to_engine, from_engine, partial(kill_ranks, parent_pid()), before, beats))
 
 
 def report_end(from_engine: str) -> None:

@@ -10,7 +10,7 @@ from server.bounds import TokenBounds, check_characters, check_prediction, check
 from server.errors import bad
 from server.http import to_json
 from server.schemas import ChatMessage, Tool
-from server.worker_process import worker_tokenizer
+from server.workers import worker_tokenizer
 
 LONG_TEXT = 4096  # characters; longer texts are tokenized in a worker, others in the event loop
 SLOW_TEXT = 65536  # characters; longer requests are slow jobs

@@ -11,7 +11,7 @@ from server.completions import CompletionRequest
 from server.endpoint import Accepted, GenerationRequest, checkpoint_of
 from server.errors import ApiError
 from server.generation import Prompt
-from server.journal import Kept, is_for_later
+from server.journal import Promise, is_for_later
 from server.logs import log
 from server.messages.answer import MessagesRequest
 from server.messages.bodies import MessagesBody
@@ -84,7 +84,7 @@ class Resumer:
         except Exception:
             log.exception("request %d of the journal failed", number)
 
-    async def _answer(self, data: bytes, promise: Kept) -> None:
+    async def _answer(self, data: bytes, promise: Promise) -> None:
         """Run a request once there is room for it. The promise keeps the answer or error, wherever it is raised."""
         try:
             accepted = msgspec.msgpack.decode(data, type=Accepted)
@@ -94,7 +94,7 @@ class Resumer:
             promise.fail(e)
             raise
 
-    async def _answered(self, accepted: Accepted, promise: Kept) -> bool:
+    async def _answered(self, accepted: Accepted, promise: Promise) -> bool:
         """Run a request. False if there is no room for it now."""
         try:
             request = await self._again(accepted)

@@ -15,10 +15,10 @@ from errors import UserError
 from files import CONFIG_BYTES, read_json, shown
 from server import replies
 from server.chat import conversation
-from server.clients import owner
 from server.endpoint import check_names
 from server.errors import NO_RETRY, ApiError, bad
 from server.http import JsonResponse, unless_gone
+from server.limits import owner
 from server.openapi import errors_of
 from server.prompts import SLOW_TEXT, detokenize_reply, tokenize_reply
 from server.schemas import DetokenizeBody, LoadAdapterBody, TokenizeBody, UnloadAdapterBody

@@ -23,7 +23,7 @@ if TYPE_CHECKING:
     from opentelemetry.context import Context
 
 CLOSE_SECONDS = 2.0  # time to send the last spans at the end of the server
-_current: ContextVar["RequestSpans | None"] = ContextVar("request_spans", default=None)
+current_spans: ContextVar["RequestSpans | None"] = ContextVar("request_spans", default=None)  # None without tracing
 
 
 class Tracing:
@@ -87,17 +87,12 @@ class Spans:
                 status = message["status"]
             await send(message)
 
-        token = _current.set(spans)
+        token = current_spans.set(spans)
         try:
             await self.app(scope, receive, send_and_note)
         finally:
-            _current.reset(token)
+            current_spans.reset(token)
             spans.end(scope, status)
-
-
-def current() -> "RequestSpans | None":
-    """The spans of the request that runs in this task, or None without tracing."""
-    return _current.get()
 
 
 class RequestSpans:

@@ -7,7 +7,7 @@ How to add a job: write a function at the top level of a module that does not im
 
     result = await service.workers.run(function, *arguments, slow=True)
 
-Function, arguments and result are pickled. In the worker (worker_process.py), `worker_tokenizer()` returns the server's
+Function, arguments and result are pickled. In the worker, `worker_tokenizer()` returns the server's
 tokenizer. An ApiError or a UserError that the function raises reaches the caller unchanged. Set `slow` if a request can make
 the job long, as with a schema, a template or a long text from a client. Leave it out for jobs of a few milliseconds. If there
 are two or more workers, slow jobs never occupy all of them. Set `share` if requests are likely to need equal jobs.
@@ -18,21 +18,27 @@ threads wait for the GIL.
 
 import asyncio
 import contextlib
+import importlib
 import os
 import pickle
+import signal
 import socket
 import subprocess
 import sys
+import traceback
 from collections import Counter, deque
 from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any, TypeVar
 
-from server.clients import current_client
+from errors import UserError, first_line, is_panic
+from ranks.bounded import MEMORY, limit_memory
+from ranks.processes import die_with_parent
 from server.errors import ApiError
-from server.limits import Full, HeldBytes
+from server.limits import Full, HeldBytes, current_client
 from server.logs import log
-from server.worker_process import HEADER, needs_memory
+from text.tokenizer import Tokenizer
+from text.tokenizer_files import tokenizer_of
 
 T = TypeVar("T")
 
@@ -43,6 +49,8 @@ GRACE_SECONDS = 0.25  # a job whose client has left may still end: waiting for i
 NICENESS = 10  # of the workers for slow jobs, so that the ranks have precedence
 QUICK_BYTES = 65536  # larger replies are unpickled in a thread: many objects take long, but leave the GIL to others meanwhile
 FREE_BYTES = 65536  # of each job, which do not count
+HEADER = 8  # bytes of a message's length, which precedes the message, most often a pickle
+RESULT_LIMIT = 32 << 20  # bytes
 ONE_THREAD = ("OMP_NUM_THREADS", "RAYON_NUM_THREADS")
 
 
@@ -356,7 +364,7 @@ class _Process:
     @classmethod
     async def start(cls, model: str, modules: Sequence[str], seconds: float, niceness: int) -> "_Process":
         ours, theirs = socket.socketpair()
-        program = "import sys; from server.worker_process import main; main(*sys.argv[1:])"
+        program = "import sys; from server.workers import work; work(*sys.argv[1:])"
         numbers = (theirs.fileno(), os.getpid(), round(seconds + LAST_RESORT_SECONDS), niceness)
         command = [sys.executable, "-c", program, *map(str, numbers), model, *modules]
         variables = {**os.environ, "TOKENIZERS_PARALLELISM": "false", "MALLOC_ARENA_MAX": "1"} | dict.fromkeys(ONE_THREAD, "1")
@@ -412,3 +420,75 @@ class _Process:
         if self._process.poll() is None:
             with contextlib.suppress(RuntimeError):  # the event loop is closing
                 asyncio.get_running_loop().call_later(seconds, self._reap, seconds)
+
+
+# --- in the worker ---------------------------------------------------------------------------------------------------
+
+_tokenizer: Tokenizer | None = None
+
+
+def worker_tokenizer() -> Tokenizer:
+    """The server's tokenizer, in a worker process."""
+    assert _tokenizer is not None, "this runs in a worker process only"
+    return _tokenizer
+
+
+def work(descriptor: str, parent: str, seconds: str, niceness: str, model: str, *modules: str) -> None:
+    """The program of a worker: run jobs, one after another, until the frontend closes the socket.
+
+    `descriptor`: of the socket. `parent`: the frontend's process id. `seconds`: this process ends itself if a job takes longer.
+    `modules`: to be imported now, so that the first jobs need not wait for them.
+    """
+    global _tokenizer
+    die_with_parent(int(parent))
+    for number in (signal.SIGINT, signal.SIGTERM):  # the frontend ends this process
+        signal.signal(number, signal.SIG_IGN)
+    for name in modules:
+        importlib.import_module(name)
+    _tokenizer = tokenizer_of(model)
+    limit_memory()
+    os.dup2(os.open(os.devnull, os.O_WRONLY), 2)  # libraries print why they fail, which the answer says
+    os.nice(int(niceness))
+    with socket.socket(fileno=int(descriptor)) as connection:
+        files = connection.makefile("rb"), connection.makefile("wb")
+        _send(files[1], b"")
+        while header := files[0].read(HEADER):
+            data = files[0].read(int.from_bytes(header, "little"))
+            signal.alarm(int(seconds))  # without a handler it ends the process, even inside a library's code
+            _send(files[1], _do(data))
+            signal.alarm(0)
+
+
+def _send(file: Any, data: bytes) -> None:
+    file.write(len(data).to_bytes(HEADER, "little"))
+    file.write(data)
+    file.flush()
+
+
+def _do(data: bytes) -> bytes:
+    """Run a pickled job. Returns, pickled: (success, result or exception, whether this process can take another job)."""
+    try:
+        function, arguments = pickle.loads(data)
+        reply = pickle.dumps((True, function(*arguments), True), pickle.HIGHEST_PROTOCOL)
+        if len(reply) <= RESULT_LIMIT:
+            return reply
+        found: tuple[Exception, bool] = (needs_memory(), True)
+    except (ApiError, UserError) as e:
+        found = (e.with_traceback(None), True)
+    except MemoryError:
+        found = (needs_memory(), False)
+    except RecursionError:
+        found = (ApiError(400, "the request is nested too deeply", None, "too_complex"), True)
+    except BaseException as e:
+        if is_panic(e):
+            message = f"a library failed while the request was prepared ({first_line(e)}); send another text"
+            found = (ApiError(400, message, None, "too_complex"), True)
+        elif not isinstance(e, Exception):
+            raise
+        else:
+            found = (RuntimeError(f"in a worker:\n{traceback.format_exc()}"), True)
+    return pickle.dumps((False, *found), pickle.HIGHEST_PROTOCOL)
+
+
+def needs_memory() -> ApiError:
+    return ApiError(400, f"the request needs more than {MEMORY >> 20} MiB to prepare", None, "too_complex")

@@ -9,15 +9,15 @@ from pathlib import Path
 
 INFERENCE = ("checkpoints", "comm", "engine", "kernels", "layers", "quantized", "ranks", "server", "text")  # and the root
 LINES = {  # of Python, by package
-    "server": 14_600,
+    "server": 14_550,
     "engine": 7_000,
     "kernels": 9_600,
     "comm": 3_750,
     "training": 5_750,
     "scripts": 9_000,
-    "tests": 53_750,
+    "tests": 53_650,
 }
-INFERENCE_LINES = 43_800
+INFERENCE_LINES = 43_750
 ROOT_FILES = 10
 ENTERED_FILES = 63  # by a streamed chat request; tests/server/test_files_entered.py counts them
 PAGES_WORDS = 27_790  # README.md and docs, tables included: say in a page what its reader decides by

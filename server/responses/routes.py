@@ -7,11 +7,11 @@ from fastapi import FastAPI, Query, Request
 from starlette.responses import Response
 
 from server.chat import conversation
-from server.clients import owner
 from server.endpoint import accept, check_names, respond
 from server.errors import ApiError, bad, internal_error
 from server.generation import Prompt
 from server.http import JsonResponse, to_json, unless_gone
+from server.limits import owner
 from server.logs import log
 from server.openapi import errors_of, event_stream, json_text, one_of
 from server.prompts import SLOW_TEXT, count_reply
@@ -252,7 +252,8 @@ class Background:
             raise refusal
         self._service.open_requests += 1  # a drain waits for it
         self._task.add_done_callback(self._on_done)
-        await self._request.promise.written()
+        if self._request.promise:
+            await self._request.promise.written()
 
     def json(self) -> bytes:
         return to_json(self._request.reply())

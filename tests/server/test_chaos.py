@@ -24,6 +24,7 @@ from scripts.bench.serving.chaos import Answer, Storm
 from scripts.lib.servers import Server
 from tests import MODELS
 from tests.support.server_process import ServerProcess, runs, wait_until
+from tests.support.server_thread import Asked
 
 FLAGS = ("--model", MODELS / "tiny-hybrid", "--speculate", "ngram", "--max-restarts", 1000, "--hang-seconds", 5)
 
@@ -93,26 +94,15 @@ def test_the_same_ranks_serve_another_frontend_and_a_drain_amid_a_recovery_finis
 
         body["max_tokens"] = 60
         (wanted,) = server.http.post("/v1/completions", json=body).json()["choices"]
-        begun, answers = threading.Event(), list[object]()
-
-        def ask() -> None:
-            text, reason = "", None
-            with server.http.stream("POST", "/v1/completions", json=body | {"stream": True}) as answer:
-                for line in answer.iter_lines():
-                    if line.startswith("data: {"):
-                        (choice,) = json.loads(line.removeprefix("data: "))["choices"]
-                        text, reason = text + choice["text"], choice["finish_reason"]
-                        begun.set()
-            answers.append((text, reason))
-
-        asking = threading.Thread(target=ask)
-        asking.start()
-        assert begun.wait(60)
+        asked = Asked(server.url + "/v1/completions", body | {"stream": True})
+        assert asked.begun.wait(60)
         os.kill(ranks[1], signal.SIGKILL)
         wait_until(lambda: server.stats()["status"] == "recovering", 60, "a recovery")
         server.process.send_signal(signal.SIGTERM)
-        asking.join(120)
-        assert answers == [(wanted["text"], wanted["finish_reason"])]
+        lines = [line for line in asked.join().text.splitlines() if line.startswith("data: {")]
+        choices = [json.loads(line.removeprefix("data: "))["choices"][0] for line in lines]
+        assert "".join(choice["text"] for choice in choices) == wanted["text"]
+        assert choices[-1]["finish_reason"] == wanted["finish_reason"]
         assert server.wait(120) == 0
         assert "Traceback" not in server.log
 
@@ -198,21 +188,11 @@ def test_a_request_that_ends_the_ranks_in_each_decode_step_is_refused() -> None:
         good = {"prompt": "Once upon a time", "max_tokens": 100, "ignore_eos": True, "seed": 3}
         bad = {"prompt": [*DEADLY, 30, 31], "max_tokens": 100, "ignore_eos": True}
         wanted = server.http.post("/v1/completions", json=good).json()["choices"][0]["text"]
-        texts = list[str]()
-
-        def ask() -> None:
-            texts.append(server.http.post("/v1/completions", json=good, timeout=300).json()["choices"][0]["text"])
-
-        asking = [threading.Thread(target=ask) for _ in range(3)]
-        for thread in asking:
-            thread.start()
-        refused = server.http.post("/v1/completions", json=bad, timeout=300)
-        for thread in asking:
-            thread.join(300)
-        assert (refused.status_code, refused.json()["error"]["code"]) == (500, "poisoned")
-        assert texts == [wanted] * 3
-        ask()
-        assert texts[3] == wanted
+        url = server.url + "/v1/completions"
+        beside, refused = [Asked(url, good) for _ in range(3)], Asked(url, bad)
+        assert (refused.json()["error"]["code"], refused.status) == ("poisoned", 500)
+        for asked in (*beside, Asked(url, good)):
+            assert asked.json()["choices"][0]["text"] == wanted
 
 
 def test_leftovers_are_noticed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

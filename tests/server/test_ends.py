@@ -6,7 +6,6 @@ import multiprocessing
 import os
 import signal
 import socket
-import threading
 import time
 from collections.abc import Callable
 from pathlib import Path
@@ -75,21 +74,14 @@ def test_idle_connections_are_closed(make_site: Callable[..., Site]) -> None:
 def test_drain(make_site: Callable[..., Site]) -> None:
     site = make_site(drain_timeout=100)
     site.engine.hold = True
-    events: list[Any] = []
-    with httpx.Client(base_url=site.url, timeout=120) as other:
-        reader = threading.Thread(
-            target=lambda: events.append(other.post("/v1/completions", json={"prompt": "Hi", "max_tokens": 30}).json())
-        )
-        reader.start()
-        wait_for(lambda: site.server.client.active)
-        site.server._loop.call_soon_threadsafe(site.server.drain)
-        wait_for(lambda: site.http.get("/health").json() == {"status": "draining"})
-        assert site.http.post("/v1/completions", json={"prompt": "x"}).json()["error"]["code"] == "draining"
-        site.engine.hold = False
-        reader.join()
-    assert events[0]["usage"]["completion_tokens"] == len(TOKENIZER.encode(STORY, add_special_tokens=False)), (
-        "a running request ends as usual"
-    )
+    asked = site.ask(max_tokens=30)
+    wait_for(lambda: site.server.client.active)
+    site.server._loop.call_soon_threadsafe(site.server.drain)
+    wait_for(lambda: site.http.get("/health").json() == {"status": "draining"})
+    assert site.http.post("/v1/completions", json={"prompt": "x"}).json()["error"]["code"] == "draining"
+    site.engine.hold = False
+    wanted = len(TOKENIZER.encode(STORY, add_special_tokens=False))
+    assert asked.json()["usage"]["completion_tokens"] == wanted, "a running request ends as usual"
     site.thread.join(60)
     assert not site.thread.is_alive() and site.server.exit_code == 0
     wait_for(lambda: site.engine.shutdowns == 1)
@@ -98,14 +90,10 @@ def test_drain(make_site: Callable[..., Site]) -> None:
 def test_drain_timeout_ends_what_is_left(make_site: Callable[..., Site]) -> None:
     site = make_site(drain_timeout=0.2)
     site.engine.hold = True
-    with httpx.Client(base_url=site.url, timeout=120) as other:
-        answers: list[httpx.Response] = []
-        reader = threading.Thread(target=lambda: answers.append(other.post("/v1/completions", json={"prompt": "Hi"})))
-        reader.start()
-        wait_for(lambda: site.server.client.active)
-        site.server._loop.call_soon_threadsafe(site.server.drain)
-        reader.join()
-    assert answers[0].status_code == 503
+    asked = site.ask()
+    wait_for(lambda: site.server.client.active)
+    site.server._loop.call_soon_threadsafe(site.server.drain)
+    assert asked.join().status == 503
     site.thread.join(60)
     assert not site.thread.is_alive() and site.server.exit_code == 0
 
@@ -117,15 +105,10 @@ def test_what_waits_for_a_worker_is_answered_at_the_end(
     site = make_site(drain_timeout=0.2)
     workers = site.server.service.workers
     site.occupy_worker(tmp_path / "go")
-    body = {"prompt": "Hi", "metadata": "x" * 100_000}  # large bodies are checked by the same worker
-    answers: list[httpx.Response] = []
-    with httpx.Client(base_url=site.url, timeout=120) as other:
-        reader = threading.Thread(target=lambda: answers.append(other.post("/v1/completions", json=body)))
-        reader.start()
-        wait_for(lambda: len(workers._callers[id(workers._slow)]) == 2)
-        site.server._loop.call_soon_threadsafe(end, site)
-        reader.join()
-    assert (answers[0].status_code, answers[0].json()["error"]["code"]) == (503, "draining")
+    asked = site.ask(metadata="x" * 100_000)  # large bodies are checked by the same worker
+    wait_for(lambda: len(workers._callers[id(workers._slow)]) == 2)
+    site.server._loop.call_soon_threadsafe(end, site)
+    assert (asked.json()["error"]["code"], asked.status) == ("draining", 503)
     site.thread.join(60)
     assert not site.thread.is_alive()
 
@@ -160,31 +143,13 @@ def test_drain_timeout_ends_streams_with_one_error(
 def test_engine_failure_reaches_waiting_clients(make_site: Callable[..., Site]) -> None:
     site = make_site()
     site.engine.delay, site.engine.reply = 0.1, lambda submit: [300] * 200  # neither answer ends before `hold` is set
-    texts: dict[str, tuple[int, str]] = {}
-    begun = threading.Event()
-
-    def ask(stream: bool) -> None:
-        body = {"prompt": "Hi", "max_tokens": 200, "stream": stream}
-        with (
-            httpx.Client(base_url=site.url, timeout=120) as one,
-            one.stream("POST", "/v1/completions", json=body) as answer,
-        ):
-            parts = answer.iter_text()
-            text = next(parts)
-            begun.set()  # set by the stream; the other answer comes only at the end
-            texts[answer.headers["content-type"].split(";")[0]] = answer.status_code, text + "".join(parts)
-
-    readers = [threading.Thread(target=ask, args=(stream,)) for stream in (True, False)]
-    for reader in readers:
-        reader.start()
+    stream, whole = (site.ask(max_tokens=200, stream=streamed) for streamed in (True, False))
     wait_for(lambda: site.server.client.active == 2)
-    assert begun.wait(60)
+    assert stream.begun.wait(60)
     site.engine.hold = True
     site.engine.send(Fatal("rank 1 was lost"))
-    for reader in readers:
-        reader.join(60)
-    assert texts["application/json"][0] == 503
-    lines = texts["text/event-stream"][1].strip().split("\n\n")
+    assert whole.join().status == 503
+    lines = stream.join().text.strip().split("\n\n")
     assert lines[-1] == "data: [DONE]" and "engine_failed" in lines[-2]
     site.thread.join(60)
     assert not site.thread.is_alive() and site.server.exit_code == 1
@@ -214,35 +179,23 @@ def test_signals_end_the_process(tmp_path: Path, signals: int, stream: bool, cod
     site.engine.start()
     wait_for(lambda: site.health() == "ready")
     site.engine.hold, site.engine.delay = not stream, 2.0 * stream
-    with httpx.Client(base_url=site.url, timeout=120) as other:
-        answers: list[tuple[int, str]] = []
-        begun = threading.Event()
-
-        def ask() -> None:
-            body = {"prompt": "Hi", "max_tokens": 100, "stream": stream}
-            with other.stream("POST", "/v1/completions", json=body) as answer:
-                begun.set()
-                answers.append((answer.status_code, answer.read().decode()))
-
-        reader = threading.Thread(target=ask)
-        reader.start()
-        wait_for(lambda: begun.is_set() if stream else site.engine.submits)
-        assert process.pid is not None
-        site.engine.hold = True  # no answer completes before `hold` is reset
+    asked = site.ask(stream=stream)
+    wait_for(lambda: asked.begun.is_set() if stream else site.engine.submits)
+    assert process.pid is not None
+    site.engine.hold = True  # no answer completes before `hold` is reset
+    os.kill(process.pid, signal.SIGTERM)
+    wait_for(lambda: site.health() == "draining")
+    if signals == 2:
+        time.sleep(1.1)  # signals within a second count as one
         os.kill(process.pid, signal.SIGTERM)
-        wait_for(lambda: site.health() == "draining")
-        if signals == 2:
-            time.sleep(1.1)  # signals within a second count as one
-            os.kill(process.pid, signal.SIGTERM)
-        else:
-            site.engine.hold = False
-        reader.join()
-        process.join(120)
+    else:
+        site.engine.hold = False
+    asked.join()
+    process.join(120)
     assert process.exitcode == code
-    ((status, text),) = answers
-    assert status == (503 if signals == 2 and not stream else 200)
+    assert asked.status == (503 if signals == 2 and not stream else 200)
     if stream:
-        *_, last, done = text.strip().split("\n\n")
-        assert done == "data: [DONE]" and ('"code":"draining"' in last.replace(" ", "")) == (signals == 2), text
+        *_, last, done = asked.text.strip().split("\n\n")
+        assert done == "data: [DONE]" and ('"code":"draining"' in last.replace(" ", "")) == (signals == 2), asked.text
     wait_for(lambda: site.engine.shutdowns == 1)
     site.engine.stop()

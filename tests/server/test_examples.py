@@ -12,8 +12,8 @@ from checkpoints.weights import build_model
 from comm import Local
 from engine import LLM, SamplingParams
 from scripts.corpus.train_tiny import EXAMPLES
-from server.banner import banner
 from server.examples import MAX_BYTES, read_examples
+from server.frontend import banner
 from tests.support.command_line import MODELS
 from tests.support.server_thread import Site, ready
 from text.tokenizer_files import load_tokenizer

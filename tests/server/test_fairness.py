@@ -16,11 +16,10 @@ import pytest
 
 from engine.protocol import SamplingParams, TokenOutput, Turn
 from server import limits
-from server.clients import digest, read_keys, sender
 from server.errors import ApiError
 from server.generation import Plan, Prompt, Run, Usage
 from server.http import error_response
-from server.limits import LONGEST_RETRY, RATE_SECONDS, Admission
+from server.limits import LONGEST_RETRY, RATE_SECONDS, Admission, digest, read_keys, sender
 from tests.support.server_thread import CHAT, TOKENIZER, Site, wait_for
 
 

@@ -34,7 +34,7 @@ from scripts.lib.process_tree import process_tree
 from server import journal as journals
 from server import journal_file, resume
 from server.errors import ApiError
-from server.journal import Journal, Kept
+from server.journal import Journal, Promise
 from server.journal_file import HEADER, JournalBounds, JournalFile, Row, check_journal, open_journal
 from server.metrics import Metrics
 from server.resume import Accepted, Resumer
@@ -42,7 +42,7 @@ from server.service import Service
 from tests import MODELS, ROOT
 from tests.simulation.journal import MemoryFile, SteppedJournal
 from tests.support.server_process import ServerProcess, wait_until
-from tests.support.server_thread import STORY, Site, raw_request, wait_for
+from tests.support.server_thread import STORY, Asked, Site, raw_request, wait_for
 
 SECTOR = 512  # bytes
 
@@ -554,7 +554,7 @@ class Life:
     def __init__(self) -> None:
         self.journal = SteppedJournal(MemoryFile())
 
-    def promise(self) -> Kept:
+    def promise(self) -> Promise:
         kept = self.journal.promise("owner", "answer", "request", b"request", True)
         with kept.given():
             self.journal.step()
@@ -583,7 +583,7 @@ def test_errors_of_resumed_requests(error: Exception, status: int) -> None:
     """Whatever cannot be run again has a result, and what has no room now is not lost."""
     life = Life()
     promise = life.promise()
-    with pytest.raises(type(error)), Kept(life.journal, 1).given():
+    with pytest.raises(type(error)), Promise(life.journal, 1).given():
         raise error
     assert life.status() == status
     promise.finish(200, b"too late")
@@ -606,7 +606,7 @@ def test_resumed_requests_wait_for_room(monkeypatch: pytest.MonkeyPatch) -> None
     monkeypatch.setattr(resumer, "_again", fail)
     data = msgspec.msgpack.encode(Accepted("", "", "", 0, b"", [], "", 0, Turn("", 1, 0)))
     with pytest.raises(RuntimeError, match="no"):
-        asyncio.run(resumer._answer(data, Kept(life.journal, 1)))
+        asyncio.run(resumer._answer(data, Promise(life.journal, 1)))
     assert life.status() == 500
 
 
@@ -811,7 +811,7 @@ def test_what_is_written_no_longer_waits(tmp_path: Path, monkeypatch: pytest.Mon
 def test_a_request_that_ends_every_server_is_refused_at_last(tmp_path: Path) -> None:
     """Each server that begins it counts as an attempt. The last attempt is followed by an error, which is the result."""
 
-    async def attempt() -> tuple[bytes, Kept] | None:
+    async def attempt() -> tuple[bytes, Promise] | None:
         journal = Journal.open(tmp_path / "journal", JournalBounds(), Metrics("attempts"))
         journal.start()
         if not journal.unfinished:
@@ -843,7 +843,7 @@ def test_what_a_client_leaves_behind(lasting: bool, ending: bool) -> None:
     journal.step()
     assert (journal._file.read(1) is not None) == (lasting or ending)
     assert orphans == ([1] if lasting and not ending else [])
-    with pytest.raises(asyncio.CancelledError), Kept(journal, 1).given():
+    with pytest.raises(asyncio.CancelledError), Promise(journal, 1).given():
         raise asyncio.CancelledError
     assert len(orphans) <= 1, "one that goes on without a client has none that leaves"
 
@@ -919,21 +919,14 @@ def test_a_request_outlives_its_server(sites: Sites) -> None:
     assert STORY in texts[0] and 'the café. It was ", ' in texts[1]
 
     site.engine.hold, before = True, len(site.engine.submits)
-    answers: list[httpx.Response] = []
-
-    def ask(path: str, body: dict[str, Any], header: dict[str, str], url: str = site.url) -> None:
-        answers.append(httpx.post(url + path, json=body, headers=header, timeout=60))
-
-    for one, header in zip(REQUESTS, headers, strict=True):
-        threading.Thread(target=ask, args=(*one, header), daemon=True).start()
+    asked = [Asked(site.url + path, body, header) for (path, body), header in zip(REQUESTS, headers, strict=True)]
     wait_for(lambda: all(result(site, name).status_code == 202 for name in ids))
     assert result(site, ids[0]).json()["status"] == "unfinished"
     wait_for(lambda: len(site.engine.submits) == before + 7)
     computed = {json.dumps(s.prompt_ids): s for s in site.engine.submits[before:]}
     (link := sites.folder / "tiny-hybrid").symlink_to(MODELS / "tiny-hybrid")
     site = sites.start(api_key=keys, model=str(link))
-    wait_for(lambda: len(answers) == len(ids))
-    assert {a.status_code for a in answers} == {503} and "its next start finishes the request" in answers[0].text
+    assert {one.join().status for one in asked} == {503} and "its next start finishes the request" in asked[0].text
     for name, one in zip(ids, wanted, strict=True):
         wait_for(lambda name=name: result(site, name).status_code == 200)
         again = result(site, name).json()
@@ -971,9 +964,7 @@ def test_errors_are_results(sites: Sites, monkeypatch: pytest.MonkeyPatch) -> No
     assert site.http.post("/v1/completions", json={"prompt": [1000], "request_id": "a"}).status_code == 400
     wait_for(lambda: site.http.get("/v1/results/cmpl-a").status_code == 400)
     site.engine.hold = True
-    body = {"prompt": "Hi", "request_id": "b"}
-    ask = lambda: httpx.post(site.url + "/v1/completions", json=body, timeout=60)  # noqa: E731
-    threading.Thread(target=ask, daemon=True).start()
+    site.ask(request_id="b")
     wait_for(lambda: site.http.get("/v1/results/cmpl-b").status_code == 202)
     site = sites.start(model=str(MODELS / "tiny-ladder"))
     wait_for(lambda: site.http.get("/v1/results/cmpl-b").status_code == 503)
@@ -985,17 +976,10 @@ def test_errors_are_results(sites: Sites, monkeypatch: pytest.MonkeyPatch) -> No
 def test_the_end_of_the_ranks_says_where_the_answer_will_be(sites: Sites) -> None:
     site = sites.start()
     site.engine.hold = True
-    answers: list[httpx.Response] = []
-
-    def ask() -> None:
-        answers.append(httpx.post(site.url + "/v1/completions", json={"prompt": "Hi"}, timeout=60))
-
-    asking = threading.Thread(target=ask)
-    asking.start()
+    asked = site.ask()
     wait_for(lambda: site.engine.submits)
     site.engine.send(Fatal("rank 1 was lost"))
-    asking.join(60)
-    assert answers[0].status_code == 503 and "GET /v1/results/ID" in answers[0].json()["error"]["message"]
+    assert "GET /v1/results/ID" in asked.json()["error"]["message"] and asked.status == 503
 
 
 def test_a_full_disk_does_not_stop_the_server(sites: Sites, caplog: pytest.LogCaptureFixture) -> None:

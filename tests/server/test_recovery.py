@@ -13,7 +13,6 @@ from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
-import httpx
 import msgspec
 import openai
 import pytest
@@ -497,35 +496,14 @@ def test_ranks_start_again_on_a_full_disk(tmp_path: Path, monkeypatch: pytest.Mo
 # --- the frontend ----------------------------------------------------------------------------------------------------------
 
 
-class Asked:
-    """A request that a thread sends and reads."""
-
-    def __init__(self, site: Site, **body: Any) -> None:
-        self.text, self.begun = "", threading.Event()
-        self.body = {"prompt": "Hi", "max_tokens": 100, "stream": True, **body}
-        self._thread = threading.Thread(target=self._run, args=(site,), daemon=True)
-        self._thread.start()
-
-    def _run(self, site: Site) -> None:
-        url = site.url + "/v1/completions"
-        with httpx.stream("POST", url, json=self.body, timeout=120) as reply:
-            self.status = reply.status_code
-            for part in reply.iter_text():
-                self.text += part
-                self.begun.set()
-
-    def join(self) -> "Asked":
-        self._thread.join(120)
-        assert not self._thread.is_alive()
-        return self
-
-    def texts(self) -> dict[int, str]:
-        texts: dict[int, str] = {}
-        for event in self.text.split("\n\n"):
-            if event.startswith("data: {"):
-                for choice in json.loads(event[6:])["choices"]:
-                    texts[choice["index"]] = texts.get(choice["index"], "") + choice["text"]
-        return texts
+def texts_of(stream: str) -> dict[int, str]:
+    """The text of each choice of a stream."""
+    texts: dict[int, str] = {}
+    for event in stream.split("\n\n"):
+        if event.startswith("data: {"):
+            for choice in json.loads(event[6:])["choices"]:
+                texts[choice["index"]] = texts.get(choice["index"], "") + choice["text"]
+    return texts
 
 
 def test_requests_outlive_the_ranks(make_site: Callable[..., Site], monkeypatch: pytest.MonkeyPatch) -> None:
@@ -534,7 +512,7 @@ def test_requests_outlive_the_ranks(make_site: Callable[..., Site], monkeypatch:
     monkeypatch.setattr(recovery, "HEARTBEAT_SECONDS", 0.1)
     site = make_site()
     site.engine.delay = 0.02
-    stream, whole = Asked(site, n=2, seed=3), Asked(site, stream=False, logprobs=1, prompt_logprobs=1)
+    stream, whole = site.ask(stream=True, n=2, seed=3), site.ask(logprobs=1, prompt_logprobs=1)
     assert stream.begun.wait(60)
     wait_for(lambda: len(site.engine.submits) == 3)
     site.engine.hold = True
@@ -542,7 +520,7 @@ def test_requests_outlive_the_ranks(make_site: Callable[..., Site], monkeypatch:
     site.engine.send(Starting(0))
     wait_for(lambda: site.health() == "recovering")
     assert site.http.get("/health").status_code == 503
-    late = Asked(site)
+    late = site.ask(stream=True)
     wait_for(lambda: site.server.client.active == 4 and ": the ranks start again" in stream.text)
     assert len(site.engine.submits) == 3, "nothing is sent while there are no ranks"
     site.engine.send(ready())
@@ -555,12 +533,12 @@ def test_requests_outlive_the_ranks(make_site: Callable[..., Site], monkeypatch:
         assert submit.generated == STORY_IDS[: len(submit.generated)]
     assert again[0].generated and again[3].generated == []
     site.engine.hold = False
-    assert stream.join().texts() == {0: STORY, 1: STORY}
+    assert texts_of(stream.join().text) == {0: STORY, 1: STORY}
     assert ": the ranks start again\n\n" in stream.text and stream.text.endswith("data: [DONE]\n\n")
-    answer = json.loads(whole.join().text)
+    answer = whole.json()
     assert answer["choices"][0]["text"] == STORY and len(answer["choices"][0]["logprobs"]["tokens"]) == len(STORY_IDS)
     assert answer["usage"]["completion_tokens"] == len(STORY_IDS)
-    assert late.join().texts() == {0: STORY}
+    assert texts_of(late.join().text) == {0: STORY}
     metrics = site.http.get("/metrics").text
     replayed = sum(len(s.prompt_ids) + len(s.generated) for s in again[:3])
     assert 'rung:recoveries_total{model_name="tiny-hybrid"} 1.0' in metrics
@@ -658,7 +636,7 @@ def test_an_accepted_request_waits_for_its_grammar(make_site: Callable[..., Site
     monkeypatch.setattr(recovery, "BUSY_SECONDS", 0.05)
     site = make_site()
     site.engine.hold = True
-    asked = Asked(site)
+    asked = site.ask(stream=True)
     wait_for(lambda: len(site.engine.submits) == 1)
     site.engine.send(Starting(0))
     site.engine.send(ready())
@@ -666,7 +644,7 @@ def test_an_accepted_request_waits_for_its_grammar(make_site: Callable[..., Site
     site.engine.send(Refused(site.last().request_id, "too many", "grammars_busy"))
     wait_for(lambda: len(site.engine.submits) == 3)
     site.engine.hold = False
-    assert asked.join().texts() == {0: STORY}
+    assert texts_of(asked.join().text) == {0: STORY}
 
 
 def test_ranks_that_report_nothing_are_killed(make_site: Callable[..., Site], monkeypatch: pytest.MonkeyPatch) -> None:

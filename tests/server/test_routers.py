@@ -18,7 +18,7 @@ from pydantic import TypeAdapter
 
 from engine.protocol import Stats
 from server import replies
-from server.adapters import ServedAdapters
+from server.engine_client import ServedAdapters
 from tests import ROOT
 from tests.support.server_thread import MODEL, Site, wait_for
 
@@ -98,7 +98,8 @@ def test_what_sglangs_router_asks(make_site: Callable[..., Site]) -> None:
     model, same = (site.http.get(path).json() for path in ("/model_info", "/get_model_info"))
     replies.ModelInfo.model_validate(model)
     config = json.loads((MODEL / "config.json").read_text())
-    assert all(model[name] == config.get(name) for name in ("model_type", "architectures")) and model == same
+    assert model["is_generation"] and model == same
+    assert all(model[name] == config.get(name) for name in ("model_type", "architectures"))
 
     site.engine.hold = True
     reader = threading.Thread(target=lambda: site.complete(prompt=[5] * 20, n=3, max_tokens=2))

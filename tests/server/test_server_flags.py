@@ -5,7 +5,6 @@ import json
 import os
 import signal
 import socket
-import threading
 import time
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
@@ -19,7 +18,7 @@ from tests.support.command_line import HYBRID, MODELS
 from tests.support.ports import free_port
 from tests.support.real_server import LONG, NAME, PROMPT, STORY, Reference, ids_of
 from tests.support.server_process import ServerProcess, runs, wait_until
-from tests.support.server_thread import raw_request
+from tests.support.server_thread import Asked, raw_request
 
 PATIENT = ("--drain-timeout", 200)  # on a busy machine a stream may take longer than the default of 30 s
 GONE_SECONDS = 60.0  # clients learn within this time that a rank was lost
@@ -146,40 +145,17 @@ def test_a_second_signal_ends_at_once(narrow: ServerProcess) -> None:
 # --- another variant; draining -------------------------------------------------------------------------------------------
 
 
-class Started:
-    """A request that is sent and read in a separate thread, and its result."""
+def ask(server: ServerProcess, stream: bool, **params: Any) -> Asked:
+    body = {"prompt": PROMPT, "temperature": 0, "ignore_eos": True, "stream": stream} | params
+    return Asked(server.url + "/v1/completions", body)
 
-    def __init__(self, server: ServerProcess, stream: bool, **params: Any) -> None:
-        self.server, self.begun, self.ended = server, threading.Event(), 0.0
-        self.body = {"prompt": PROMPT, "temperature": 0, "ignore_eos": True, "stream": stream} | params
-        self.status, self.text = 0, ""
-        self.failure: Exception | None = None
-        self._thread = threading.Thread(target=self._run, daemon=True)
-        self._thread.start()
 
-    def _run(self) -> None:
-        try:
-            with httpx.stream("POST", self.server.url + "/v1/completions", json=self.body, timeout=120) as reply:
-                self.status = reply.status_code
-                for part in reply.iter_text():
-                    self.text += part
-                    self.begun.set()
-        except httpx.HTTPError as e:
-            self.failure = e
-        self.ended = time.monotonic()
-
-    def join(self, seconds: float) -> "Started":
-        self._thread.join(seconds)
-        assert not self._thread.is_alive(), f"no end within {seconds:g} s:\n{self.server.log}"
-        assert self.failure is None, (self.failure, self.server.log)
-        return self
-
-    @property
-    def events(self) -> list[Any]:
-        """The stream's events without the last one, which must be [DONE]."""
-        *events, end = [part for part in self.text.removesuffix("\n\n").split("\n\n") if part[0] != ":"]  # comments
-        assert end == "data: [DONE]", self.text[-300:]
-        return [json.loads(event.removeprefix("data: ")) for event in events]
+def events_of(stream: Asked) -> list[Any]:
+    """The stream's events without the last one, which must be [DONE]."""
+    text = stream.join().text
+    *events, end = [part for part in text.removesuffix("\n\n").split("\n\n") if part[0] != ":"]  # comments
+    assert end == "data: [DONE]", text[-300:]
+    return [json.loads(event.removeprefix("data: ")) for event in events]
 
 
 def test_desync_and_a_drain() -> None:
@@ -199,14 +175,14 @@ def test_desync_and_a_drain() -> None:
 
         with socket.create_connection(("127.0.0.1", server.port)) as unfinished:
             unfinished.sendall(raw_request({"prompt": PROMPT})[:-1])  # the drain lasts until this client leaves
-            stream = Started(server, True, max_tokens=60)
+            stream = ask(server, True, max_tokens=60)
             assert stream.begun.wait(120)
             server.process.send_signal(signal.SIGTERM)
             wait_until(lambda: server.health() == 503, 60, "a /health that says no")
             assert server.http.get("/health").json() == {"status": "draining"}
             refused = server.http.post("/v1/completions", json={"prompt": PROMPT})
             assert refused.status_code == 503 and refused.json()["error"]["code"] == "draining"
-        events = stream.join(120).events
+        events = events_of(stream)
         assert events[-1]["choices"][0]["finish_reason"] == "length"
         assert server.wait(120) == 0, "the launcher ends with 0 only if all ranks do"
         assert "Traceback" not in server.log
@@ -223,11 +199,11 @@ def test_ranks_that_all_get_the_signal() -> None:
             for r in (0, 1)
         )
         first.ready()
-        stream = Started(first, True, max_tokens=60)
+        stream = ask(first, True, max_tokens=60)
         assert stream.begun.wait(120)
         for rank in (first, second):
             rank.process.send_signal(signal.SIGTERM)
-        choices = [event["choices"][0] for event in stream.join(120).events]
+        choices = [event["choices"][0] for event in events_of(stream)]
         assert choices[-1]["finish_reason"] == "length"
         alone = Reference(path)
         wanted = alone.generate(alone.encode(PROMPT), 60)
@@ -242,16 +218,16 @@ def test_ranks_that_all_get_the_signal() -> None:
 def test_a_lost_rank_ends_the_job_if_it_may_not_start_again(lost: int) -> None:
     with ServerProcess("--model", HYBRID, "--max-restarts", 0, ranks=2) as server:
         server.ready()
-        waiting = [Started(server, stream, max_tokens=900, n=4) for stream in (True, False)]
+        waiting = [ask(server, stream, max_tokens=900, n=4) for stream in (True, False)]
         assert waiting[0].begun.wait(120)
         wait_until(lambda: server.stats()["running"] + server.stats()["waiting"] == 8, 60, "both requests in the engine")
         (frontend,) = server.frontend_pids()
         killed = time.monotonic()
         os.kill(server.rank_pids()[lost], signal.SIGKILL)
-        stream, whole = (one.join(GONE_SECONDS + 5) for one in waiting)
+        stream, whole = (one.join() for one in waiting)
         assert max(stream.ended, whole.ended) - killed < GONE_SECONDS
         assert stream.status == 200
-        assert stream.events[-1]["error"]["type"] == "service_unavailable_error"
-        assert whole.status == 503 and json.loads(whole.text)["error"]["code"] == "engine_failed"
+        assert events_of(stream)[-1]["error"]["type"] == "service_unavailable_error"
+        assert whole.status == 503 and whole.json()["error"]["code"] == "engine_failed"
         assert server.wait(120) != 0
         wait_until(lambda: not runs(frontend), 60, "the end of the frontend's process")

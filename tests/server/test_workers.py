@@ -16,9 +16,9 @@ import pytest
 
 from errors import UserError
 from server import workers
-from server.clients import current_client
 from server.errors import ApiError
 from server.http import error_response
+from server.limits import current_client
 from server.workers import LAST_RESORT_SECONDS, Workers, _Caller, _Job
 from tests import ROOT
 from tests.support.server_process import runs, wait_until
@@ -121,19 +121,25 @@ def test_a_worker_that_cannot_be_started_again_takes_no_quick_jobs(monkeypatch: 
     with_workers(body)
 
 
-def test_the_job_of_a_client_that_left_holds_no_worker() -> None:
+@pytest.mark.parametrize("share", [False, True])
+def test_the_job_of_a_client_that_left_holds_no_worker(share: bool) -> None:
+    """Nor one whose callers have all left, running or not."""
+
     async def body(pool: Workers) -> None:
+        def ask(seconds: int) -> list["asyncio.Task[None]"]:
+            return [asyncio.create_task(pool.run(time.sleep, seconds, slow=True, share=share)) for _ in range(1 + share)]
+
         await pool.run(limited, slow=True)
         pid = pool.pids[1]
         await until(lambda: 1 in pool._idle)
-        job = asyncio.create_task(pool.run(time.sleep, 600, slow=True))
-        await until(lambda: 1 not in pool._idle and not pool._slow)
-        waiting = asyncio.create_task(pool.run(time.sleep, 600, slow=True))
+        running = ask(600)
+        await until(lambda: 1 not in pool._idle and len(pool._slow) == 0)
+        waiting = ask(601)
         await until(lambda: len(pool._slow) == 1)
-        job.cancel()
-        waiting.cancel()
+        for one in running + waiting:
+            one.cancel()
         assert (await pool.run(limited, slow=True))[1] != pid
-        assert not runs(pid)
+        assert not pool._shared and not runs(pid)
 
     with_workers(body, seconds=300)
 
@@ -272,21 +278,6 @@ def test_callers_share_a_job(tmp_path: Path) -> None:
         assert not pool._shared and await ask(count_runs, str(log), gate) == 2
 
     with_workers(body, seconds=300.0)
-
-
-def test_a_shared_job_whose_callers_have_left_holds_no_worker() -> None:
-    async def body(pool: Workers) -> None:
-        await pool.run(limited, slow=True)
-        pid = pool.pids[1]
-        await until(lambda: 1 in pool._idle)
-        callers = [asyncio.create_task(pool.run(time.sleep, 600, slow=True, share=True)) for _ in range(2)]
-        await until(lambda: 1 not in pool._idle and not pool._slow)
-        for one in callers:
-            one.cancel()
-        assert (await pool.run(limited, slow=True))[1] != pid
-        assert not pool._shared and not runs(pid)
-
-    with_workers(body, seconds=300)
 
 
 def test_each_caller_of_a_shared_job_has_its_own_patience(tmp_path: Path) -> None:

@@ -40,7 +40,7 @@ from engine.sequence import Chunk
 from engine.worker import apply, ready_now
 from server.engine_client import EngineClient, OutputQueue
 from server.errors import ApiError
-from server.journal import Kept
+from server.journal import Promise
 from server.metrics import Metrics
 from server.recovery import GOT_ON, REFUSED, SUSPECT
 from server.started import Started
@@ -168,7 +168,7 @@ class Reader:
     sequences: list[Sent]
     stops: dict[int, int]
     generate: Any  # the context manager of `queue`
-    promise: Kept
+    promise: Promise
     given: Any  # its context manager
     resumed: bool  # whether it has no client
     read: list[list[int]] = field(default_factory=list)
@@ -493,7 +493,7 @@ class Life:
             written = msgspec.msgpack.decode(row.data, type=SubmitAll).submits()
             names = [f"again{self.counts['resumed']}-{i}" for i in range(len(written))]
             submits = [msgspec.structs.replace(s, request_id=name) for s, name in zip(written, names, strict=True)]
-            self._begin(submits, Kept(self.journal, number), {}, resumed=True)
+            self._begin(submits, Promise(self.journal, number), {}, resumed=True)
 
     # --- clients ------------------------------------------------------------------------------------------------------------
 
@@ -522,7 +522,7 @@ class Life:
         self.results[promise._number] = encode_tokens([alone(submit)[0] for submit in submits])
         self._begin(submits, promise, stops, resumed=False)
 
-    def _begin(self, submits: list[Submit], promise: Kept, stops: dict[int, int], resumed: bool) -> None:
+    def _begin(self, submits: list[Submit], promise: Promise, stops: dict[int, int], resumed: bool) -> None:
         for submit in submits:
             self._add(submit)
         sequences = [self.sent[s.request_id] for s in submits]

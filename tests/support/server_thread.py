@@ -231,6 +231,10 @@ class Site:
             patch.setattr(self.server.service.workers, "_seconds", seconds)
             yield
 
+    def ask(self, path: str = "/v1/completions", headers: dict[str, str] | None = None, **body: Any) -> "Asked":
+        """Post a request in a thread."""
+        return Asked(self.url + path, {"prompt": "Hi", "max_tokens": 100, **body}, headers)
+
     def says(self, text: str, end: bool = True) -> None:
         """Let the engine answer with this text, and end it with EOS."""
         ids = TOKENIZER.encode(text, add_special_tokens=False) + [EOS] * end
@@ -274,6 +278,31 @@ class Site:
         raw.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, 4096)
         raw.connect(("127.0.0.1", self.port))
         return raw
+
+
+class Asked:
+    """A request that a thread sends over a connection of its own, and its answer as far as it has come."""
+
+    def __init__(self, url: str, body: dict[str, Any], headers: dict[str, str] | None = None) -> None:
+        self.status, self.text, self.begun, self.ended = 0, "", threading.Event(), 0.0
+        self._thread = threading.Thread(target=self._run, args=(url, body, headers), daemon=True)
+        self._thread.start()
+
+    def _run(self, url: str, body: dict[str, Any], headers: dict[str, str] | None) -> None:
+        with httpx.stream("POST", url, json=body, headers=headers, timeout=300) as reply:
+            self.status = reply.status_code
+            for part in reply.iter_text():
+                self.text += part
+                self.begun.set()
+        self.ended = time.monotonic()
+
+    def join(self) -> "Asked":
+        self._thread.join(300)
+        assert self.ended, f"it has not come to its end: {self.text}"
+        return self
+
+    def json(self) -> Any:
+        return json.loads(self.join().text)
 
 
 def wait_for(condition: Callable[[], Any], seconds: float = 120.0) -> None:

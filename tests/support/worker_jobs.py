@@ -10,7 +10,7 @@ from tokenizers.pre_tokenizers import Split
 
 from errors import UserError
 from server.errors import ApiError
-from server.worker_process import worker_tokenizer
+from server.workers import worker_tokenizer
 
 
 def encode(text: str) -> list[int]:
