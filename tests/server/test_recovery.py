@@ -277,6 +277,15 @@ def test_an_answer_that_waits_for_its_reader_stops_nobody() -> None:
         assert [output for _, output in _completed(slow.next())] == answer
 
 
+def test_a_request_without_a_token_is_refused_after_one_end_alone() -> None:
+    client = Client()
+    with client.generate(sequences("first")) as first, client.generate(sequences("other")):
+        for _ in range(REFUSED):
+            client.restart()
+        with pytest.raises(ApiError, match="is refused: the ranks ended 3 times"):
+            first.next().send(None)
+
+
 def test_a_refused_request_is_not_sent_again() -> None:
     """Its other sequences end at once, although its client has not read the error."""
     client = Client()
