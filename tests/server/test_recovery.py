@@ -616,6 +616,7 @@ def test_the_shares_of_a_step_stay_those_of_the_last_steps() -> None:
         shares.append((metrics.all_reduce_share._value.get(), metrics.idle_share._value.get()))
     assert shares[:3] == [(0.5, 0.25), (0.5, 0.25), (0.0, 0.75)]
     assert math.isnan(shares[3][0]) and shares[3][1] == 0.5
+    assert metrics.steps._value.get() == 5
 
 
 def test_a_request_that_ends_the_ranks_is_refused(make_site: Callable[..., Site], caplog: pytest.LogCaptureFixture) -> None:

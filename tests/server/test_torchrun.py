@@ -120,6 +120,7 @@ def test_the_next_rank_0_finds_the_frontend_and_no_other_process(started: Any, m
         (second.folder / PID).write_text(str(other.pid))
         third = TorchrunFrontend(os.getpid(), 5)
         assert len(processes) == 2 and third.is_alive()
+        assert [one.args[5] for one in processes] == ["", "0.0 0"], "the ranks may have requests of the one before"  # type: ignore[index]
         third.forward()
         assert processes[1].wait(60) == -signal.SIGTERM and other.poll() is None
         other.kill()
