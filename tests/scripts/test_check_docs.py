@@ -43,12 +43,6 @@ def test_another_figure_is_named(page: Path, figure: str) -> None:
     assert problems(page, f"NCCL takes {figure}.", "from raw.json") == [figure.split()[0]]
 
 
-def test_a_share_may_be_written_in_percent(page: Path) -> None:
-    (page.parent / "raw.json").write_text("[0.125]")
-    assert problems(page, "It takes 12.5 %.", "from raw.json") == []
-    assert problems(page, "It takes 12.5 ms.", "from raw.json") == ["12.5"]
-
-
 def test_a_figure_with_a_measured_unit_needs_a_source(page: Path) -> None:
     assert problems(page, "NCCL takes 253 µs.") == ["'253 µs' has no source: add an entry to figures.txt"]
     hidden = "It takes `253 µs`, runs on 2 GPUs and reads 64 MiB.\n\n    a command that takes 253 µs\n\n```\n1.5 ms\n```"
@@ -109,15 +103,6 @@ def test_tables_and_plots_that_are_not_their_raw_files(tmp_path: Path, monkeypat
     assert [line.partition(":")[0] for line in results.stale(tmp_path)] == ["plot.png", "table.md"]
     plot.unlink()
     assert "plot.png: made-from.json names it, but it is gone" in results.stale(tmp_path)
-
-
-def test_a_table_that_the_results_do_not_list_is_named(tmp_path: Path) -> None:
-    page, tables = tmp_path / "results.md", tmp_path / "results"
-    tables.mkdir()
-    page.write_text("[one](results/one.md), and phone.md")
-    for name in ("one.md", "phone.md", "plot.png"):
-        (tables / name).touch()
-    assert check_docs.unlisted(page, tables) == ["results.md: has no link to phone.md"]
 
 
 def test_parts_that_are_larger_than_their_budgets_are_named(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

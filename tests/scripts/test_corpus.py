@@ -3,7 +3,6 @@
 import json
 import re
 import shutil
-import sys
 import zlib
 from pathlib import Path
 
@@ -11,11 +10,9 @@ import numpy as np
 import pytest
 from tokenizers import pre_tokenizers
 
-import cli
 from checkpoints.presets import model_config
 from scripts.corpus import documents as corpus
 from scripts.corpus import tokens, train_tiny
-from scripts.corpus.__main__ import main
 from scripts.corpus.tokenizer import MAX_LENGTH, load_tokenizer, train_tokenizer
 from training.token_file import open_tokens
 
@@ -90,13 +87,6 @@ def test_arithmetic(split: str) -> None:
 # ------------------------------------------------------------------------------------------------ tokenizer
 
 
-def test_vocabulary(tokenizer_dir: Path) -> None:
-    tokenizer = load_tokenizer(tokenizer_dir)
-    assert tokenizer.get_vocab_size() == 1024
-    assert [tokenizer.token_to_id(token) for token in corpus.SPECIAL_TOKENS] == [0, 1, 2, 3, 4]
-    assert tokenizer.encode("27").tokens == ["<|begin|>", "2", "7"]
-
-
 def test_every_byte_round_trips(tokenizer_dir: Path) -> None:
     tokenizer = load_tokenizer(tokenizer_dir)
     samples = [chr(point) for point in (*range(0x250), 0x20AC, 0x2B50, 0x4E2D, 0xFFFD, 0x1F34E, 0x10FFFF)]
@@ -149,28 +139,6 @@ def test_rendering_equals_the_chat_template(tokenizer_dir: Path) -> None:
 
 
 # ------------------------------------------------------------------------------------------------ command line
-
-
-@pytest.mark.parametrize("flags", ["--kind poem", "--split test", "--documents many", "--documents -1", "--colour",
-                                   "--tokenizer /dev/null/no", "--out no/such/folder/file"])  # fmt: skip
-def test_bad_flags_give_one_line_and_exit_code_2(
-    flags: str, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
-    monkeypatch.setattr(sys, "argv", ["corpus", *flags.split()])
-    with pytest.raises(SystemExit) as left:
-        cli.run(main)
-    assert left.value.code == 2
-    captured = capsys.readouterr()
-    assert captured.out == "" and captured.err.startswith("error: ") and captured.err.count("\n") == 1
-
-
-def test_command_writes_a_file(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    out = tmp_path / "corpus.txt"
-    flags = "--kind arithmetic --documents 5 --split heldout --out"
-    monkeypatch.setattr(sys, "argv", ["corpus", *flags.split(), str(out)])
-    main()
-    expected = [corpus.render(document) for document in corpus.documents(1, 5, "heldout", "arithmetic")]
-    assert out.read_text(encoding="utf-8").splitlines() == expected
 
 
 @pytest.mark.long

@@ -5,24 +5,19 @@ import gc
 import json
 import random
 import sys
-import threading
 from collections.abc import AsyncIterator, Awaitable, Callable, Sequence
 from contextlib import suppress
-from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from typing import Any
 
 import numpy as np
 import pytest
 import uvloop
 
-from engine.protocol import Stats
 from errors import UserError
 from scripts.bench.serving import load
-from scripts.bench.serving.load import idle_share, step_seconds, table
-from scripts.lib import sse_client
+from scripts.bench.serving.load import table
 from scripts.lib.load_generator import Answer, Request, keep_busy, keeps, offer, plan, summary
 from scripts.lib.sse_client import StreamClient
-from server.metrics import Metrics
 from tests import MODELS
 from tests.support.ports import free_port
 from tests.support.server_process import ServerProcess
@@ -266,38 +261,6 @@ def test_events_arrive_in_any_pieces(seed: int) -> None:
     assert all(len(a.gaps) == max(a.tokens - 1, 0) for a in answers), seed
 
 
-@pytest.mark.parametrize(("seconds", "connections"), [(60.0, 1), (-60.0, 3)])
-def test_connections_are_kept_for_a_while(seconds: float, connections: int, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(sse_client, "KEEP_SECONDS", seconds)
-
-    async def chunks(_: dict[str, Any]) -> AsyncIterator[Any]:
-        yield [1]
-        yield b"[DONE]"
-
-    server = FakeServer(chunks)
-
-    async def ask() -> list[Answer]:
-        listening = await asyncio.start_server(server._serve, "127.0.0.1", 0)
-        async with listening, StreamClient(f"http://127.0.0.1:{listening.sockets[0].getsockname()[1]}", 60) as client:
-            return await keep_busy(client, [Request(0.0, [1], 1)] * 3, 1, "test")
-
-    assert [a.outcome for a in asyncio.run(ask())] == ["complete"] * 3 and server.connections == connections
-
-
-def test_a_silent_server_times_out() -> None:
-    async def chunks(_: dict[str, Any]) -> AsyncIterator[Any]:
-        yield [1]
-        await asyncio.sleep(600)
-
-    async def run() -> list[Answer]:
-        server = await asyncio.start_server(FakeServer(chunks)._serve, "127.0.0.1", 0)
-        async with server, StreamClient(f"http://127.0.0.1:{server.sockets[0].getsockname()[1]}", 1.5) as client:
-            return await offer(client, [Request(0.0, [1], 2)], "test")
-
-    (answer,) = asyncio.run(run())
-    assert (answer.outcome, answer.tokens) == ("TimeoutError", 1)
-
-
 def test_no_server_and_no_url() -> None:
     async def run() -> list[Answer]:
         async with StreamClient(f"http://127.0.0.1:{free_port()}", 5) as client:
@@ -331,49 +294,6 @@ def test_figures_of_known_answers(seed: int) -> None:
     gaps = sorted(gap * 1e3 for a in answers for gap in a.gaps)
     assert found["itl_ms"]["p50"] == pytest.approx((gaps[201] + gaps[202]) / 2, abs=1e-3)
     assert summary([], 1, 1)["ttft_ms"] is None
-
-
-def serve_page(page: bytes | None) -> tuple[ThreadingHTTPServer, str]:
-    """A server whose /metrics is `page`; None: it has none."""
-
-    class Handler(BaseHTTPRequestHandler):
-        def do_GET(self) -> None:
-            self.send_response(200 if page is not None and self.path == "/metrics" else 404)
-            self.end_headers()
-            self.wfile.write(page or b"")
-
-        def log_message(self, *_: object) -> None: ...
-
-    server = ThreadingHTTPServer(("127.0.0.1", 0), Handler)
-    threading.Thread(target=server.serve_forever, daemon=True).start()
-    return server, f"http://127.0.0.1:{server.server_address[1]}"
-
-
-def read_page(page: bytes | None) -> tuple[float, float] | None:
-    server, url = serve_page(page)
-    try:
-        return step_seconds(url)
-    finally:
-        server.shutdown()
-        server.server_close()
-
-
-def test_the_idle_share_between_two_looks_at_the_metrics(seed: int) -> None:
-    """The engine's reports have shares of different numbers of steps; ranks that start again count from 0."""
-    metrics, total, idle, steps = Metrics("a"), 0.0, 0.0, 0
-    before = None
-    for i in range(9):
-        count, mean, share = random.randint(0, 50), random.uniform(0.001, 0.1), random.random()
-        if i == 5:
-            metrics.on_recovery(1.0)
-            steps = 0
-        if i == 3:
-            before, total, idle = read_page(metrics.render()), 0.0, 0.0
-        steps += count
-        total, idle = total + count * mean, idle + count * mean * share
-        metrics.on_stats(Stats(steps=steps, step_seconds=mean, batch_tokens=[1] * count, idle_share=share))
-    assert idle_share(before, read_page(metrics.render())) == pytest.approx(idle / total, abs=1e-4)
-    assert idle_share(before, before) is None
 
 
 def test_goodput_needs_both_limits_and_the_mean_gap() -> None:

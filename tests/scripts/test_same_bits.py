@@ -2,10 +2,8 @@
 
 import argparse
 import json
-from contextlib import nullcontext
 from dataclasses import replace
 from pathlib import Path
-from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -13,9 +11,7 @@ import torch
 
 from checkpoints.export import save_checkpoint
 from comm import Local, TreeCommunicator
-from errors import UserError
 from kernels import determinism
-from ranks.processes import on_ranks
 from scripts.quality import same_bits
 from tests.engine.test_engine import config_of, random_model
 from tests.support.ranks import Ranks
@@ -70,39 +66,3 @@ def test_other_tokens_and_other_log_probabilities_differ() -> None:
     rows = same_bits.compared("m", (1,), [one])
     assert [row["differ"] for row in rows] == [[], [1, 2], [1]]
     assert "| m | 1 | others | 2 of 3 |" in same_bits.table(rows, arguments(), {"cores": 2, "cpu": "x", "torch": "y"})
-
-
-@pytest.mark.parametrize("missing", [None, "prefix_hits", "preemptions", "accepted"])
-def test_settings_that_compare_nothing_are_an_error(missing: str | None, monkeypatch: pytest.MonkeyPatch) -> None:
-    launches: list[list[str]] = []
-
-    def launch(command: list[str], cwd: Path) -> SimpleNamespace:
-        launches.append(command)
-        counts = dict.fromkeys(("prefix_hits", "preemptions", "steps", "accepted"), 1)
-        if missing and len(launches) == 2:
-            counts[missing] = 0
-        content = {"vectors": {"alone": [["t", "w"]]}, "counts": counts}
-        Path(command[command.index("--work") + 1]).write_text(json.dumps(content))
-        return SimpleNamespace(returncode=0)
-
-    monkeypatch.setattr(same_bits.subprocess, "run", launch)
-    monkeypatch.setattr(same_bits, "stored", lambda name, args: nullcontext(f"/stored/{name}"))
-    args = arguments(models=[("m", "fp8")], tp=[2, 4], fast=True)
-    if missing:
-        with pytest.raises(UserError, match="m: no prefix was found"):
-            same_bits.measure(args)
-    else:
-        assert [(row["ranks"], row["differ"]) for row in same_bits.measure(args)] == [(1, []), (2, []), (4, [])]
-    assert len(launches) == (2 if missing else 3)
-    for command, ranks in zip(launches, (1, 2, 4), strict=False):
-        assert command[: len(on_ranks(ranks))] == on_ranks(ranks)
-        for flag, value in (
-            ("--items", "16"),
-            ("--tokens", "6"),
-            ("--dtype", "bfloat16"),
-            ("--device", "cpu"),
-            ("--quantize", "fp8"),
-            ("--model", "/stored/m"),
-        ):
-            assert command[command.index(flag) + 1] == value
-        assert "--fast" in command

@@ -3,7 +3,6 @@
 import json
 import sys
 from pathlib import Path
-from typing import Any
 
 import pytest
 
@@ -49,23 +48,3 @@ def test_rows_are_measured_once_and_shown(
     monkeypatch.setattr(speculation, "load", None)  # nothing is left to measure
     run(monkeypatch, *grid)
     assert json.loads((out / "speculation.json").read_text()) == made
-
-
-@pytest.mark.parametrize("more", [("--requests", 1), ("--repeats", 1), ("--drafts",), ("--threads", 2), ("--seed", 3)])
-def test_what_changes_a_figure_is_measured_again(monkeypatch: pytest.MonkeyPatch, out: Path, more: tuple[Any, ...]) -> None:
-    loaded = []
-
-    def compared(engines: Any, submits: Any, clients: int, args: Any) -> list[dict[str, Any]]:
-        loaded.append(clients)
-        row = {"source": "ngram", "without": 1.0, "with": 2.0, "ratio": 2.0, "quartiles": [2.0, 2.0], "repeats": 1}
-        return [row | {"tokens_per_step": 1.0, "accepted_length": None, "other_answers": 0}]
-
-    monkeypatch.setattr(speculation, "compare", compared)
-    monkeypatch.setattr(speculation, "load", lambda *_: (speculation.tokenizer_of(str(MODELS / "tiny-ladder")), {}))
-    for words in ((), more, more, ()):
-        run(monkeypatch, "--tasks", "copying", "--clients", 4, *words)
-    assert loaded == [4, 4]
-    assert (
-        "| tiny-ladder | copying | ngram | 4 | – | 1.00 | 1 | 2 | 2.00 | 2.00 – 2.00 | 1 |"
-        in (out / "speculation.md").read_text()
-    )

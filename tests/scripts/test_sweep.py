@@ -2,12 +2,10 @@
 
 import argparse
 import json
-import os
 import random
 import re
 import sys
 import textwrap
-import weakref
 from dataclasses import asdict, replace
 from functools import partial
 from pathlib import Path
@@ -17,16 +15,13 @@ import pytest
 import torch
 from tqdm import tqdm
 
-import cli
 from comm import Local, parse_link
 from errors import UserError
-from files import check_folder
-from scripts.lib import results
 from scripts.lib.process_tree import end, kill
 from scripts.sweep import __main__ as sweep
 from scripts.sweep import grids, launches, tables, vllm_worker, worker
 from scripts.sweep.launches import reason
-from scripts.sweep.rows import Row, Setting, finished, read_rows, row_line
+from scripts.sweep.rows import Row, Setting, finished, read_rows
 from tests import ROOT
 from tests.support import quick_start
 from tests.support.command_line import environment
@@ -56,12 +51,6 @@ def test_settings_are_the_product_with_variants_next_to_each_other() -> None:
         assert first.of_variant("ladder") == second and first.variant == "standard"
 
 
-def test_a_grid_gives_way_to_flags() -> None:
-    settings = grids.settings_of(arguments("--grid", "table-6", "--tp", 2, "--interconnects", "default"))
-    assert {s.variant for s in settings} == {"standard", "ladder", "desync-2x", "desync-4x", "upper-bound"}
-    assert {(s.model, s.batch, s.tp, s.prompt_length, s.new_tokens) for s in settings} == {("llama-3-8b", 64, 2, 1024, 512)}
-
-
 def test_one_launch_for_all_that_share_ranks_hosts_and_environment() -> None:
     axes = "--tp 4 2 --interconnects no-p2p default two-hosts 1ms,1GB/s NCCL_ALGO=Ring --batch-sizes 1 2"
     settings = grids.settings_of(arguments(*axes.split()))
@@ -73,18 +62,6 @@ def test_one_launch_for_all_that_share_ranks_hosts_and_environment() -> None:
     plain = {s.interconnect for start, part in found for s in part if start.hosts == 1 and not start.environment}
     assert plain == {"default", "1ms,1GB/s"}
     assert {s.interconnect for start, part in found for s in part if start.hosts == 2} == {"two-hosts"}
-
-
-def test_halves_of_the_ranks_are_two_hosts(monkeypatch: pytest.MonkeyPatch) -> None:
-    found = []
-    for rank in range(4):
-        for name, value in (("RANK", rank), ("WORLD_SIZE", 4), ("NCCL_HOSTID", "before")):
-            monkeypatch.setenv(name, str(value))
-        worker.separate_hosts(1)
-        found.append(os.environ["NCCL_HOSTID"])
-        worker.separate_hosts(2)
-        found.append(os.environ["NCCL_HOSTID"])
-    assert found == ["before", "host-0", "before", "host-0", "before", "host-1", "before", "host-1"]
 
 
 # --- the order of runs ---------------------------------------------------------------------------------------------------
@@ -146,43 +123,6 @@ def test_memory_that_is_short_for_all_suffices_for_one(
     assert [one["done"]["variant"] for one in said if "done" in one] == ["standard"]
 
 
-@pytest.mark.parametrize("short", [False, True])
-def test_one_model_at_a_time_means_one(
-    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], short: bool
-) -> None:
-    """If models do not fit together, each one is freed before the next one is built. This also holds after a shortage: its
-    exception must not keep the models alive."""
-    group = [Setting("tiny:2", v, 1, 1, 4, 3, runs=1) for v in ("standard", "parallel", "ladder")]
-    built: list[weakref.ref[Any]] = []
-    alive_before: list[int] = []
-    real_load, real_run = worker.load_model, worker.one_run
-    shortages = [True] if short else []
-
-    def load(*args: Any) -> Any:
-        alive_before.append(sum(ref() is not None for ref in built))
-        built.append(weakref.ref(model := real_load(*args)))
-        return model
-
-    def one_run(model: Any, comm: Any, s: Setting, world: World) -> Any:
-        if s.variant == "ladder" and shortages:
-            shortages.pop()
-            raise torch.OutOfMemoryError("CUDA out of memory")
-        return real_run(model, comm, s, world)
-
-    monkeypatch.setattr(worker, "load_model", load)
-    monkeypatch.setattr(worker, "one_run", one_run)
-    monkeypatch.setattr(worker.Models, "fit_together", lambda *_: short)
-    models = worker.Models(World(0, 1, CPU, Local()))
-    monkeypatch.setattr(worker, "init_world", lambda *_, **__: models.world)
-    monkeypatch.setattr(worker, "Models", lambda _: models)
-    job = json.dumps([asdict(s) for s in group])
-    monkeypatch.setattr(worker.Path, "read_text", lambda _: job)
-    monkeypatch.setattr(sys, "argv", ["worker.py", "job.json"])
-    worker.main()
-    assert capsys.readouterr().out.count('"done"') == 3
-    assert alive_before == [*([0, 1, 2] if short else []), 0, 0, 0]
-
-
 # --- the time of a simulated link ----------------------------------------------------------------------------------------
 
 
@@ -240,13 +180,6 @@ def test_what_is_in_the_file_is_done(tmp_path: Path) -> None:
         assert not again.is_done(Setting(**{**asdict(TINY), name: other}), False), name
 
 
-def test_another_machines_file_is_refused(tmp_path: Path) -> None:
-    path = tmp_path / "rows.jsonl"
-    path.write_text(row_line(Row(TINY, {"cpu": "another"}, {}, error="x")))
-    with pytest.raises(UserError, match="another machine"):
-        launches.RowsFile(path)
-
-
 # --- crashes -------------------------------------------------------------------------------------------------------------
 
 FAKE = """
@@ -297,11 +230,6 @@ def test_the_reason_is_a_ranks_own_line(seed: int) -> None:
     assert reason(f"{said}[rank{rank + 1}]: {memory}\n{launcher}") == memory  # after which other ranks miss this one
     told = "error: --device cuda, but this machine shows no GPU"
     assert reason(f"W1 warning\n{told}\n{launcher}") == told
-
-
-def test_without_such_a_line_it_is_the_last_one_and_never_long() -> None:
-    assert (reason(""), reason("one\n two \n\n")) == ("no output", "two")
-    assert reason("error: " + 999 * "x") == "error: " + 290 * "x" + "..."
 
 
 @pytest.mark.parametrize("parent", ["child.wait()", "pass"], ids=["hangs", "has ended"])
@@ -464,46 +392,6 @@ def test_what_cannot_be_measured_is_refused_before_ranks_start(
 # --- outputs -------------------------------------------------------------------------------------------------------------
 
 
-def bad_outputs(folder: Path) -> list[Path]:
-    """A directory, a path below a file, and a full device. (Permissions would not stop a test that runs as root.)"""
-    (folder / "file").write_text("x")
-    (folder / "directory").mkdir()
-    return [folder / "directory", folder / "file" / "rows", Path("/dev/full")]
-
-
-def test_an_output_is_checked_and_its_folder_made(tmp_path: Path) -> None:
-    for path in bad_outputs(tmp_path):
-        with pytest.raises(UserError, match=r"cannot be written \(.+\); name another output"):
-            results.check_output(path)
-        with pytest.raises(UserError, match="cannot be written"):
-            results.write_text(path, "x" * 5000)
-    for folder in (tmp_path / "file", tmp_path / "file" / "deeper"):
-        with pytest.raises(UserError, match="cannot be written"):
-            check_folder(folder)
-    assert results.check_output(tmp_path / "a" / "b" / "c.json").parent.is_dir()
-    assert list((tmp_path / "a" / "b").iterdir()) == []  # the check leaves no file
-    (tmp_path / "a" / "kept").write_text("text")
-    results.check_output(tmp_path / "a" / "kept")
-    assert (tmp_path / "a" / "kept").read_text() == "text"
-
-
-def test_an_interrupted_sweep_says_how_to_go_on(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
-) -> None:
-    def interrupted(file: launches.RowsFile, start: launches.Start, todo: list[Setting], *_: Any) -> None:
-        file.add(todo[0], samples=[])
-        raise KeyboardInterrupt
-
-    out = tmp_path / "rows.jsonl"
-    monkeypatch.setattr(sweep, "run_all", interrupted)
-    flags = ["--models", "tiny", "--variants", "standard", "ladder", "--batch-sizes", "1", "--out", str(out)]
-    monkeypatch.setattr(sys, "argv", ["sweep.py", "--device", "cpu", *flags])
-    with pytest.raises(SystemExit) as left:
-        cli.run(sweep.main)
-    assert left.value.code == 130
-    assert f"stopped: 1 of 2 configurations are in {out}; the same command goes on from there" in capfd.readouterr().err
-
-
 # --- seeds and quality ---------------------------------------------------------------------------------------------------
 
 
@@ -523,14 +411,3 @@ def test_a_sweep_over_seeds_pools_their_runs() -> None:
     assert sorted(row.values("prefill_ms")) == [3, 3, 5, 5, 9, 9]
     assert finished([row]) == [row]
     assert rows[0].setting.label.endswith(" seed 3")
-
-
-@pytest.mark.parametrize("content", [None, "no JSON", "[]", '[{"no": "setting"}]'])
-def test_a_worker_started_by_hand_says_who_starts_it(tmp_path: Path, content: str | None) -> None:
-    file = tmp_path / "settings.json"
-    if content is not None:
-        file.write_text(content)
-    with pytest.raises(UserError, match=r"python -m scripts\.sweep"):
-        worker.read_settings([str(file)])
-    with pytest.raises(UserError, match=r"python -m scripts\.sweep"):
-        worker.read_settings([])

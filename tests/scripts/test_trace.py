@@ -83,17 +83,6 @@ def test_sequences_of_several_prefill_steps_decode_together(gpu: bool, seed: int
         llm._engine = None  # the next one may need the same limits, but another kind of runner
 
 
-def rank_generates(world: World, lengths: list[int], budget: int) -> list[list[int]]:
-    return generated(LLM(str(TINY), world=world), lengths, budget)
-
-
-@pytest.mark.parametrize("n", [1, 2])
-def test_they_do_on_ranks(n: int, ranks: Ranks, seed: int) -> None:
-    lengths, budget = [random.randint(9, 30) for _ in range(5)], random.randint(6, 20)
-    for steps in ranks.run(n, rank_generates, lengths, budget):
-        assert_together(steps, lengths, budget)
-
-
 def test_sequences_that_cannot_run_at_once_are_refused(seed: int, monkeypatch: pytest.MonkeyPatch) -> None:
     model, prompts = random_model(config_of("standard")), [[5] * 10] * 4
     for changed, name, value in (engine.llm, "MAX_SEQUENCES", 3), (engine.core, "count_blocks", lambda *_: 3):

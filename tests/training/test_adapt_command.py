@@ -156,11 +156,3 @@ def test_a_run_goes_on_with_another_teacher_only_if_told_to(standard: Path, toke
     with pytest.raises(UserError, match=r"another teacher.*--other-recipe"):
         run(ALONE, [*base, "--resume", "--distill", 0.5])
     assert len(run(ALONE, [*base, "--resume", "--distill", 0.5, "--other-recipe"])) == 4
-
-
-def test_weights_that_are_not_distilled_may_change(standard: Path, tokens: Path, tmp_path: Path, seed: int) -> None:
-    """A resumed run has its weights from the snapshot."""
-    base = arguments(standard, tokens, tmp_path / "out", "--ladder-layers", 2, "--steps", 4, "--distill", 0)
-    run(ALONE, [*base, "--stop-after", 2])
-    save_standard(standard, seed + 1)
-    assert len(run(ALONE, [*base, "--resume"])) == 4

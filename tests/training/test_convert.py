@@ -152,14 +152,6 @@ def split_checkpoint(folder: Path) -> Path:
     return folder
 
 
-def test_several_files_and_an_index(command: Command, tmp_path: Path, seed: int) -> None:
-    model, tokens = split_checkpoint(tmp_path / "split"), torch.randint(1024, (1, 8))
-    code, said = command("--model", model, "--ladder-layers", 4, "--out", tmp_path / "out")
-    assert code == 0, said
-    config = read_config(tmp_path / "out" / "config.json")
-    assert torch.equal(logits_of(ALONE, str(tmp_path / "out"), config, tokens), logits_of(ALONE, str(STANDARD), config, tokens))
-
-
 def test_force_replaces_all_of_a_checkpoint(command: Command, tmp_path: Path) -> None:
     """The index of the old checkpoint must be removed: loading would prefer it to the new single file."""
     out, before = split_checkpoint(tmp_path / "out"), (STANDARD / SINGLE).read_bytes()

@@ -22,13 +22,11 @@ from errors import UserError
 from layers.attention import Causal
 from model import Transformer
 from scripts.corpus.train_drafts import accepted_lengths
-from tests.support.clock import Clock
 from tests.support.models import save_random
 from tests.support.paged import CachedSequences
 from tests.support.ranks import Ranks
 from tp import World
 from training import draft as command
-from training import metrics
 from training.batches import IGNORED, Batch, GlobalBatches
 from training.chains import chain_loss
 from training.token_file import open_tokens, write_tokens
@@ -290,21 +288,6 @@ def test_a_snapshot_of_another_model_or_an_earlier_version_is_refused(
         save_random(tiny("standard"), model)
     with pytest.raises(UserError, match="did not note the run's weights" if old else "another weights"):
         run(ALONE, [*line, "--resume"])
-
-
-def test_a_save_is_not_counted_as_a_step(tokens: Path, tmp_path: Path, seed: int, monkeypatch: pytest.MonkeyPatch) -> None:
-    clock, model = Clock(), save_random(tiny("standard"), tmp_path / "model")
-    monkeypatch.setattr(metrics, "time", clock)
-    monkeypatch.setattr(command, "train_step", clock.taking(1, command.train_step))
-    monkeypatch.setattr(command, "save_snapshot", clock.taking(50, command.save_snapshot))
-    lines = run(ALONE, arguments(model, tokens, tmp_path / "out", "--steps", 7, "--save-every", 3, "--log-every", 2))
-    assert [(line["step"], line["step_ms"], line["save_ms"]) for line in lines] == [
-        (2, 1000, 0),
-        (3, 1000, 0),
-        (5, 1000, 50_000),
-        (6, 1000, 0),
-        (7, 1000, 50_000),
-    ]
 
 
 def test_no_snapshot_is_kept_of_a_loss_that_is_not_finite(

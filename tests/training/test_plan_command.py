@@ -9,7 +9,6 @@ import pytest
 
 from checkpoints.presets import preset
 from comm.cluster import load_cluster
-from errors import UserError
 from ranks.processes import on_ranks
 from tests import ROOT
 from tests.support import quick_start
@@ -17,7 +16,6 @@ from tests.support.command_line import Finished, Here, environment
 from training import plan
 from training.planner.collectives import synthesize, write_profile
 from training.planner.cost import forward_flops
-from training.planner.scaling import draw, scaling
 from training.sharding import Mesh, Sharding
 
 PAPER = ("--model", "llama-7b", "--gpus", "1024", "--cluster", "a800")
@@ -112,16 +110,6 @@ def test_the_plot(command: Here, tmp_path: Path) -> None:
 def _last(done: Finished) -> str:
     assert done.code == 2
     return done.err.splitlines()[-1]
-
-
-def test_a_measured_profile_is_plotted_as_far_as_it_reaches(command: Here, tmp_path: Path) -> None:
-    path = tmp_path / "profile.json"
-    write_profile(path, synthesize(load_cluster("a800"), 4), {})
-    args = plan.parse_args(["--model", "llama-7b", "--gpus", "32", "--cluster", "a800", "--profile", str(path)])
-    lines = scaling(plan.workload_of(args), args, 80e9)
-    assert [gpus for gpus, _ in lines["chosen"]] == [8, 16, 32]
-    with pytest.raises(UserError, match="leave --plot out"):
-        draw({}, "", tmp_path / "mfu.png")
 
 
 @pytest.mark.parametrize(

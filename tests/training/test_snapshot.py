@@ -233,13 +233,6 @@ def test_the_snapshot_just_written_stays_even_behind_later_steps(tmp_path: Path,
     assert names(tmp_path) == ["step-00000050", "step-00000200"]
 
 
-def test_a_step_that_is_saved_again_is_replaced(tmp_path: Path, seed: int) -> None:
-    saved(tmp_path, 5, seed)
-    snapshots, state = saved(tmp_path, 5, seed + 1, run_id="b")
-    assert names(tmp_path) == ["step-00000005"]
-    assert_loads(snapshots, tmp_path / "step-00000005", state, whole())
-
-
 def test_a_snapshot_whose_removal_was_killed_is_none(tmp_path: Path, seed: int, monkeypatch: pytest.MonkeyPatch) -> None:
     with monkeypatch.context() as patch:  # as if killed before the data are deleted
         patch.setattr(training.snapshot_folder.shutil, "rmtree", lambda *_, **__: None)

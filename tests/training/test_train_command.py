@@ -302,49 +302,11 @@ def test_another_recipe_goes_on_only_if_told_to(model: Path, tokens: Path, tmp_p
     assert lines[-1]["learning_rate"] > short[-1]["learning_rate"]
 
 
-def test_a_torn_snapshot_names_the_one_before(model: Path, tokens: Path, tmp_path: Path) -> None:
-    base = arguments(model, tokens, tmp_path / "out")
-    whole = run(ALONE, base)
-    newest = tmp_path / "out" / "snapshots" / "step-00000012"
-    (data,) = newest.glob("*.safetensors")
-    torn = bytearray(data.read_bytes())
-    torn[len(torn) // 2] ^= 1
-    data.write_bytes(torn)
-    with pytest.raises(UserError, match=r"step-00000012.*is damaged.*go on from step-00000008"):
-        run(ALONE, [*base, "--resume"])
-    for file in newest.iterdir():
-        file.unlink()
-    newest.rmdir()
-    assert [line["loss"] for line in run(ALONE, [*base, "--resume"])] == [line["loss"] for line in whole]
-
-
 def test_a_loss_that_is_not_finite_ends_the_run_and_is_not_saved(model: Path, tokens: Path, tmp_path: Path) -> None:
     base = arguments(model, tokens, tmp_path / "out", "--learning-rate", "1e30", "--warmup", 0)
     with pytest.raises(UserError, match="lower --learning-rate"):
         run(ALONE, base)
     assert not list((tmp_path / "out" / "snapshots").glob("step-????????"))
-
-
-def test_a_disk_without_room_keeps_the_last_snapshot(
-    monkeypatch: pytest.MonkeyPatch, model: Path, tokens: Path, tmp_path: Path
-) -> None:
-    import training.snapshot as snapshot
-
-    real, calls = snapshot.write, []
-
-    def write(path: Path, *rest: Any) -> Any:
-        calls.append(path)
-        if len(calls) == 2:
-            raise OSError(28, "No space left on device")
-        return real(path, *rest)
-
-    monkeypatch.setattr(snapshot, "write", write)
-    base = arguments(model, tokens, tmp_path / "out")
-    with pytest.raises(UserError, match=r"No space left on device.*free space"):
-        run(ALONE, base)
-    (kept,) = (tmp_path / "out" / "snapshots").glob("step-????????")
-    assert kept.name == "step-00000004"
-    assert losses(run(ALONE, [*base, "--resume"]))[-1] > 0
 
 
 def test_the_planner_chooses_and_its_prediction_is_printed(
