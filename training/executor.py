@@ -30,9 +30,8 @@ from layers.attention import Causal
 from layers.linear import ShardedLinear
 from model import Transformer
 from training.groups import Groups, make_groups
-from training.reducer import Reducer
+from training.reducer import Exposed, Reducer
 from training.sharding import OVERLAPS, Mesh, Sharding
-from training.waiting import Exposed
 from training.weights import Weight, balance
 
 BUCKET_BYTES = 64 * 2**20

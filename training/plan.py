@@ -28,8 +28,7 @@ from training.options import add_exchange_options, execution_settings
 from training.planner.collectives import profile_for
 from training.planner.cost import Prediction, predict
 from training.planner.node_order import node_order, read_leaves, spans
-from training.planner.report import as_json, describe, rows, table, why_chosen
-from training.planner.scaling import MOST_GPUS, draw, scaling
+from training.planner.report import MOST_GPUS, as_json, describe, draw, rows, scaling, table, why_chosen
 from training.planner.search import OBJECTIVE, OBJECTIVES, TOLERANCE, alternatives, choose
 from training.planner.workload import PRECISIONS, Workload
 from training.sharding import Mesh, Sharding

@@ -27,18 +27,21 @@ from torch import Tensor
 from tqdm import tqdm
 
 from errors import UserError
-from training.flat_file import TornFile, check_size, read, write
 from training.snapshot_folder import (
     FORMAT,
     MANIFEST,
+    TornFile,
     advice,
     check_coverage,
+    check_size,
     checksum,
     complete_snapshots,
     put_in_place,
+    read,
     read_manifest,
     remove,
     snapshot_path,
+    write,
     write_json,
 )
 

@@ -24,7 +24,7 @@ from hypothesis import strategies as st
 from safetensors.torch import load_file
 from torch import Tensor
 
-import training.flat_file
+import training.snapshot_folder
 from errors import UserError
 from training.snapshot import KEYS, Piece, Snapshots
 from training.snapshot_folder import check_fits, complete_snapshots, read_manifest, write_json
@@ -136,7 +136,7 @@ def test_any_cut_is_read_by_any_other(
 ) -> None:
     rng, folder = random.Random(seed), Path(tempfile.mkdtemp(dir=tmp_path))
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(training.flat_file, "BLOCK_BYTES", block)
+        patch.setattr(training.snapshot_folder, "BLOCK_BYTES", block)
         state = random_state(shapes, torch.Generator().manual_seed(seed))
         run = run_of(folder, writers)
         save(run, 3, state, cut(shapes, writers, rng), shapes)
@@ -164,7 +164,7 @@ def test_manifest_says_what_the_run_is_and_files_are_safetensors(tmp_path: Path,
 def test_a_reader_touches_only_the_files_and_blocks_that_it_needs(
     tmp_path: Path, seed: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(training.flat_file, "BLOCK_BYTES", 64)
+    monkeypatch.setattr(training.snapshot_folder, "BLOCK_BYTES", 64)
     state = random_state(SHAPES, torch.Generator().manual_seed(seed))
     run = run_of(tmp_path, 2)
     save(run, 1, state, [[("embedding", 0, 35)], [("norm", 0, 5), ("head", 0, 15), ("scalar", 0, 1)]])
