@@ -1,4 +1,4 @@
-"""Models by name: presets, and the residual variants, whose registry agrees with the model, the figures and the documentation."""
+"""Models by name: presets, and the residual variants, whose registry agrees with the model and the documentation."""
 
 import copy
 from dataclasses import replace

@@ -17,7 +17,6 @@ from tqdm import tqdm
 
 from cli import note
 from errors import UserError
-from figures import CYCLE, new_figure, plain_log_axis
 from files import writing
 from training.optimizer import Schedule
 from training.step import Trainer
@@ -181,6 +180,28 @@ def cut_after(path: Path, step: int) -> None:
         path.write_text("".join(json.dumps(line) + "\n" for line in kept))
 
 
+def new_figure(width: float, height: float) -> Any:
+    """A matplotlib Figure of so many inches. Raises UserError if matplotlib is missing."""
+    try:
+        from matplotlib.figure import Figure
+    except ImportError:
+        raise UserError("drawing needs matplotlib; run `make setup-dev`, or pip install matplotlib") from None
+    return Figure(figsize=(width, height), layout="constrained")
+
+
+def plain_log_axis(axis: Any) -> None:
+    """Make `axes.xaxis` or `.yaxis` logarithmic, with few ticks and plain numbers, so that labels do not overlap."""
+    from matplotlib.ticker import AutoLocator, FuncFormatter, LogLocator, NullFormatter
+
+    axis.axes.set(**{f"{axis.axis_name}scale": "log"})
+    low, high = axis.get_view_interval()
+    steps = (1.0, 2.0, 5.0) if high / low < 200 else (1.0, 3.0)
+    few = high / low < 6  # with the steps there might be a single tick
+    axis.set_major_locator(AutoLocator() if few else LogLocator(subs=steps, numticks=8))
+    axis.set_major_formatter(FuncFormatter(lambda value, _: f"{value:,.4g}"))
+    axis.set_minor_formatter(NullFormatter())
+
+
 def plot_run(folder: Path) -> None:
     """Draw the loss over the steps of the run in a folder into its loss.png, or say why that is impossible. The axis of losses is
     logarithmic: else the first steps hide how the last ones differ."""
@@ -188,7 +209,7 @@ def plot_run(folder: Path) -> None:
     try:
         figure = new_figure(5, 3.4)
         axes = figure.subplots()
-        axes.plot([line["step"] for line in lines], [line["loss"] for line in lines], color=CYCLE[0], linewidth=1.2)
+        axes.plot([line["step"] for line in lines], [line["loss"] for line in lines], linewidth=1.2)
         axes.set(xlabel="step", ylabel="training loss, nats per token")
         plain_log_axis(axes.yaxis)
         axes.grid(alpha=0.3)

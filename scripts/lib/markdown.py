@@ -3,6 +3,8 @@
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any
 
+BYTES = ("B", "KiB", "MiB", "GiB")
+
 # by title: a format such as "{ms:.2f}" of a row's fields, or what makes the cell
 Columns = Mapping[str, str | Callable[[Any], object]]
 
@@ -27,6 +29,14 @@ def captioned(head: Sequence[str], rows: Iterable[Iterable[object]], caption: st
 def cell(value: float | None, form: str) -> str:
     """A figure that may be missing."""
     return "" if value is None else format(value, form)
+
+
+def size_text(count: float) -> str:
+    """A number of bytes in the largest unit that makes it at least 1: `64 KiB`, `1.5 MiB`."""
+    unit = 0
+    while count >= 1024 and unit < len(BYTES) - 1:
+        count, unit = count / 1024, unit + 1
+    return f"{count:.4g} {BYTES[unit]}"
 
 
 def _line(cells: Iterable[object]) -> str:

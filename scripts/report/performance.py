@@ -23,15 +23,15 @@ from typing import Any
 from cli import Parser, note, run
 from comm.quantize import WIDTHS
 from errors import UserError
-from figures import byte_axis, communicator_colour, new_figure, plain_log_axis, size_text
 from scripts.bench.serving.load import table as load_table
 from scripts.lib.machine import describe
-from scripts.lib.markdown import captioned
+from scripts.lib.markdown import captioned, size_text
 from scripts.lib.results import RESULTS, add_write_option, made, results_folder, write_text
 from scripts.lib.rows import read_row
 from scripts.report import step_profile
 from scripts.report.compare import compare, lengths_of
 from scripts.sweep.rows import VLLM, Row, Setting, place
+from training.metrics import new_figure, plain_log_axis
 
 NCCL = "µs nccl"
 ALGORITHMS = {  # names in comm.json: names in tables and plots
@@ -164,6 +164,16 @@ def kind_of(name: str) -> str:
     return "exact" if name in ALGORITHMS else "carried by NCCL" if "portable" in name else "quantized"
 
 
+def byte_axis(axes: Any) -> None:
+    """Make the x axis a logarithmic axis of bytes with a tick at every factor of 16."""
+    from matplotlib.ticker import FuncFormatter, LogLocator, NullLocator
+
+    axes.set_xscale("log", base=2)
+    axes.xaxis.set_major_locator(LogLocator(base=16))
+    axes.xaxis.set_minor_locator(NullLocator())
+    axes.xaxis.set_major_formatter(FuncFormatter(lambda value, _: size_text(value)))
+
+
 def plot_comm(files: list[Any], out: Path) -> None:
     """Plot latency by message size. Panels: exact algorithms, quantized algorithms, and quantized algorithms over NCCL.
 
@@ -179,7 +189,7 @@ def plot_comm(files: list[Any], out: Path) -> None:
         for name in (name for name in names if name in times):
             points = sorted((int(size), us) for size, us in times[name].items())
             label = ALGORITHMS.get(name) or QUANTIZED[name]
-            look = {"color": communicator_colour(label), "linestyle": "--" if "over NCCL" in label else "-", "label": label}
+            look = {"linestyle": "--" if "over NCCL" in label else "-", "label": label}
             axes.plot(*zip(*points, strict=True), marker="o", markersize=3, **look)
         byte_axis(axes)
         plain_log_axis(axes.yaxis)

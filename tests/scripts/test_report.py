@@ -9,10 +9,10 @@ from typing import Any
 import numpy as np
 import pytest
 
-import figures
 from engine import profiling
 from errors import UserError
 from scripts import trace
+from scripts.lib import markdown
 from scripts.sweep import tables
 from scripts.sweep.rows import Interconnect, Row, Setting, baseline, finished, interconnect, ratio, read_rows, row_line
 
@@ -197,7 +197,7 @@ def test_interconnects() -> None:
 
 
 def test_bytes_have_binary_units() -> None:
-    assert [figures.size_text(n) for n in (512, 4096, 98304, 3 << 19, 128 << 20)] == [
+    assert [markdown.size_text(n) for n in (512, 4096, 98304, 3 << 19, 128 << 20)] == [
         "512 B",
         "4 KiB",
         "96 KiB",

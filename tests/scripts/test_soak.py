@@ -3,10 +3,7 @@
 from copy import deepcopy
 from typing import Any
 
-import pytest
-
 from scripts.bench.serving.soak import verdict
-
 
 GOOD: dict[str, Any] = {
     "before": {"file_descriptors": 90, "memory_mb": 1400},

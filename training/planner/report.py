@@ -9,7 +9,7 @@ from typing import Any
 from tqdm import tqdm
 
 from errors import UserError
-from figures import new_figure
+from training.metrics import new_figure
 from training.planner.collectives import synthesize
 from training.planner.cost import Prediction
 from training.planner.search import OBJECTIVES, Alternative, alternatives, choose

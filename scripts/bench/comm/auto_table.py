@@ -16,8 +16,8 @@ from comm.fused import FusedCommunicator
 from comm.registry import choose
 from comm.row_buffers import UNFUSED, best_strategy
 from comm.table import Table
-from figures import size_text
 from scripts.bench.comm.parts import join_ranks
+from scripts.lib.markdown import size_text
 
 
 def age_text(seconds: float) -> str:
