@@ -423,6 +423,8 @@ def test_inner_groups_come_first() -> None:
     assert spans(placed, 2) == 6  # none of the groups of P leaves its leaf
     assert spans(placed, 4) == fewest_spans_of_pairs(placed)
     assert node_order(leaves, Sharding.parse("8,8,8")) == list(range(12))
+    leaves = list("aabbcd")
+    assert spans([leaves[i] for i in node_order(leaves, Sharding.parse("8,8,8x3"))], 3) == 4 < spans(leaves, 3)
 
 
 def fewest_spans_of_pairs(leaves: list[str]) -> int:
