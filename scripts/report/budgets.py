@@ -15,7 +15,7 @@ LINES = {  # of Python, by package
     "comm": 3_750,
     "training": 5_700,
     "scripts": 9_000,
-    "tests": 53_050,
+    "tests": 53_000,
 }
 INFERENCE_LINES = 43_650
 ROOT_FILES = 10

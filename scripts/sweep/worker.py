@@ -17,7 +17,6 @@ from contextlib import contextmanager, suppress
 from dataclasses import asdict, replace
 from itertools import groupby
 from pathlib import Path
-from statistics import fmean
 from typing import Any
 
 import torch
@@ -205,19 +204,6 @@ def profiled_split(llm: LLM, s: Setting, world: World) -> dict[str, Any] | None:
         return asdict(by_phase(line)["decode"]) | {"source": "profiler"} | ({"gpu": gpu} if gpu else {})
 
 
-def link_split(samples: list[dict[str, Any]]) -> dict[str, Any] | None:
-    """The split of the mean decode step on a simulated link, in ms; None without a link or without decode steps.
-
-    Exposed: the time that the host waited. Hidden: the rest of the link's time. The host's own time counts as compute.
-    """
-    if not samples or samples[0]["link_ms"] is None or not samples[0]["step_ms"]:
-        return None
-    step = fmean(fmean(s["step_ms"]) for s in samples)
-    exposed = fmean(s["exposed_ms"] for s in samples)
-    hidden = min(max(0.0, fmean(s["link_ms"] for s in samples) - exposed), step - exposed)
-    return {"compute": step - exposed - hidden, "hidden": hidden, "exposed": exposed, "idle": 0.0, "source": "simulated link"}
-
-
 # --- a group -------------------------------------------------------------------------------------------------------------
 
 
@@ -275,8 +261,7 @@ def run_group(models: Models, group: list[Setting], together: bool) -> None:
             samples[s].append(result)
         if number == s.runs + s.profile and s not in failed:
             # no local variable here may refer to a model: it would stay in memory when the next one is loaded
-            split = link_split(samples[s]) or splits[s]
-            say(world, done=asdict(s), samples=samples[s], split=split, **models.about(s))
+            say(world, done=asdict(s), samples=samples[s], split=splits[s], **models.about(s))
 
 
 def run_together_or_in_turn(models: Models, group: list[Setting]) -> None:

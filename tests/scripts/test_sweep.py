@@ -150,16 +150,6 @@ def test_a_metered_link_adds_up_what_its_sums_take() -> None:
     assert link.waited == pytest.approx(3 * each - 2e-3)
 
 
-def test_the_parts_of_a_step_on_a_link() -> None:
-    samples = [
-        {"step_ms": [10.0, 14.0], "exposed_ms": 3.0, "link_ms": 5.0},
-        {"step_ms": [12.0], "exposed_ms": 1.0, "link_ms": 5.0},
-    ]
-    split = worker.link_split(samples)
-    assert split == {"compute": 7.0, "hidden": 3.0, "exposed": 2.0, "idle": 0.0, "source": "simulated link"}
-    assert worker.link_split([samples[0] | {"link_ms": None}]) is None
-
-
 # --- the results file ----------------------------------------------------------------------------------------------------
 
 
