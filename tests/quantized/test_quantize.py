@@ -431,16 +431,17 @@ def test_a_folder_inside_the_draft_head_is_refused(below: str, tmp_path: Path, s
         quantize_model(str(source), source / "draft" / below, "int8", "rtn", None, 1, 1)
 
 
-def test_flags_of_a_text_that_would_not_be_used_are_refused(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
-) -> None:
-    text = tmp_path / "text"
-    text.write_text("text")
+@pytest.fixture
+def quantizing(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]) -> Callable[..., str]:
+    """The refusal of the command with these flags."""
     here = Here(monkeypatch, capfd, scripts.quantize.main, flags=())
+    return lambda *flags: here.refuses("--model", MODELS / "tiny-hybrid", "--out", tmp_path / "out", *flags)
+
+
+def test_flags_of_a_text_that_would_not_be_used_are_refused(quantizing: Callable[..., str], tmp_path: Path) -> None:
     for flags in (["--weights", random.choice(["fp8", "int8"])], ["--method", "rtn"]):
-        for name, value in (("--calibration", text), ("--samples", scripts.quantize.SAMPLES), ("--length", 8)):
-            asked = ["--model", MODELS / "tiny-hybrid", "--out", tmp_path / "out", name, value, *flags]
-            assert f"{name} is for --method gptq" in here.refuses(*asked)
+        for name, value in (("--calibration", tmp_path), ("--samples", scripts.quantize.SAMPLES), ("--length", 8)):
+            assert f"{name} is for --method gptq" in quantizing(name, value, *flags)
 
 
 @pytest.mark.parametrize(
@@ -455,16 +456,10 @@ def test_flags_of_a_text_that_would_not_be_used_are_refused(
     ids=["pipe", "folder", "binary", "missing", "large"],
 )
 def test_a_calibration_that_is_no_text_file_is_refused(
-    make_text: Callable[[Path], Any],
-    message: str,
-    tmp_path: Path,
-    monkeypatch: pytest.MonkeyPatch,
-    capfd: pytest.CaptureFixture[str],
+    make_text: Callable[[Path], Any], message: str, quantizing: Callable[..., str], tmp_path: Path
 ) -> None:
     make_text(tmp_path / "text")
-    here = Here(monkeypatch, capfd, scripts.quantize.main, flags=())
-    asked = ["--model", MODELS / "tiny-hybrid", "--out", tmp_path / "out", "--calibration", tmp_path / "text"]
-    assert message in here.refuses(*asked)
+    assert message in quantizing("--calibration", tmp_path / "text")
 
 
 def test_the_costs_are_of_the_layers_that_were_written(tmp_path: Path, seed: int) -> None:
