@@ -647,6 +647,7 @@ def test_a_resumed_request_starts_for_the_owner_of_whom_fewest_run(monkeypatch: 
 
     async def finish(number: int) -> None:
         begun["lasting" if number < 50 else "short"] += 1
+        assert min(resumer._running.values()) > 0
         if number < 50:
             await end.wait()
 
