@@ -280,6 +280,15 @@ class Trial(Storm):
         return {"requests sent again": self.recovered_at}
 
 
+def test_log_probabilities_of_every_layout_are_compared() -> None:
+    other = {"token": "b", "logprob": -1.5, "bytes": [98]}
+    chat = {"content": [{"token": "a", "logprob": -0.5, "bytes": [97], "top_logprobs": [other]}]}
+    completion = {"token_logprobs": [None, -0.5], "text_offset": [0, 1], "top_logprobs": [None, {"b": -1.5}]}
+    prompt = [None, {"1": {"logprob": -0.5, "rank": 2}}, {"2": {"logprob": -1.5, "rank": 1}}]
+    for layout in (chat, completion, prompt):
+        assert chaos._numbers(layout) == [-0.5, -1.5]
+
+
 def test_the_first_token_counts_whenever_it_is_noticed(tmp_path: Path) -> None:
     storm = Trial(tmp_path, 0.9)
     asyncio.run(storm._kill())

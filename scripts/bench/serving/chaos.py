@@ -151,7 +151,7 @@ class Answer:
 def _numbers(value: Any) -> list[float]:
     """All log-probabilities in a layout of any endpoint."""
     if isinstance(value, dict):
-        return [n for k, v in value.items() if k not in ("rank", "text_offset", "bytes") for n in _numbers(v)]
+        value = list(value.values())  # ranks, offsets and bytes are integers
     if isinstance(value, list):
         return [n for v in value for n in _numbers(v)]
     return [value] if isinstance(value, float) and math.isfinite(value) else []
