@@ -402,25 +402,26 @@ class Engine:
             sequence = chunk.sequence
             # else it has ended since the step was launched, or the token before is drawn again
             expected = sequence.finish_reason is None and chunk.stop == len(sequence.tokens)
-            expected = expected and self._is_finite(sequence, [token])
+            expected = expected and not self._overflowed(sequence, [token])
             if expected and self._append(sequence, token) and sequence.finish_reason != "error":
                 yield self._output(sequence, [token], [entry])
 
     def _embeddings(self, step: InFlightStep) -> Iterator[TokenOutput]:
         """End the running sequences whose prompts were pooled. Yields the output of each."""
         for sequence, vector in zip(*(step.pooled or ((), ())), strict=True):
-            if sequence.finish_reason is None and self._is_finite(sequence, [], vector):
+            if sequence.finish_reason is None and not self._overflowed(sequence, [], vector):
                 self.scheduler.finish(sequence, "stop")
                 output = self._output(sequence, [], [None])
                 yield msgspec.structs.replace(output, embedding=vector.numpy().astype("<f4").tobytes())
 
     def _verify(self, step: InFlightStep, result: StepResult) -> Iterator[TokenOutput]:
-        """The same for a step with drafts: of the tokens that a chunk draws, those up to the first that its draft had wrong."""
+        """Append the tokens of a step with drafts: of those that a chunk draws, the ones up to the first that its draft had wrong.
+        Yields the output of each sequence."""
         first = 0
         for chunk in step.sampling:
             sequence, draft, stop = chunk.sequence, chunk.draft, first + 1 + len(chunk.draft)
             drawn, entries, first = result.tokens[first:stop], result.logprobs[first:stop], stop
-            if sequence.finish_reason is not None or not self._is_finite(sequence, drawn):
+            if sequence.finish_reason is not None or self._overflowed(sequence, drawn):
                 continue
             drawn = self.speculation.simulated(chunk, drawn, self.runner.text_ids)
             accepted = common_prefix(draft, drawn)
@@ -459,25 +460,25 @@ class Engine:
             self.scheduler.finish(sequence, "stop")
         return True
 
-    def _is_finite(self, sequence: Sequence, drawn: list[int], vector: Tensor | None = None) -> bool:
-        """Whether all numbers of a running sequence's results are finite. If not, it is computed again, and fails if it overflows again.
+    def _overflowed(self, sequence: Sequence, drawn: list[int], vector: Tensor | None = None) -> bool:
+        """Whether some number of a running sequence's results is not finite. Then it is computed again, and fails if it overflows again.
 
         The first time, it may have read the keys and values of another one that overflowed: with the same prefix, or of a wrong draft.
         Attention multiplies them by 0, and 0 times NaN is NaN. So nobody gets these blocks as they are."""
         if min(drawn, default=0) >= 0 and not sequence.state.overflowed and (vector is None or bool(vector.isfinite().all())):
-            return True
+            return False
         blocks = self.scheduler.blocks
         blocks.forget(sequence.blocks)
         self.runner.clear([block for block in sequence.blocks if blocks.owners[block] == 1])
         if sequence.alone:
             self._fail(sequence, OVERFLOW, "overflow")
-            return False
+            return True
         again = dataclasses.replace(sequence, blocks=[], computed=0, unknown=0, published=0, alone=True)
         again.state, again.drafter, again.repeats = sibling(sequence.state), None, False
         again.state.grammar, again.state.digits = sequence.state.grammar, sequence.state.digits
         self.scheduler.finish(sequence, "error")
         self.scheduler.add(again)
-        return False
+        return True
 
     def _fail(self, sequence: Sequence, problem: str, code: Literal["invalid_schema", "overflow"]) -> None:
         if sequence.finish_reason is None:

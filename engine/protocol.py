@@ -189,7 +189,9 @@ class SamplingParams(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=Tr
                 raise UserError(f"{name} must be {rule}, not {getattr(self, name)}")
         excluded = {ids[0] for ids in self.banned if len(ids) == 1}.union(self.stop_token_ids if self.min_tokens else ())
         if self.allowed_token_ids and excluded.issuperset(self.allowed_token_ids):
-            raise UserError("each of allowed_token_ids is a bad word, or ends the answer before min_tokens; allow another token")
+            raise UserError(
+                "each of allowed_token_ids is a bad word, or ends the answer before min_tokens; allow another token"
+            )
 
 
 class Turn(msgspec.Struct, frozen=True, array_like=True):

@@ -152,7 +152,7 @@ class Scheduler:
         self.running: list[Sequence] = []  # by priority, and then in the order of admission
         self.by_id: dict[str, Sequence] = {}
         self.preemptions = self.prefix_queries = self.prefix_hits = 0
-        self._others_waited = False  # whether the last step computed only sequences for which others yielded
+        self._last_step_was_only = False  # whether the last step computed only sequences for which others yielded
 
     @property
     def longest(self) -> int:
@@ -191,57 +191,58 @@ class Scheduler:
     # --- the next step -------------------------------------------------------------------------------------------------------
 
     def schedule(self, in_flight: bool = False, drafts: Mapping[Sequence, list[int]] | None = None) -> list[Chunk]:
-        """The next step: running sequences first, then as many waiting ones as tokens, sequences and blocks allow.
+        """Advance running sequences by one step, and admit as many waiting ones as tokens, sequences and blocks allow. Returns
+        the step's chunks.
 
         in_flight: the tokens of the step before are not recorded yet. Then there is no step ([]) if a sequence would have to be
         preempted, because it might be one whose token is in flight. drafts: of running sequences whose tokens are all known but
         for the next one, cut to the room that there is. `draft_room` has given them blocks; those that remain empty return.
         """
-        going = self._going()
-        ending = len(self.running) - len(going)  # their last token is in flight, unless a late grammar forbids it
+        continuing = self._continuing()
+        ending = len(self.running) - len(continuing)  # their last token is in flight, unless a late grammar forbids it
         if ending:
-            ending = sum([not s.params.late_grammar for s in set(self.running).difference(going)])
-        most = self.max_num_seqs + ending
-        if in_flight and self._reserved(going) > len(self.blocks.free):
+            ending = sum([not s.params.late_grammar for s in set(self.running).difference(continuing)])
+        places = self.max_num_seqs + ending
+        if in_flight and self._reserved(continuing) > len(self.blocks.free):
             return []
-        ahead: list[Sequence] = []
+        only: list[Sequence] = []  # those that others yielded to: the step computes nothing else, but not twice in a row
         if self.waiting and not self.whole_prompts:
-            if (preferred := self._make_room(most, in_flight)) is None:
+            if (preferred := self._make_room(places, in_flight)) is None:
                 return []
-            ahead, going = [] if self._others_waited else preferred, self._going()
-        self._others_waited = bool(ahead)
+            only, continuing = [] if self._last_step_was_only else preferred, self._continuing()
+        self._last_step_was_only = bool(only)
         chunks: list[Chunk] = []
         budget, preemptions = self.max_batch_tokens, self.preemptions
-        for sequence, count in self._portions(ahead or going):
+        for sequence, count in self._portions(only or continuing):
             # one without blocks was preempted for another
             if count and sequence.blocks and self._grow(sequence, sequence.computed + count):
                 chunks.append(self._chunk(sequence, count))
                 budget -= count
-        while not ahead and budget and len(self.running) < most:
+        while not only and budget and len(self.running) < places:
             first = self.waiting.first(self.running)
             if not first or (self.whole_prompts and first.wanted > budget) or not self._admit(first):
                 break
             chunks.append(self._chunk(first, min(first.wanted, budget)))
             budget -= chunks[-1].count
         # a preempted sequence needs the blocks more than drafts do
-        if drafts and budget and not ahead and self.preemptions == preemptions:
+        if drafts and budget and not only and self.preemptions == preemptions:
             self._add_drafts(chunks, drafts, budget)
         if drafts and not self.whole_sequences:
             for sequence in drafts:  # a draft may be shorter than its room
                 self.blocks.give_back(sequence.blocks, self.blocks.blocks_for(sequence.computed))
         return chunks
 
-    def _going(self) -> list[Sequence]:
+    def _continuing(self) -> list[Sequence]:
         """The running sequences that go on, whatever the tokens in flight are."""
         return [s for s in self.running if not s.unknown or s.length < s.longest]
 
-    def _portions(self, going: list[Sequence]) -> list[tuple[Sequence, int]]:
+    def _portions(self, continuing: list[Sequence]) -> list[tuple[Sequence, int]]:
         """How many tokens of each running sequence to compute: all that it has, or by priority and then the shares of clients."""
-        left, portions = self.max_batch_tokens, [(s, s.wanted) for s in going]
+        left, portions = self.max_batch_tokens, [(s, s.wanted) for s in continuing]
         if sum([count for _, count in portions]) <= left:
             return portions  # the usual case
         portions = []
-        for _, equals in groupby(going, lambda s: s.priority):
+        for _, equals in groupby(continuing, lambda s: s.priority):
             group = list(equals)
             shares = fair_shares(self._wanted(group), {s.client: s.turn.weight for s in group}, left)
             for sequence in group:
@@ -281,7 +282,7 @@ class Scheduler:
                 return None
             for victim in victims:
                 self._preempt(victim)
-            if not self._admit(first, self._reserved(self._going())):
+            if not self._admit(first, self._reserved(self._continuing())):
                 break
             if victims:
                 found.append(first)
@@ -291,9 +292,9 @@ class Scheduler:
         """Whether the client of a waiting sequence gets less than its share of this step's tokens."""
         if all(s.client == sequence.client for s in self.running):
             return False  # the usual case
-        going, left = self._going(), self.max_batch_tokens
-        left -= sum(s.wanted for s in going if s.priority < sequence.priority)
-        rivals = [s for s in going if s.priority >= sequence.priority]
+        continuing, left = self._continuing(), self.max_batch_tokens
+        left -= sum(s.wanted for s in continuing if s.priority < sequence.priority)
+        rivals = [s for s in continuing if s.priority >= sequence.priority]
         weights = {s.client: s.turn.weight for s in rivals} | {sequence.client: sequence.turn.weight}
         own = self._wanted([s for s in rivals if s.client == sequence.client])[sequence.client]
         return len(weights) > 1 and own * sum(weights.values()) < left * sequence.turn.weight
@@ -303,7 +304,7 @@ class Scheduler:
         more for their weight than the other one, even after the exchange, so that no exchange is undone."""
         cached = self._cached(first)
         missing = self._fresh(first, cached) + self.blocks.unowned(cached)
-        missing += self._reserved(self._going()) - len(self.blocks.free)
+        missing += self._reserved(self._continuing()) - len(self.blocks.free)
         places = most - len(self.running)
         counts, weight = Counter(s.client for s in self.running), first.turn.weight
         victims: list[Sequence] = []
@@ -311,8 +312,9 @@ class Scheduler:
             if places > 0 and missing <= 0:
                 break
             client = victim.client
-            less, more = (counts[client] - 1) * weight, (counts[first.client] + 1) * victim.turn.weight
-            if client != first.client and victim.priority >= first.priority and less >= more:
+            # sequences for each unit of weight after the exchange, multiplied by both weights
+            theirs, ours = (counts[client] - 1) * weight, (counts[first.client] + 1) * victim.turn.weight
+            if client != first.client and victim.priority >= first.priority and theirs >= ours:
                 victims.append(victim)
                 counts[client] -= 1
                 places += 1
@@ -327,7 +329,7 @@ class Scheduler:
         No step may be in flight. What the sequences' next tokens need, or the first waiting one to start, comes before drafts."""
         if not wanted:
             return {}
-        spare = len(self.blocks.free) - sum(map(self._missing_blocks, self.running)) - self._next_admission()
+        spare = len(self.blocks.free) - sum(map(self._missing_blocks, self.running)) - self._blocks_of_next_start()
         found, left = dict[Sequence, int](), self.max_drafted
         for sequence, count in wanted.items() if spare >= 0 else ():
             held = max(len(sequence.blocks), self.blocks.blocks_for(sequence.length))
@@ -339,7 +341,7 @@ class Scheduler:
                 found[sequence], left = room, left - room
         return found
 
-    def _next_admission(self) -> int:
+    def _blocks_of_next_start(self) -> int:
         """Blocks that the first waiting sequence may take in the next step."""
         first = self.waiting.first(self.running) if len(self.running) < self.max_num_seqs else None
         needed = self._fresh(first, []) if first else 0
@@ -427,9 +429,9 @@ class Scheduler:
         """Blocks that a running sequence needs for its tokens, at most, beyond those that it has."""
         return max(0, self.blocks.blocks_for(sequence.length) - len(sequence.blocks))
 
-    def _reserved(self, going: list[Sequence]) -> int:
+    def _reserved(self, continuing: list[Sequence]) -> int:
         """Blocks that these running sequences need for their next step."""
-        return sum(map(self._missing_blocks, going))
+        return sum(map(self._missing_blocks, continuing))
 
     def _publish(self, sequence: Sequence) -> None:
         """Let other sequences find its full blocks. A step in flight may still write them, but it ends before the next one."""
