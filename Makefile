@@ -111,6 +111,9 @@ comm-table: setup #+ Measure: how fast all-reduces are on RANKS ranks by message
 bench-comm: setup #+ Measure: every all-reduce on RANKS GPUs, latency by size, into out/comm.json
 	@$(ON_RANKS) $(RANKS) -m scripts.bench.comm.all_reduce --out out/comm.json $(ARGS)
 
+bench-frontend: setup-dev #+ Measure: CPU time of the HTTP frontend and the load generator per streamed token, with a fake engine
+	@$(PY) -m scripts.bench.serving.frontend $(ARGS)
+
 bench-kernels: setup #+ Measure: norms, RoPE, attention and sampling on one GPU compared with PyTorch, into out/kernels.json
 	@$(PY) -m scripts.bench.kernels.non_gemm --out out/kernels.json $(ARGS)
 

@@ -16,7 +16,7 @@ import numpy as np
 
 from deploy.plan.steps import Steps
 
-HOST_SECONDS = 0.003  # until the first token, of frontend and client: fastest quarter of prompts of 1,024 ids with an engine that only emits tokens
+HOST_SECONDS = 0.003  # until the first token, of frontend and client: fastest quarter of `make bench-frontend`, 1,024 ids each
 LEAD = 0.004  # before the end of a step, the next one is scheduled; an estimate: hosts of 2 H200s needed 3 ms for one with a prompt
 WARM_UP = 0.25  # share of the requests that only fill the replica
 REQUESTS = 300  # simulated, and twice the batch

@@ -14,7 +14,7 @@ LINES = {  # of Python, by package
     "kernels": 9_600,
     "comm": 3_750,
     "training": 5_700,
-    "scripts": 9_000,
+    "scripts": 9_150,
     "tests": 53_000,
 }
 INFERENCE_LINES = 43_650

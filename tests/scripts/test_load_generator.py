@@ -4,6 +4,7 @@ import asyncio
 import gc
 import json
 import random
+import subprocess
 import sys
 from collections.abc import AsyncIterator, Awaitable, Callable, Sequence
 from contextlib import suppress
@@ -19,6 +20,7 @@ from scripts.bench.serving.load import table
 from scripts.lib.load_generator import Answer, Request, keep_busy, keeps, offer, plan, summary
 from scripts.lib.sse_client import StreamClient
 from tests import MODELS
+from tests.support.command_line import environment
 from tests.support.ports import free_port
 from tests.support.server_process import ServerProcess
 
@@ -322,3 +324,16 @@ def test_against_the_server(seed: int) -> None:
     lines = table({"settings": {"ttft_limit": 1e9, "itl_limit": 1e9}, "rates": [one]}).splitlines()
     assert len(lines) == 3 and lines[2].endswith("| 0 of 6 |")
     assert lines[0].count("|") == lines[1].count("|") == lines[2].count("|")
+
+
+def test_what_the_frontend_costs() -> None:
+    """All tokens of the stand-in engine pass through the real frontend, no faster than its steps. Every figure is present."""
+    command = [sys.executable, "-m", "scripts.bench.serving.frontend", "--streams", "6", "--rate", "50", "--step", "20"]
+    command += ["--new-tokens", "50", "--prompt-length", "40"]  # CPU time is counted in 10 ms, which few tokens may not take
+    done = subprocess.run(command, cwd=MODELS.parent, env=environment(), capture_output=True, text=True, timeout=600)
+    assert done.returncode == 0, done.stderr
+    found = json.loads(done.stdout.splitlines()[-1])
+    assert found["requests"] == 6 and not found["failed"]
+    # On a busy machine tokens arrive in groups, so the median says little. The pause before a group lasts at least one step.
+    assert found["itl_ms"]["p99"] > 10 and found["ttft_ms"]["p50"] > 0
+    assert 0 < found["tokens_per_second"] <= 6 * 50 and min(found["cpu_us_per_token"].values()) > 0
