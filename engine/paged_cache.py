@@ -4,7 +4,6 @@ Shapes: A attention modules (slots), N blocks of P tokens, K key-value heads, H 
 tokens of S spans, one span a sequence, one after the other.
 """
 
-from collections.abc import Sequence
 from itertools import pairwise
 from typing import NamedTuple
 
@@ -58,9 +57,8 @@ class PagedCache:
         key_scales, value_scales = (None, None) if self.scales is None else self.scales[slot]
         return Rows(keys, key_scales), Rows(values, value_scales)
 
-    def clear(self, blocks: Sequence[int]) -> None:
-        """Set the keys and values of these blocks to zero."""
-        index = torch.tensor(blocks, dtype=torch.int64, device=self.keys_values.device)
+    def clear(self, index: Tensor) -> None:
+        """Set the keys and values of these blocks to zero. index: int64, on the cache's device."""
         self.keys_values.view(torch.uint8).index_fill_(2, index, 0)
         if self.scales is not None:
             self.scales.index_fill_(2, index, 1.0)

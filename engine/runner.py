@@ -419,7 +419,7 @@ class Runner:
     @torch.inference_mode()
     def clear(self, blocks: list[int]) -> None:
         """Set blocks of the cache to zero, after the steps in flight."""
-        self.cache.clear(blocks)
+        self.cache.clear(to_device(blocks, torch.int64, self.device))
 
     def rest(self) -> None:
         """There is no work: until the next step, the device does not wait for the host, and ended sequences are not kept."""

@@ -20,7 +20,7 @@ from scripts.report.budgets import over_budget
 
 ROOT = Path(__file__).resolve().parents[2]
 ORDER = (
-    "errors", "files", "figures", "kernels", "ranks", "quantized", "comm", "cli", "config", "options", "tp", "layers", "model",
+    "errors", "files", "kernels", "ranks", "quantized", "comm", "cli", "config", "options", "tp", "layers", "model",
     "checkpoints", "text", "engine", "launch", "server", "generate", "training", "deploy", "scripts",
 )  # fmt: skip
 NO_TRITON = "a CPU machine may lack Triton"

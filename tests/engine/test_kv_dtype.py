@@ -91,7 +91,7 @@ def test_a_block_that_was_cleared_has_no_scale_that_is_not_finite() -> None:
     cache.invent()
     assert cache.scales is not None
     cache.scales[:, :, 1:3] = torch.nan
-    cache.clear([1])
+    cache.clear(torch.tensor([1]))
     assert (cache.scales[:, :, 1] == 1).all() and not cache.keys_values[:, :, 1].float().any()
     assert cache.scales[:, :, 2].isnan().all() and cache.keys_values[:, :, 2].float().any()
 
