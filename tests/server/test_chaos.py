@@ -77,7 +77,7 @@ def test_the_same_ranks_serve_another_frontend_and_a_drain_amid_a_recovery_finis
 ) -> None:
     """Nothing of the requests of a frontend that has ended is left, and what was accepted before a drain is answered."""
     number = in_turn([signal.SIGKILL, signal.SIGSTOP], 0)
-    with ServerProcess(*FLAGS, ranks=2) as server:
+    with ServerProcess(*FLAGS, "--drain-timeout", 300, ranks=2) as server:  # the ranks start again meanwhile
         server.ready()
         ranks, (frontend,) = server.rank_pids(), server.frontend_pids()
         body = {"prompt": "Once", "max_tokens": 500, "ignore_eos": True, "seed": 5}
