@@ -9,7 +9,7 @@ The sweep appends one JSON line per configuration to --out: settings, all raw sa
 that are already in the file are not run again (failed ones are, with --retry), so a stopped sweep can be resumed.
 Configurations with the same ranks and environment share one launch and run one after another; the variants of a configuration
 run consecutively. A crash or an out-of-memory error is recorded as a row with the error. --seeds repeats everything with other
-weights and prompts; tables and plots pool the runs of all seeds. Every run calls `LLM.stream`, as generate.py does. The
+weights and prompts; tables pool the runs of all seeds. Every run calls `LLM.stream`, as generate.py does. The
 defaults below are those on GPUs, of Llama-3 8B; on a CPU they are the preset `tiny` on 2 ranks, batches of 1 and 4, and
 64 + 32 tokens.
 
