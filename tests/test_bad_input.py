@@ -32,7 +32,6 @@ from text.tokenizer_files import load_tokenizer
 from tp import World, stream_shards, together
 
 TENSORS = "model.safetensors"
-MLP_WEIGHT = "model.layers.3.mlp.down_proj.weight"
 without_gpu = pytest.mark.skipif(torch.cuda.is_available(), reason="needs a machine without a GPU")
 
 

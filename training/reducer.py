@@ -20,6 +20,8 @@ from torch import Tensor
 from training.groups import Group
 from training.weights import Weight, reduce_scatter
 
+LAG = 2  # on a CPU: unfinished reduce-scatters allowed before backward waits for the oldest one
+
 
 class Exposed:
     """Adds up the time in which computation waited for communication.
@@ -62,9 +64,6 @@ class Exposed:
             self.events.clear()
         seconds, self.seconds = self.seconds, 0.0
         return seconds
-
-
-LAG = 2  # on a CPU: unfinished reduce-scatters allowed before backward waits for the oldest one
 
 
 @dataclass

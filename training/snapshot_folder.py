@@ -23,6 +23,8 @@ from torch import Tensor
 
 from errors import UserError
 
+FORMAT = 1
+MANIFEST = "manifest.json"
 BLOCK_BYTES = 16 * 2**20  # of data per checksum; the header has its own checksum
 SYNC_BLOCKS = 64  # written between two fsyncs, so that the last fsync is short and unwritten pages do not fill the memory
 
@@ -109,10 +111,6 @@ def _torn_if_unreadable(path: Path) -> Iterator[None]:
         raise TornFile(f"{path} cannot be read ({e.strerror})") from None
 
 
-FORMAT = 1
-MANIFEST = "manifest.json"
-
-
 def complete_snapshots(directory: Path) -> list[Path]:
     """The folders of all complete snapshots, oldest first. Raises UserError if the directory cannot be read."""
     try:
@@ -154,9 +152,8 @@ def _read_manifest(path: Path) -> dict[str, Any]:
     if not file.is_file():
         raise UserError(f"{path} is no complete snapshot, it has no {MANIFEST}; name a folder such as snapshots/step-00000500")
     try:
-        manifest = json.loads(file.read_text())
-    except OSError as e:
-        raise TornFile(f"{file} cannot be read ({e.strerror})") from None
+        with _torn_if_unreadable(file):
+            manifest = json.loads(file.read_text())
     except ValueError:
         raise TornFile(f"{file} is torn: it is no JSON") from None
     if not isinstance(manifest, dict) or not {"format", "crc32"} <= manifest.keys():

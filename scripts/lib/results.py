@@ -16,16 +16,10 @@ MADE_FROM = "made-from.json"  # in RESULTS: for each table and plot, its digest 
 OUT = ROOT / "out"
 
 
-def write_json(name: str, content: Any, folder: Path) -> Path:
-    """Write NAME.json into `folder`. Returns its path. Raises UserError."""
-    path = folder / f"{name}.json"
-    write_text(path, json.dumps(content, indent=1) + "\n")
-    return path
-
-
 def write_table(name: str, content: Any, table: str, folder: Path) -> Path:
     """Write NAME.json, and NAME.md, which was made from it, into `folder`, and say so. Returns the path of the JSON. Raises UserError."""
-    raw = write_json(name, content, folder)
+    raw = folder / f"{name}.json"
+    write_text(raw, json.dumps(content, indent=1) + "\n")
     write_text(raw.with_suffix(".md"), table, raw)
     note(f"wrote {raw} and .md")
     return raw

@@ -1,4 +1,4 @@
-"""The split of a traced step, the figures of a sweep's rows, and the plots of them."""
+"""The split of a traced step, the figures of a sweep's rows, and the tables of them."""
 
 import random
 from dataclasses import replace
@@ -193,7 +193,7 @@ def test_interconnects() -> None:
             interconnect(bad)
 
 
-# --- plots --------------------------------------------------------------------------------------------------
+# --- tables -------------------------------------------------------------------------------------------------
 
 
 def test_bytes_have_binary_units() -> None:

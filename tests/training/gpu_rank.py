@@ -81,7 +81,7 @@ def kernels(step: Callable[[], object]) -> tuple[list[Span], list[Span]]:
 
 def hidden_share(world: World, overlap: frozenset[str], seed: int) -> float:
     """The share of the all-gather kernels' time in which any kernel other than NCCL's runs, with all states of a model sharded: the
-    largest of the ranks', since one that begins earlier waits for the others."""
+    smallest of the ranks' with overlap, and the largest without."""
     heads = dict(n_heads=16, n_kv_heads=16, head_dim=128)
     sizes = dict(hidden_size=2048, n_layers=6, intermediate_size=5632, vocab_size=512, max_seq_len=LENGTH, **heads)
     model = empty_model(replace(preset("tiny"), **sizes), world.device, torch.bfloat16)  # type: ignore[arg-type]

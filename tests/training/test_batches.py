@@ -15,10 +15,6 @@ from training.batches import IGNORED, GlobalBatches, order
 from training.token_file import open_tokens, write_tokens
 
 
-def targets_of(batches: GlobalBatches, step: int) -> torch.Tensor:
-    return batches.micro_batch(step, 0, batches.size).targets
-
-
 @settings(max_examples=60, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
 @given(length=st.integers(1, 9), size=st.integers(1, 6), extra=st.integers(0, 60), packed=st.booleans(), data=st.data())
 def test_an_epoch_has_no_window_twice(
