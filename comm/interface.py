@@ -1,4 +1,5 @@
-"""The communicator interface that the model uses, and the two communicators that send nothing."""
+"""The communicator interface that the model uses, its all-reduces in flight, the faults of kernels that wait for another rank, and the
+two communicators that send nothing."""
 
 from abc import ABC, abstractmethod
 from collections.abc import Callable

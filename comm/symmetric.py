@@ -1,8 +1,9 @@
-"""All-reduces by kernels over symmetric memory (`comm/workspace.py`), which is in the GPUs' memory or in host memory.
+"""Exact and quantized all-reduces over symmetric memory (`comm/workspace.py`), which is in the GPUs' memory or in host memory.
 
 A blocking all-reduce is launched on the current stream when its result is read. Its kernel then also does the residual
 addition and the norm that follow. An overlapped all-reduce is launched at once on a side stream. The two have separate
-workspaces, because they may run at the same time.
+workspaces, because they may run at the same time. One-shot, the kernel of a linear layer can send its own partial sums. Two-shot,
+copy engines can send long overlapped messages.
 """
 
 import math

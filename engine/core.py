@@ -54,7 +54,7 @@ OVERFLOW = (
 
 
 class Meter:
-    """In total, and since the last `stats`."""
+    """Counts tokens, steps and their seconds, in total and since the last `stats`."""
 
     def __init__(self, waited: float) -> None:
         """waited: the seconds for which this rank has waited for all-reduces so far."""

@@ -1,5 +1,5 @@
-"""From hidden states and logits to tokens and vectors: log-probabilities, embeddings, changes by a request's parameters, and draws with temperature, top-k, top-p and min-p,
-seeded per sequence and vectorized over the batch.
+"""From hidden states and logits to tokens and vectors: log-probabilities, embeddings, changes by a request's parameters, and draws
+with temperature, top-k, top-p and min-p, seeded per sequence and vectorized over the batch.
 
 Filters apply to the distribution after temperature: top-k, then top-p, then min-p. Parameters are fp32 values. Top-p adds
 probabilities as whole multiples of 2^-60, because the order in which a GPU adds fp32 values depends on the batch. min_p is

@@ -64,6 +64,9 @@ class WaitingQueue:
     def __len__(self) -> int:
         return sum([len(line.sequences) for level in self._levels.values() for line in level.lines.values()])
 
+    def __bool__(self) -> bool:
+        return bool(self._levels)
+
     def __iter__(self) -> Iterator[Sequence]:
         for _, level in sorted(self._levels.items()):
             for line in level.lines.values():

@@ -1,7 +1,7 @@
-"""A step's inputs at fixed addresses: tokens, positions, block tables, sampling parameters.
+"""A step's inputs at fixed addresses: tokens, positions, block tables, adapters, sampling parameters.
 
 CUDA graphs are captured with these addresses, so each step first copies its inputs there, from pinned host memory and
-without waiting for the device.
+without waiting for the device. `to_device` and `to_host` copy other values in the same way.
 
 A step can also be measured with invented inputs, the same on all ranks: random tokens of sequences that attend to random blocks of
 the cache. They store nothing in it. Padding would be a bad example: it attends to nothing, and equal rows take less power, so that

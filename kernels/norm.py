@@ -1,4 +1,4 @@
-"""RMSNorm, alone and after the residual addition (Zhang & Sennrich, arXiv:1910.07467).
+"""RMSNorm (Zhang & Sennrich, arXiv:1910.07467): alone, after the residual addition, then also as 8-bit codes, and its gradients.
 
 The functions ending in `_reference` define the arithmetic. On a GPU without autograd, one Triton kernel does it in one pass.
 """
