@@ -8,6 +8,7 @@ The file is locked while it is open.
 import hashlib
 import os
 import sqlite3
+import struct
 import time
 from collections.abc import Iterator
 from contextlib import closing, contextmanager, suppress
@@ -432,13 +433,23 @@ def _keep_log(path: Path, db: sqlite3.Connection) -> str:
 
 
 def _has_more(log: bytes, frames: int) -> bool:
-    """Whether a log has more than these frames, which SQLite has read. It reads none behind a damaged header. Behind them may be older
-    ones, which are in the file already: their salts differ."""
-    if not frames:
+    """Whether a log has more than these frames. Behind them may be older ones, which are in the file already: their salts differ."""
+    if not _has_header(log):
         return len(log) > 0
     size = FRAME_HEADER + PAGE
     behind = range(LOG_HEADER + frames * size, len(log), size)
     return any(log[16:24].startswith(log[at + 8 : at + 16]) for at in behind)
+
+
+def _has_header(log: bytes) -> bool:
+    """Whether a log begins with a whole header, which ends with a checksum. SQLite reads nothing behind another one."""
+    if len(log) < LOG_HEADER:
+        return False
+    first = second = 0
+    for a, b in struct.iter_unpack(">2I" if log[3] & 1 else "<2I", log[:24]):
+        first = (first + a + second) & 0xFFFFFFFF
+        second = (second + b + first) & 0xFFFFFFFF
+    return struct.pack(">2I", first, second) == log[24:LOG_HEADER]
 
 
 def _free_name(path: Path) -> Path:

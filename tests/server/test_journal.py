@@ -403,6 +403,7 @@ def test_a_log_that_is_damaged_is_said_and_kept(killed: tuple[bytes, bytes, dict
     """One changed byte of its header or of a frame that counts, or a cut that leaves no whole transaction."""
     data, log, rows = killed
     assert opened_with_log(tmp_path / "whole", data, log) == (rows, "")
+    assert opened_with_log(tmp_path / "begun", data, log[:32])[1] == ""
     frames = [log[at + 8 : at + 16] == log[16:24] for at in range(32, len(log), 4120)]
     last = max(i for i, new in enumerate(frames) if new)
     assert last < len(frames) - 1
