@@ -5,6 +5,7 @@ adds, and the deletion of an earlier answer takes nothing from a later one.
 """
 
 import time
+from bisect import bisect_left, insort
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field
 from itertools import accumulate, takewhile
@@ -88,6 +89,10 @@ class _Owner:
     outputs: dict[str, Items] = field(default_factory=dict)  # by the ids of their items
     bytes: int = 0
 
+    @property
+    def amounts(self) -> tuple[int, int]:
+        return len(self.records), self.bytes
+
 
 class Store:
     """clock: as time.monotonic."""
@@ -96,6 +101,8 @@ class Store:
         self._bounds, self._clock = bounds, clock
         self._owners: dict[str, _Owner] = {}
         self._ages: dict[Record, str] = {}  # owners, by all records, the oldest first
+        self._totals = [0, 0]  # of records and bytes
+        self._rankings: list[list[tuple[int, str]]] = [[], []]  # by records and by bytes: the owners, who has most last
 
     def put(self, owner: str, record: Record) -> bool:
         """Keep an answer, or replace what was kept of it. The oldest ones of who has most go. False if it is too large."""
@@ -103,14 +110,7 @@ class Store:
         if not self.fits(record):
             return False
         record.since = self._clock()
-        held = self._owners.setdefault(owner, _Owner())
-        held.records[record.id] = record
-        held.bytes += record.size
-        for items in record.items:
-            if not items.users:
-                held.bytes += len(items.data)
-                held.outputs |= dict.fromkeys(items.places, items)
-            items.users += 1
+        self._count(owner, record, 1)
         self._ages[record] = owner
         self._make_room()
         return True
@@ -128,18 +128,9 @@ class Store:
 
     def remove(self, owner: str, id: str) -> Record | None:
         held = self._owners.get(owner)
-        if held is None or (record := held.records.pop(id, None)) is None:
-            return None
-        held.bytes -= record.size
-        for items in record.items:
-            items.users -= 1
-            if not items.users:
-                held.bytes -= len(items.data)
-                for one in items.places:
-                    held.outputs.pop(one, None)
-        if not held.records:
-            del self._owners[owner]
-        del self._ages[record]
+        if record := held.records.get(id) if held else None:
+            self._count(owner, record, -1)
+            del self._ages[record]
         return record
 
     def running(self, owner: str) -> int:
@@ -158,24 +149,41 @@ class Store:
         total = sum(size for _, size in running) + record.whole
         return own * LARGEST_SHARE <= self._bounds.bytes and total * RUNNING_SHARE <= self._bounds.bytes
 
-    def _make_room(self) -> None:
-        self._expire()
-        bounds = self._bounds
-        for most, amount in ((bounds.answers, lambda held: len(held.records)), (bounds.bytes, lambda held: held.bytes)):
-            while sum(map(amount, self._owners.values())) > most and self._drop(amount):
-                pass
+    def _count(self, owner: str, record: Record, sign: int) -> None:
+        """Add a record to what its owner has (1), or take it away (-1)."""
+        held = self._owners.pop(owner, _Owner())
+        for i, amount in enumerate(held.amounts if held.records else ()):
+            self._totals[i] -= amount
+            del self._rankings[i][bisect_left(self._rankings[i], (amount, owner))]
+        held.bytes += sign * record.size
+        for items in record.items:
+            if items.users == (sign < 0):  # the first one that has them comes, or the last one goes
+                held.bytes += sign * len(items.data)
+                for id in items.places:
+                    held.outputs.pop(id, None)
+                if sign > 0:
+                    held.outputs |= dict.fromkeys(items.places, items)
+            items.users += sign
+        if sign > 0:
+            held.records[record.id] = record
+        else:
+            del held.records[record.id]
+        if held.records:
+            self._owners[owner] = held
+        for i, amount in enumerate(held.amounts if held.records else ()):
+            self._totals[i] += amount
+            insort(self._rankings[i], (amount, owner))
 
-    def _drop(self, amount: Callable[[_Owner], int]) -> bool:
-        """Remove the oldest finished answer of the owner who has most. False if nothing is finished."""
-        oldest = dict[str, Record]()
-        for owner, held in self._owners.items():
-            if record := next((one for one in held.records.values() if one.running is None), None):
-                oldest[owner] = record
-        if not oldest:
-            return False
-        most = max(oldest, key=lambda owner: (amount(self._owners[owner]), owner))
-        self.remove(most, oldest[most].id)
-        return True
+    def _make_room(self) -> None:
+        """Drop the oldest finished answer of the owner who has most, as often as necessary and possible."""
+        self._expire()
+        for i, most in enumerate((self._bounds.answers, self._bounds.bytes)):
+            while self._totals[i] > most and (victim := self._victim(i)):
+                self.remove(*victim)
+
+    def _victim(self, i: int) -> tuple[str, str] | None:
+        ranked = ((owner, one) for _, owner in reversed(self._rankings[i]) for one in self._owners[owner].records.values())
+        return next(((owner, one.id) for owner, one in ranked if one.running is None), None)
 
     def _expire(self) -> None:
         oldest = self._clock() - self._bounds.seconds
