@@ -198,6 +198,11 @@ class Body(Checked):
         """Paths of unknown fields in the body, as `shown_names` shows them."""
         return self._ignored
 
+    @property
+    def places(self) -> int:
+        """How many places of the queue must be free for the request."""
+        return 1
+
     @model_validator(mode="before")
     @classmethod
     def _refuse_unsupported(cls, data: Any) -> Any:

@@ -16,7 +16,7 @@ from server.logs import log
 from server.openapi import generating
 from server.prompts import LONG_TEXT, SLOW_TEXT, prompt_texts, text_prompts
 from server.replies import CompletionChunk, CompletionReply
-from server.schemas import CompletionBody
+from server.schemas import CompletionBody, listed
 from server.service import Service
 
 DEFAULT_MAX_TOKENS = 16
@@ -118,7 +118,7 @@ async def read_prompts(service: Service, body: CompletionBody, size: int) -> lis
     """
     max_tokens = DEFAULT_MAX_TOKENS if body.max_tokens is None else body.max_tokens
     limits = TokenBounds.of_request(service.max_model_len, body.truncate_prompt_tokens, max_tokens)
-    prompts = await encode_prompts(service, as_list(body.prompt), body.add_special_tokens is not False, limits, "prompt")
+    prompts = await encode_prompts(service, listed(body.prompt), body.add_special_tokens is not False, limits, "prompt")
     if body.echo:
         await _add_texts(service, prompts, body.skip_special_tokens is not False)
     return prompts
@@ -166,10 +166,3 @@ async def _add_texts(service: Service, prompts: list[Prompt], skip_special: bool
         texts = [service.tokenizer.decode(one, skip_special) for one in ids]
     for prompt, text in zip(unknown, texts, strict=True):
         prompt.text = text
-
-
-def as_list(prompt: Any) -> list[str | list[int]]:
-    """Convert a prompt in any of its four forms to a list. Each item is a text or a list of token ids."""
-    if isinstance(prompt, str) or (prompt and isinstance(prompt[0], int)):
-        return [prompt]
-    return list(prompt)

@@ -21,7 +21,7 @@ from starlette.responses import Response
 from engine.protocol import SamplingParams, Submit, Turn
 from server import replies
 from server.bounds import TokenBounds, check_prompts
-from server.completions import as_list, encode_prompts
+from server.completions import encode_prompts
 from server.endpoint import begin
 from server.errors import ApiError, bad
 from server.generation import timed_out
@@ -57,7 +57,7 @@ async def embed(service: Service, request: Request, body: EmbeddingBody) -> Resp
     width = service.hidden_size
     if (body.dimensions or 0) > width:
         raise bad("dimensions", f"is {body.dimensions}, but the model's embeddings have {width} numbers")
-    work = _embeddings(service, request, body, turn, {"input": as_list(body.input)})
+    work = _embeddings(service, request, body, turn, {"input": listed(body.input)})
     vectors, tokens = await unless_gone(request.receive, work)
     usage = {"prompt_tokens": tokens, "total_tokens": tokens}
     normalize = service.embedder.normalize if body.normalize is None else body.normalize

@@ -32,6 +32,7 @@ from server.http import DONE, EventStream, JsonResponse, error_event, to_json, u
 from server.journal import Promise
 from server.limits import Client, owner, sender
 from server.logprobs import by_id_layout, chat_layout
+from server.responses.schemas import ResponsesBody
 from server.schemas import MAX_USER, GenerationBody, PoolingBody
 from server.service import Service
 
@@ -88,7 +89,7 @@ async def accept(
     return generation
 
 
-def begin(service: Service, request: Request, body: GenerationBody | PoolingBody) -> Turn:
+def begin(service: Service, request: Request, body: GenerationBody | PoolingBody | ResponsesBody) -> Turn:
     """Log the user, and check what does not depend on the prompts. Returns the place of its sequences in the order in which they
     start. Raises ApiError: with a full queue before the server works on the prompts; `generation.run` takes the places."""
     if body.user:
@@ -98,7 +99,7 @@ def begin(service: Service, request: Request, body: GenerationBody | PoolingBody
         raise bad("priority", "this server treats all requests alike; leave it out, or start the server with --allow-priority")
     service.check_ready()
     client = sender(request.scope) if service.settings.fairness == "clients" else Client("")
-    service.admission.check(client.name, getattr(body, "choices", 1), service.client.active)
+    service.admission.check(client.name, body.places, service.client.active)
     return Turn(client.name, client.weight, body.priority or 0)
 
 

@@ -211,6 +211,10 @@ class GenerationBody(FormatBody, SamplingBody):
         return self.n or 1
 
     @property
+    def places(self) -> int:
+        return self.choices
+
+    @property
     def stops(self) -> list[str]:
         return [self.stop] if isinstance(self.stop, str) else self.stop or []
 
@@ -253,6 +257,10 @@ class CompletionBody(GenerationBody):
     @property
     def choices(self) -> int:
         return max(self.best_of or 1, self.n or 1)
+
+    @property
+    def places(self) -> int:
+        return len(listed(self.prompt)) * self.choices
 
     @model_validator(mode="after")
     def _check_completion(self) -> "CompletionBody":
@@ -559,5 +567,6 @@ class ScoreBody(PoolingBody):
         return self
 
 
-def listed(texts: Any) -> list[str]:
-    return [texts] if isinstance(texts, str) else texts
+def listed(prompt: Any) -> list[Any]:
+    """A prompt in any of its four forms as a list of texts, or of lists of token ids."""
+    return [prompt] if isinstance(prompt, str) or isinstance(prompt[0], int) else prompt

@@ -7,7 +7,7 @@ from fastapi import FastAPI, Query, Request
 from starlette.responses import Response
 
 from server.chat import conversation
-from server.endpoint import accept, check_names, respond
+from server.endpoint import accept, begin, check_names, respond
 from server.errors import ApiError, bad, internal_error
 from server.generation import Prompt
 from server.http import JsonResponse, to_json, unless_gone
@@ -156,7 +156,7 @@ class Responses:
         return record
 
     async def create(self, body: ResponsesBody, request: Request) -> Response:
-        check_names(self.service, request, body)  # here, as `renamed` would take an unknown field for one of the chat's
+        begin(self.service, request, body)  # here, as `renamed` would take an unknown field for one of the chat's
         earlier = self._earlier(request, body)
         chat, items, repeated = await self._converted(request, body, earlier)
         kept = Record("", b"", [*earlier, Items(items)], background=bool(body.background))

@@ -20,6 +20,7 @@ from server.errors import ApiError
 from server.generation import Plan, Prompt, Run, Usage
 from server.http import error_response
 from server.limits import LONGEST_RETRY, RATE_SECONDS, Admission, digest, read_keys, sender
+from server.responses import routes
 from tests.support.server_thread import CHAT, TOKENIZER, Site, wait_for
 
 
@@ -82,12 +83,14 @@ def test_one_client_leaves_places_for_others(make_site: Callable[..., Site], mon
         stack.callback(setattr, site.engine, "hold", False)
         wait_for(lambda: site.server.client.active == 16)
         workers = site.server.service.workers
-        prepared = workers.run
-        monkeypatch.setattr(workers, "run", None)  # nothing is prepared for a request that is refused
-        for n, status in ((1, 429), (17, 400)):  # it may have 2 + 14
-            for path, given in (("completions", {"prompt": "x" * 9999}), ("chat/completions", CHAT)):
-                assert site.http.post(f"/v1/{path}", json={**given, "n": n}).status_code == status
-        monkeypatch.setattr(workers, "run", prepared)
+        with monkeypatch.context() as patch:  # nothing is prepared for a request that is refused
+            patch.setattr(workers, "run", None)
+            patch.setattr(routes, "convert", None)
+            site.refused("/v1/responses", {"input": "x"}, 429)
+            site.refused("/v1/completions", {"prompt": ["x" * 4999, "x"], "n": 9})  # it may have 2 + 14
+            for n, status in ((1, 429), (17, 400)):
+                for path, given in (("completions", {"prompt": "x" * 9999}), ("chat/completions", CHAT)):
+                    site.refused(f"/v1/{path}", {**given, "n": n}, status)
         for n, status in ((3, 429), (2, 200)):
             other = threading.Thread(target=lambda: setattr(site.engine, "hold", False))
             if status == 200:
