@@ -285,20 +285,27 @@ class Asked:
 
     def __init__(self, url: str, body: dict[str, Any], headers: dict[str, str] | None = None) -> None:
         self.status, self.text, self.begun, self.ended = 0, "", threading.Event(), 0.0
+        self.failure: Exception | None = None
         self._thread = threading.Thread(target=self._run, args=(url, body, headers), daemon=True)
         self._thread.start()
 
     def _run(self, url: str, body: dict[str, Any], headers: dict[str, str] | None) -> None:
-        with httpx.stream("POST", url, json=body, headers=headers, timeout=300) as reply:
-            self.status = reply.status_code
-            for part in reply.iter_text():
-                self.text += part
-                self.begun.set()
+        try:
+            with httpx.stream("POST", url, json=body, headers=headers, timeout=300) as reply:
+                self.status = reply.status_code
+                for part in reply.iter_text():
+                    self.text += part
+                    self.begun.set()
+        except Exception as e:
+            self.failure = e
         self.ended = time.monotonic()
 
     def join(self) -> "Asked":
+        """Wait for the end. Raises what the thread has raised."""
         self._thread.join(300)
         assert self.ended, f"it has not come to its end: {self.text}"
+        if self.failure:
+            raise self.failure
         return self
 
     def json(self) -> Any:
