@@ -154,13 +154,7 @@ ServerInfo = answer(
 )
 ModelInfo = answer(
     "ModelInfo",
-    {
-        "model_path": str,
-        "tokenizer_path": str,
-        "is_generation": bool,
-        "model_type": str | None,
-        "architectures": ([str], None),
-    },
+    {"model_path": str, "tokenizer_path": str, "is_generation": bool, "model_type": str | None, "architectures": ([str], None)},
     "The fields of SGLang's answer that its router reads. null: the checkpoint's config.json does not say.",
 )
 
@@ -186,31 +180,15 @@ OF_PROMPT: Shape = {"prompt_logprobs": May([(dict[str, Any], None)]), "prompt_to
 FinishReason = Literal["stop", "length", "tool_calls"]
 TopLogprob: Shape = {"token": str, "logprob": float, "bytes": ([int], None)}
 TokenLogprob = answer("ChatTokenLogprob", {**TopLogprob, "top_logprobs": [TopLogprob]})
-CHOICE: Shape = {"index": int, "logprobs": ({"content": [TokenLogprob], "refusal": None}, None), **OF_TOKENS}
+ChatLogprobs = answer("ChatLogprobs", {"content": [TokenLogprob], "refusal": None})
+CHOICE: Shape = {"index": int, "logprobs": (ChatLogprobs, None), **OF_TOKENS}
 
-COMPLETION: Shape = {
-    **HEAD,
-    "object": Literal["text_completion"],
-    "choices": [
-        {
-            "index": int,
-            "text": str,
-            "logprobs": (
-                {
-                    "tokens": [str],
-                    "token_logprobs": [float | None],
-                    "top_logprobs": [(dict[str, float], None)],
-                    "text_offset": [int],
-                },
-                None,
-            ),
-            "finish_reason": FinishReason | None,
-            **OF_TOKENS,
-            **OF_PROMPT,
-        }
-    ],
-    "usage": May(Usage),
-}
+LOGPROBS = {"tokens": [str], "token_logprobs": [float | None], "top_logprobs": [(dict[str, float], None)], "text_offset": [int]}
+CompletionChoice = answer(
+    "CompletionChoice",
+    {"index": int, "text": str, "logprobs": (LOGPROBS, None), "finish_reason": FinishReason | None, **OF_TOKENS, **OF_PROMPT},
+)
+COMPLETION: Shape = {**HEAD, "object": Literal["text_completion"], "choices": [CompletionChoice], "usage": May(Usage)}
 CompletionReply = answer("CompletionReply", COMPLETION)
 CompletionChunk = answer(
     "CompletionChunk", COMPLETION, "An event of a stream. Only the last chunk of a choice has a finish_reason."
@@ -244,14 +222,7 @@ AnswerDelta = answer(
         "reasoning_content": May(str),
         "content": May(str),
         "tool_calls": May(
-            [
-                {
-                    "index": int,
-                    "id": May(str),
-                    "type": May(Literal["function"]),
-                    "function": {"name": May(str), "arguments": str},
-                }
-            ]
+            [{"index": int, "id": May(str), "type": May(Literal["function"]), "function": {"name": May(str), "arguments": str}}]
         ),
     },
     "The new part of a message, the role first. The first chunk of a call has its id, type and name. The next ones of the same "
@@ -396,8 +367,7 @@ Tools = (
         },
     ),
     answer(
-        "ResponseCustomTool",
-        {"type": Literal["custom"], "name": str, "description": May(str), "format": May(dict[str, Any])},
+        "ResponseCustomTool", {"type": Literal["custom"], "name": str, "description": May(str), "format": May(dict[str, Any])}
     ),
 )
 Namespace = answer("ResponseNamespace", {"type": Literal["namespace"], "name": str, "description": str, "tools": [Tools]})
