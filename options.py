@@ -1,4 +1,4 @@
-"""Options that several programs share, as dataclasses whose fields are also command-line flags. Needs no torch."""
+"""Options that several programs share, as dataclasses whose fields are also command-line flags."""
 
 import argparse
 import math

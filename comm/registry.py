@@ -1,7 +1,7 @@
 """The communicators by name: where each runs, how it is built, and what `--help` says about it.
 
-A name is checked before the process group exists, and the communicator is built afterwards. Triton is imported only on GPUs, by
-`comm/build.py`.
+A name is checked before the process group exists, and the communicator is built afterwards: that of GPUs by `comm/build.py`, which
+requires Triton.
 """
 
 from collections.abc import Sequence

@@ -7,7 +7,7 @@ The frontend turns text into ids and ids into text; the engine has ids only. Mes
     engine -> frontend   Starting, Ready, Outputs, Refused, AdapterDone, Stats, Fatal
 
 Both sides may end and start again. The engine drops what it gets before its Ready, and the frontend sends unfinished requests
-again after a Ready (server/recovery.py).
+again after a Ready (server/recovery.py). `check_types` refuses values of a wrong type where they are given.
 """
 
 import copy

@@ -22,7 +22,7 @@ def main() -> None:
         settings = load_settings(sys.argv[1:])
         check_port(settings.host, settings.port)
         check_journal(settings.journal, settings.journal_bounds)
-        from server.supervisor import run_server  # imported here, because wrong flags need not wait for torch
+        from server.supervisor import run_server  # imported here, because ranks do not need torch's agent
 
         leave(run_server(settings, sys.argv[1:]))
     from server.launch import main as serve

@@ -1,4 +1,4 @@
-"""What all request bodies share. Every field is used, accepted without effect, or refused. Unknown fields are removed and reported.
+"""What request bodies share. Every field is used, accepted without effect, or refused. Unknown fields are removed and reported.
 
 A field of a body's class is used, unless it is made by `without_effect`. `REFUSED` lists what is refused, each with what to use
 instead; its neutral values, which change nothing, are accepted. In every field `null` means "not given".

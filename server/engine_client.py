@@ -1,4 +1,4 @@
-"""The frontend's side of the protocol: send requests to the engine, and queue the tokens that come back for each request.
+"""The frontend's side of the protocol: send requests and adapters to the engine, and queue the tokens that come back.
 
 One task reads the socket and never waits for clients, so that a slow reader delays neither other requests nor the engine.
 """

@@ -1,6 +1,6 @@
 """The frontend process: start it, forward signals to it, and end it with the process that started it.
 
-Imports nothing heavy: the new process imports this module, and must answer /health while the model is still loading.
+Imports no model: the new process imports this module, and must answer /health while the model is still loading.
 """
 
 import multiprocessing

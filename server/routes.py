@@ -1,4 +1,4 @@
-"""The routes that are no API of their own: kept results; the tokenizer; models and adapters; the state.
+"""The routes that are no API of their own: kept results; the tokenizer; models and adapters; the state; what routers read.
 
 An API with a folder or a file of its own has its routes there: `messages/`, `responses/`, `chat.py`, `completions.py`, `embeddings.py`.
 """

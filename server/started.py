@@ -1,6 +1,6 @@
 """What the processes of a server know of each other: exit codes, the addresses of their sockets, and the ranks that were ready.
 
-Imports nothing heavy, like `server/process.py`.
+Imports nothing heavy.
 """
 
 import os

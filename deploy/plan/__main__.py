@@ -69,7 +69,7 @@ def parse_args(argv: Sequence[str] | None = None) -> argparse.Namespace:
 
 
 def _check(args: argparse.Namespace) -> None:
-    """Check what needs no torch, and fill in defaults. Raises UserError."""
+    """Check the flags, and fill in defaults. Raises UserError."""
     config = named_config(args.model)
     if args.prompt + args.answer > config.max_seq_len:
         raise UserError(
@@ -155,7 +155,7 @@ def _none(args: argparse.Namespace, plans: Sequence[dict[str, Any]]) -> UserErro
 
 def main() -> None:
     args = parse_args()
-    from deploy.plan.choice import candidates  # imported here: wrong flags need not wait for torch
+    from deploy.plan.choice import candidates  # imported here: wrong flags need not wait for the engine
 
     plans = candidates(args)
     if not plans[0]["requests_per_second"]:
