@@ -86,11 +86,11 @@ def share(world: World, events: list[bytes]) -> list[bytes]:
 
 
 def serve(
-    engine: Engine, world: World, link: FrontendLink | None, ready: Ready, alive: Callable[[], bool] = lambda: True
+    engine: Engine, world: World, link: FrontendLink | None, ready: Ready, alive: Callable[[], bool] | None = None
 ) -> None:
     """Run until the frontend sends Shutdown or has ended. Collective.
 
-    link: only on rank 0; it stays open. alive: whether the frontend is running; called on rank 0.
+    link: only on rank 0; it stays open. alive: whether the frontend is running; None: a launcher watches it.
     """
     send: Callable[[FromEngine], None] = link.send if link else lambda _: None
     gc.collect()  # `freeze` would keep existing garbage and its memory
@@ -104,7 +104,7 @@ def serve(
         if link:
             time.sleep(engine.pace.pause())
             events += link.receive(timeout)
-            if not alive():
+            if alive and not alive():
                 events.append(encode(Shutdown()))
         if not apply(engine, share(world, events), send, ready):
             return

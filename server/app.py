@@ -38,13 +38,7 @@ JSON_TYPE = re.compile(r"application/([^/]+\+)?json")
 def create_app(settings: Settings, client: EngineClient, tokenizer: Tokenizer) -> FastAPI:
     service = Service(read_chat_template(settings, tokenizer), client, tokenizer)
     warn_of_unknown_calls(service)
-    app = FastAPI(
-        title="Rung",
-        version=VERSION,
-        docs_url=None,
-        redoc_url=None,
-        summary="An OpenAI-compatible server",
-    )
+    app = FastAPI(title="Rung", version=VERSION, docs_url=None, redoc_url=None, summary="An OpenAI-compatible server")
     app.state.service = service
     app.router.route_class = BoundedRoute
     _add_error_handlers(app)

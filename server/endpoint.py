@@ -10,8 +10,8 @@ import os
 import time
 import uuid
 from abc import ABC, abstractmethod
-from collections.abc import AsyncGenerator, Callable, Coroutine, Sequence
-from contextlib import nullcontext
+from collections.abc import AsyncGenerator, AsyncIterator, Callable, Coroutine, Sequence
+from contextlib import asynccontextmanager, nullcontext
 from functools import cached_property
 from typing import Any, ClassVar, Protocol, TypeVar
 
@@ -27,7 +27,7 @@ from server.calls.choice import PartReader, grammar_for, kept_special_ids, name_
 from server.calls.parser import PartList
 from server.constrain.grammars import Compiled
 from server.errors import ApiError, bad
-from server.generation import Plan, Prompt, Usage, make_params, run
+from server.generation import Plan, Prompt, Run, Usage, make_params, run
 from server.http import DONE, EventStream, JsonResponse, error_event, to_json, unless_gone
 from server.journal import Promise
 from server.limits import Client, owner, sender
@@ -207,12 +207,7 @@ class GenerationRequest(ABC):
     async def answer(self, log_fields: dict[str, Any]) -> bytes:
         """Run the request and return its whole answer, as JSON."""
         self._check_whole()
-        with (
-            run(self.service, self.plan, self.usage, log_fields) as running,
-            self.promise.given() if self.promise else nullcontext(),
-        ):
-            if self.promise:
-                await self.promise.written()
+        async with self._running(log_fields) as running:
             while running.unfinished:
                 for delta in await running.next():
                     self.collect(delta)
@@ -229,13 +224,7 @@ class GenerationRequest(ABC):
         begun = False
         if self.promise or self.streams_whole:
             self._check_whole()
-        with (
-            run(self.service, self.plan, self.usage, log_fields) as running,
-            self.promise.given() if self.promise else nullcontext(),
-        ):
-            running.count_unread(self.count_unread)
-            if self.promise:
-                await self.promise.written()
+        async with self._running(log_fields) as running:
             while running.unfinished:
                 events: list[bytes] = []
                 failure: Exception | None = None
@@ -257,6 +246,16 @@ class GenerationRequest(ABC):
                 self._finish()
         if data := writer.last():
             yield data
+
+    @asynccontextmanager
+    async def _running(self, log_fields: dict[str, Any]) -> AsyncIterator[Run]:
+        """Run the request, with a journal once it is written there."""
+        with run(self.service, self.plan, self.usage, log_fields) as running:
+            running.count_unread(self.count_unread)
+            with self.promise.given() if self.promise else nullcontext():
+                if self.promise:
+                    await self.promise.written()
+                yield running
 
     def _check_whole(self) -> None:
         """Raises a 400 if the whole answer may become too long to be kept."""

@@ -1,4 +1,4 @@
-"""The frontend process: uvicorn, signals, draining, and the exit when the ranks have ended for good.
+"""The frontend process: uvicorn, signals, draining, the banner, and the exit when the ranks have ended for good.
 
 Addresses are `ipc://` paths. The receiving side binds: this process binds `from_engine`, and the engine connects to it. The
 process that started this one connects to it, too, to send Fatal (process.py).
@@ -210,7 +210,7 @@ def run_frontend(
 
 
 async def count(beats: Any) -> None:
-    while beats is not None:
+    while True:
         beats.value += 1
         await asyncio.sleep(TICK / 2)
 
@@ -220,7 +220,7 @@ async def serve_and_leave(server: FrontendServer, beats: Any) -> NoReturn:
 
     The normal end of the event loop would join its thread pool, where a thread may be busy for a long time.
     """
-    code, beating = FAILED, asyncio.create_task(count(beats))
+    code, _beating = FAILED, None if beats is None else asyncio.create_task(count(beats))
     try:
         await server.serve()
         code = server.exit_code if server.started else FAILED
@@ -229,7 +229,6 @@ async def serve_and_leave(server: FrontendServer, beats: Any) -> NoReturn:
     except Exception:
         log.exception("the frontend failed")
     finally:
-        beating.cancel()
         sys.stdout.flush()
         sys.stderr.flush()
         os._exit(code)

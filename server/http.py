@@ -182,10 +182,7 @@ class EventStream(Response):
     """
 
     def __init__(
-        self,
-        events: AsyncGenerator[bytes, None],
-        write_error: Callable[[ApiError], bytes] = error_event,
-        end: bytes = DONE,
+        self, events: AsyncGenerator[bytes, None], write_error: Callable[[ApiError], bytes] = error_event, end: bytes = DONE
     ) -> None:
         self.events, self.write_error, self.end = events, write_error, end
         super().__init__(headers={"cache-control": "no-cache", "x-accel-buffering": "no"}, media_type="text/event-stream")

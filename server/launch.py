@@ -37,13 +37,7 @@ from server.logs import log
 from server.process import Frontend, describe_end, tell
 from server.settings import BatchOptions, LoraOptions, Settings, load_settings
 from server.started import FAILED, FRONTEND, addresses, note_start
-from server.torchrun import (
-    TorchrunFrontend,
-    all_ranks_run,
-    is_first_start,
-    leave_after_wrong_input,
-    restarting_agent_pid,
-)
+from server.torchrun import TorchrunFrontend, all_ranks_run, is_first_start, leave_after_wrong_input, restarting_agent_pid
 from text.tokenizer import Tokenizer, check_fits
 from text.tokenizer_files import tokenizer_of
 from tp import World, agree_on_error, init_world, stream_shards
@@ -200,12 +194,6 @@ def process_age() -> float:
     return max(0.0, time.clock_gettime(time.CLOCK_BOOTTIME) - ticks / os.sysconf("SC_CLK_TCK"))
 
 
-def configure_logs(settings: Settings) -> None:
-    """Configure the logs of rank 0 and log that its imports are complete."""
-    logs.configure(settings.log_format, settings.log_level)
-    reached(f"import, {process_age():.3f} s after the process began")
-
-
 def warn_of_torchrun(settings: Settings, environ: Mapping[str, str]) -> None:
     """If torchrun started this rank, warn of its differences from our own launcher."""
     if "TORCHELASTIC_RUN_ID" not in environ or LAUNCHER in environ:
@@ -233,7 +221,8 @@ def check_settings(settings: Settings, launched: bool, agent: int | None) -> Job
     """Raises UserError for what is wrong without the other ranks. launched: a launcher has started the frontend. agent: see
     `restarting_agent_pid`."""
     if rank() == 0:
-        configure_logs(settings)
+        logs.configure(settings.log_format, settings.log_level)
+        reached(f"import, {process_age():.3f} s after the process began")
         if agent is not None and not is_first_start(os.environ):
             leave_after_wrong_input(agent)
         elif not launched:  # else it was said, and a frontend has the port and the journal
@@ -287,8 +276,7 @@ def run_engine(
         ready = describe(job.settings, engine, job.config, world, dtype)
         if link and folder:
             ready = msgspec.structs.replace(ready, longest_start=note_start(Path(folder), process_age()))
-        watched = [frontend.is_alive] if frontend else []  # else a launcher watches the frontend
-        serve(engine, world, link, ready, *watched)
+        serve(engine, world, link, ready, frontend.is_alive if frontend else None)
     except BaseException as e:
         await_cause(e)
         if agent:

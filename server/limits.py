@@ -300,7 +300,10 @@ class Admission:
         def leave() -> None:
             nonlocal holding
             holding -= 1
-            self._leave(client)
+            self._held[client] -= 1
+            if not self._held[client]:
+                del self._held[client]
+            self._freed.append((self._clock(), client))
 
         try:
             yield leave
@@ -322,12 +325,6 @@ class Admission:
         freed = sum(at >= since and client in (None, name) for at, name in self._freed)
         seconds = min(max(1.0, missing * (now - since) / max(freed, 1)), LONGEST_RETRY / 2)
         return math.ceil(seconds * random.uniform(1, 2))
-
-    def _leave(self, client: str) -> None:
-        self._held[client] -= 1
-        if not self._held[client]:
-            del self._held[client]
-        self._freed.append((self._clock(), client))
 
 
 # --- unread answers --------------------------------------------------------------------------------------------------

@@ -137,12 +137,7 @@ class RequestSpans:
             self._add("frontend", self._started, now, {})
 
     def on_sequence(
-        self,
-        started: float,
-        queue_seconds: float | None,
-        first: float | None,
-        end: float,
-        attributes: dict[str, Any],
+        self, started: float, queue_seconds: float | None, first: float | None, end: float, attributes: dict[str, Any]
     ) -> None:
         """A sequence has ended. `queue_seconds`: from its arrival in the engine to its first step; None if it had none.
         `first`: when its first token came, None if none did."""

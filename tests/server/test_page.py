@@ -18,14 +18,7 @@ import pytest
 
 from scripts.corpus.train_tiny import EXAMPLES
 from server.replies import Health
-from tests.support.page_stub import (
-    KEY,
-    STATS,
-    STORY,
-    STORY_TOKENS,
-    StubServer,
-    is_drafted,
-)
+from tests.support.page_stub import KEY, STATS, STORY, STORY_TOKENS, StubServer, is_drafted
 
 webdriver = pytest.importorskip("selenium.webdriver", reason="the page is tested with selenium (PyPI), which is not installed")
 from selenium.webdriver.common.action_chains import ActionChains  # noqa: E402
@@ -203,12 +196,7 @@ def test_chat_streams_with_probabilities(page: Page) -> None:
     page.wait(lambda: len(page.stub.requests) == 2)
     page.idle()
     roles = [(m["role"], m["content"]) for m in page.stub.requests[1][1]["messages"]]
-    assert roles == [
-        ("system", "You tell stories."),
-        ("user", "Tell me a story"),
-        ("assistant", STORY),
-        ("user", "Another"),
-    ]
+    assert roles == [("system", "You tell stories."), ("user", "Tell me a story"), ("assistant", STORY), ("user", "Another")]
     page.id("again").click()
     page.wait(lambda: len(page.stub.requests) == 3)
     page.idle()
@@ -423,7 +411,7 @@ def test_dashboard(page: Page) -> None:
         *("Between tokens", "6.20 ms", "p95 –", "Step", "5.71 ms", "Prefix cache hits", "62%", "Preemptions", "7"),
     ]
     assert page.id("drafts").text.split("\n") == [
-        *("Accepted of a draft: ngram", "–", "0 of 0 tokens", "Accepted of a draft: head", "3.09", "1,236 of 1,600 tokens"),
+        *("Accepted of a draft: ngram", "–", "0 of 0 tokens", "Accepted of a draft: head", "3.09", "1,236 of 1,600 tokens")
     ]
     charts = [c.get_attribute("aria-label") for c in page.all("#charts svg")]
     assert len(charts) == 6
