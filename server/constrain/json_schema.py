@@ -464,20 +464,16 @@ class _Document:
     # ---------------------------------------------------------------------------------------------------- exclusive branches
 
     def _exclusive(self, branches: list[Any]) -> bool:
-        """Whether types and constants prove for llguidance that no value fits two of `branches`."""
-        return not self.rewriter.refuses({"oneOf": [self._told(one) for one in branches]})
-
-    def _told(self, schema: Any, of_property: bool = False) -> Any:
-        """What tells a branch from others, without references: its types and constants, and those of the properties that must exist."""
-        schema = self._followed(schema)
-        if not isinstance(schema, dict):
-            return schema
-        told = {key: schema[key] for key in ("type", "const", "enum") if key in schema}
-        listed, required = schema.get("properties"), schema.get("required")
-        if isinstance(listed, dict) and isinstance(required, list) and not of_property:
-            tags = {name: self._told(value, True) for name, value in listed.items() if name in required}
-            told |= {"properties": tags, "required": [*tags]}
-        return told
+        """Whether types and constants prove that no value fits two of `branches`."""
+        schemas = [self._followed(one) for one in branches]
+        if not all(isinstance(one, dict) for one in schemas):
+            return False
+        if _disjoint([_types(one) for one in schemas]) or _disjoint([_constants(one) for one in schemas]):
+            return True
+        if any(_types(one) != {"object"} for one in schemas):
+            return False
+        tags = [{name: _constants(self._followed(value)) for name, value in _required(one).items()} for one in schemas]
+        return any(_disjoint([one.get(name) for one in tags]) for name in tags[0])
 
     def _followed(self, schema: Any) -> Any:
         for _ in range(10):
@@ -551,10 +547,38 @@ def _numbers(value: Any) -> Iterator[int | float]:
         yield value
 
 
-def _types(schema: dict[str, Any]) -> set[str] | None:
+def _disjoint(sets: list[set[Any] | None]) -> bool:
+    """Whether no two sets share an element. None stands for the set of all values."""
+    known = [one for one in sets if one is not None]
+    return len(known) == len(sets) and len(set[Any]().union(*known)) == sum(map(len, known))
+
+
+def _types(schema: dict[str, Any]) -> set[Any] | None:
     given = schema.get("type")
     types = {one for one in (given if isinstance(given, list) else [given]) if isinstance(one, str)}
     return (types | {"integer"} if "number" in types else types) or None
+
+
+def _constants(schema: Any) -> set[Any] | None:
+    if not isinstance(schema, dict):
+        return None
+    values = [schema["const"]] if "const" in schema else schema.get("enum")
+    return {_hashable(one) for one in values} if isinstance(values, list) else None
+
+
+def _hashable(value: Any) -> Any:
+    """Equal for equal JSON values only: 1 equals 1.0, but not true."""
+    if isinstance(value, dict):
+        return frozenset((name, _hashable(one)) for name, one in value.items())
+    return tuple(map(_hashable, value)) if isinstance(value, list) else (isinstance(value, bool), value)
+
+
+def _required(schema: dict[str, Any]) -> dict[str, Any]:
+    """The schemas of the properties that must exist."""
+    listed, required = schema.get("properties"), schema.get("required")
+    if not isinstance(listed, dict) or not isinstance(required, list):
+        return {}
+    return {name: value for name, value in listed.items() if name in required}
 
 
 def _escape(name: str) -> str:
