@@ -72,7 +72,7 @@ def with_gpus(parsed: argparse.Namespace) -> argparse.Namespace:
 
 
 def steps_that(tmp_path: Path, *codes: str) -> list[Step]:
-    return [Step(f"step {i}", 1, (sys.executable, "-c", code), tmp_path / f"{i}.txt") for i, code in enumerate(codes)]
+    return [Step(f"step {i}", 30, (sys.executable, "-c", code), tmp_path / f"{i}.txt") for i, code in enumerate(codes)]
 
 
 def run_main(monkeypatch: pytest.MonkeyPatch, found: list[Step], *argv: object) -> None:
@@ -100,7 +100,7 @@ def test_a_step_with_other_flags_is_neither_left_out_nor_mixed_with_what_it_was(
     out = "import sys; open(sys.argv[1], 'a').write(sys.argv[2])"
 
     def step(folder: Path, ranks: str) -> Step:
-        return Step("load", 1, (sys.executable, "-c", out, str(folder / "load.txt"), ranks, str(folder)))
+        return Step("load", 30, (sys.executable, "-c", out, str(folder / "load.txt"), ranks, str(folder)))
 
     run_main(monkeypatch, [step(raw, "4")], "--raw", raw)
     raw.rename(moved)
