@@ -456,12 +456,7 @@ def test_only_a_lost_connection_of_ranks_is_no_bug(message: str, ranks: str, mon
 @pytest.mark.parametrize(("ending", "code"), [("reader leaves", 0), ("Ctrl-C", cli.INTERRUPTED)])
 def test_a_reader_who_leaves_and_ctrl_c_are_no_errors(ending: str, code: int) -> None:
     process = quick_start.Popen(
-        command(LONG),
-        cwd=ROOT,
-        env=environment(),
-        stdout=subprocess.PIPE,
-        stderr=subprocess.PIPE,
-        start_new_session=True,
+        command(LONG), cwd=ROOT, env=environment(), stdout=subprocess.PIPE, stderr=subprocess.PIPE, start_new_session=True
     )
     try:
         assert process.stdout and process.stderr

@@ -237,12 +237,9 @@ def test_a_template_without_calls_gets_them_as_text() -> None:
     assert text == '<user>Hi!\n<assistant>Look\n{"name": "f", "arguments": {"x": 1}}!\n'
 
 
-def test_a_message_that_is_parted_has_its_reasoning_once() -> None:
+def test_a_message_that_is_parted_has_its_reasoning_once_and_can_be_continued() -> None:
     text = written(APART, calling("Look", reasoning_content="Think"))
     assert text.startswith("<user>|Hi\n<assistant>Think|Look\n<assistant>|[{") and text.count("Think") == 1
-
-
-def test_a_message_with_calls_can_be_continued() -> None:
     chat = fit(calling("Look"), form_of(APART, False), continued=True)
     said, calls, last = render(APART, chat, {}, False, True).split("\n")
     assert (said, last) == ("<user>|Hi", "<assistant>|Look") and '"x": 1' in calls

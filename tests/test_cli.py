@@ -15,7 +15,7 @@ from tests import ROOT
 
 GUARD = 'if __name__ == "__main__":'
 STARTED_BY_OTHERS = {  # no flags
-    *("scripts/sweep/worker.py", "scripts/sweep/vllm_worker.py"),
+    *("scripts/sweep/worker.py", "scripts/sweep/vllm_worker.py")
 }
 COMMANDS = sorted(
     name

@@ -37,7 +37,7 @@ from model import Transformer
 from ranks import hosts
 from server.settings import load_settings
 from tests.engine.test_engine import ALONE, CPU, Answer, config_of, draws, plain_logits, random_model, random_submits, serve
-from tests.support.gpus import most_ranks, torchrun
+from tests.support.gpus import most_ranks, needs_gpu, torchrun
 from tests.support.ranks import Ranks
 from tp import Shard, World, init_world, stream_shards
 from training import adapt, train
@@ -45,8 +45,6 @@ from training.batches import IGNORED, Batch
 from training.executor import Execution, Executor
 from training.losses import cross_entropy
 from training.sharding import Mesh, Sharding
-
-NEEDS_GPU = pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")
 
 # A run takes one of each kind.
 VARIANTS = [
@@ -156,7 +154,7 @@ def tree_of(nodes: list[Tensor]) -> Tensor:
     return nodes[0]
 
 
-@NEEDS_GPU
+@needs_gpu
 @pytest.mark.parametrize("name", ["biased", "qwen3-some-layers", "hybrid-list"])
 def test_answers_on_a_gpu_have_the_bits_of_a_score(name: str, in_turn: Callable[..., Any], tmp_path: Path, seed: int) -> None:
     """Alone, and together in small chunks; the score has no cache."""
@@ -232,7 +230,7 @@ NEIGHBOURS: list[dict[str, Any]] = [
 ]
 
 
-@pytest.mark.parametrize("device", ["cpu", pytest.param("cuda", marks=NEEDS_GPU)])
+@pytest.mark.parametrize("device", ["cpu", pytest.param("cuda", marks=needs_gpu)])
 def test_neighbours_of_every_kind_change_no_drawn_token(device: str, tmp_path: Path, seed: int) -> None:
     """On a GPU a graph draws the tokens of plain requests alone, and PyTorch draws those of a step with others."""
     save_checkpoint(random_model(replace(config_of("hybrid-list"), head_dim=16)), tmp_path, torch.float32)

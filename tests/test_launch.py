@@ -292,12 +292,7 @@ def test_another_user_of_the_host_gets_nowhere(tmp_path: Path) -> None:
     attack, ports = Attack(tmp_path / "proof"), set[int]()
     try:
         with quick_start.Popen(
-            command(args, ranks=2),
-            cwd=ROOT,
-            env=environment(),
-            stdout=subprocess.PIPE,
-            stderr=subprocess.PIPE,
-            text=True,
+            command(args, ranks=2), cwd=ROOT, env=environment(), stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True
         ) as process:
             while process.poll() is None:
                 if more := {port for _, port in listening(tree(process.pid))} - ports:

@@ -157,11 +157,7 @@ def write_json_sentencepiece(folder: Path, metaspace: bool) -> None:
         steps = [decoders.Replace("▁", " "), decoders.ByteFallback(), decoders.Fuse(), decoders.Strip(" ", 1, 0)]
         tokenizer.decoder = decoders.Sequence(steps)
     special = ["<unk>", "<s>", "</s>", "[INST]", "[/INST]"]
-    trainer = trainers.BpeTrainer(
-        vocab_size=600,
-        special_tokens=special,
-        show_progress=False,
-    )
+    trainer = trainers.BpeTrainer(vocab_size=600, special_tokens=special, show_progress=False)
     tokenizer.train_from_iterator(LINES, trainer)
     if not metaspace:
         content = json.loads(tokenizer.to_str())
@@ -173,8 +169,7 @@ def write_json_sentencepiece(folder: Path, metaspace: bool) -> None:
     tokenizer.save(str(folder / "tokenizer.json"))
     names = {"bos_token": "<s>", "eos_token": "</s>", "unk_token": "<unk>"}
     write_json(
-        folder / "tokenizer_config.json",
-        {**names, "chat_template": MISTRAL, "tokenizer_class": "PreTrainedTokenizerFast"},
+        folder / "tokenizer_config.json", {**names, "chat_template": MISTRAL, "tokenizer_class": "PreTrainedTokenizerFast"}
     )
 
 

@@ -13,12 +13,7 @@ from comm.interface import LEAST_COPIED
 from comm.symmetric import COPIED, SymmetricCommunicator
 from tp import World, init_world
 
-CASES = (
-    (LEAST_COPIED, torch.bfloat16),
-    (16 << 20, torch.bfloat16),
-    (COPIED + 12344, torch.float16),
-    (32 << 20, torch.float32),
-)
+CASES = ((LEAST_COPIED, torch.bfloat16), (16 << 20, torch.bfloat16), (COPIED + 12344, torch.float16), (32 << 20, torch.float32))
 ROUNDS, EACH = 5, 40
 
 

@@ -324,19 +324,14 @@ def chosen_with(world: World, schedule: Any, seed: int) -> list[str]:
         return [names[comm.choose(size, overlap)] for overlap in (False, True) for size in SIZES]
 
 
-def test_few_sms_do_without_nccl(ranks: Ranks, seed: int) -> None:
-    """Its kernels take many SMs. Blocking all-reduces are not concerned."""
+def test_few_sms_do_without_nccl_and_copy_engines_take_long_messages(ranks: Ranks, seed: int) -> None:
+    """NCCL's kernels take many SMs. Blocking all-reduces are not concerned."""
     table = table_of(seed)
     blocking, overlapped = ([fastest(table, size, names) for size in SIZES] for names in (NAMES, EXACT))
     few = ["two-shot" if name == "nccl" else name for name in overlapped]
-    assert ranks.run(2, chosen_with, "few-sms", seed) == [blocking + few] * 2, f"seed {seed}"
-
-
-def test_copy_engines_take_long_overlapped_messages(ranks: Ranks, seed: int) -> None:
-    table = table_of(seed)
-    blocking, overlapped = ([fastest(table, size, names) for size in SIZES] for names in (NAMES, EXACT))
     copied = ["two-shot" if size >= LEAST_COPIED else name for size, name in zip(SIZES, overlapped, strict=True)]
-    assert ranks.run(2, chosen_with, "copy-engines", seed) == [blocking + copied] * 2, f"seed {seed}"
+    for schedule, expected in (("few-sms", few), ("copy-engines", copied)):
+        assert ranks.run(2, chosen_with, schedule, seed) == [blocking + expected] * 2, f"seed {seed}"
 
 
 def within(world: World, budget: float) -> list[str]:
@@ -346,8 +341,7 @@ def within(world: World, budget: float) -> list[str]:
 
 
 @pytest.mark.parametrize(
-    ("budget", "names"),
-    [(0.0, []), (0.001, []), (0.01, ["int8"]), (0.05, ["int8", "fp8"]), (0.12, ["int8", "int6", "fp8"])],
+    ("budget", "names"), [(0.0, []), (0.001, []), (0.01, ["int8"]), (0.05, ["int8", "fp8"]), (0.12, ["int8", "int6", "fp8"])]
 )
 def test_widths_within_an_error_budget(ranks: Ranks, budget: float, names: list[str]) -> None:
     assert ranks.run(2, within, budget) == [names] * 2

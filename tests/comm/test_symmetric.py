@@ -20,17 +20,12 @@ from kernels.norm import add_rms_norm
 from tests.comm.test_every_sum import differences_of_codes
 from tests.support.gpus import gpu_report, needs_two
 from tests.support.ranks import RankError, Ranks
-from tests.support.sums import CPU, SHORT, close, partials, symmetric
+from tests.support.sums import CPU, SHORT, close, partials, same_bits, symmetric
 from tp import World
 
 pytest.importorskip("triton", reason="Triton is not installed; pip install triton")
 
 KINDS = ("one-shot", "two-shot")
-
-
-def same_bits(a: Tensor, b: Tensor) -> bool:
-    """Also of -0 and 0."""
-    return torch.equal(a.view(torch.uint8), b.view(torch.uint8))
 
 
 def not_trees(world: World, kind: Any, seed: int) -> list[str]:

@@ -35,13 +35,10 @@ def signals(monkeypatch: pytest.MonkeyPatch) -> Iterator[Signals]:
     signals.restore()
 
 
-def test_a_drain_ends_with_the_last_request(signals: Signals, capsys: pytest.CaptureFixture[str]) -> None:
+def test_a_drain_ends_with_the_last_request_or_its_time(signals: Signals, capsys: pytest.CaptureFixture[str]) -> None:
     gateways = Gateways(8, 8, 3, 0)
     assert drain(gateways, 60, signals) == 0 and gateways.looks == 4 and not gateways.ended
     assert capsys.readouterr().err == "draining: 8 requests have up to 60 s; a second signal ends at once\n"
-
-
-def test_requests_are_ended_when_the_time_is_over(signals: Signals, capsys: pytest.CaptureFixture[str]) -> None:
     gateways = Gateways(2)
     assert drain(gateways, 0.1, signals) == 0 and gateways.ended
     assert "the drain timeout is over; ending 2 requests" in capsys.readouterr().err

@@ -53,13 +53,10 @@ def test_a_replica_is_chosen_by_prefix_unless_it_has_too_much_to_do(seed):
     assert affinity.rank(keys, {}) == []
 
 
-def test_old_prefixes_are_forgotten():
+def test_old_prefixes_are_forgotten_and_idle_replicas_share_what_is_unknown():
     affinity = Affinity(most_keys=4)
     affinity.learn("a", (1, 2, 3))
     affinity.learn("a", (1, 5, 6))
     assert affinity.rank((2,), {"a": 1, "b": 0})[0] == "b"
     assert affinity.rank((1, 5), {"a": 1, "b": 0})[0] == "a"
-
-
-def test_idle_replicas_share_what_is_unknown():
     assert {Affinity().rank((1, 2), {"a": 0, "b": 0})[0] for _ in range(100)} == {"a", "b"}

@@ -37,12 +37,7 @@ FORMATS: dict[str | None, tuple[Scheme, ...]] = {  # that are checked, by the wi
     None: (),
     "fp8": (SCHEMES["fp8"], Scheme(ON_LOAD, 8, is_float=True, group=128)),
     "int8": (SCHEMES["int8"], Scheme(ON_LOAD, 8, group=64, symmetric=False)),
-    "int4": (
-        SCHEMES["int4"],
-        Scheme(ON_LOAD, 4),
-        Scheme(ON_LOAD, 4, group=32),
-        Scheme(ON_LOAD, 4, group=64, symmetric=False),
-    ),
+    "int4": (SCHEMES["int4"], Scheme(ON_LOAD, 4), Scheme(ON_LOAD, 4, group=32), Scheme(ON_LOAD, 4, group=64, symmetric=False)),
 }
 
 Weight = Tensor | Packed

@@ -14,6 +14,7 @@ from torch import Tensor
 
 from kernels import paged_attention
 from kernels.paged_attention import paged_decode_reference, paged_prefill_reference
+from tests.support.gpus import needs_gpu
 from tests.support.kernels import kernels_always, worse
 from tests.support.ranks import Ranks
 from tests.support.replays import wrong_replays
@@ -199,9 +200,6 @@ def test_splits_fill_the_gpu_but_never_fall_below_a_tile() -> None:
             splits, tiles = decode_splits(config, pairs, longest, 64, 132), -(-longest // 64)
             assert splits == 1 or (splits * pairs <= held and splits <= min(tiles, config.max_splits))
             assert (splits + 1) * pairs > held or splits == min(tiles, config.max_splits)
-
-
-needs_gpu = pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")
 
 
 @needs_gpu

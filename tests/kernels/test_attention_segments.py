@@ -9,10 +9,9 @@ import torch
 from torch import Tensor
 
 from tests.kernels.test_attention import LARGE, SHAPES, Pages, Shape, attend64, factor, plain
+from tests.support.gpus import needs_gpu
 from tests.support.kernels import ordered_dots, worse
 from tests.support.ranks import Ranks
-
-GPU = pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")
 
 
 def stated(q: Tensor, k: Tensor, v: Tensor, window: int | None) -> Tensor:
@@ -133,7 +132,7 @@ def test_bits_of_a_query_in_the_interpreter(codes: bool, interpreters: Ranks, se
     assert interpreters.call(interpreted, seed, [(dtype, shape)], 300 if codes else 530, codes) == [], seed
 
 
-@GPU
+@needs_gpu
 @pytest.mark.parametrize("codes", [False, True], ids=["values", "codes"])
 def test_bits_of_a_query_on_a_gpu(codes: bool, seed: int) -> None:
     """A few random shapes in each run, because each is compiled."""

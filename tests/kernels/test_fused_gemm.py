@@ -222,16 +222,9 @@ def turns(rank_rows: int, owners: tuple[int, ...]) -> list[int]:
     return [owner * rank_rows + row for owner in owners for row in order]
 
 
-def test_reduce_scatter_in_the_interpreter(interpreters: Ranks, seed: int) -> None:
-    assert interpreters.call(scattered_here, seed) == []
-
-
-def test_all_gather_in_the_interpreter(interpreters: Ranks, seed: int) -> None:
-    assert interpreters.call(gathered_here, seed) == []
-
-
-def test_order_of_tiles_in_the_interpreter(interpreters: Ranks, seed: int) -> None:
-    assert interpreters.call(order_here, seed) == []
+@pytest.mark.parametrize("wrong", [scattered_here, gathered_here, order_here])
+def test_in_the_interpreter(wrong: Any, interpreters: Ranks, seed: int) -> None:
+    assert interpreters.call(wrong, seed) == []
 
 
 # --- on the host -------------------------------------------------------------------------------------------------------------

@@ -139,12 +139,8 @@ def wrong_references(device: str) -> list[str]:
     return found
 
 
-def test_what_tuned_kernels_are_compared_with(interpreters: Ranks) -> None:
-    assert interpreters.call(wrong_references, "cpu") == []
-
-
-def test_triton_kernels(interpreters: Ranks) -> None:
-    assert interpreters.call(differences, "cpu") == []
+def test_triton_kernels_and_what_tuned_ones_are_compared_with(interpreters: Ranks) -> None:
+    assert [interpreters.call(wrong, "cpu") for wrong in (differences, wrong_references)] == [[], []]
 
 
 def wrong_int8_products(seed: int, device: str) -> list[str]:
@@ -276,28 +272,17 @@ def simulated(module: Any, simulator: gluon.Simulator, case: Case) -> str | None
     return too_far(results[0], exact, plain)
 
 
-def test_the_kernel_in_the_simulator(seed: int) -> None:
+@pytest.mark.parametrize(
+    ("name", "needs", "case_of", "count"),
+    [(MODULE, NEEDS, random_case, 5), (TILES, TILES_NEEDS, random_tiles_case, 3), (GEMV, GEMV_NEEDS, random_gemv_case, None)],
+)
+def test_in_the_simulator(name: str, needs: Any, case_of: Any, count: int | None, seed: int) -> None:
     dice = random.Random(seed)
-    module, simulator = gluon.load(MODULE, seed, needs=NEEDS)
-    for scheme in dice.sample(list(SCHEMES), 5):
-        case = random_case(dice, scheme)
-        assert simulated(module, simulator, case) is None, case
-
-
-def test_the_tiles_kernel_in_the_simulator(seed: int) -> None:
-    dice = random.Random(seed)
-    module, simulator = gluon.load(TILES, seed, needs=TILES_NEEDS)
-    for scheme in dice.sample([name for name in SCHEMES if name != "fp8 by block"], 3):  # whose scales are fp32
-        case = random_tiles_case(dice, scheme)
-        assert simulated(module, simulator, case) is None, case
-
-
-def test_the_gemv_kernel_in_the_simulator(seed: int) -> None:
-    dice = random.Random(seed)
-    module, simulator = gluon.load(GEMV, seed, needs=GEMV_NEEDS)
-    module.SMS = 1
-    for scheme in SCHEMES:
-        case = random_gemv_case(dice, scheme)
+    module, simulator = gluon.load(name, seed, needs=needs)
+    module.SMS = 1  # of a GEMV
+    schemes = [scheme for scheme in SCHEMES if name != TILES or scheme != "fp8 by block"]  # whose scales are fp32
+    for scheme in dice.sample(schemes, count or len(schemes)):
+        case = case_of(dice, scheme)
         assert simulated(module, simulator, case) is None, case
 
 

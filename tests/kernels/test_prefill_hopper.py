@@ -149,13 +149,14 @@ def test_on_a_gpu(seed: int) -> None:
 
 
 @needs_hopper
-@pytest.mark.parametrize("shape", SHAPES[:2], ids=str)
+@pytest.mark.parametrize("shape", [*SHAPES[:2], Shape(16, 2, 128, 16, 700)], ids=str)
 def test_replays_of_prefill_repeat_their_bits(shape: Shape, seed: int) -> None:
+    """Also of the kernel of other GPUs, which takes windows."""
     rows = 1500
     pages = Pages.of(shape, [2000] * 5, "cuda", torch.bfloat16)
     q = torch.randn(rows, shape.n_heads, shape.head_dim, device="cuda", dtype=torch.bfloat16)
     starts, lengths = torch.zeros(6, dtype=torch.int32, device="cuda"), torch.zeros(5, dtype=torch.int32, device="cuda")
-    assert specialized(q, pages.keys, None)
+    assert specialized(q, pages.keys, shape.window) == (shape.window is None)
 
     def refresh() -> None:
         counts = torch.randint(0, rows // 5, (5,))
@@ -165,5 +166,5 @@ def test_replays_of_prefill_repeat_their_bits(shape: Shape, seed: int) -> None:
         redraw(pages)
 
     with torch.no_grad():
-        arguments = q, pages.keys, pages.values, pages.tables, starts, lengths, None, rows
+        arguments = q, pages.keys, pages.values, pages.tables, starts, lengths, shape.window, rows
         assert wrong_replays(lambda: paged_prefill(*arguments), refresh) == 0, seed

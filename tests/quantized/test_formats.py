@@ -33,14 +33,7 @@ from tests.support.ranks import Ranks
 from tp import World, checkpoint_name
 
 SHAPE = ModelConfig(  # o_proj's groups of 128 end at the boundary of 2 ranks, and 4 ranks cut those of o_proj and down_proj
-    vocab_size=101,
-    hidden_size=128,
-    n_layers=2,
-    n_heads=8,
-    n_kv_heads=4,
-    head_dim=32,
-    intermediate_size=384,
-    max_seq_len=64,
+    vocab_size=101, hidden_size=128, n_layers=2, n_heads=8, n_kv_heads=4, head_dim=32, intermediate_size=384, max_seq_len=64
 )
 # relative errors
 EXACT = 1e-5  # of a layer in fp32

@@ -37,14 +37,7 @@ FAMILIES = (
 )
 CASES = ("int8", "int4", *FAMILIES)  # fp8 at load would round activations on the CPU
 SHAPE = ModelConfig(
-    vocab_size=101,
-    hidden_size=128,
-    n_layers=2,
-    n_heads=4,
-    n_kv_heads=2,
-    head_dim=64,
-    intermediate_size=512,
-    max_seq_len=64,
+    vocab_size=101, hidden_size=128, n_layers=2, n_heads=4, n_kv_heads=2, head_dim=64, intermediate_size=512, max_seq_len=64
 )
 PROMPTS, NEW_TOKENS = [[3, 1, 4, 1, 5], [9, 2, 6], list(range(20)), *([i] * (i + 1) for i in range(5))], 12
 # Least lead of the best token's logit, of about 10 in size, which rounding cannot change

@@ -2,6 +2,7 @@
 
 import math
 import random
+import subprocess
 import sys
 from dataclasses import replace
 from pathlib import Path
@@ -10,6 +11,8 @@ from typing import Any
 import pytest
 
 from engine import LLM, SamplingParams
+from scripts.lib.results import ROOT
+from scripts.lib.rows import CODE
 from scripts.quality import accuracy, heldout
 from tests.support.command_line import MODELS
 from text.tokenizer_files import load_tokenizer
@@ -42,6 +45,16 @@ def test_answers_match_if_they_equal_the_document_s_exactly(monkeypatch: pytest.
     assert heldout.matches(llm, tokenizer, "copying", 6) == [*right[:3], False, False, False]
 
 
+def test_rows_know_all_code_that_decides_about_quality() -> None:
+    """All modules of this repository that the command imports, but those that only keep and show what is found."""
+    code = "import sys, scripts.quality.accuracy; print(*(getattr(m, '__file__', None) for m in list(sys.modules.values())))"
+    done = subprocess.run([sys.executable, "-c", code], cwd=ROOT, capture_output=True, text=True, check=True)
+    ours = {file.removeprefix(f"{ROOT}/") for file in done.stdout.split() if file.startswith(f"{ROOT}/")}
+    shows = "__init__.py", *(name for name in ours if name.startswith((".venv/", "scripts/lib/", "scripts/sweep/")))
+    needed = {name for name in ours if not name.endswith(shows)}
+    assert "engine/llm.py" in needed and needed <= {str(path.relative_to(ROOT)) for one in CODE for path in ROOT.glob(one)}
+
+
 @pytest.mark.usefixtures("forked_commands")
 def test_a_stopped_command_goes_on(monkeypatch: pytest.MonkeyPatch, tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:
     """With the evaluations that have no row; and with all if the number of items or the code is another."""
@@ -61,10 +74,7 @@ def test_a_stopped_command_goes_on(monkeypatch: pytest.MonkeyPatch, tmp_path: Pa
     accuracy.main()
     again = capfd.readouterr()
     assert again.out == shown.out and not launched
-    for more, missing in (
-        ([str(MODELS / "tiny-hybrid")], ["tiny-hybrid"]),
-        (["--items", "2"], ["tiny-ladder"]),
-    ):
+    for more, missing in (([str(MODELS / "tiny-hybrid")], ["tiny-hybrid"]), (["--items", "2"], ["tiny-ladder"])):
         monkeypatch.setattr(sys, "argv", [*line, *more])
         with pytest.raises(KeyboardInterrupt):
             accuracy.main()

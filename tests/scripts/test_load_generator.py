@@ -8,17 +8,20 @@ import subprocess
 import sys
 from collections.abc import AsyncIterator, Awaitable, Callable, Sequence
 from contextlib import suppress
+from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
 import pytest
 import uvloop
 
+from engine.protocol import Stats
 from errors import UserError
 from scripts.bench.serving import load
 from scripts.bench.serving.load import table
 from scripts.lib.load_generator import Answer, Request, keep_busy, keeps, offer, plan, summary
 from scripts.lib.sse_client import StreamClient
+from server.metrics import Metrics
 from tests import MODELS
 from tests.support.command_line import environment
 from tests.support.ports import free_port
@@ -296,6 +299,24 @@ def test_figures_of_known_answers(seed: int) -> None:
     gaps = sorted(gap * 1e3 for a in answers for gap in a.gaps)
     assert found["itl_ms"]["p50"] == pytest.approx((gaps[201] + gaps[202]) / 2, abs=1e-3)
     assert summary([], 1, 1)["ttft_ms"] is None
+
+
+def test_the_idle_share_between_two_looks_at_the_metrics(seed: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The engine's reports have shares of different numbers of steps; ranks that start again count from 0."""
+    metrics, steps, total, idle = Metrics("a"), 0, 0.0, 0.0
+    monkeypatch.setattr(load.httpx, "get", lambda *_, **__: SimpleNamespace(text=metrics.render().decode()))
+    assert load.step_seconds("") is None and load.idle_share(None, None) is None  # of a server without a GPU
+    for i in range(9):
+        count, mean, share = random.randint(1, 50), random.uniform(0.001, 0.1), random.random()
+        if i == 5:
+            metrics.on_recovery(1.0)
+            steps = 0
+        if i == 3:
+            before, total, idle = load.step_seconds(""), 0.0, 0.0
+        steps, total, idle = steps + count, total + count * mean, idle + count * mean * share
+        metrics.on_stats(Stats(steps=steps, step_seconds=mean, batch_tokens=[1] * count, idle_share=share))
+    assert load.idle_share(before, load.step_seconds("")) == pytest.approx(idle / total, abs=1e-4)
+    assert load.idle_share(before, before) is None
 
 
 def test_goodput_needs_both_limits_and_the_mean_gap() -> None:

@@ -10,13 +10,10 @@ from tests import ROOT
 MAKEFILE = (ROOT / "Makefile").read_text()
 
 
-def test_the_makefile_names_the_scripts() -> None:
+def test_the_makefile_and_the_readme_name_the_scripts() -> None:
     for target in ("sweep", "latency", "throughput", "trace"):
         recipe = re.search(rf"^{target}: .* #[#+] .*\n\t(.*)$", MAKEFILE, re.MULTILINE)
         assert recipe and importlib.util.find_spec(re.findall(r"-m (scripts[.\w]+)", recipe[1])[0])
-
-
-def test_the_readme_names_the_scripts_of_targets() -> None:
     rows = re.findall(r"^\| `([a-z-]+)` \| `([\w/]+)\.py` \|", (ROOT / "scripts" / "README.md").read_text(), re.MULTILINE)
     assert len(rows) > 2
     for target, script in rows:

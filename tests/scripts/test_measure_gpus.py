@@ -18,11 +18,7 @@ from scripts.sweep import __main__ as sweep
 from scripts.sweep import grids
 from scripts.sweep.rows import VLLM
 
-PARSERS: dict[str, Any] = {
-    "scripts.sweep": sweep,
-    "scripts.bench.serving.load": load,
-    "scripts.bench.serving.startup": startup,
-}
+PARSERS: dict[str, Any] = {"scripts.sweep": sweep, "scripts.bench.serving.load": load, "scripts.bench.serving.startup": startup}
 LAUNCHED: dict[str, tuple[Any, str]] = {  # modules of ranks, and what a rank calls after it has read its flags
     "scripts.bench.comm.all_reduce": (all_reduce, "join_ranks"),
     "engine.bench": (bench, "init_world"),

@@ -44,6 +44,7 @@ def test_rows_are_measured_once_and_shown(
     for row in made["rows"]:
         assert row["quartiles"][0] <= row["ratio"] <= row["quartiles"][1] and row["other_answers"] == 0
         assert row["with"] > 0 and row["without"] > 0 and row["tokens_per_step"] >= 1
+    assert max(row["accepted_length"] or 0 for row in made["rows"] if row["source"] == "prediction") > 0
     assert (out / "speculation.md").read_text() == shown and f"of {len(made['rows'])} ratios are below 0.97" in shown
     monkeypatch.setattr(speculation, "load", None)  # nothing is left to measure
     run(monkeypatch, *grid)

@@ -6,6 +6,7 @@ import random
 import re
 import sys
 import textwrap
+import weakref
 from dataclasses import asdict, replace
 from functools import partial
 from pathlib import Path
@@ -16,12 +17,14 @@ import torch
 from tqdm import tqdm
 
 from comm import Local, parse_link
+from engine import LLM
 from errors import UserError
 from scripts.lib.process_tree import end, kill
 from scripts.sweep import __main__ as sweep
 from scripts.sweep import grids, launches, tables, vllm_worker, worker
 from scripts.sweep.launches import reason
 from scripts.sweep.rows import Row, Setting, finished, read_rows
+from scripts.trace import benchmark_params
 from tests import ROOT
 from tests.support import quick_start
 from tests.support.command_line import environment
@@ -73,6 +76,21 @@ def test_variants_take_turns_if_they_fit_together() -> None:
     assert [(n, s.variant[0]) for n, s in worker.turns(group, False)] == [(n, v) for v in "sl" for n in range(4)]
 
 
+def test_a_profile_shows_steps_alone(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The engine that it profiles has computed the same before, so that it captures no graph meanwhile."""
+    models, setting, engines = worker.Models(World(0, 1, CPU, Local())), replace(TINY, new_tokens=12), list[Any]()
+    llm, _ = models.get(setting)
+
+    def record(llm: LLM, prompts: list[list[int]], new_tokens: int, *_: Any) -> None:
+        engines.append(llm.engine)
+        llm.generate(prompts, benchmark_params(new_tokens))
+        engines.append(llm.engine)
+
+    monkeypatch.setattr(worker, "record", record)
+    worker.profiled_split(llm, setting, replace(models.world, rank=1))  # rank 0 would read the trace
+    assert engines[0] is engines[1] is not None
+
+
 def messages(capsys: pytest.CaptureFixture[str], group: list[Setting], together: bool) -> list[Any]:
     """The messages that a group prints on one rank, which is this process."""
     models = worker.Models(World(0, 1, CPU, Local()))
@@ -121,6 +139,32 @@ def test_memory_that_is_short_for_all_suffices_for_one(
     said = messages(capsys, group, together=False)
     assert [one["error"] for one in said if "failed" in one] == ["out of memory: CUDA out of memory. Tried to allocate"]
     assert [one["done"]["variant"] for one in said if "done" in one] == ["standard"]
+
+
+@pytest.mark.parametrize("short", [False, True])
+def test_one_model_at_a_time_means_one(monkeypatch: pytest.MonkeyPatch, short: bool) -> None:
+    """If models do not fit together, each one is freed before the next one is built; also after a shortage, whose exception must not
+    keep them alive."""
+    built, alive_before, shortages = list[weakref.ref[Any]](), list[int](), [True] * short
+    real_load, real_run = worker.load_model, worker.one_run
+
+    def load(*args: Any) -> Any:
+        alive_before.append(sum(ref() is not None for ref in built))
+        built.append(weakref.ref(model := real_load(*args)))
+        return model
+
+    def one_run(model: Any, comm: Any, s: Setting, world: World) -> Any:
+        if s.variant == "ladder" and shortages:
+            shortages.pop()
+            raise torch.OutOfMemoryError("CUDA out of memory")
+        return real_run(model, comm, s, world)
+
+    monkeypatch.setattr(worker, "load_model", load)
+    monkeypatch.setattr(worker, "one_run", one_run)
+    monkeypatch.setattr(worker.Models, "fit_together", lambda *_: short)
+    group = [Setting("tiny:2", v, 1, 1, 4, 3, runs=1) for v in ("standard", "parallel", "ladder")]
+    worker.run_together_or_in_turn(worker.Models(World(0, 1, CPU, Local())), group)
+    assert alive_before == [*([0, 1, 2] if short else []), 0, 0, 0]
 
 
 # --- the time of a simulated link ----------------------------------------------------------------------------------------

@@ -21,6 +21,7 @@ MOST_LINES = 200  # of an error
 MOST_PRINTED = 4000  # characters of what ranks printed before it
 REPORT = "failed (exitcode: "  # in the first line of torchrun's report, which follows what the ranks wrote
 CPP_FRAME = re.compile(r"(\[rank\d+\]: *)?frame #\d+")  # dozens of them would hide the message
+needs_gpu = pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")
 needs_hopper = pytest.mark.skipif(
     not torch.cuda.is_available() or torch.cuda.get_device_capability()[0] != 9, reason="needs a Hopper GPU"
 )

@@ -28,9 +28,8 @@ def custom_desync(config: ModelConfig) -> ModelConfig:
 
 
 @torch.no_grad()
-def save_random(config: ModelConfig, directory: Path) -> Path:
-    """Save a checkpoint from one process. Its random weights, norms and biases all affect the logits."""
-    model = Transformer(config, Local(), CPU, torch.float32)
+def randomize(model: torch.nn.Module) -> None:
+    """Random weights, norms and biases, all of which affect the logits."""
     for name, parameter in model.named_parameters():
         if "norm" in name:
             parameter.uniform_(0.5, 1.5)
@@ -38,6 +37,12 @@ def save_random(config: ModelConfig, directory: Path) -> Path:
             parameter.normal_(0.0, 0.5)
         else:
             parameter.normal_(0.0, parameter.shape[1] ** -0.5)
+
+
+def save_random(config: ModelConfig, directory: Path) -> Path:
+    """Save a checkpoint from one process, with weights of `randomize`."""
+    model = Transformer(config, Local(), CPU, torch.float32)
+    randomize(model)
     save_checkpoint(model, directory, torch.float32)
     return directory
 

@@ -267,11 +267,7 @@ def _serve(connections: list[Connection], rank: int) -> None:
             try:
                 function, args, n, store, timeout = pickle.loads(message)
                 dist.init_process_group(
-                    "gloo",
-                    store=dist.FileStore(store, n),
-                    rank=rank,
-                    world_size=n,
-                    timeout=timedelta(seconds=timeout),
+                    "gloo", store=dist.FileStore(store, n), rank=rank, world_size=n, timeout=timedelta(seconds=timeout)
                 )
                 with suppress(RuntimeError):  # an earlier function may have let a wait give up on purpose
                     check_faults()

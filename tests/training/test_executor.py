@@ -205,14 +205,11 @@ def test_every_variant_equals_plain_training(ranks: Ranks, in_turn: Callable[...
     assert_equal(ranks, Run(variant, cluster, sharding, 2, execution, seed % 1000, tie=rng.random() < 0.5))
 
 
-def test_eight_ranks_equal_plain_training(ranks: Ranks, seed: int) -> None:
+def test_eight_ranks_and_one_equal_plain_training(ranks: Ranks, seed: int) -> None:
     rng = random.Random(seed)
     cluster = rng.choice([Mesh(8, 1), Mesh(4, 2), Mesh(2, 4)])
     nested = [s for s in shardings(cluster) if 1 < s.parameters.size < s.optimizer.size]
     assert_equal(ranks, Run(rng.choice(VARIANTS), cluster, rng.choice(nested), 1, options(rng), seed % 1000))
-
-
-def test_one_rank_equals_plain_training(ranks: Ranks, seed: int) -> None:
     assert_equal(ranks, Run("ladder", Mesh(1, 1), Sharding.parse("1,1,1"), 2, Execution(recompute=True), seed % 1000))
 
 
@@ -318,15 +315,12 @@ def test_communication_starts_before_what_hides_it(ranks: Ranks) -> None:
     assert log.count("gather 2.mlp.w_down") == 1
 
 
-def test_recomputation_keeps_what_it_gathered(ranks: Ranks) -> None:
+def test_recomputation_keeps_what_it_gathered_and_without_overlap_every_transfer_stands_alone(ranks: Ranks) -> None:
     log = ranks.run(2, log_order, Sharding.parse("2,2,2"), Execution(recompute=True))[0]
     again = log[log.index("backward 2.mlp.w_down") :]
     at = again.index
     assert at("gather 1.attention.wqkv") < at("scatter 2.attention.wo")  # recomputation gathers a layer ahead
     assert log.count("gather 1.mlp.w_down") == 2
-
-
-def test_without_overlap_every_transfer_stands_alone(ranks: Ranks) -> None:
     log = ranks.run(2, log_order, Sharding.parse("2,2,2"), Execution(overlap=frozenset()))[0]
     assert log.index("forward 0.mlp.w_down") < log.index("gather 1.attention.wqkv")
 

@@ -9,6 +9,7 @@ import pytest
 
 from checkpoints.presets import preset
 from comm.cluster import load_cluster
+from errors import UserError
 from ranks.processes import on_ranks
 from tests import ROOT
 from tests.support import quick_start
@@ -16,6 +17,7 @@ from tests.support.command_line import Finished, Here, environment
 from training import plan
 from training.planner.collectives import synthesize, write_profile
 from training.planner.cost import forward_flops
+from training.planner.report import draw
 from training.sharding import Mesh, Sharding
 
 PAPER = ("--model", "llama-7b", "--gpus", "1024", "--cluster", "a800")
@@ -99,10 +101,22 @@ def test_nodes_are_put_in_order(command: Here, tmp_path: Path) -> None:
     assert "the plan needs 8" in command.refuses(*args)
 
 
-def test_the_plot(command: Here, tmp_path: Path) -> None:
-    path = tmp_path / "mfu.png"
-    done = command("--model", "llama-7b", "--gpus", "64", "--cluster", "a800", "--plot", path)
+def test_the_plot(command: Here, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """From one node to 4,096 GPUs, or as far as a measured profile reaches. On more GPUs fewer micro-batches hide less."""
+    path, profile, drawn = tmp_path / "mfu.png", tmp_path / "profile.json", list[dict[str, list[tuple[int, float]]]]()
+    write_profile(profile, synthesize(load_cluster("a800"), 4), {})
+    monkeypatch.setattr(plan, "draw", lambda lines, *more: drawn.append(lines) or draw(lines, *more))
+    words = "--model", "llama-7b", "--gpus", "32", "--cluster", "a800", "--no-overlap", "updates", "--plot", path
+    assert command(*words, "--profile", profile).code == 0
+    path.unlink()
+    done = command(*words)
     assert done.code == 0 and path.read_bytes()[:4] == b"\x89PNG" and path.stat().st_size > 10_000
+    assert [[gpus for gpus, _ in one["chosen"]] for one in drawn] == [[8, 16, 32], [8 * 2**i for i in range(10)]]
+    assert {"ZeRO-1", "ZeRO-3", "MiCS", "ZeRO++"} <= set(drawn[1])
+    assert all(0 < mfu < 1 for points in drawn[1].values() for _, mfu in points)
+    assert drawn[1]["chosen"][7][1] < drawn[1]["chosen"][0][1]
+    with pytest.raises(UserError, match="leave --plot out"):
+        draw({}, "", path)
     assert "in a folder that exists" in _last(command("--model", "tiny", "--gpus", "8", "--plot", tmp_path / "no" / "mfu.png"))
     assert ".png, .svg or .pdf" in command.refuses("--model", "tiny", "--gpus", "8", "--plot", "mfu")
 

@@ -6,6 +6,7 @@ import multiprocessing
 import os
 import random
 import re
+import resource
 import signal
 import tempfile
 import threading
@@ -358,6 +359,21 @@ def test_a_failed_write_is_told_and_the_last_snapshot_stays(
     wait(run)
     assert names(tmp_path) == ["step-00000002"]
     assert_loads(run[0], tmp_path / "step-00000002", later, whole())
+
+
+@pytest.mark.parametrize("limit", [0, 100, 1_000_000, 2_399_999])
+def test_a_file_that_the_system_cuts_off(tmp_path: Path, seed: int, limit: int) -> None:
+    snapshots, state = saved(tmp_path, 1, seed)
+    later, limits = Snapshots(tmp_path, 0, 1, run_id="b"), resource.getrlimit(resource.RLIMIT_FSIZE)
+    resource.setrlimit(resource.RLIMIT_FSIZE, (limit, limits[1]))  # of all threads: this one only waits
+    try:
+        later.save(2, filled(2, 0, 1), {"weight": (200_000,)}, {})
+        with pytest.raises(UserError, match=r"step 2 .*File too large.*step-00000001 is still complete"):
+            later.wait()
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, limits)
+    assert snapshots.latest() == tmp_path / "step-00000001"
+    assert_loads(snapshots, tmp_path / "step-00000001", state, whole())
 
 
 def test_an_unwritable_directory(tmp_path: Path, seed: int) -> None:
