@@ -91,12 +91,12 @@ def answers_of(
         return [plain, drafted]
 
 
-@pytest.mark.parametrize("place", range(len(VARIANTS)))
+@pytest.mark.parametrize("place", range(2))
 def test_ranks_give_the_bits_of_one_forward_pass(
     place: int, in_turn: Callable[..., Any], ranks: Ranks, tmp_path: Path, seed: int
 ) -> None:
     """Of a process that computes each request's whole text at once, without a cache."""
-    name = in_turn(VARIANTS[place], place // 2)
+    name = in_turn(sum(zip(*VARIANTS, strict=True), ()), place)
     n = in_turn([1, 2, 4], place)
     dtype = random.choice([torch.float32, torch.bfloat16])
     quantize = in_turn([None, "int8", None, "fp8", "int4"], place)

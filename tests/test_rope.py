@@ -2,6 +2,7 @@
 ranks, the CPU's and the GPU's runner."""
 
 import json
+from collections.abc import Callable
 from contextlib import nullcontext
 from dataclasses import replace
 from decimal import Decimal, localcontext
@@ -117,16 +118,11 @@ def random_tokens(length: int) -> Tensor:
     return torch.randint(97, (2, length))
 
 
-def in_turns(values: list[Any], count: int) -> list[tuple[str, Any]]:
-    """Each scaling paired with `count` values. Successive scalings take successive values, so that every value is used."""
-    return [(name, values[(at + i) % len(values)]) for at, name in enumerate(SCALINGS) for i in range(count)]
-
-
-@pytest.mark.parametrize(("name", "family"), in_turns(list(FAMILIES), 2))
-def test_logits_are_those_of_transformers(name: str, family: str, tmp_path: Path, seed: int) -> None:
+@pytest.mark.parametrize("name", SCALINGS)
+def test_logits_are_those_of_transformers(name: str, in_turn: Callable[..., str], tmp_path: Path, seed: int) -> None:
     """Prompts shorter and longer than the original context. Where frequencies depend on a length, this is the context here and
     the prompt in transformers, so both are made equal."""
-    save_hf(hf_config(name, family), tmp_path)
+    save_hf(hf_config(name, in_turn(FAMILIES, [*SCALINGS].index(name))), tmp_path)
     by_length = "dynamic" in name or "longrope" in name
     prompts = [(random_tokens(n), n if by_length else None) for n in (20, ORIGINAL, ORIGINAL + 1, 57)]
     for (tokens, _), found in zip(prompts, ours(ALONE, tmp_path, prompts), strict=True):
@@ -140,16 +136,12 @@ def test_logits_are_those_of_transformers(name: str, family: str, tmp_path: Path
         assert (plain(tokens, Causal(57, CPU)) - expected).abs().max() > 1000 * TOLERANCE, "scaling makes no difference"
 
 
-# each scaling in both runners, alternating between two families
-@pytest.mark.parametrize(
-    ("name", "runner"),
-    in_turns([("cpu", "llama"), ("gpu", "qwen3"), ("cpu", "qwen3"), ("gpu", "llama")], 2),
-    ids=lambda value: value if isinstance(value, str) else "-".join(value),
-)
-def test_served_tokens_past_the_original_context(name: str, runner: tuple[str, str], tmp_path: Path, seed: int) -> None:
+@pytest.mark.parametrize("name", SCALINGS)
+def test_served_tokens_past_the_original_context(name: str, in_turn: Callable[..., Any], tmp_path: Path, seed: int) -> None:
     """Prompts are served together in chunks. One sequence passes the original context while it decodes. Frequencies depend on
     the server's context and not on a sequence's length, so the reference is padded to that context."""
-    device, family = runner
+    place = [*SCALINGS].index(name)
+    device, family = in_turn([("cpu", "llama"), ("gpu", "qwen3"), ("cpu", "qwen3"), ("gpu", "llama")], place)
     save_hf(hf_config(name, family), tmp_path)
     context = 60
     config = limit_context(model_config(str(tmp_path), None, 1), context)

@@ -15,7 +15,7 @@ LINES = {  # of Python, by package
     "comm": 3_750,
     "training": 5_700,
     "scripts": 9_150,
-    "tests": 53_000,
+    "tests": 52_995,
 }
 INFERENCE_LINES = 43_645
 ROOT_FILES = 9

@@ -74,7 +74,7 @@ def answers(there: World, communicator: str, names: Collection[str] = tuple(DRAF
 
 def check(found: list[dict[str, Any]], rounding: float) -> None:
     """Compare what `answers` found with the models on one CPU rank without a cache."""
-    for name in DRAFTS:
+    for name in {line["model"] for line in found}:
         model, submits = load(ALONE, MODELS / f"tiny-{name}"), submits_of(name)
         for line in [line for line in found if line["model"] == name]:
             assert line["accepted"] > 20, line

@@ -6,8 +6,6 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
-import pytest
-
 from comm.registry import choose
 from engine import LLM, SamplingParams
 from engine.draft_costs import Costs
@@ -25,22 +23,19 @@ def rank_drafts(world: World, link: str | None, name: str) -> list[dict[str, Any
     return list(answers(replace(world, comm=choose("cpu", "gloo", link).build()), "gloo", (name,)))
 
 
-@pytest.mark.parametrize("link", [None, "20us,10GB/s"])
-def test_drafts_of_whole_and_split_models(link: str | None, ranks: Ranks, in_turn: Callable[..., str]) -> None:
-    first, second = ranks.run(2, rank_drafts, link, in_turn(tuple(DRAFTS), bool(link)))
+def test_drafts_of_whole_and_split_models(ranks: Ranks, in_turn: Callable[..., Any]) -> None:
+    first, second = ranks.run(2, rank_drafts, in_turn((None, "20us,10GB/s"), 0), in_turn(tuple(DRAFTS), 0))
     assert first == second and {line["split"] for line in first} == {False, True}
     check(first, ROUNDING)
 
 
-@pytest.mark.parametrize("quantize", ["int8", "int4"])
-def test_a_head_drafts_for_quantized_weights(quantize: str, in_turn: Callable[..., str], seed: int) -> None:
-    path = Path(MODELS / f"tiny-{in_turn(tuple(DRAFTS), quantize == 'int8')}")
-    llm = LLM(path, world=ALONE, quantize=quantize, speculate="auto", draft_tokens=4)
+def test_a_head_drafts_for_quantized_weights(in_turn: Callable[..., str], seed: int) -> None:
+    path = Path(MODELS / f"tiny-{in_turn(tuple(DRAFTS), 0)}")
+    llm = LLM(path, world=ALONE, quantize=in_turn(("int8", "int4"), 0), speculate="auto", draft_tokens=4)
     greedy = SamplingParams(max_tokens=40, temperature=0)
     prompts = [llm.encode(prompt) for prompt in PROMPTS]
-    llm.generate(prompts[:1], SamplingParams(max_tokens=2))  # makes an engine
+    llm.generate(prompts, greedy)  # makes the engine
     assert llm._engine is not None
-    found = llm.generate(prompts, greedy)
     engine = llm._engine[1]
     engine.speculation.costs = Costs({1: 1.0, 2: 1.0})  # what steps take must not decide what is tested
     found = llm.generate(prompts, greedy)

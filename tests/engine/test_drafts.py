@@ -416,7 +416,7 @@ ENDS: dict[str, dict[str, Any]] = {
 def test_a_draft_saves_the_steps_that_an_answer_takes_without_it(end: str, seed: int) -> None:
     """Wherever in a draft the answer ends, and if a token is drawn again."""
     model, tokenizer, compared, most = cheap(), tiny_tokenizer(), 0, 0
-    for length in range(2, 14):
+    for length in range(2, 14, 2):
         params = SamplingParams(**dict(max_tokens=length, temperature=0.8, seed=random.getrandbits(60)) | ENDS[end])
         submit = Submit("a", random.sample(range(3, 300), 6), params)
         tokens, steps, _ = steps_saved(engine_of(model, tokenizer=tokenizer), submit)
@@ -430,7 +430,7 @@ def test_a_draft_saves_the_steps_that_an_answer_takes_without_it(end: str, seed:
         if found == tokens:  # else there was a near-tie
             assert fewer + saved == steps
             compared, most = compared + 1, max(most, saved)
-    assert compared > 6 and most > 1
+    assert compared > 3 and most > 1
 
 
 def test_tokens_behind_a_stop_string_pay_for_no_prompt(seed: int) -> None:
@@ -454,7 +454,7 @@ def test_a_rate_stands_in_for_agreement(rate: float, seed: int) -> None:
     """Each token of a draft whose predecessors are right is right at this rate, of a head that never agrees. Text drafts nothing."""
     model = random_model(config_of("standard"))
     engine = engine_of(model, draft=random_head(model), draft_tokens=3, max_num_seqs=8, accept_rate=rate)
-    submits = [Submit(str(i), [1, 2, 3] * 4, SamplingParams(max_tokens=60, seed=i)) for i in range(40)]
+    submits = [Submit(str(i), [1, 2, 3] * 4, SamplingParams(max_tokens=60, seed=i)) for i in range(16)]
     right, wrong = 0, 0
     learn = engine.speculation.learn
 
@@ -467,7 +467,7 @@ def test_a_rate_stands_in_for_agreement(rate: float, seed: int) -> None:
         answers = serve(engine, submits, 8)
     assert all(len(answer.tokens) == 60 for answer in answers.values())
     total = engine.speculation.total
-    assert total["head"].tokens > 1000 and total["ngram"].tokens == 0
+    assert total["head"].tokens > 400 and total["ngram"].tokens == 0
     assert abs(right / (right + wrong) - rate) <= 5 * (rate * (1 - rate) / (right + wrong)) ** 0.5
 
 

@@ -6,7 +6,7 @@ import random
 import re
 import threading
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from types import SimpleNamespace
 from typing import Any
 
@@ -225,11 +225,10 @@ def test_an_ambiguous_grammar_ends_its_request_while_its_masks_are_cheap(engine:
     engine.abort(Abort("plain"))
 
 
-@pytest.mark.parametrize("late", [False, True])
 @pytest.mark.parametrize("kind", ["integer", "number"])
-def test_digits_of_a_number_have_an_end(engine: Engine, kind: str, late: bool) -> None:
+def test_digits_of_a_number_have_an_end(engine: Engine, kind: str, in_turn: Callable[..., bool]) -> None:
     """Those of a text may go on."""
-    tokenizer = load_tokenizer(TINY)
+    late, tokenizer = in_turn((False, True), kind == "number"), load_tokenizer(TINY)
     begun = [*tokenizer.encode('{"a":', add_special_tokens=False)]
     digits = {i: 30.0 for i in range(tokenizer.vocab_size) if tokenizer.token_bytes(i).isdigit()}
     for schema in ({"type": kind}, {"type": "string"}):
@@ -415,9 +414,8 @@ def rank_compiles(world: World, slow: int) -> tuple[list[int], dict[str, Any], l
     return [len(engine.compiling)], run(engine), [*engine.grammars._cache]
 
 
-@pytest.mark.parametrize("slow", [0, 1])
-def test_ranks_admit_and_refuse_together(ranks: Ranks, slow: int) -> None:
-    (waiting, first, cached), (_, second, also_cached) = ranks.run(2, rank_compiles, slow)
+def test_ranks_admit_and_refuse_together(ranks: Ranks, in_turn: Callable[..., int]) -> None:
+    (waiting, first, cached), (_, second, also_cached) = ranks.run(2, rank_compiles, in_turn((0, 1), 0))
     assert waiting == [4]
     assert cached == also_cached == [WORD]
     assert {k: v for k, v in first.items() if isinstance(v, list)} == {k: v for k, v in second.items() if isinstance(v, list)}

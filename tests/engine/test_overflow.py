@@ -124,9 +124,9 @@ LIMITS = [
 ]
 
 
-@pytest.mark.parametrize("ahead", [False, True])
 @pytest.mark.parametrize("kind", range(len(KINDS)))
-def test_a_request_that_overflows_fails_alone(kind: int, ahead: bool, in_turn: Callable[..., Any], seed: int) -> None:
+def test_a_request_that_overflows_fails_alone(kind: int, in_turn: Callable[..., Any], seed: int) -> None:
+    ahead = in_turn((False, True), kind)
     model = poisoned(random_model(config_of(in_turn(KINDS[kind], 1))), random.choice(VALUES))
     limits, at_once = in_turn(LIMITS, kind)
     with as_on_a_gpu() if ahead else nullcontext():

@@ -37,7 +37,7 @@ def _deterministic() -> Iterator[None]:
 def submits_of(grammars: bool) -> list[Submit]:
     """Requests of all kinds, half of them under a grammar if there are some."""
     found = []
-    for i, one in enumerate(bent_submits(6, max_tokens=random.randint(1, 64))):
+    for i, one in enumerate(bent_submits(6, max_tokens=random.randint(1, 32))):
         late = random.random() < 0.5
         under = dict(grammar=LINES if late else JSON, late_grammar=late) if grammars and i % 2 else {}
         found.append(msgspec.structs.replace(one, params=msgspec.structs.replace(one.params, **under)))

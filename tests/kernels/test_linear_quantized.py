@@ -3,6 +3,7 @@ rows."""
 
 import importlib
 import random
+from collections.abc import Callable
 from dataclasses import replace
 from itertools import product
 from typing import Any, NamedTuple
@@ -115,12 +116,12 @@ def differences(device: str) -> list[str]:
 ANY = QuantizedStream(64, 128, 2)
 
 
-def wrong_references(device: str) -> list[str]:
+def wrong_references(device: str, names: list[str]) -> list[str]:
     """The cases in which what tuned kernels are compared with is not the product of the dequantized weight's first features."""
     found = []
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(tuning, "CHECKED", 24)
-        for name, swiglu, scaled in product(SCHEMES, (False, True), (False, True)):
+        for name, swiglu, scaled in product(names, (False, True), (False, True)):
             if scaled and name != "fp8 by token":
                 continue
             case = operands(Case(16, 96, 256, name, ANY, torch.float32, swiglu), device)
@@ -139,8 +140,9 @@ def wrong_references(device: str) -> list[str]:
     return found
 
 
-def test_triton_kernels_and_what_tuned_ones_are_compared_with(interpreters: Ranks) -> None:
-    assert [interpreters.call(wrong, "cpu") for wrong in (differences, wrong_references)] == [[], []]
+def test_triton_kernels_and_what_tuned_ones_are_compared_with(interpreters: Ranks, in_turn: Callable[..., int]) -> None:
+    assert interpreters.call(differences, "cpu") == []
+    assert interpreters.call(wrong_references, "cpu", list(SCHEMES)[in_turn(range(3), 0) :: 3]) == []
 
 
 def wrong_int8_products(seed: int, device: str) -> list[str]:
@@ -239,10 +241,10 @@ def random_tiles_case(dice: random.Random, scheme: str) -> Case:
     """Several launches, tiles of rows and of features, tiles that programs share, and more steps than buffers."""
     tile_rows = dice.choice([64, 128])
     tile_k = dice.choice([128, 256]) if tile_rows == 64 and SCHEMES[scheme].bits == 4 else 128
-    chosen = QuantizedTiles(256, tile_k, 2, programs=dice.randint(8, 30), rows=tile_rows)
+    chosen = QuantizedTiles(256, tile_k, 2, programs=dice.randint(8, 16), rows=tile_rows)
     grouped, swiglu = bool(SCHEMES[scheme].group) or not SCHEMES[scheme].symmetric, dice.random() < 0.4
-    k = 128 * dice.choice([1, 3, 5, 24, 32]) if grouped else 32 * dice.choice([1, 9, 21, 100, 128])
-    n, dtype = dice.choice([dice.randint(1, 300), 256, 640]) * (1 + swiglu), dice.choice([torch.bfloat16, torch.float16])
+    k = 128 * dice.choice([1, 3, 5, 12]) if grouped else 32 * dice.choice([1, 9, 21, 48])
+    n, dtype = dice.choice([dice.randint(1, 300), 256, 320]) * (1 + swiglu), dice.choice([torch.bfloat16, torch.float16])
     scattered = "group" in scheme and dice.random() < 0.5
     return Case(dice.randint(1, 300), n, k, scheme, chosen, dtype, swiglu, dice.random() < 0.5, scattered)
 
@@ -274,7 +276,7 @@ def simulated(module: Any, simulator: gluon.Simulator, case: Case) -> str | None
 
 @pytest.mark.parametrize(
     ("name", "needs", "case_of", "count"),
-    [(MODULE, NEEDS, random_case, 5), (TILES, TILES_NEEDS, random_tiles_case, 3), (GEMV, GEMV_NEEDS, random_gemv_case, None)],
+    [(MODULE, NEEDS, random_case, 5), (TILES, TILES_NEEDS, random_tiles_case, 2), (GEMV, GEMV_NEEDS, random_gemv_case, None)],
 )
 def test_in_the_simulator(name: str, needs: Any, case_of: Any, count: int | None, seed: int) -> None:
     dice = random.Random(seed)
@@ -342,18 +344,27 @@ def test_many_rows_without_a_measurement_use_tiles_for_large_layers_of_4_bits() 
 
 # --- compiling ----------------------------------------------------------------------------------------------------------------
 
-COMPILED = [
-    Case(17, 1024, 1024, "fp8", QuantizedStream(128, 128, 9)),
-    Case(32, 1024, 1024, "int4 group 128 asymmetric", QuantizedStream(128, 256, 3, 4, 264, 64), swiglu=True),
-    Case(16, 1024, 1024, "int4 group 128 asymmetric", QuantizedStream(128, 256, 2, 4, 396, 64), swiglu=True),
-    Case(8, 1024, 1024, "fp8", QuantizedStream(256, 128, 6, 8), swiglu=True),
-    Case(2, 1024, 4096, "int4 group 128", QuantizedGemv(16, 8, 4), swiglu=True),
-    Case(1, 1024, 6144, "fp8", QuantizedGemv(16, 4, 8)),
-    Case(300, 1024, 1024, "int4 group 128", QuantizedTiles(256, 128, 4)),
-    Case(300, 1024, 1024, "int4 group 64 asymmetric", QuantizedTiles(256, 128, 4), swiglu=True),
+COMPILED = [  # by kernel; a run takes one of each
+    [
+        Case(17, 1024, 1024, "fp8", QuantizedStream(128, 128, 9)),
+        Case(32, 1024, 1024, "int4 group 128 asymmetric", QuantizedStream(128, 256, 3, 4, 264, 64), swiglu=True),
+        Case(16, 1024, 1024, "int4 group 128 asymmetric", QuantizedStream(128, 256, 2, 4, 396, 64), swiglu=True),
+        Case(8, 1024, 1024, "fp8", QuantizedStream(256, 128, 6, 8), swiglu=True),
+    ],
+    [
+        Case(2, 1024, 4096, "int4 group 128", QuantizedGemv(16, 8, 4), swiglu=True),
+        Case(1, 1024, 6144, "fp8", QuantizedGemv(16, 4, 8)),
+    ],
+    [
+        Case(300, 1024, 1024, "int4 group 128", QuantizedTiles(256, 128, 4)),
+        Case(300, 1024, 1024, "int4 group 64 asymmetric", QuantizedTiles(256, 128, 4), swiglu=True),
+    ],
 ]
-
-
+PUSHED = [
+    Case(4, 1024, 2048, "fp8", QuantizedGemv(16, 4, 8)),
+    Case(16, 1024, 1024, "int8 group 64 asymmetric", QuantizedStream(128, 256, 2, 4, 264, 64)),
+    Case(2, 1024, 2048, "int4 group 32", QuantizedGemv(32, 4, 4)),
+]
 KERNELS = {QuantizedGemv: (GEMV, "_gemv"), QuantizedStream: (MODULE, "_stream"), QuantizedTiles: (TILES, "_tiles")}
 
 
@@ -364,9 +375,12 @@ def compiling(chosen: QuantizedConfig, monkeypatch: pytest.MonkeyPatch) -> tuple
     return module, compile_only(module, kernel, monkeypatch)
 
 
-@pytest.mark.parametrize("case", COMPILED)
-def test_it_compiles_for_hopper_and_fits_an_sm(case: Case, monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize("cases", COMPILED)
+def test_it_compiles_for_hopper_and_fits_an_sm(
+    cases: list[Case], in_turn: Callable[..., Case], monkeypatch: pytest.MonkeyPatch
+) -> None:
     """With Triton's compiler, for Hopper. Buffers suffice, registers do for few rows, and the weight comes from registers."""
+    case = in_turn(cases, 0)
     module, compiled = compiling(case.chosen, monkeypatch)
     x, _, packed, bias, _, plain = operands(case)
     out = torch.empty_like(plain)
@@ -387,18 +401,11 @@ def test_it_compiles_for_hopper_and_fits_an_sm(case: Case, monkeypatch: pytest.M
     assert compiled[0].asm["ptx"].count(".local") == 0
 
 
-@pytest.mark.parametrize(
-    "case",
-    [
-        Case(4, 1024, 2048, "fp8", QuantizedGemv(16, 4, 8)),
-        Case(2, 1024, 2048, "int4 group 32", QuantizedGemv(32, 4, 4)),
-        Case(16, 1024, 1024, "int8 group 64 asymmetric", QuantizedStream(128, 256, 2, 4, 264, 64)),
-    ],
-)
-def test_a_pushed_result_takes_no_more_shared_memory(case: Case, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_pushed_result_takes_no_more_shared_memory(in_turn: Callable[..., Case], monkeypatch: pytest.MonkeyPatch) -> None:
     """The buffers have what there is."""
     from kernels.all_reduce import Exchange
 
+    case = in_turn(PUSHED, 0)
     module, compiled = compiling(case.chosen, monkeypatch)
     x, _, packed, _, _, plain = operands(case)
     state = [torch.zeros(1, dtype=dtype) for dtype in (torch.int64, torch.int64, torch.int32)]

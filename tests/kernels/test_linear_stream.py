@@ -203,19 +203,17 @@ def test_kernels_that_are_compiled_once() -> None:
     assert len(keys) == 1
 
 
-@pytest.mark.parametrize(
-    ("rows", "swiglu", "chosen", "dtype"),
-    [
-        (1, False, Stream(64, 128, 12), torch.bfloat16),
-        (100, True, Stream(256, 64, 4, 8), torch.bfloat16),
-        (64, False, Stream(64, 128, 6), torch.float8_e4m3fn),
-        (128, False, Stream(256, 64, 4, 8), torch.bfloat16),
-    ],
-)
-def test_it_compiles_for_hopper_and_fits_an_sm(
-    rows: int, swiglu: bool, chosen: Stream, dtype: torch.dtype, monkeypatch: pytest.MonkeyPatch
-) -> None:
+COMPILED = [  # rows, SwiGLU, config, dtype
+    (1, False, Stream(64, 128, 12), torch.bfloat16),
+    (100, True, Stream(256, 64, 4, 8), torch.bfloat16),
+    (64, False, Stream(64, 128, 6), torch.float8_e4m3fn),
+    (128, False, Stream(256, 64, 4, 8), torch.bfloat16),
+]
+
+
+def test_it_compiles_for_hopper_and_fits_an_sm(in_turn: Callable[..., Any], monkeypatch: pytest.MonkeyPatch) -> None:
     """With Triton's compiler, for Hopper. The buffers and what else Triton needs take at most 227 KB."""
+    rows, swiglu, chosen, dtype = in_turn(COMPILED, 0)
     stream = importlib.import_module("kernels.linear_stream")
     compiled = compile_only(stream, "_stream", monkeypatch)
     x, weight = torch.empty(rows, 1040, dtype=dtype), torch.empty(1024, 1040, dtype=dtype)

@@ -176,9 +176,10 @@ def with_group_size(raw: Any, size: int) -> Any:
     return changed | {"group_size": size} if isinstance(raw.get("group_size"), int) else changed
 
 
-@pytest.mark.parametrize("name", FORMATS)
-def test_each_tensor_of_each_format_is_checked(name: str, tmp_path: Path, seed: int) -> None:
+@pytest.mark.parametrize("place", range(8))
+def test_each_tensor_of_each_format_is_checked(place: int, in_turn: Callable[..., str], tmp_path: Path, seed: int) -> None:
     """Of one layer on one rank; `DAMAGE` has cases of several ranks."""
+    name = in_turn([*FORMATS][place::8], place)
     write(replace(SHAPE, n_layers=1), FORMATS[name], tmp_path, tmp_path / "plain")
     tensors = load_file(file := tmp_path / "model.safetensors")
     layer = random.choice([found for found in tensors if "layers.0" in found and "scale" in found]).rpartition(".")[0]

@@ -1,12 +1,12 @@
 """Quantized layers beside layers in fp32, by every communicator and every schedule of a ladder."""
 
 import random
+from collections.abc import Callable
 from contextlib import redirect_stderr
 from dataclasses import replace
 from io import StringIO
 from pathlib import Path
 
-import pytest
 import torch
 
 from checkpoints.presets import model_config
@@ -67,8 +67,10 @@ def test_fused_says_that_quantized_layers_are_not(interpreters: Ranks, tmp_path:
     assert not any(lines for found in interpreters.run(2, notes, tmp_path / "plain") for lines in found.values())
 
 
-@pytest.mark.parametrize("variant", ["hybrid:1", "ladder"])
-def test_only_layers_that_are_not_quantized_are_fused(variant: str, interpreters: Ranks, tmp_path: Path, seed: int) -> None:
+def test_only_layers_that_are_not_quantized_are_fused(
+    in_turn: Callable[..., str], interpreters: Ranks, tmp_path: Path, seed: int
+) -> None:
+    variant = in_turn(("hybrid:1", "ladder"), 0)
     write(with_variant(SHAPE, variant), FORMATS[MIXED], tmp_path, tmp_path / "plain")
     ids = [random.randrange(SHAPE.vocab_size) for _ in range(4)]
     for found in interpreters.run(2, differences, tmp_path, ids):

@@ -72,7 +72,7 @@ def peak_of_quantizing(source: Path, out: Path, weights: str, samples: int) -> i
 @pytest.mark.parametrize(("weights", "samples"), [("fp8", 0), ("int4", 4)])
 def test_the_peak_of_quantizing_is_that_of_one_layer(weights: str, samples: int, tmp_path: Path, seed: int) -> None:
     peaks = []
-    for layers in (2, 4):
+    for layers in (2, 3):
         source = save_random(replace(SHAPE, n_layers=layers, vocab_size=128), tmp_path / f"source {layers}")
         peaks.append(peak_of_quantizing(source, tmp_path / f"made {layers}", weights, samples))
     assert peaks[0] > 4 * 128 * 384 and peaks[1] <= 1.02 * peaks[0]

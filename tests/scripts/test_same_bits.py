@@ -2,6 +2,7 @@
 
 import argparse
 import json
+from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -43,9 +44,10 @@ def worked(world: World, model: Path, path: Path, quantize: str | None) -> None:
 
 
 @pytest.mark.long
-@pytest.mark.parametrize("quantize", [None, "fp8"])
-def test_ranks_have_the_same_vectors_in_every_setting(ranks: Ranks, tmp_path: Path, seed: int, quantize: str | None) -> None:
-    found = []
+def test_ranks_have_the_same_vectors_in_every_setting(
+    ranks: Ranks, tmp_path: Path, seed: int, in_turn: Callable[..., Any]
+) -> None:
+    found, quantize = [], in_turn((None, "fp8"), 0)
     config = replace(config_of("hybrid-list"), max_seq_len=LENGTH)
     save_checkpoint(random_model(config), tmp_path / "model", torch.bfloat16)
     for n in (1, 2):

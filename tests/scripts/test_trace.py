@@ -76,7 +76,7 @@ def random_lengths() -> list[int]:
 @pytest.mark.parametrize("gpu", [False, True])
 def test_sequences_of_several_prefill_steps_decode_together(gpu: bool, seed: int) -> None:
     llm = LLM(random_model(replace(config_of("ladder"), max_seq_len=400)), world=ALONE)
-    for _ in range(8):
+    for _ in range(4):
         lengths, budget = random_lengths(), random.choice([1, 2, 7, 16, 40])
         with as_on_a_gpu() if gpu else nullcontext():  # where steps are launched ahead
             assert_together(generated(llm, lengths, budget), lengths, budget)

@@ -99,14 +99,14 @@ def test_the_loss_is_the_mixture_that_was_asked_for(
 def test_without_steps_it_passes_four_times_over_the_data_and_warms_up_in_a_twentieth(
     standard: Path, tokens: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    """The 60 windows are 30 batches of 2 in a pass. Resumed, the numbers are the same."""
-    base = arguments(standard, tokens, tmp_path / "out", "--ladder-layers", 2, "--global-batch", 2, "--learning-rate", 1e-3)
+    """The 60 windows are 10 batches of 6 in a pass. Resumed, the numbers are the same."""
+    base = arguments(standard, tokens, tmp_path / "out", "--ladder-layers", 2, "--global-batch", 6, "--learning-rate", 1e-3)
     place = base.index("--warmup")
     del base[place : place + 2]
     lines = run(ALONE, base)
-    assert "120 steps, 4.0 passes over the data; a warm-up of 6 steps" in capsys.readouterr().err and lines[-1]["step"] == 120
-    assert [line["learning_rate"] for line in lines[:6]] == pytest.approx([1e-3 * step / 6 for step in range(1, 7)])
-    assert lines[7]["learning_rate"] < lines[6]["learning_rate"] <= 1e-3
+    assert "40 steps, 4.0 passes over the data; a warm-up of 2 steps" in capsys.readouterr().err and lines[-1]["step"] == 40
+    assert [line["learning_rate"] for line in lines[:2]] == pytest.approx([5e-4, 1e-3])
+    assert lines[3]["learning_rate"] < lines[2]["learning_rate"] <= 1e-3
     (tmp_path / "out" / "model" / "config.json").unlink()
     run(ALONE, [*base, "--resume"])
     assert (tmp_path / "out" / "model" / "config.json").exists()

@@ -324,7 +324,7 @@ def test_longer_conversations(too_long: str, command: Command, tmp_path: Path, s
 def test_processes_change_nothing(command: Command, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, seed: int) -> None:
     rng = random.Random(seed)
     data = write_lines(
-        tmp_path / "c.jsonl", [{"messages": some_messages(rng)} if rng.random() < 0.9 else "" for _ in range(90)]
+        tmp_path / "c.jsonl", [{"messages": some_messages(rng)} if rng.random() < 0.9 else "" for _ in range(20)]
     )
     monkeypatch.setattr(encode, "ITEM_BYTES", 997)
     found = []
@@ -362,21 +362,21 @@ def test_documents_lie_one_after_the_other(
 ) -> None:
     """For every size of the items that the file is cut into, also within a line. Special tokens in a text stay text."""
     rng, tokenizer = random.Random(seed), load_tokenizer(EMBEDDED)
-    texts = [some_text(rng) + rng.choice(["", "<|end|> no end", "\n\nmore"]) for _ in range(40)]
-    write_lines(tmp_path / "b.jsonl", [{"text": text} for text in texts[:20]] + [""])
+    texts = [some_text(rng) + rng.choice(["", "<|end|> no end", "\n\nmore"]) for _ in range(10)]
+    write_lines(tmp_path / "b.jsonl", [{"text": text} for text in texts[:5]] + [""])
     (tmp_path / "b.jsonl").write_text((tmp_path / "b.jsonl").read_text().rstrip("\n"))  # no newline at the end
-    for i, text in enumerate(texts[20:]):
+    for i, text in enumerate(texts[5:]):
         (tmp_path / f"c{i:02}.txt").write_text(text)
     expected = [
         id
         for text in texts
         for id in [tokenizer.bos_id, *tokenizer.encode(text, False, parse_special=False), tokenizer.eos_ids[0]]
     ]
-    assert expected.count(tokenizer.eos_ids[0]) == 40
+    assert expected.count(tokenizer.eos_ids[0]) == 10
     for size in (1, rng.randint(2, 300), 10**6):
         monkeypatch.setattr(encode, "ITEM_BYTES", size)
         code, said = command("--model", EMBEDDED, "--out", tmp_path / "t.bin", tmp_path, "--processes", 1, "--force")
-        assert code == 0 and "40 documents" in said, said
+        assert code == 0 and "10 documents" in said, said
         file = open_tokens(tmp_path / "t.bin", 1024)
         assert file.tokens.tolist() == expected and file.mask is None and file.header.window is None
 

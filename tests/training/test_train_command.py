@@ -7,7 +7,7 @@ import signal
 import subprocess
 import sys
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -122,20 +122,22 @@ def test_a_rank_without_memory_says_so_itself(
         run(ALONE, arguments(model, tokens, tmp_path))
 
 
-@pytest.mark.parametrize(
-    ("then", "now"),
-    [((4, "2,2,2x2", 2), (1, "1,1,1", 1)), ((1, "1,1,1", 1), (4, "1,1,2x2", 2)), ((2, "1,1,2", 2), (4, "2x2,2x2,2x2", 2))],
-)
+RESUMED = [  # ranks, --sharding and --gpus-per-node of a run, and of the one that resumes it
+    ((4, "2,2,2x2", 2), (1, "1,1,1", 1)),
+    ((1, "1,1,1", 1), (4, "1,1,2x2", 2)),
+    ((2, "1,1,2", 2), (4, "2x2,2x2,2x2", 2)),
+]
+
+
 def test_resuming_on_other_ranks_and_plans_gives_the_same_losses(
     ranks: Ranks,
     model: Path,
     tokens: Path,
     undisturbed: torch.Tensor,
     tmp_path: Path,
-    then: tuple[int, str, int],
-    now: tuple[int, str, int],
+    in_turn: Callable[..., Any],
 ) -> None:
-    out = tmp_path / "cut"
+    out, (then, now) = tmp_path / "cut", in_turn(RESUMED, 0)
     for (count, sharding, per_node), more in ((then, ["--stop-after", 7]), (now, ["--resume"])):
         layout = ["--sharding", sharding, "--gpus-per-node", per_node]
         intra = ["--intra-tensor"] if more == ["--resume"] else []
