@@ -5,6 +5,7 @@ import hashlib
 import json
 import math
 import os
+import re
 import stat
 import tempfile
 from collections.abc import Iterator, Sequence
@@ -28,6 +29,8 @@ ENGINE = tuple(  # the files that decide what a model computes
     f"{folder}*.py"
     for folder in ("", "checkpoints/", "comm/", "engine/", "kernels/", "layers/", "quantized/", "ranks/", "text/")
 )
+WEIGHTS = "model.safetensors", "model.safetensors.index.json", "pytorch_model.bin", "pytorch_model.bin.index.json", "model.pth"
+AUTOGPTQ = "gptq_model-*.safetensors"  # what AutoGPTQ calls its only file. Of those above the first counts, as in transformers
 REQUIRED: Any = object()
 SHOWN = 80  # most characters of a wrong value in a message
 
@@ -102,6 +105,12 @@ def model_folder(model: str | Path) -> Path:
     """The checkpoint's folder of a value of `--model`, which names the folder or a weights file in it."""
     path = Path(model)
     return path.parent if path.is_file() else path
+
+
+def model_name(model: str) -> str:
+    """How a value of `--model` is shown: a folder in the cache of the hub by its name there, ORG/NAME."""
+    match = re.fullmatch(r"models--(.+?)--(.+)/snapshots", "/".join(Path(model).parts[-3:-1]))
+    return f"{match[1]}/{match[2]}" if match else model
 
 
 def check_regular(path: Path) -> int:

@@ -28,6 +28,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 import torch.distributed as dist
 
+from checkpoints.hub import fetch_named
 from checkpoints.lora import open_adapter
 from checkpoints.presets import model_config, warn_of_noise
 from checkpoints.weights import DTYPES, load_model
@@ -38,6 +39,7 @@ from engine.draft_models import Draft, find_draft
 from engine.llm import Completion, Timing, check_prompts, encode_chat, encode_texts, read_tokenizer
 from engine.profiling import annotate, profiled
 from errors import UserError
+from files import model_name
 from kernels import determinism
 from model import Transformer
 from options import ModelOptions, SpeculationOptions, add_options, dtype_name, rank_options, whole_number
@@ -56,16 +58,17 @@ NO_TOKENIZER = (
 
 
 def parse_args(argv: Sequence[str] | None = None) -> argparse.Namespace:
-    """Raises UserError for values that exclude each other or mean nothing."""
+    """Raises UserError for values that exclude each other or mean nothing, and for a model on the hub that cannot be had."""
     parser = Parser(description=__doc__)
     add_options(parser, ModelOptions, "the model")
-    parser.add_argument("--lora", metavar="DIR", help="add the LoRA adapter in this folder, as PEFT saves it, to the model")
+    parser.add_argument("--lora", metavar="ORG/NAME|DIR", help="add this LoRA adapter of PEFT to the model")
     add_prompt_options(parser)
     add_generation_options(parser)
     add_options(parser, SpeculationOptions, "speculation")
     add_output_options(parser)
     args = parser.parse_args(argv)
     check_args(args)
+    fetch_named(args, model="model", speculate="draft", lora="adapter")
     return args
 
 
@@ -180,7 +183,7 @@ def prepare(args: argparse.Namespace, world_size: int) -> Job:
         open_adapter(Path(args.lora), config)
     tokenizer = read_tokenizer(args.model, config)
     if tokenizer is None and (args.interactive or args.prompt is not None or args.prompt_file is not None):
-        raise UserError(NO_TOKENIZER.format(model=args.model))
+        raise UserError(NO_TOKENIZER.format(model=model_name(args.model)))
     params = [
         SamplingParams(
             max_tokens=args.max_new_tokens,
@@ -419,7 +422,7 @@ def main() -> None:
     warn_of_noise(job.args.model, job.config)
     quantized = f", {job.config.quantization.description}" if job.config.quantization else ""
     note(
-        f"{job.args.model}: {job.config.parameter_count() / 1e6:,.0f}M parameters, {job.config.description}, {dtype}{quantized}, "
+        f"{model_name(job.args.model)}: {job.config.parameter_count() / 1e6:,.0f}M parameters, {job.config.description}, {dtype}{quantized}, "
         f"{world.world_size} rank(s) on {world.device.type} ({world.comm.name}), ready after {time.perf_counter() - began:.1f} s"
     )
     if job.args.profile:

@@ -104,9 +104,10 @@ class ModelOptions:
 
     model: str = option(
         MISSING,
-        "a checkpoint directory: HF safetensors, or gpt-fast's model.pth with its config.json. For benchmarks also a preset "
+        "a model's name on the hub, ORG/NAME or ORG/NAME@REVISION, fetched into the cache of huggingface_hub, or a checkpoint "
+        "directory: HF safetensors, or gpt-fast's model.pth with its config.json. For benchmarks also a preset "
         "such as llama-3-70b or llama-3-70b:16 (16 of its layers), or a config.json alone: the weights are then random",
-        metavar="DIR|PRESET",
+        metavar="ORG/NAME|DIR|PRESET",
     )
     tp: int | None = count(
         None,
@@ -182,7 +183,7 @@ class SpeculationOptions:
         None,
         "guess the next tokens of an answer and verify them in one step, which changes no token but where two are nearly "
         "tied: ngram continues what occurred before in the prompt, the answer, or the text that a request predicts; the "
-        "folder of a smaller checkpoint with the same vocabulary, or of an EAGLE-3 head for the model, lets this guess, too; "
+        "folder or name on the hub of a smaller checkpoint with the same vocabulary, or of an EAGLE-3 head for the model, lets this guess, too; "
         "auto is the head in the model's folder draft if there is one, else ngram; for benchmarks random-head is a head with "
         "random weights for a model with random weights (default: off)",
         type=unless_off,

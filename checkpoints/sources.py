@@ -16,11 +16,9 @@ from torch import Tensor
 
 from config import ModelConfig
 from errors import UserError, first_line
-from files import INDEX_BYTES, SHOWN, check_regular, model_folder, read_json, shown
+from files import AUTOGPTQ, INDEX_BYTES, SHOWN, WEIGHTS, check_regular, model_folder, read_json, shown
 
-INDEX, SINGLE, PTH = "model.safetensors.index.json", "model.safetensors", "model.pth"
-ORDER = SINGLE, INDEX, "pytorch_model.bin", "pytorch_model.bin.index.json", PTH  # of which the first counts, as in transformers
-AUTOGPTQ = "gptq_model-*.safetensors"  # what AutoGPTQ calls its only file
+SINGLE, INDEX, *_, PTH = WEIGHTS
 TABLES = "model.embed_tokens.weight", "lm_head.weight"  # with one row for each token
 MAX_TOUCHED_BYTES = 256 * 2**20  # of a mapped `.pth` that may be resident in addition to the model
 UNREADABLE = ("F4", "F6_E2M3", "F6_E3M2")  # data types of which safetensors reads no slices
@@ -258,12 +256,12 @@ def open_files(path: Path) -> SafetensorsSource | PickledSource:
     if path.is_file() and path.suffix != ".safetensors":
         return PickledSource(path)
     folder = model_folder(path)
-    found = [folder / name for name in ORDER if (folder / name).exists()]
+    found = [folder / name for name in WEIGHTS if (folder / name).exists()]
     named = sorted(folder.glob(AUTOGPTQ))
     if not found and len(named) > 1:
         raise UserError(f"{folder} has {len(named)} checkpoints, {AUTOGPTQ}; rename the one that you mean to {SINGLE}")
     if not found and not named:
-        raise UserError(f"{folder} has none of {', '.join(ORDER)}; name a checkpoint directory or a preset")
+        raise UserError(f"{folder} has none of {', '.join(WEIGHTS)}; name a checkpoint directory or a preset")
     first, *others = found or named
     files = SafetensorsSource(first) if ".safetensors" in first.suffixes else PickledSource(first)
     if others:

@@ -22,6 +22,7 @@ from typing import Any
 import torch
 from tqdm import tqdm
 
+from checkpoints.hub import fetch_named
 from checkpoints.presets import model_config
 from checkpoints.weights import DTYPES, load_model
 from cli import Parser, run
@@ -190,6 +191,7 @@ def main() -> None:
     )
     args = parser.parse_args()
     check_trace(args)
+    fetch_named(args, model="model", speculate="draft")
     world = init_world(**rank_options(args))
     if args.trace and world.device.type != "cuda":
         raise UserError("--trace shows when a GPU is idle, so it needs a GPU; leave it out on a CPU")

@@ -19,6 +19,7 @@ import msgspec
 import torch
 import torch.nn.functional as F
 
+from checkpoints.hub import fetched
 from checkpoints.presets import has_random_weights, model_config
 from checkpoints.weights import DTYPES, load_model
 from cli import note
@@ -102,7 +103,7 @@ class LLM:
         deterministic: bool = False,
         lora: str | Path | None = None,
     ) -> None:
-        """model: a checkpoint's folder, a preset's name (random weights, drawn with `seed`), or a loaded model, whose `tokenizer`
+        """model: a checkpoint's folder or name on the hub (ORG/NAME), a preset's name (random weights, drawn with `seed`), or a loaded model, whose `tokenizer`
         then has to be given. world: the ranks (default: those that a launcher started, else one on the GPU, if there is any).
         variant, dtype, quantize: as `generate.py` takes them; not of a loaded model. limits: of the engine; None makes an engine for
         each call that is just large enough for its prompts, and keeps it while calls need the same. kv_dtype, draft_tokens: as
@@ -111,7 +112,7 @@ class LLM:
         takes it. lora: an adapter's folder, for all calls. Raises UserError, also for an argument of another type and for what would
         have no effect."""
         check_types(LLM.__init__, locals())
-        source, loaded = str(speculate) if speculate else None, isinstance(model, Transformer)
+        source, loaded = fetched(str(speculate), "draft") if speculate else None, isinstance(model, Transformer)
         if loaded:
             _refuse_given("give it where the model is loaded", variant=variant, dtype=dtype, quantize=quantize)
         _check_limits(limits, source, kv_dtype, draft_tokens)
@@ -126,14 +127,15 @@ class LLM:
             self.model, self.tokenizer = model, tokenizer
             draft = find_draft(source, None, model.config, tokenizer, self.world.world_size)
         else:
-            config = model_config(str(model), variant, self.world.world_size, quantize)
-            self.tokenizer = tokenizer or read_tokenizer(str(model), config)
+            model = fetched(str(model))
+            config = model_config(model, variant, self.world.world_size, quantize)
+            self.tokenizer = tokenizer or read_tokenizer(model, config)
             name = dtype_name(dtype, self.world.device.type)
             if name not in DTYPES:
                 raise UserError(f"unknown dtype {name!r}; known: {', '.join(DTYPES)}")
-            draft = find_draft(source, str(model), config, self.tokenizer, self.world.world_size)
-            self.model = load_model(str(model), config, self.world, DTYPES[name], seed)
-        self.adapters = single_adapter(self.model, lora, self.world) if lora else None
+            draft = find_draft(source, model, config, self.tokenizer, self.world.world_size)
+            self.model = load_model(model, config, self.world, DTYPES[name], seed)
+        self.adapters = single_adapter(self.model, fetched(str(lora), "adapter"), self.world) if lora else None
         self.draft = draft.load(self.world, self.model.norm.weight.dtype, seed) if draft else None
         # uses what a server or `make tune` has measured
         tune(self.model, self.world, MAX_SEQUENCES, seconds=0, draft=self.draft)

@@ -33,6 +33,7 @@ from tqdm import tqdm
 
 from checkpoints.export import add_modeling, save_config, save_tensors
 from checkpoints.hf_config import config_to_hf
+from checkpoints.hub import fetch_named
 from checkpoints.presets import has_random_weights, model_config
 from checkpoints.sources import INDEX, Source, weights_fingerprint
 from checkpoints.weights import DTYPES, check_plain, check_source, fill, full_shape, module_places, places
@@ -332,7 +333,7 @@ def finish(model: Path, job: Job) -> None:
 
 def parse_args() -> argparse.Namespace:
     parser = Parser(description=__doc__)
-    parser.add_argument("--model", required=True, metavar="DIR", help="a checkpoint in 16 or 32 bits")
+    parser.add_argument("--model", required=True, metavar="ORG/NAME|DIR", help="a checkpoint in 16 or 32 bits")
     parser.add_argument(
         "--out", type=Path, required=True, metavar="DIR", help="the new folder, or that of a run that was stopped"
     )
@@ -355,6 +356,7 @@ def parse_args() -> argparse.Namespace:
         if args.method != "gptq" and getattr(args, name) is not None:
             raise UserError(f"--{name} is for --method gptq, and this rounds to nearest; leave it out, or add --method gptq")
     args.samples, args.length = args.samples or SAMPLES, args.length or LENGTH
+    fetch_named(args, model="model")
     return args
 
 

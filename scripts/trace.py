@@ -25,6 +25,7 @@ from typing import Any
 
 from torch.profiler import record_function
 
+from checkpoints.hub import fetch_named
 from checkpoints.presets import model_config
 from checkpoints.weights import DTYPES, load_model
 from cli import Parser, note, run
@@ -315,6 +316,7 @@ def main() -> None:
         raise UserError("give --model to record a trace, or --read to analyse one")
     if min(args.prompt_length, args.new_tokens, args.batch_size) < 1:
         raise UserError("--prompt-length, --new-tokens and --batch-size must be at least 1")
+    fetch_named(args, model="model")
     if args.read is None and not record_model(args):
         return
     path = args.read or args.out

@@ -6,6 +6,7 @@ Here there is no time limit. The result is in $RUNG_CACHE, else in ~/.cache/rung
 
 import math
 
+from checkpoints.hub import fetch_named
 from checkpoints.presets import model_config
 from checkpoints.weights import DTYPES, load_model
 from cli import Parser, note, run
@@ -26,6 +27,7 @@ def main() -> None:
     parser.add_argument("--rows", type=int, default=256, help="most sequences of a decode step (default: 256)")
     parser.add_argument("--rebuild", action="store_true", help="measure again what has been measured")
     args = parser.parse_args()
+    fetch_named(args, model="model")
     world = init_world(args.device, args.comm, comm_error_budget=args.comm_error_budget)
     config = model_config(args.model, args.variant, world.world_size, args.quantize)
     model = load_model(args.model, config, world, DTYPES[dtype_name(args.dtype, world.device.type)])

@@ -12,8 +12,9 @@ import sys
 from cli import leave, run
 from ranks.ports import check_port
 from ranks.processes import is_rank
+from server.downloading import answering
 from server.journal_file import check_journal
-from server.settings import load_settings
+from server.settings import load_settings, with_files
 
 
 def main() -> None:
@@ -22,6 +23,9 @@ def main() -> None:
         settings = load_settings(sys.argv[1:])
         check_port(settings.host, settings.port)
         check_journal(settings.journal, settings.journal_bounds)
+        if settings.needs_hub:
+            with answering(settings.host, settings.port):
+                settings = with_files(settings)
         from server.supervisor import run_server  # imported here, because ranks do not need torch's agent
 
         leave(run_server(settings, sys.argv[1:]))

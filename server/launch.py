@@ -27,6 +27,7 @@ from engine.scheduler import Scheduler
 from engine.tuning import Tuning, tune
 from engine.worker import FrontendLink, serve
 from errors import UserError
+from files import model_name
 from options import ModelOptions, SharedTextOptions, SpeculationOptions, StandInOptions, draft_limit, dtype_name, rank_options
 from ranks.hosts import DRAIN, Watch, await_cause, model_fact, watch
 from ranks.ports import check_port
@@ -35,7 +36,7 @@ from server import logs
 from server.journal_file import check_journal
 from server.logs import log
 from server.process import Frontend, describe_end, tell
-from server.settings import BatchOptions, LoraOptions, Settings, load_settings
+from server.settings import BatchOptions, LoraOptions, Settings, load_settings, with_files
 from server.started import FAILED, FRONTEND, addresses, note_start
 from server.torchrun import TorchrunFrontend, all_ranks_run, is_first_start, leave_after_wrong_input, restarting_agent_pid
 from text.tokenizer import Tokenizer, check_fits
@@ -70,7 +71,7 @@ def prepare(settings: Settings, world_size: int) -> tuple[ModelConfig, Tokenizer
     tokenizer = tokenizer_of(settings.model)
     check_fits(tokenizer, config.vocab_size)
     for remark in tokenizer.remarks:
-        note(f"{settings.model}: {remark}")
+        note(f"{model_name(settings.model)}: {remark}")
     draft = find_draft(settings.speculate, settings.model, config, tokenizer, world_size)
     check_accept_rate(settings.accept_rate, draft, settings.model)
     return config, tokenizer, draft
@@ -88,7 +89,7 @@ def lora_limits(settings: Settings, config: ModelConfig) -> LoraLimits | None:
 def describe(settings: Settings, engine: Engine, config: ModelConfig, world: World, dtype: str) -> Ready:
     blocks = engine.scheduler.blocks
     return Ready(
-        model=settings.model,
+        model=model_name(settings.model),
         variant=config.description,
         communicator=world.comm.name,
         world_size=world.world_size,
@@ -220,6 +221,7 @@ def warn_of_torchrun(settings: Settings, environ: Mapping[str, str]) -> None:
 def check_settings(settings: Settings, launched: bool, agent: int | None) -> Job:
     """Raises UserError for what is wrong without the other ranks. launched: a launcher has started the frontend. agent: see
     `restarting_agent_pid`."""
+    settings = with_files(settings)
     if rank() == 0:
         logs.configure(settings.log_format, settings.log_level)
         reached(f"import, {process_age():.3f} s after the process began")

@@ -12,7 +12,7 @@ from starlette.responses import PlainTextResponse, Response
 
 from checkpoints.presets import config_file
 from errors import UserError
-from files import CONFIG_BYTES, read_json, shown
+from files import CONFIG_BYTES, model_name, read_json, shown
 from server import replies
 from server.chat import conversation
 from server.endpoint import check_names
@@ -92,7 +92,7 @@ def model_card(service: Service, name: str) -> dict[str, Any]:
     ready = service.client.ready
     path, error = service.client.adapters.lost.get(name, (None, None))
     adapter = path or service.client.adapters.paths.get(name)
-    root = adapter or service.settings.model
+    root = model_name(adapter or service.settings.model)
     if service.settings.random_weights and not adapter:
         rate = service.settings.accept_rate
         what = "the text is noise" if rate is None else f"the text is noise; a rate of {rate:g} stands in for agreement"
@@ -194,14 +194,14 @@ def add_routers(app: FastAPI, service: Service) -> None:
     that it reads. vLLM's, llm-d and gateways of Kubernetes read /metrics."""
     _add_metrics(service)
     settings, client = service.settings, service.client
-    config = _read_config(settings.model)
+    config, name = _read_config(settings.model), model_name(settings.model)
 
     async def server_info() -> Response:
         ready = client.ready
         answer = {
             "status": service.status,
             "version": VERSION,
-            "model_path": settings.model,
+            "model_path": name,
             "served_model_name": service.model_name,
             "tp_size": ready and ready.world_size,
             "dp_size": 1,
@@ -212,7 +212,7 @@ def add_routers(app: FastAPI, service: Service) -> None:
 
     async def model_info() -> Response:
         names = {name: config.get(name) for name in ("model_type", "architectures")}
-        return JsonResponse({"model_path": settings.model, "tokenizer_path": settings.model, "is_generation": True, **names})
+        return JsonResponse({"model_path": name, "tokenizer_path": name, "is_generation": True, **names})
 
     async def get_load() -> Response:
         waiting = min(service.metrics.stats.waiting, client.active)

@@ -12,12 +12,13 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
+from checkpoints.hub import fetched, is_hub_name
 from checkpoints.presets import has_random_weights
 from cli import Parser
 from engine.protocol import ADAPTER_NAME
 from engine.thinking import REASONING
 from errors import UserError
-from files import model_folder, shown
+from files import model_folder, model_name, shown
 from kernels import determinism
 from options import (
     TUNE_SECONDS,
@@ -354,9 +355,14 @@ class Settings(
         return has_random_weights(self.model)
 
     @property
+    def needs_hub(self) -> bool:
+        """Whether a model, a draft or an adapter is named by its name on the hub."""
+        return any(map(is_hub_name, (self.model, self.speculate or "", *(path for _, path in self.adapters))))
+
+    @property
     def model_names(self) -> tuple[str, ...]:
         """The names that requests may use; the first one appears in answers."""
-        return self.served_model_name or (model_folder(self.model).absolute().name or self.model,)
+        return self.served_model_name or (_served_name(self.model),)
 
     @property
     def client_queue(self) -> int:
@@ -396,6 +402,21 @@ def load_settings(argv: Sequence[str] | None = None, environ: Mapping[str, str] 
     adapters = settings.lora or settings.allow_lora_updates
     determinism.refuse(settings.deterministic, compiled=settings.compile, adapters=adapters)
     return _with_key_file(settings)
+
+
+def with_files(settings: Settings) -> Settings:
+    """The settings with the folders of what they name on the hub, once its files are there. Raises UserError."""
+    adapters = tuple(f"{name}={fetched(path, 'adapter')}" for name, path in settings.adapters)
+    draft = settings.speculate and fetched(settings.speculate, "draft")
+    return replace(settings, model=fetched(settings.model), speculate=draft, lora=adapters)
+
+
+def _served_name(model: str) -> str:
+    """A model on the hub has its name there, a folder the last part of its path."""
+    if is_hub_name(model):
+        return model.partition("@")[0]
+    name = model_name(model)
+    return name if name != model else model_folder(model).absolute().name or model
 
 
 def check_needs(settings: Settings) -> None:

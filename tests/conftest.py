@@ -45,6 +45,8 @@ os.environ.setdefault("TORCHINDUCTOR_COMPILE_THREADS", "1")
 # It would also try by three programs whether the compiler knows this CPU's vectors, half of the time that the tests compile.
 os.environ.setdefault("TORCHINDUCTOR_VEC_ISA_OK", "1")
 
+os.environ["HF_HUB_OFFLINE"] = "1"  # only tests/test_hub.py has a hub
+
 # Each HTTP client makes a context for TLS, which reads all certificates of the system for 0.05 s. The tests use no TLS.
 ssl.create_default_context = functools.cache(ssl.create_default_context)
 

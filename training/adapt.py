@@ -17,6 +17,7 @@ import torch
 from torch import Tensor
 
 from checkpoints.hf_config import read_config
+from checkpoints.hub import fetch_checkpoint
 from checkpoints.sources import open_source, weights_fingerprint
 from checkpoints.weights import build_model
 from cli import Parser, run
@@ -37,7 +38,7 @@ from training.options import add_batch_options, add_execution_options, add_run_o
 def parse_args(argv: Sequence[str] | None = None) -> argparse.Namespace:
     parser = Parser(description=__doc__)
     what = parser.add_argument_group("what becomes what")
-    what.add_argument("--model", type=Path, required=True, metavar="DIR", help="a standard checkpoint")
+    what.add_argument("--model", type=Path, required=True, metavar="ORG/NAME|DIR", help="a standard checkpoint")
     what.add_argument("--ladder-layers", required=True, metavar="K|LIST", help="the last K layers, or a list such as 12-31")
     what.add_argument(
         "--distill",
@@ -53,8 +54,7 @@ def parse_args(argv: Sequence[str] | None = None) -> argparse.Namespace:
     args = parser.parse_args(argv)
     check_numbers(args)
     determinism.refuse(args.deterministic, compiled=args.compile)
-    if not args.model.is_dir():
-        raise UserError(f"--model {args.model} is no directory; name a standard checkpoint's")
+    fetch_checkpoint(args)
     if not 0 <= args.distill <= 1:
         raise UserError(f"--distill must be between 0 and 1, not {args.distill}")
     return args

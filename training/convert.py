@@ -23,12 +23,14 @@ from tqdm import tqdm
 
 from checkpoints.export import MODELING, TOKENIZER_FILES, add_modeling, copy_tokenizer, save_config
 from checkpoints.hf_config import config_to_hf, read_config
-from checkpoints.sources import ORDER, open_files
+from checkpoints.hub import fetch_checkpoint
+from checkpoints.sources import open_files
 from checkpoints.weights import check_source
 from cli import Parser, run
 from comm import Local
 from config import ModelConfig, require_causal, validate
 from errors import UserError
+from files import WEIGHTS
 from tp import World
 
 
@@ -106,7 +108,7 @@ def clear(out: Path, model: Path, force: bool) -> None:
     if not force:
         raise UserError(f"--out {out} is not empty; name another directory, or overwrite its checkpoint with --force")
     shards = [*out.glob("model-*-of-*.safetensors"), *out.glob("pytorch_model-*-of-*.bin")]
-    for file in [out / "config.json", *(out / name for name in ORDER), *shards]:
+    for file in [out / "config.json", *(out / name for name in WEIGHTS), *shards]:
         file.unlink(missing_ok=True)
     for name in (*TOKENIZER_FILES, MODELING.name):
         (out / name).unlink(missing_ok=True)
@@ -114,7 +116,9 @@ def clear(out: Path, model: Path, force: bool) -> None:
 
 def parse_args(argv: Sequence[str] | None = None) -> argparse.Namespace:
     parser = Parser(description=__doc__)
-    parser.add_argument("--model", type=Path, required=True, metavar="DIR", help="standard checkpoint with config.json")
+    parser.add_argument(
+        "--model", type=Path, required=True, metavar="ORG/NAME|DIR", help="standard checkpoint with config.json"
+    )
     parser.add_argument(
         "--ladder-layers", required=True, metavar="K|LIST", help="the last K layers, or a list: 12-31 or 12,14,16-31"
     )
@@ -122,8 +126,7 @@ def parse_args(argv: Sequence[str] | None = None) -> argparse.Namespace:
     parser.add_argument("--link", action="store_true", help="share the weight files by hard links instead of copying them")
     parser.add_argument("--force", action="store_true", help="overwrite a checkpoint in --out")
     args = parser.parse_args(argv)
-    if not args.model.is_dir():
-        raise UserError(f"--model {args.model} is no directory; name a standard checkpoint's")
+    fetch_checkpoint(args)
     return args
 
 

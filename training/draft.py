@@ -32,6 +32,7 @@ from torch import Tensor
 
 from checkpoints.eagle import STREAMS, EagleConfig, EagleHead, default_streams
 from checkpoints.export import save_head
+from checkpoints.hub import fetch_named
 from checkpoints.presets import has_random_weights, model_config
 from checkpoints.sources import open_source, weights_fingerprint
 from checkpoints.weights import load_model
@@ -63,7 +64,7 @@ POSITIVE = (
 def parse_args(argv: Sequence[str] | None = None) -> argparse.Namespace:
     parser = Parser(description=__doc__)
     what = parser.add_argument_group("what is trained")
-    what.add_argument("--model", required=True, metavar="DIR", help="the checkpoint that the head is for")
+    what.add_argument("--model", required=True, metavar="ORG/NAME|DIR", help="the checkpoint that the head is for")
     what.add_argument(
         "--streams",
         type=int,
@@ -96,6 +97,7 @@ def parse_args(argv: Sequence[str] | None = None) -> argparse.Namespace:
     check_numbers(args, POSITIVE)
     if args.chain >= args.sequence_length:
         raise UserError(f"--chain {args.chain} must be shorter than --sequence-length {args.sequence_length}")
+    fetch_named(args, model="model")
     return args
 
 

@@ -19,10 +19,12 @@ from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
+from checkpoints.hub import fetch_named
 from checkpoints.presets import PRESETS, model_config
 from cli import Parser, run
 from comm.cluster import load_cluster, shipped_clusters
 from errors import UserError
+from files import model_name
 from options import zero_or_more
 from training.options import add_exchange_options, execution_settings
 from training.planner.collectives import profile_for
@@ -146,6 +148,7 @@ def parse_args(argv: Sequence[str] | None = None) -> argparse.Namespace:
     args = parser.parse_args(argv)
     if args.plot and args.plot.suffix not in (".png", ".svg", ".pdf"):
         raise UserError(f"--plot {args.plot}: give a name that ends in .png, .svg or .pdf")
+    fetch_named(args, model="config")
     return args
 
 
@@ -195,7 +198,7 @@ def main() -> None:
     ranked = decide(workload, args, memory_bytes)
     others = alternatives(workload, memory_bytes, args.objective)
     record: dict[str, Any] = {
-        "model": args.model,
+        "model": model_name(args.model),
         "gpus": workload.mesh.size,
         "gpus_per_node": workload.mesh.gpus,
         "gpu_memory_gb": memory_bytes / 1e9,
@@ -219,9 +222,7 @@ def main() -> None:
         text += f"\n(groups of {size} nodes span {after} leaf switches in all, {before} in the order of the file)"
     print(json.dumps(record) if args.json else text)
     if args.plot:
-        title = (
-            f"{args.model}, {workload.cluster.name}, {workload.global_batch / 2**20:g}M tokens a step or one micro-batch a GPU"
-        )
+        title = f"{model_name(args.model)}, {workload.cluster.name}, {workload.global_batch / 2**20:g}M tokens a step or one micro-batch a GPU"
         draw(scaling(workload, args, memory_bytes), title, args.plot)
 
 

@@ -30,6 +30,7 @@ import numpy as np
 from tqdm import tqdm
 
 from checkpoints.export import copy_tokenizer
+from checkpoints.hub import fetch_checkpoint
 from cli import Parser, run
 from errors import UserError
 from files import writing
@@ -114,7 +115,7 @@ def keep_tokenizer(model: Path, path: Path) -> None:
 def parse_args(argv: Sequence[str] | None = None) -> argparse.Namespace:
     parser = Parser(description=__doc__)
     parser.add_argument("inputs", nargs="+", type=Path, metavar="FILE|FOLDER", help="texts or conversations")
-    parser.add_argument("--model", type=Path, required=True, metavar="DIR", help="checkpoint whose tokenizer is used")
+    parser.add_argument("--model", type=Path, required=True, metavar="ORG/NAME|DIR", help="checkpoint whose tokenizer is used")
     parser.add_argument("--out", type=Path, required=True, metavar="FILE.bin", help="token file to write")
     parser.add_argument("--force", action="store_true", help="overwrite FILE.bin")
     parser.add_argument(
@@ -140,8 +141,7 @@ def parse_args(argv: Sequence[str] | None = None) -> argparse.Namespace:
     for name in ("sequence_length", "processes"):
         if getattr(args, name) is not None and getattr(args, name) < 1:
             raise UserError(f"--{name.replace('_', '-')} must be at least 1, not {getattr(args, name)}")
-    if not args.model.is_dir():
-        raise UserError(f"--model {args.model} is no directory; name the checkpoint that will be trained")
+    fetch_checkpoint(args)
     if args.out.exists() and not args.force:
         raise UserError(f"--out {args.out} exists; name another file, or overwrite it with --force")
     if not args.out.parent.is_dir():

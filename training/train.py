@@ -14,6 +14,7 @@ from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
 
+from checkpoints.hub import fetch_named
 from checkpoints.presets import PRESETS, has_random_weights, model_config, named_config
 from checkpoints.sources import open_source
 from cli import Parser, run
@@ -48,6 +49,7 @@ def parse_args(argv: Sequence[str] | None = None) -> argparse.Namespace:
     args = parser.parse_args(argv)
     check_numbers(args)
     determinism.refuse(args.deterministic, compiled=args.compile)
+    fetch_named(args, model="model")
     return args
 
 

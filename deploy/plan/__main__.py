@@ -21,10 +21,12 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
+from checkpoints.hub import fetch_named
 from checkpoints.presets import PRESETS, is_preset, named_config
 from cli import Parser, note, run
 from config import usage
 from errors import UserError
+from files import model_name
 from options import above_zero, whole_number
 from quantized.scheme import SCHEMES
 
@@ -70,10 +72,11 @@ def parse_args(argv: Sequence[str] | None = None) -> argparse.Namespace:
 
 def _check(args: argparse.Namespace) -> None:
     """Check the flags, and fill in defaults. Raises UserError."""
+    fetch_named(args, model="config")
     config = named_config(args.model)
     if args.prompt + args.answer > config.max_seq_len:
         raise UserError(
-            f"--prompt {args.prompt} and --answer {args.answer} exceed the context of {args.model}, {config.max_seq_len} tokens"
+            f"--prompt {args.prompt} and --answer {args.answer} exceed the context of {model_name(args.model)}, {config.max_seq_len} tokens"
         )
     if args.share > 1:
         raise UserError(f"--share {args.share:g} is above 1; 0.9 is nine of ten requests")
@@ -84,7 +87,9 @@ def _check(args: argparse.Namespace) -> None:
     args.variants = args.variants or (["standard", "ladder"] if is_preset(args.model) else [config.variant_name])
     if config.quantization is not None:
         if args.widths:
-            raise UserError(f"{args.model} is quantized already ({config.quantization.description}); leave out --widths")
+            raise UserError(
+                f"{model_name(args.model)} is quantized already ({config.quantization.description}); leave out --widths"
+            )
         args.widths = ["bf16"]  # not quantized once more
     args.widths = args.widths or WIDTHS
     if unknown := set(args.widths) - set(WIDTHS):
@@ -94,7 +99,7 @@ def _check(args: argparse.Namespace) -> None:
 def command(args: argparse.Namespace, plan: dict[str, Any]) -> str:
     """How to start a replica of the plan."""
     config = named_config(args.model)
-    words = ["python -m server", f"--tp {plan['tp']}", f"--model {args.model}", f"--max-num-seqs {plan['batch']}"]
+    words = ["python -m server", f"--tp {plan['tp']}", f"--model {model_name(args.model)}", f"--max-num-seqs {plan['batch']}"]
     if config.quantization is None and plan["width"] != "bf16":
         words.append(f"--quantize {plan['width']}")
     if plan["variant"] != config.variant_name:
@@ -165,7 +170,7 @@ def main() -> None:
         print(json.dumps({"settings": vars(args), "plans": plans}, default=str))
         return
     print(
-        f"{args.model} on {args.gpus} x {args.gpu}: {asked}, {args.share:.0%} within TTFT {args.ttft:g} ms, ITL {args.itl:g} ms\n"
+        f"{model_name(args.model)} on {args.gpus} x {args.gpu}: {asked}, {args.share:.0%} within TTFT {args.ttft:g} ms, ITL {args.itl:g} ms\n"
     )
     print(table(plans))
     print(f"\nthe largest load: {best['replicas']} x   {command(args, best)}")

@@ -23,6 +23,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from checkpoints.hub import fetched
 from checkpoints.memory import SHORT, free_bytes, weight_bytes
 from checkpoints.presets import model_config
 from checkpoints.weights import DTYPES, load_model
@@ -99,9 +100,9 @@ class Models:
         if self.key(s) not in self.loaded:
             comm = self._communicator(s)
             world = replace(self.world, comm=comm, overlap=s.overlap)
-            config = model_config(s.model, s.variant, s.tp, s.quantize)
+            config = model_config(name := fetched(s.model), s.variant, s.tp, s.quantize)
             tokens = s.batch * (s.prompt_length + s.new_tokens)
-            model = load_model(s.model, config, world, DTYPES[s.dtype], s.seed, tokens, s.kv_dtype)
+            model = load_model(name, config, world, DTYPES[s.dtype], s.seed, tokens, s.kv_dtype)
             tune(model, self.world, MAX_SEQUENCES, TUNE_SECONDS)  # as a server does; LLM only reads what was measured
             if s.compile:
                 model.compile_modules()
@@ -130,7 +131,7 @@ class Models:
         for s in group:
             if self.key(s) not in self.loaded:
                 with suppress(UserError):  # `get` raises it again in this setting's run
-                    need += weight_bytes(model_config(s.model, s.variant, s.tp, s.quantize), s.tp, DTYPES[s.dtype])
+                    need += weight_bytes(model_config(fetched(s.model), s.variant, s.tp, s.quantize), s.tp, DTYPES[s.dtype])
         fits = torch.tensor(int(need < MEMORY_SHARE * free_bytes(self.world.device)), device=self.world.device)
         if self.world.world_size > 1:
             dist.all_reduce(fits, dist.ReduceOp.MIN)

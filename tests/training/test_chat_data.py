@@ -425,7 +425,7 @@ def test_errors_of_the_command_line(command: Command, tmp_path: Path, checkpoint
         ((*model, "--out", tmp_path / "t.txt", latin), "must end in .bin"),
         ((*model, *out, "--chat", data), "--chat and --sequence-length go together"),
         ((*model, *out, "--chat", "--sequence-length", 0, data), "--sequence-length must be at least 1"),
-        (("--model", tmp_path / "nothing", *out, data), "is no directory; name the checkpoint"),
+        (("--model", tmp_path / "nothing", *out, data), "is no directory; name a checkpoint"),
         (("--model", tmp_path, *out, *chat, data), "no tokenizer at"),
         (("--model", bare, *out, *chat, data), "line 1: the checkpoint has no chat template"),
     ]

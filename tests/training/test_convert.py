@@ -189,7 +189,7 @@ def test_errors_leave_what_is_there(command: Command, tmp_path: Path) -> None:
         (STANDARD, "many", old, "takes a number"),
         (old, "4", old, "the same directory as --model"),
         (empty, "4", old, "config.json is missing"),
-        (tmp_path / "nowhere", "4", old, "is no directory; name a standard checkpoint's"),
+        (tmp_path / "nowhere", "4", old, "is no directory; name a checkpoint's"),
         (STANDARD, "4", tmp_path / "file", "is a file; name a directory"),
         (STANDARD, "4", tmp_path / "file" / "below", "cannot be written"),
     ]

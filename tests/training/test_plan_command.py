@@ -131,7 +131,7 @@ def _last(done: Finished) -> str:
     [
         ((*PAPER[:3], "1023", *PAPER[4:]), ("no multiple of the 8 GPUs", "1024", "--gpus-per-node")),
         ((*PAPER[:1], "llama-8t", *PAPER[2:]), ("no preset 'llama-8t'", "llama-7b")),
-        ((*PAPER[:1], "no/such", *PAPER[2:]), ("config.json is missing",)),
+        ((*PAPER[:1], "./no/such", *PAPER[2:]), ("config.json is missing",)),
         ((*PAPER, "--sharding", "1,1,1"), ("needs 1", "of 80.0 a GPU", "--sharding 1x1,1x1,8x1 does")),
         ((*PAPER, "--sharding", "2,1,8"), ("P must lie inside G",)),
         ((*PAPER, "--sharding", "1,8"), ("is not a sharding", "1,1,8x1")),

@@ -36,6 +36,7 @@ from typing import Any
 import httpx
 import uvloop
 
+from checkpoints.hub import fetch_named
 from checkpoints.presets import has_random_weights, model_config
 from cli import Parser, note, run
 from errors import UserError
@@ -333,6 +334,7 @@ def parse_args() -> argparse.Namespace:
     args = parser.parse_args()
     args.prompt_length, args.new_tokens = parse_range(args.prompt_length), parse_range(args.new_tokens)
     check(args)
+    fetch_named(args, model="config" if args.url else "model")
     args.prompt_seed = secrets.randbits(32)  # another in each run, also against the same server: see `plan`
     if args.requests is None:
         args.requests = 64 if args.seconds == math.inf else math.ceil(2 * max(args.rates) * args.seconds) + 16
