@@ -15,7 +15,7 @@ LINES = {  # of Python, by package
     "comm": 3_750,
     "training": 5_700,
     "scripts": 9_150,
-    "tests": 53_410,
+    "tests": 53_409,
 }
 INFERENCE_LINES = 43_970
 ROOT_FILES = 9

@@ -50,8 +50,6 @@ Engine.step = step_or_die  # also in the ranks, which are forked from this proce
 run(main)
 """
 
-START_SLACK = 55  # seconds that a busy machine may take longer than the 5 s that a new frontend needs
-
 
 def log_of(server: ServerProcess) -> Path:
     return Path(f"/proc/{os.getpid()}/fd/{server._log.fileno()}")
@@ -84,11 +82,8 @@ def test_the_same_ranks_serve_another_frontend_and_a_drain_amid_a_recovery_finis
         with server.http.stream("POST", "/v1/completions", json=body | {"stream": True}) as broken:
             next(broken.iter_text())
             os.kill(frontend, number)
-            began = time.monotonic()
             wait_until(lambda: frontend not in server.frontend_pids(), 60, "the end of the frontend")
         wait_until(lambda: server.health() == 200, 120, "another frontend")
-        print(f"{number.name}: a new frontend after {time.monotonic() - began:.1f} s")
-        assert time.monotonic() - began < 5 + START_SLACK
         assert server.rank_pids() == ranks
         wait_until(lambda: server.stats()["kv_blocks_used"] == server.stats()["running"] == 0, 60, "ranks with no request")
 

@@ -50,13 +50,9 @@ IMPORTS = (
     "training.loop",
     "matplotlib.figure",
 )
-WORKER_IMPORTS = (
-    "server.workers",
-    "server.bounds",
-    "server.constrain.demand",
-    "server.messages.bodies",
-    "server.responses.convert",
-)
+WORKER_IMPORTS = [
+    f"server.{name}" for name in ("workers", "bounds", "constrain.demand", "messages.bodies", "responses.convert")
+]
 INTERPRETER = (
     "PYTHON",
     "TRITON_INTERPRET",
