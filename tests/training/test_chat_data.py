@@ -324,7 +324,7 @@ def test_longer_conversations(too_long: str, command: Command, tmp_path: Path, s
 def test_processes_change_nothing(command: Command, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, seed: int) -> None:
     rng = random.Random(seed)
     data = write_lines(
-        tmp_path / "c.jsonl", [{"messages": some_messages(rng)} if rng.random() < 0.9 else "" for _ in range(20)]
+        tmp_path / "c.jsonl", [{"messages": some_messages(rng)} if rng.random() < 0.9 else "" for _ in range(50)]
     )
     monkeypatch.setattr(encode, "ITEM_BYTES", 997)
     found = []
