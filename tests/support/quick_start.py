@@ -228,6 +228,7 @@ def become(start: Start, files: Sequence[int]) -> NoReturn:
     """Run the command in this forked process, then exit with its exit code."""
     global _is_command
     _is_command = True
+    Path("/proc/self/comm").write_text(Path(sys.executable).name)  # not the name of a frontend, whose worker it becomes
     _take_files(files, start.kept, start.unbuffered)
     gc.freeze()  # inherited objects hold descriptor numbers that were closed and may be reused: never finalize these objects
     gc.callbacks.clear()  # hypothesis' would swallow a KeyboardInterrupt that is raised in it
