@@ -6,18 +6,25 @@
     for answer in llm.generate(["Once upon a time", "One day"], SamplingParams(max_tokens=60, temperature=0.7)):
         print(answer.text)
 
-On several tensor-parallel ranks, each rank runs the same program and makes the same calls: `python launch.py --ranks 2 program.py`.
+`LLM(…, tp=2)` starts the other tensor-parallel rank itself. Or each rank runs the same program and makes the same calls:
+`python launch.py --ranks 2 program.py`.
 """
 
+import asyncio
 import operator
+import os
 import time
-from collections.abc import Generator, Iterable, Mapping, Sequence
+from collections.abc import AsyncGenerator, Generator, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
+from functools import partial
 from pathlib import Path
+from typing import Any
 
 import msgspec
 import torch
 import torch.nn.functional as F
+from torch import Tensor
+from tqdm import tqdm
 
 from checkpoints.hub import fetched
 from checkpoints.presets import has_random_weights, model_config
@@ -27,7 +34,9 @@ from config import ModelConfig, require_causal
 from engine.adapters import ADAPTER, single_adapter
 from engine.core import OVERFLOW, Engine
 from engine.draft_models import find_draft
+from engine.followers import Followers
 from engine.limits import EngineLimits
+from engine.pooling_file import Embedder, checkpoint_embedder
 from engine.protocol import Abort, SamplingParams, Submit, TokenLogprobs, check_types
 from engine.runner import LARGEST_MEASURED, largest_graph
 from engine.sampler import SCORE_CHUNK, check_ids
@@ -49,6 +58,7 @@ from tp import World, init_world
 
 PREFILL_TOKENS = 1 << 16  # most tokens of a step: enough to use a GPU fully, and the activations fit
 MAX_SEQUENCES = 256  # most sequences of a step
+BAR_SECONDS = 2.0  # a call that is shorter shows no bar
 COMPILING_SECONDS = 0.002  # between checks of grammars that are being compiled, while there is no other work
 
 
@@ -84,7 +94,7 @@ class Scores:
 
 
 class LLM:
-    """A model that generates and scores. All calls are collective: every rank makes the same ones."""
+    """A model that generates and scores. Under a launcher all calls are collective: every rank makes the same ones."""
 
     def __init__(
         self,
@@ -92,6 +102,7 @@ class LLM:
         tokenizer: Tokenizer | None = None,
         world: World | None = None,
         *,
+        tp: int | None = None,
         variant: str | None = None,
         dtype: str | None = None,
         quantize: str | None = None,
@@ -104,14 +115,47 @@ class LLM:
         lora: str | Path | None = None,
     ) -> None:
         """model: a checkpoint's folder or name on the hub (ORG/NAME), a preset's name (random weights, drawn with `seed`), or a loaded model, whose `tokenizer`
-        then has to be given. world: the ranks (default: those that a launcher started, else one on the GPU, if there is any).
+        then has to be given. tp: start as many ranks, of which this process is the first; they end with it, or at `close`. world: the ranks
+        (default: those that a launcher started, else one on the GPU, if there is any).
         variant, dtype, quantize: as `generate.py` takes them; not of a loaded model. limits: of the engine; None makes an engine for
         each call that is just large enough for its prompts, and keeps it while calls need the same. kv_dtype, draft_tokens: as
         `generate.py` takes them; with limits they are fields of these. speculate: as `generate.py` takes it; with limits it needs their
         draft_tokens. deterministic: for this and all further models of the process; with a `world` or a loaded model, `tp.init_world`
         takes it. lora: an adapter's folder, for all calls. Raises UserError, also for an argument of another type and for what would
         have no effect."""
-        check_types(LLM.__init__, locals())
+        given = {name: value for name, value in locals().items() if name not in ("self", "tp", "tokenizer", "world")}
+        check_types(LLM.__init__, {**given, "tokenizer": tokenizer, "world": world, "tp": tp})
+        self._followers = None
+        if tp is not None and tp != int(os.environ.get("WORLD_SIZE", 1)):
+            if tp < 1 or isinstance(model, Transformer) or tokenizer is not None or world is not None:
+                raise UserError(
+                    "tp is a number of ranks from 1, and goes with the name of a model, not with a loaded one or a world"
+                )
+            given["model"] = fetched(str(model))
+            self._followers = Followers(tp, given)
+        try:
+            self._load(tokenizer, world, **given)
+        except BaseException:
+            self.close()
+            raise
+
+    def _load(
+        self,
+        tokenizer: Tokenizer | None,
+        world: World | None,
+        *,
+        model: str | Path | Transformer,
+        variant: str | None,
+        dtype: str | None,
+        quantize: str | None,
+        kv_dtype: str | None,
+        seed: int,
+        limits: EngineLimits | None,
+        speculate: str | Path | None,
+        draft_tokens: int | None,
+        deterministic: bool,
+        lora: str | Path | None,
+    ) -> None:
         source, loaded = fetched(str(speculate), "draft") if speculate else None, isinstance(model, Transformer)
         if loaded:
             _refuse_given("give it where the model is loaded", variant=variant, dtype=dtype, quantize=quantize)
@@ -124,12 +168,13 @@ class LLM:
         if not 1 <= draft_tokens <= MOST_DRAFT_TOKENS:
             raise UserError(f"draft_tokens must be from 1 to {MOST_DRAFT_TOKENS}, not {draft_tokens}")
         if isinstance(model, Transformer):
-            self.model, self.tokenizer = model, tokenizer
+            self.model, self.tokenizer, self.embedder = model, tokenizer, Embedder()
             draft = find_draft(source, None, model.config, tokenizer, self.world.world_size)
         else:
             model = fetched(str(model))
             config = model_config(model, variant, self.world.world_size, quantize)
             self.tokenizer = tokenizer or read_tokenizer(model, config)
+            self.embedder = Embedder() if has_random_weights(model) else checkpoint_embedder(model)
             name = dtype_name(dtype, self.world.device.type)
             if name not in DTYPES:
                 raise UserError(f"unknown dtype {name!r}; known: {', '.join(DTYPES)}")
@@ -142,6 +187,15 @@ class LLM:
         self.limits, self.kv_dtype, self.draft_tokens = limits, kv_dtype or "auto", draft_limit(source, draft_tokens)
         self._engine: tuple[EngineLimits, Engine] | None = None
         self._streaming = False  # whether a call of `stream` has begun and not ended
+
+    def close(self) -> None:
+        """End the ranks that `tp` has started. No call may follow."""
+        if self._followers:
+            self._followers.close()
+
+    def _tell(self, call: str, *arguments: Any) -> None:
+        if self._followers:
+            self._followers.tell(call, arguments)
 
     @property
     def eos_ids(self) -> frozenset[int]:
@@ -157,16 +211,72 @@ class LLM:
         self,
         prompts: str | Sequence[str] | Sequence[Sequence[int]],
         params: SamplingParams | Sequence[SamplingParams] | None = None,
+        *,
+        progress: bool = True,
     ) -> list[Completion]:
         """The answers to prompts of any lengths, texts or token ids. A text alone is one prompt. params: one for each prompt, or
-        one for all, of which prompt i draws with seed + i. None: the defaults, whose seed is 0, so that each call gives the same.
+        one for all, of which prompt i draws with seed + i. None: the defaults, whose seed is 0, so that each call gives the same. progress:
+        show a bar on stderr while several prompts take seconds.
 
         Raises UserError for a prompt that does not fit, and OverflowedError, a RuntimeError, if the model's numbers overflow."""
         ids = self._encode_all(prompts)
         answers = [Completion(prompt) for prompt in ids]
-        for _ in self.stream(ids, params, answers=answers):
-            pass
+        quiet = not progress or len(ids) < 2 or self.world.rank > 0
+        with tqdm(total=len(ids), unit="answer", disable=quiet, delay=BAR_SECONDS, leave=False) as bar:
+            for deltas in self.stream(ids, params, answers=answers):
+                bar.update(sum(delta.finish_reason is not None for delta in deltas))
         return answers
+
+    def chat(
+        self,
+        messages: Sequence[Message] | Sequence[Sequence[Message]],
+        params: SamplingParams | Sequence[SamplingParams] | None = None,
+        *,
+        tools: Sequence[Mapping[str, Any]] | None = None,
+        progress: bool = True,
+    ) -> list[Completion]:
+        """The model's next message in one conversation, or in each of several. messages: as in /v1/chat/completions, with texts as
+        contents. tools: as there; the chat template shows them to the model, whose calls are in the text. params, progress: as
+        `generate` takes them. Raises UserError as `generate` does, and for a model without a chat template."""
+        if self.tokenizer is None:
+            raise UserError("this model has no tokenizer, so it has no chat template; give token ids to generate")
+        talks: Any = [messages] if messages and isinstance(messages[0], Mapping) else messages
+        for message in (message for talk in talks for message in talk):
+            if not (isinstance(message, Mapping) and isinstance(message.get("content"), str)):
+                raise UserError(f"a message is a dict with a role and a text as content, not {shown(message)}")
+        options = {"tools": list(tools)} if tools else {}
+        return self.generate([encode_chat(self.tokenizer, talk, **options) for talk in talks], params, progress=progress)
+
+    def embed(self, prompts: str | Sequence[str] | Sequence[Sequence[int]]) -> list[list[float]]:
+        """The vector of each text or list of token ids, pooled and normalized as the checkpoint's files of sentence-transformers say,
+        whose prompt comes before texts; without such files the mean, normalized. Raises UserError for a prompt that does not fit."""
+        texts = [prompts] if isinstance(prompts, str) else prompts
+        ids = self._encode_all(self.embedder.prompt + one if isinstance(one, str) else one for one in texts)
+        self._tell("embed", ids)
+        check_prompts(self.model.config, ids, [0] * len(ids))
+        params = SamplingParams(max_tokens=1, pooling=self.embedder.pooling)
+        engine, found = self._engine_for(ids, [params] * len(ids)), dict[int, Tensor]()
+        for i, prompt in enumerate(ids):
+            engine.submit(Submit(str(i), prompt, params, adapter=ADAPTER if self.adapters else ""))
+        while engine.has_work():
+            for output in engine.step():
+                found[int(output.request_id)] = torch.frombuffer(bytearray(output.embedding or b""), dtype=torch.float32)
+            if engine.refused:
+                raise OverflowedError(engine.refused.pop().message)
+        return [(F.normalize(found[i], dim=0) if self.embedder.normalize else found[i]).tolist() for i in range(len(ids))]
+
+    async def astream(
+        self,
+        prompts: str | Sequence[str] | Sequence[Sequence[int]],
+        params: SamplingParams | Sequence[SamplingParams] | None = None,
+    ) -> AsyncGenerator[list[Delta]]:
+        """`stream` for an event loop, which goes on while a step is computed."""
+        steps = self.stream(prompts, params)
+        try:
+            while (deltas := await asyncio.to_thread(next, steps, None)) is not None:
+                yield deltas
+        finally:
+            steps.close()
 
     def stream(
         self,
@@ -182,13 +292,44 @@ class LLM:
         Raises UserError at the first iteration: for a prompt that does not fit, and while another call has not ended. Raises
         OverflowedError after the other answers have ended, if the model's numbers overflow for one."""
         ids = self._encode_all(prompts)
+        if self._streaming:
+            raise UserError("an earlier call of stream has not ended; iterate over it to its end or close it, then call again")
+        steps = self._steps(ids, params, timing, answers)
+        if not self._followers:
+            yield from steps
+            return
+        self._tell("stream", ids, params)
+        try:
+            while True:
+                self._tell("step")
+                try:
+                    deltas = next(steps)
+                except StopIteration:
+                    return
+                yield deltas
+        except GeneratorExit:
+            self._tell("close")
+            steps.close()
+            raise
+        except (UserError, OverflowedError):  # on all ranks
+            raise
+        except BaseException:  # amid a step
+            self.close()
+            raise
+
+    def _steps(
+        self,
+        ids: list[list[int]],
+        params: SamplingParams | Sequence[SamplingParams] | None,
+        timing: Timing | None,
+        answers: Sequence[Completion] | None,
+    ) -> Generator[list[Delta]]:
+        """`stream` on this rank."""
         each = [self._with_ids(one, prompt) for one, prompt in zip(_one_each(params, len(ids)), ids, strict=True)]
         answers = [Completion(prompt) for prompt in ids] if answers is None else answers
         if not ids:
             return
         check_prompts(self.model.config, ids, [one.max_tokens for one in each])
-        if self._streaming:
-            raise UserError("an earlier call of stream has not ended; iterate over it to its end or close it, then call again")
         engine = self._engine_for(ids, each)
         streams = [AnswerStream(i, self.tokenizer, ids[i], each[i]) for i in range(len(ids))]
         self._streaming = True
@@ -210,6 +351,7 @@ class LLM:
         require_causal(self.model.config)
         ids = self.encode(prompt)
         check_prompts(self.model.config, [ids], [0])
+        self._tell("score", ids)
         tokens = torch.tensor([ids], device=self.world.device)
         context = Causal(len(ids), tokens.device)
         context.adapters = self.adapters.all_rows(len(ids)) if self.adapters else None
@@ -395,10 +537,10 @@ def encode_texts(tokenizer: Tokenizer, texts: Sequence[str], add_special_tokens:
     return encode() if tokenizer.covers is not None else bounded("the prompt", encode, characters=sum(map(len, texts)))
 
 
-def encode_chat(tokenizer: Tokenizer, messages: Sequence[Message]) -> list[int]:
-    """The ids of a conversation. Raises UserError for what a chat template or a tokenizer makes endless or enormous."""
+def encode_chat(tokenizer: Tokenizer, messages: Sequence[Message], **options: Any) -> list[int]:
+    """The ids of a conversation. options: of its template. Raises UserError for what a chat template or a tokenizer makes endless or enormous."""
     length = sum(len(message["content"]) for message in messages)
-    return bounded("the conversation", tokenizer.encode_chat, messages, characters=length)
+    return bounded("the conversation", partial(tokenizer.encode_chat, **options), messages, characters=length)
 
 
 def read_tokenizer(model: str, config: ModelConfig) -> Tokenizer | None:

@@ -91,6 +91,12 @@ def join(facts: Mapping[str, str], error: UserError | None) -> Store:
     return store
 
 
+def forget_groups() -> None:
+    """Count groups from the first one again, for ranks that meet in a new store."""
+    global _groups
+    _groups = itertools.count()
+
+
 def store_prefix() -> str:
     """Of the keys of a new group in the launcher's store, where those of an earlier one would lead to ports that are closed: other for
     each start of the ranks, which keep one torchrun's store, and for each group of a start."""

@@ -11,6 +11,7 @@ from msgspec.structs import asdict
 from pydantic import BaseModel
 from starlette.types import Receive
 
+from engine.pooling_file import checkpoint_embedder
 from engine.protocol import Pooling
 from errors import UserError
 from files import shown
@@ -23,7 +24,6 @@ from server.http import unless_gone
 from server.journal import Journal
 from server.limits import Admission, Backlog, HeldBytes
 from server.logs import log
-from server.pooling_file import checkpoint_embedder
 from server.prompts import SLOW_TEXT
 from server.replies import StatsReply
 from server.settings import Settings

@@ -18,12 +18,12 @@ from checkpoints.presets import model_config
 from checkpoints.weights import check_source, fill_model
 from comm import Local
 from engine.core import Engine
+from engine.pooling_file import checkpoint_embedder
 from engine.protocol import Abort, Pooling, Refused, SamplingParams, Submit
 from engine.sampler import SamplingState, pool
 from engine.sequence import Chunk, Sequence
 from layers.attention import Causal
 from model import Transformer
-from server.pooling_file import checkpoint_embedder
 from tests.engine.test_engine import (
     ALONE,
     CPU,

@@ -14,12 +14,12 @@ from typing import Any
 import httpx
 import pytest
 
+from engine.pooling_file import Embedder, checkpoint_embedder
 from errors import UserError
 from files import CONFIG_BYTES
 from server import replies
 from server.embeddings import SLICE
 from server.limits import SHARE, HeldBytes
-from server.pooling_file import Embedder, checkpoint_embedder
 from server.schemas import MAX_PROMPTS
 from tests.support.server_thread import CONTEXT, TOKENIZER, WIDTH, Site, embedding, raw_request, wait_for
 

@@ -1,13 +1,13 @@
 """Read how sentence-transformers makes an embedding with a checkpoint."""
 
 import json
+import logging
 from pathlib import Path
 from typing import Any, NamedTuple
 
 from engine.protocol import Pooling
 from errors import UserError
 from files import CONFIG_BYTES, count, model_folder, read_file, read_json
-from server.logs import log
 
 POOLINGS: dict[str, Pooling] = {"mean_tokens": "mean", "mean": "mean", "lasttoken": "last"}
 SETTINGS = "sentence_bert_config.json"
@@ -49,7 +49,7 @@ def checkpoint_embedder(model: str, pooling: Pooling | None = None) -> Embedder:
     except UserError as e:
         if pooling is None:
             raise
-        log.warning("%s", e)
+        logging.getLogger("rung").warning("%s", e)
         found, prompt = pooling, ""
     normalize = modules is None or any(kind == "Normalize" for kind, _ in modules)
     return Embedder(pooling or found, prompt, normalize, longest)
