@@ -177,7 +177,7 @@ class _Repo:
             return [first]
         self._get([first])
         parts = read_json(self.folder / first, INDEX_BYTES).get("weight_map")
-        return self._present(sorted({str(part) for part in parts.values()}) if isinstance(parts, dict) else [])
+        return sorted({str(part) for part in parts.values()} & self.files.keys()) if isinstance(parts, dict) else []
 
     def _formats(self) -> str:
         kinds = sorted({Path(name).suffix for name in self.files if self.files[name].size} - {"", ".md", ".json", ".txt"})

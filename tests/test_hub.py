@@ -80,7 +80,7 @@ def test_only_what_is_read_is_fetched_and_once(site: Hub) -> None:
 
 def test_an_index_names_the_files_of_the_weights(site: Hub) -> None:
     files = {key: data for key, data in site.models["org/tiny"].items() if not key.endswith(".safetensors")}
-    index = json.dumps({"weight_map": {"a": "model-1.safetensors", "b": "model-2.safetensors"}}).encode()
+    index = json.dumps({"weight_map": {"a": "model-1.safetensors", "b": "model-2.safetensors", "c": "*"}}).encode()
     weights = {f"model-{i}.safetensors": bytes([i]) for i in range(1, 4)} | {"model.safetensors.index.json": index}
     site.models["org/tiny"] = files | weights
     folder = fetch_anew("org/tiny")
