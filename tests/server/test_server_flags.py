@@ -6,7 +6,7 @@ import os
 import signal
 import socket
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
@@ -26,9 +26,9 @@ GONE_SECONDS = 60.0  # clients learn within this time that a rank was lost
 # --- a KV cache that holds less than the context ----------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize(("ranks", "memory", "drafts"), [(1, "1M", ()), (2, "512K", ("--speculate", "ngram"))])
-def test_the_cache_limits_the_length(ranks: int, memory: str, drafts: tuple[str, ...]) -> None:
+def test_the_cache_limits_the_length(in_turn: Callable[..., Any]) -> None:
     """All say the length that requests can have, and the longest request runs to its end."""
+    ranks, memory, drafts = in_turn([(1, "1M", ()), (2, "512K", ("--speculate", "ngram"))], 0)
     length, free = 128, {"temperature": 0, "ignore_eos": True}
     with ServerProcess("--model", HYBRID, "--kv-memory", memory, *drafts, ranks=ranks) as server:
         server.ready()
@@ -214,8 +214,7 @@ def test_ranks_that_all_get_the_signal() -> None:
 # --- lost ranks ----------------------------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("lost", [0, 1])
-def test_a_lost_rank_ends_the_job_if_it_may_not_start_again(lost: int) -> None:
+def test_a_lost_rank_ends_the_job_if_it_may_not_start_again(in_turn: Callable[..., int]) -> None:
     with ServerProcess("--model", HYBRID, "--max-restarts", 0, ranks=2) as server:
         server.ready()
         waiting = [ask(server, stream, max_tokens=900, n=4) for stream in (True, False)]
@@ -223,7 +222,7 @@ def test_a_lost_rank_ends_the_job_if_it_may_not_start_again(lost: int) -> None:
         wait_until(lambda: server.stats()["running"] + server.stats()["waiting"] == 8, 60, "both requests in the engine")
         (frontend,) = server.frontend_pids()
         killed = time.monotonic()
-        os.kill(server.rank_pids()[lost], signal.SIGKILL)
+        os.kill(server.rank_pids()[in_turn([0, 1], 0)], signal.SIGKILL)
         stream, whole = (one.join() for one in waiting)
         assert max(stream.ended, whole.ended) - killed < GONE_SECONDS
         assert stream.status == 200

@@ -17,14 +17,14 @@ from server.recovery import REFUSED, Recovery
 from tests.simulation.life import live
 
 FAILED = (3, 1001, 1065547853)  # seeds of lives that failed once
-TELLING = (9, 35, 21, 6, 3)  # seeds that show the rarest of FAULTS soon; others do later
+TELLING = (3, 9, 35, 21, 6, 43)  # seeds that show the rarest of FAULTS soon; others do later
 
 
 def test_lives_repeat_exactly(seed: int) -> None:
     total = sum(map(live, FAILED), Counter[str]())
-    for i in range(8):
+    for i in range(4):
         total += live(seed + i, steps=1000)
-    assert total["finished"] > 100, total
+    assert total["finished"] > 50, total
     assert live(seed, steps=300) == live(seed, steps=300)
 
 

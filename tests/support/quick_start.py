@@ -3,7 +3,7 @@
 One process, the `Origin`, imports what commands need. Each command is forked from it and becomes a child of the process that
 called `Popen`. A command that starts others, as the launcher starts its ranks, forks them from itself. Arguments, environment,
 working directory, standard streams, signal handlers and exit code are those of a new process. Only the modules are already
-imported.
+imported. A server's workers, which get a descriptor and need no torch, are forked from a second, smaller Origin.
 
 A command that needs a different interpreter (other PYTHON…, TRITON_INTERPRET or locale variables, a `preexec_fn`) is started by
 `subprocess`. Tests of how processes start and end use `subprocess` directly.
@@ -50,6 +50,9 @@ IMPORTS = (
     "training.loop",
     "matplotlib.figure",
 )
+WORKER_IMPORTS = [
+    f"server.{name}" for name in ("workers", "bounds", "constrain.demand", "messages.bodies", "responses.convert")
+]
 INTERPRETER = (
     "PYTHON",
     "TRITON_INTERPRET",
@@ -73,7 +76,7 @@ class Start:
     folder: str
     environ: dict[str, str]
     new_session: bool = False
-    kept: tuple[int, ...] = ()  # file descriptors that stay open
+    kept: tuple[int, ...] = ()  # file descriptors that stay open, or that an Origin passes on
 
 
 class Popen(subprocess.Popen):
@@ -83,13 +86,15 @@ class Popen(subprocess.Popen):
         self, args: Any, executable: Any, preexec_fn: Any, close_fds: Any, pass_fds: Any, cwd: Any, env: Any, *rest: Any
     ) -> None:
         # rest: startupinfo, creationflags, shell, six ends of pipes, restore_signals, gid, gids, uid, umask, start_new_session
-        pipes, usual = rest[3:9], executable or preexec_fn or pass_fds
+        pipes, usual = rest[3:9], executable or preexec_fn
+        if _is_command and "server.torchrun" in str(args):
+            usual = True  # the frontend that rank 0 starts under torchrun: the next rank 0 knows it by its command line
         start = None if usual else python_start(args, cwd, env, new_session=rest[14])
         if start is None:
             super()._execute_child(args, executable, preexec_fn, close_fds, pass_fds, cwd, env, *rest)
             return
         ends = zip((pipes[0], pipes[3], pipes[5]), range(FILES), strict=True)
-        self.pid = fork(start, [own if end == -1 else end for end, own in ends])
+        self.pid = fork(replace(start, kept=tuple(pass_fds)), [own if end == -1 else end for end, own in ends])
         self._child_created = True
         self._close_pipe_fds(*pipes)
 
@@ -123,11 +128,11 @@ _interpreter = _steering(os.environ)  # as of the import of this module, before 
 class Origin:
     """The process from which commands are forked. It ends when the process that started it ends."""
 
-    def __init__(self) -> None:
+    def __init__(self, imports: Sequence[str]) -> None:
         ctypes.CDLL(None).prctl(PR_SET_CHILD_SUBREAPER, 1, 0, 0, 0)  # commands become children of this process: see `serve`
         self._lock = threading.Lock()
         self._socket, theirs = socket.socketpair()
-        program = f"import sys; sys.path.insert(0, {str(ROOT)!r}); from tests.support.quick_start import serve; serve({theirs.fileno()})"
+        program = f"import sys; sys.path.insert(0, {str(ROOT)!r}); from tests.support.quick_start import serve; serve({theirs.fileno()}, {imports})"
         environ = {name: value for name, value in os.environ.items() if not name.startswith(INTERPRETER)} | _interpreter
         self._process = subprocess.Popen(
             [sys.executable, "-c", program], env=environ | {"OMP_NUM_THREADS": "1"}, pass_fds=[theirs.fileno()]
@@ -137,21 +142,22 @@ class Origin:
     def fork(self, start: Start, files: Sequence[int]) -> int:
         with self._lock:
             message = pickle.dumps(start)
-            socket.send_fds(self._socket, [len(message).to_bytes(LENGTH, "big")], list(files))
+            socket.send_fds(self._socket, [len(message).to_bytes(LENGTH, "big")], [*files, *start.kept])
             self._socket.sendall(message)
             return int.from_bytes(_receive(self._socket, LENGTH), "big")
 
 
-_origin: Origin | None = None
+_origins: dict[bool, Origin] = {}  # by whether it is that of workers
 _is_command = False  # True in a forked command, which forks further commands from itself
 
 
 def fork(start: Start, files: Sequence[int]) -> int:
     """Start a command whose standard input, output and error are `files`, and return its process id."""
-    global _origin
     if not _is_command:
-        _origin = _origin or Origin()
-        return _origin.fork(start, files)
+        is_worker = bool(start.kept)
+        if is_worker not in _origins:
+            _origins[is_worker] = Origin(WORKER_IMPORTS if is_worker else IMPORTS)
+        return _origins[is_worker].fork(start, files)
     before = _pipes()
     pid = os.fork()
     if pid == 0:
@@ -181,16 +187,16 @@ def _receive(connection: socket.socket, size: int) -> bytes:
     return data
 
 
-def serve(descriptor: int) -> None:
+def serve(descriptor: int, imports: Sequence[str]) -> None:
     """Fork commands until the other end of the socket is closed."""
     connection = socket.socket(fileno=descriptor)
     gc.disable()  # importing makes millions of objects and hardly any garbage
-    for name in IMPORTS:
+    for name in imports:
         importlib.import_module(name)
     gc.collect()
     gc.enable()
     while True:
-        header, files, _, _ = socket.recv_fds(connection, LENGTH, FILES)
+        header, files, _, _ = socket.recv_fds(connection, LENGTH, 2 * FILES)
         if not header:
             return
         start = pickle.loads(_receive(connection, int.from_bytes(header, "big")))
@@ -203,7 +209,10 @@ def serve(descriptor: int) -> None:
                 os._exit(0)
             while os.getppid() not in (1, _asker):
                 time.sleep(0.001)
-            become(start, files)
+            high = [fcntl.fcntl(one, fcntl.F_DUPFD, max(*files, *start.kept) + 1) for one in files[FILES:]]
+            for one, number in zip(high, start.kept, strict=True):
+                os.dup2(one, number)
+            become(start, files[:FILES])
         os.waitpid(between, 0)
         connection.sendall(os.read(reading, LENGTH))
         for number in (reading, writing, *files):
@@ -219,6 +228,7 @@ def become(start: Start, files: Sequence[int]) -> NoReturn:
     """Run the command in this forked process, then exit with its exit code."""
     global _is_command
     _is_command = True
+    Path("/proc/self/comm").write_text(Path(sys.executable).name)  # not the name of a frontend, whose worker it becomes
     _take_files(files, start.kept, start.unbuffered)
     gc.freeze()  # inherited objects hold descriptor numbers that were closed and may be reused: never finalize these objects
     gc.callbacks.clear()  # hypothesis' would swallow a KeyboardInterrupt that is raised in it
@@ -237,7 +247,8 @@ def become(start: Start, files: Sequence[int]) -> NoReturn:
     logging.disable(logging.NOTSET)
     subprocess.Popen = Popen
     multiprocessing.util.spawnv_passfds = _spawn
-    sys.modules["torch.distributed.elastic.multiprocessing.subprocess_handler.subprocess_handler"].Popen = Popen
+    if elastic := sys.modules.get("torch.distributed.elastic.multiprocessing.subprocess_handler.subprocess_handler"):
+        elastic.Popen = Popen
     code = _run(start.words, [*filter(None, os.environ.get(PATH, "").split(os.pathsep)), *_path])
     threading._shutdown()
     atexit._run_exitfuncs()

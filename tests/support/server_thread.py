@@ -5,6 +5,7 @@ import contextlib
 import json
 import queue
 import socket
+import subprocess
 import threading
 import time
 from array import array
@@ -13,7 +14,8 @@ from concurrent.futures import Future
 from contextlib import contextmanager
 from itertools import islice
 from pathlib import Path
-from typing import Any
+from types import SimpleNamespace
+from typing import Any, cast
 
 import httpx
 import openai
@@ -36,13 +38,17 @@ from engine.protocol import (
     decode_to_engine,
     encode,
 )
-from server import replies
+from server import replies, workers
 from server.frontend import FrontendServer, make_server
 from server.settings import Settings
 from tests import MODELS
+from tests.support import quick_start
 from tests.support.ports import free_port
 from tests.support.worker_jobs import until_there
 from text.tokenizer_files import load_tokenizer
+
+# Each worker would import its modules for a second.
+workers.subprocess = cast(Any, SimpleNamespace(Popen=quick_start.Popen, DEVNULL=subprocess.DEVNULL))
 
 MODEL = MODELS / "tiny-hybrid"
 TOKENIZER = load_tokenizer(MODEL)
