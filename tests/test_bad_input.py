@@ -420,9 +420,8 @@ def test_an_error_of_one_rank_alone_ends_them_all(start: Callable[..., Started],
 LONG = ["--model", HYBRID, *ONCE, "--max-new-tokens", 900, "--ignore-eos", "--num-samples", 10_000]
 
 
-@pytest.mark.parametrize("lost", [0, 1])
-def test_when_a_rank_is_killed_the_others_end_by_themselves(start: Callable[..., Started], lost: int) -> None:
-    started = start(LONG, LONG)
+def test_when_a_rank_is_killed_the_others_end_by_themselves(start: Callable[..., Started], in_turn: Callable[..., int]) -> None:
+    started, lost = start(LONG, LONG), in_turn((0, 1), 0)
     wait_for(lambda: len(started.out(0)) > 100, 200.0)
     started.processes[lost].kill()
     assert started.wait(200.0)[1 - lost] == 1

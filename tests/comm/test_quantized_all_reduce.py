@@ -172,8 +172,9 @@ def logits_of(world: World, variant: str, name: str, seed: int) -> Tensor:
     return model(tokens, Causal(10, CPU))
 
 
-@pytest.mark.parametrize("variant", ["standard", "parallel", "ladder", "hybrid", "desync-2x:4"])
-def test_every_variant_stays_near_its_exact_logits(variant: str, ranks: Ranks, seed: int) -> None:
+@pytest.mark.parametrize("place", range(2))
+def test_every_variant_stays_near_its_exact_logits(place: int, in_turn: Callable[..., str], ranks: Ranks, seed: int) -> None:
+    variant = in_turn(("standard", "parallel", "ladder", "hybrid", "desync-2x:4"), place)
     exact = ranks.run(2, logits_of, variant, "gloo", seed)[0]
     errors = {}
     for name in ("int8", "int4"):

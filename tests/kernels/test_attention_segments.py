@@ -2,6 +2,7 @@
 
 import math
 import random
+from typing import Any
 
 import numpy as np
 import pytest
@@ -124,10 +125,9 @@ def interpreted(seed: int, cases: list[tuple[torch.dtype, Shape]], longest: int,
         return faults(seed, "cpu", cases, longest, codes)
 
 
-@pytest.mark.parametrize("codes", [False, True], ids=["values", "codes"])
-def test_bits_of_a_query_in_the_interpreter(codes: bool, interpreters: Ranks, seed: int) -> None:
-    """One random shape in each run."""
-    shape = random.choice([shape for shape in SHAPES if shape.head_dim < 256])
+def test_bits_of_a_query_in_the_interpreter(in_turn: Any, interpreters: Ranks, seed: int) -> None:
+    """One random shape in each run, of values or of codes."""
+    codes, shape = in_turn((False, True), 0), random.choice([shape for shape in SHAPES if shape.head_dim < 256])
     dtype = random.choice([torch.float32, torch.float16])
     assert interpreters.call(interpreted, seed, [(dtype, shape)], 300 if codes else 530, codes) == [], seed
 

@@ -241,12 +241,12 @@ def random_tiles_case(dice: random.Random, scheme: str) -> Case:
     """Several launches, tiles of rows and of features, tiles that programs share, and more steps than buffers."""
     tile_rows = dice.choice([64, 128])
     tile_k = dice.choice([128, 256]) if tile_rows == 64 and SCHEMES[scheme].bits == 4 else 128
-    chosen = QuantizedTiles(256, tile_k, 2, programs=dice.randint(8, 16), rows=tile_rows)
+    chosen = QuantizedTiles(256, tile_k, 2, programs=dice.choice([8, 16]), rows=tile_rows)
     grouped, swiglu = bool(SCHEMES[scheme].group) or not SCHEMES[scheme].symmetric, dice.random() < 0.4
-    k = 128 * dice.choice([1, 3, 5, 12]) if grouped else 32 * dice.choice([1, 9, 21, 48])
+    k = 128 * dice.choice([1, 5, 24, 32]) if grouped else 32 * dice.choice([1, 21, 100, 128])
     n, dtype = dice.choice([dice.randint(1, 300), 256, 320]) * (1 + swiglu), dice.choice([torch.bfloat16, torch.float16])
     scattered = "group" in scheme and dice.random() < 0.5
-    return Case(dice.randint(1, 300), n, k, scheme, chosen, dtype, swiglu, dice.random() < 0.5, scattered)
+    return Case(dice.randint(1, 140), n, k, scheme, chosen, dtype, swiglu, dice.random() < 0.5, scattered)
 
 
 def simulated(module: Any, simulator: gluon.Simulator, case: Case) -> str | None:

@@ -324,7 +324,7 @@ def test_longer_conversations(too_long: str, command: Command, tmp_path: Path, s
 def test_processes_change_nothing(command: Command, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, seed: int) -> None:
     rng = random.Random(seed)
     data = write_lines(
-        tmp_path / "c.jsonl", [{"messages": some_messages(rng)} if rng.random() < 0.9 else "" for _ in range(20)]
+        tmp_path / "c.jsonl", [{"messages": some_messages(rng)} if rng.random() < 0.9 else "" for _ in range(50)]
     )
     monkeypatch.setattr(encode, "ITEM_BYTES", 997)
     found = []
@@ -394,11 +394,10 @@ def test_documents_lie_one_after_the_other(
         ([json.dumps({"messages": [USER, ANSWER | {"content": "b" * 100}]})], True, "all 1 are longer than --sequence-length"),
     ],
 )
-@pytest.mark.parametrize("item_bytes", [20, 10**6])
 def test_errors_name_file_and_line(
-    lines: list[str], chat: bool, says: str, item_bytes: int, command: Command, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    lines: list[str], chat: bool, says: str, in_turn: Any, command: Command, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(encode, "ITEM_BYTES", item_bytes)
+    monkeypatch.setattr(encode, "ITEM_BYTES", in_turn((20, 10**6), len(says)))
     data, options = write_lines(tmp_path / "d.jsonl", lines), ["--chat", "--sequence-length", "20"] if chat else []
     code, said = command("--model", EMBEDDED, "--out", tmp_path / "t.bin", data, *options, "--processes", 1)
     errors = [line for line in said.splitlines() if "error:" in line]
