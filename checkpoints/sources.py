@@ -17,6 +17,7 @@ from torch import Tensor
 from config import ModelConfig
 from errors import UserError, first_line
 from files import AUTOGPTQ, INDEX_BYTES, SHOWN, WEIGHTS, check_regular, model_folder, read_json, shown
+from quantized.blockwise import STATE, FourBits
 
 SINGLE, INDEX, *_, PTH = WEIGHTS
 TABLES = "model.embed_tokens.weight", "lm_head.weight"  # with one row for each token
@@ -185,7 +186,7 @@ def unwrapped(name: str) -> str:
 
 
 class ModelSource:
-    """The tensors of a model's files under their HF names.
+    """The tensors of a model's files under their HF names. Those in 4 bits of bitsandbytes are shown dequantized.
 
     The names in the files say which layout they have: that of Hugging Face, or gpt-fast's with other names, fused wqkv, and q and
     k in the interleaved RoPE order.
@@ -220,6 +221,13 @@ class ModelSource:
                 self._add(hf_name.removesuffix(inside) + self.GPT_FAST.get(inside, inside), name, 0, shape)
         if config.tie_embeddings and TABLES[0] not in self.names and TABLES[1] in self.names:  # one table, by its other name
             self._add(TABLES[0], *self.names.pop(TABLES[1]), self._shapes.pop(TABLES[1]))
+        self.packed: dict[str, FourBits] = {}
+        for weight in [FourBits(name, self._stored, self._shapes) for name in self._shapes if STATE in name]:
+            for name in weight.tensors:
+                self._shapes.pop(name, None)
+            self.packed[weight.name], self._shapes[weight.name] = weight, weight.shape
+        if self.packed:
+            files.remarks.append(f"{len(self.packed)} weights in 4 bits of bitsandbytes take the memory of --dtype")
 
     def _add(self, name: str, theirs: str, first: int, shape: tuple[int, ...]) -> None:
         if name in self.names:
@@ -240,6 +248,9 @@ class ModelSource:
         return self._shapes
 
     def read(self, name: str, dim: int, start: int, stop: int) -> Tensor:
+        return self.packed[name].read(dim, start, stop) if name in self.packed else self._stored(name, dim, start, stop)
+
+    def _stored(self, name: str, dim: int, start: int, stop: int) -> Tensor:
         theirs, first = self.names[name]
         tensor = self.files.read(theirs, dim, first + start, first + stop)
         if not self.gpt_fast or not name.endswith(("q_proj.weight", "k_proj.weight")):

@@ -234,6 +234,22 @@ class Plain:
         return Quantized(codes, of_columns(of_rows(scales, part), part), zeros, None, tensors.input_scale(self.input_scales))
 
 
+class RowInt8(Plain):
+    """bitsandbytes in 8 bits (LLM.int8): `SCB` is the largest value of each row, which is 127 times its scale."""
+
+    def __init__(self) -> None:
+        super().__init__(("SCB",))
+
+    def shapes(self, part: Slice) -> Shapes:
+        return super().shapes(part) | {"weight_format": ((), (1,), None)}
+
+    def read(self, tensors: Tensors) -> Quantized:
+        if tensors.has("weight_format") and tensors.read("weight_format", (torch.uint8,)).any():
+            raise UserError(f"{tensors.part.name}.weight_format is of a GPU's tiles, not of rows; save the model anew")
+        found = super().read(tensors)
+        return found._replace(scales=found.scales.float() / 127)
+
+
 class Packed:
     """compressed-tensors pack-quantized: `weight_packed` (N, K / words) int32 of code + 2^(bits - 1)."""
 
@@ -352,6 +368,7 @@ class OnLoad:
 FORMATS: dict[str, Plain | Packed | Gptq | Awq | OnLoad] = {
     "plain": Plain(),
     "fp8": Plain(("weight_scale_inv", "weight_scale"), ("activation_scale", "input_scale")),  # of transformers, of AutoFP8
+    "bitsandbytes": RowInt8(),
     "packed": Packed(),
     "gptq": Gptq(less=1),
     "gptq-v2": Gptq(less=0),

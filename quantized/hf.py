@@ -4,6 +4,7 @@ that of compressed-tensors, which transformers and vLLM read, too.
 Whatever is not known to give the right numbers is refused with a message that names it.
 """
 
+import re
 from collections.abc import Callable
 from typing import Any
 
@@ -18,15 +19,18 @@ MOST_EXPRESSIONS = 100  # among them: a hostile one takes 0.5 s and 10 MB
 ALL = ".*"
 HEAD = r"lm_head$"
 FP8_BLOCK = (128, 128)
+INSTEAD = "use the model in 16 bits, which --quantize int4 rounds at load, or with a quant_method of these"
 
 
 def read_quantization(raw: dict[str, Any]) -> Quantization:
     """raw: the object `quantization_config`, or the whole of `hf_quant_config.json`. Raises UserError for what is not supported."""
     if "quantization" in raw:  # hf_quant_config.json
         raw = {"quant_method": "modelopt", **get(raw, "quantization", dict)}
+    if raw.get("load_in_4bit") or raw.get("load_in_8bit"):  # early ones name no method
+        raw = {"quant_method": "bitsandbytes"} | raw
     method = get(raw, "quant_method", str)
     if method not in METHODS:
-        raise UserError(f"quant_method {shown(method)} is not supported; supported: {', '.join(METHODS)}")
+        raise UserError(f"quant_method {shown(method)} is not supported; {INSTEAD}: {', '.join(METHODS)}")
     return METHODS[method](raw)
 
 
@@ -281,10 +285,60 @@ def _modelopt(raw: dict[str, Any]) -> Quantization:
     return Quantization("modelopt", (Rule(ALL, MODELOPT[algorithm]),), kept)
 
 
+def _bitsandbytes(raw: dict[str, Any]) -> Quantization:
+    """Weights in 4 bits have no scheme: they are dequantized by `blockwise.FourBits`."""
+    if not get(raw, "load_in_8bit", bool, False):
+        return Quantization("bitsandbytes", ())
+    kept = _names(raw, "llm_int8_skip_modules") or ["lm_head"]
+    return Quantization("bitsandbytes", (Rule(ALL, Scheme("bitsandbytes", 8)),), _parts(kept))
+
+
+def _fbgemm(raw: dict[str, Any]) -> Quantization:
+    """Without `activation_scale_ub`: no input is clipped."""
+    scheme = Scheme("plain", 8, True, activations="token")
+    return Quantization("fbgemm_fp8", (Rule(ALL, scheme),), (*_parts(_names(raw, "modules_to_not_convert")), HEAD))
+
+
+AUTO_ROUND = re.compile(r"auto_round(?::(?:auto_)?(gptq|awq|gptqmodel))?(?::exllamav2)?")
+
+
+def _auto_round(raw: dict[str, Any]) -> Quantization:
+    what = "auto-round"
+    packing = get(raw, "packing_format", str, get(raw, "backend", str, "auto_round"))
+    if not (found := AUTO_ROUND.fullmatch(packing)):
+        raise UserError(f"{what}: packing_format {shown(packing)} is not supported; export it with auto_round:auto_gptq")
+    _empty(raw, what, "super_bits", "super_group_size", "rotation_config")
+    format = {"gptq": "gptq", "awq": "awq"}.get(found[1], "gptq-v2")  # alone it is as `gptqmodel`: zero points are as they are
+
+    def scheme(settings: dict[str, Any]) -> Scheme:
+        _is(settings, what, bits=(4,) if format == "awq" else (4, 8), data_type="int", act_bits=(16, 32))
+        group = _group(get(settings, "group_size", int, 128), what)
+        return Scheme(format, get(settings, "bits", int), group=group, symmetric=get(settings, "sym", bool, True))
+
+    changes, kept, rules = get(raw, "extra_config", dict, {}), _names(raw, "modules_to_not_convert"), []
+    _few([name for name in _names({"extra_config": list(changes)}, "extra_config") if not _is_name(name)], what)
+    skipped = list(_parts(kept))
+    for name in changes:
+        changed = get(changes, name, dict)
+        pattern = _parts([name])[0] if _is_name(name) else _expression(name, name, what)
+        if get(changed, "bits", int, 0) >= 16:
+            skipped.append(pattern)
+        else:
+            rules.append(Rule(pattern, scheme(raw | {key: value for key, value in changed.items() if value is not None})))
+    return Quantization(what, (*rules, Rule(ALL, scheme(raw))), (*skipped, *([] if "lm_head" in changes else [HEAD])))
+
+
+def _is_name(name: str) -> bool:
+    return re.fullmatch(r"[\w.-]+", name) is not None
+
+
 METHODS: dict[str, Callable[[dict[str, Any]], Quantization]] = {
     "compressed-tensors": _compressed,
     "fp8": _fp8,
     "gptq": _gptq,
     "awq": _awq,
+    "auto-round": _auto_round,
     "modelopt": _modelopt,
+    "fbgemm_fp8": _fbgemm,
+    "bitsandbytes": _bitsandbytes,
 }

@@ -300,7 +300,7 @@ BAD_VALUES: dict[str, list[Any]] = {  # the message names the key
     "hidden_act": ["gelu"],
     "attention_bias": ["true"],
     "mlp_bias": [1],
-    "quantization_config": [{"quant_method": "bitsandbytes"}],
+    "quantization_config": [{"quant_method": "hqq"}],
     "partial_rotary_factor": [0.5],
     "model_type": ["mixtral", "qwen2_moe", ["llama"]],
     "architectures": ["LlamaForCausalLM"],

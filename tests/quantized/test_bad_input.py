@@ -26,6 +26,7 @@ from tests.support.models import ALONE
 from tests.support.ranks import Ranks
 from tests.test_bad_input import check_refused, refusals
 
+SCALES = re.compile("scale|SCB")
 LAYER = "model.layers.1.mlp.down_proj"
 
 
@@ -83,6 +84,7 @@ DAMAGE: dict[str, tuple[str, Callable[[Tensors], None], tuple[str, ...]]] = {
     "zero points of a symmetric layer": ("GPTQ 4 bits", at("qzeros", first(0)), ("qzeros", "zero points")),
     "zero points of a symmetric AWQ layer": ("AWQ symmetric", at("qzeros", first(0)), ("qzeros", "zero points")),
     "another weight_shape": ("W8A16 group 64", at("weight_shape", first(1)), ("weight_shape",)),
+    "tiles of a GPU": ("bitsandbytes int8", at("weight_format", lambda t: t + 2), ("weight_format", "tiles")),
     "tensors of another format": ("W8A16 group 64", at("weight_packed", lambda t: None), ("lacks", "weight_packed")),
 }
 
@@ -150,8 +152,8 @@ def damaged(tensor: Tensor, is_scale: bool) -> Iterator[Tensor]:
 def test_scales_beyond_the_range_of_the_data_type(name: str, tmp_path: Path, seed: int) -> None:
     write(replace(SHAPE, n_layers=1), FORMATS[name], tmp_path, tmp_path / "plain")
     tensors = load_file(file := tmp_path / "model.safetensors")
-    key = random.choice([key for key in tensors if re.search(r"\.(weight_scale|weight_scale_inv|scales)$", key)])
-    tensors[key].view(-1)[random.randrange(tensors[key].numel())] = 10_000.0
+    key = random.choice([key for key in tensors if re.search(r"\.(weight_scale|weight_scale_inv|scales|SCB)$", key)])
+    tensors[key].view(-1)[random.randrange(tensors[key].numel())] = 10_000.0 * (127 if key.endswith("SCB") else 1)
     save_file(tensors, file)
     (message,) = refusals(ALONE, [tmp_path], torch.float16)
     assert key.rpartition(".")[0] in message and "not finite in torch.float16" in message and "\n" not in message
@@ -182,9 +184,9 @@ def test_each_tensor_of_each_format_is_checked(place: int, in_turn: Callable[...
     name = in_turn([*FORMATS][place::8], place)
     write(replace(SHAPE, n_layers=1), FORMATS[name], tmp_path, tmp_path / "plain")
     tensors = load_file(file := tmp_path / "model.safetensors")
-    layer = random.choice([found for found in tensors if "layers.0" in found and "scale" in found]).rpartition(".")[0]
+    layer = random.choice([found for found in tensors if "layers.0" in found and SCALES.search(found)]).rpartition(".")[0]
     for key in (key for key in tensors if key.startswith(f"{layer}.")):
-        for wrong in damaged(tensors[key], is_scale="scale" in key):
+        for wrong in damaged(tensors[key], is_scale=bool(SCALES.search(key))):
             save_file(tensors | {key: wrong}, file)
             (message,) = refusals(ALONE, [tmp_path])
             assert key in message and "\n" not in message, (key, wrong.shape, message)
@@ -220,10 +222,21 @@ W8 = {"num_bits": 8, "type": "float", "symmetric": True, "strategy": "channel", 
 FP8 = {"quant_method": "fp8"}
 GPTQ = {"quant_method": "gptq", "bits": 4, "group_size": 128}
 AWQ = {"quant_method": "awq", "bits": 4, "group_size": 128, "zero_point": True, "version": "gemm"}
+AUTO_ROUND = {"quant_method": "auto-round", "packing_format": "auto_round:auto_gptq", "bits": 4, "group_size": 128}
 INPUTS = TOKEN | {"type": "float"}
 GROUP_OF_ONE = {"targets": ["lm_head"], "weights": W8}
 UNSUPPORTED: list[tuple[dict[str, Any], str]] = [
-    ({"quant_method": "bitsandbytes", "load_in_4bit": True}, "bitsandbytes"),
+    *(({"quant_method": name}, f"'{name}' is not supported; use") for name in ("exl2", "exl3", "hqq", "aqlm", "torchao")),
+    ({"load_in_8bit": 1}, "load_in_8bit"),
+    (AUTO_ROUND | {"packing_format": "auto_round:llm_compressor"}, "llm_compressor"),
+    (AUTO_ROUND | {"packing_format": None, "backend": "mlx"}, "mlx"),
+    (AUTO_ROUND | {"bits": 3}, "bits = 3"),
+    (AUTO_ROUND | {"packing_format": "auto_round:auto_awq", "bits": 8}, "bits = 8"),
+    (AUTO_ROUND | {"act_bits": 8}, "act_bits = 8"),
+    (AUTO_ROUND | {"data_type": "mx_fp"}, "mx_fp"),
+    (AUTO_ROUND | {"super_bits": 6}, "super_bits"),
+    (AUTO_ROUND | {"extra_config": {".*(?!x)": {"bits": 8}}}, "look-around"),
+    (AUTO_ROUND | {"extra_config": {"down_proj": {"bits": 2}}}, "bits = 2"),
     ({"quant_method": ["gptq"]}, "quant_method"),
     ({}, "quant_method"),
     (GPTQ | {"bits": 3}, "bits = 3"),

@@ -291,6 +291,41 @@ def awq(group: int, kept: tuple[str, ...] = (), symmetric: bool = False) -> Form
     return Format(quantization | {"modules_to_not_convert": list(kept) or None}, write, kept=kept)
 
 
+def auto_round(packing: str, plain: Format, sym: bool, **extra: Any) -> Format:
+    """As AutoRound writes them: without `g_idx`."""
+
+    def write(n: int, k: int) -> tuple[Tensors, Tensor]:
+        tensors, weight = plain.write(n, k)
+        return {suffix: tensor for suffix, tensor in tensors.items() if suffix != "g_idx"}, weight
+
+    common = {key: plain.quantization[key] for key in ("bits", "group_size")} | {"data_type": "int", "sym": sym, **extra}
+    return replace(plain, quantization={"quant_method": "auto-round", "packing_format": packing, **common}, write=write)
+
+
+def auto_round_mixed() -> Format:
+    """A layer by its name, a part of one, and a regular expression."""
+    extra = {"model.layers.0.mlp.up_proj": {"bits": 16}, "down_proj": {"bits": 8, "group_size": 32}}
+    extra[r".*layers\.1\..*v_proj.*"] = {"bits": 8}
+    others = {"down_proj": gptq(8, 32), "layers.1.self_attn.v_proj": gptq(8, 64)}
+    found = auto_round("auto_round:auto_gptq", gptq(4, 64), True, extra_config=extra)
+    return replace(found, kept=("layers.0.mlp.up_proj",), others=others)
+
+
+def bitsandbytes_int8() -> Format:
+    def write(n: int, k: int) -> tuple[Tensors, Tensor]:
+        codes, largest = torch.from_numpy(integers(8, n, k) - 128).to(torch.int8), scales(k, 8, n) * 127
+        tensors = {"weight": codes, "SCB": largest, "weight_format": torch.tensor(0, dtype=torch.uint8)}
+        return tensors, (codes.double() * largest.double()[:, None] / 127).float()
+
+    return Format({"quant_method": "bitsandbytes", "load_in_8bit": True, "llm_int8_skip_modules": None}, write)
+
+
+def fbgemm() -> Format:
+    kept = "model.layers.0.self_attn.o_proj"
+    quantization = {"quant_method": "fbgemm_fp8", "activation_scale_ub": 1200.0, "modules_to_not_convert": ["lm_head", kept]}
+    return replace(one_byte("float", "channel", TOKEN), quantization=quantization, kept=(kept,))
+
+
 FORMATS: dict[str, Format] = {
     "fp8 by tensor, static": one_byte("float", "tensor", STATIC),
     "fp8 by channel, dynamic": one_byte("float", "channel", TOKEN),
@@ -336,4 +371,9 @@ FORMATS: dict[str, Format] = {
     ),
     "AWQ symmetric": awq(64, symmetric=True),
     "AWQ group 128, some kept": awq(128, ("down_proj",)),
+    "auto-round as AWQ": auto_round("auto_round:auto_awq", awq(64), False),
+    "auto-round as GPTQ v2": auto_round("auto_round", gptq(4, 32, sym=False, v2=True), False),
+    "auto-round as GPTQ, mixed": auto_round_mixed(),
+    "bitsandbytes int8": bitsandbytes_int8(),
+    "fbgemm fp8": fbgemm(),
 }
