@@ -89,6 +89,7 @@ def one_or_list(raw: dict[str, Any], key: str) -> int | list[int]:
 
 
 CONFIG_BYTES = 16 << 20  # most bytes of config.json and other settings; published ones have less than 2 MB
+LFS, LFS_BYTES = b"version https://git-lfs", 1024  # how a pointer begins, and more bytes than one has
 PROBE_BYTES = 1 << 16  # free space that an output folder must have at least
 INDEX_BYTES = 64 << 20  # most bytes of an index of tensors
 TOKENIZER_BYTES = 128 << 20  # most bytes of a vocabulary
@@ -119,7 +120,12 @@ def check_regular(path: Path) -> int:
     Raises FileNotFoundError, and UserError if it cannot be read or is not a regular file (a pipe, for example).
     """
     with _reading(path):
-        return _size(os.stat(path), path)
+        size = _size(os.stat(path), path)
+        if len(LFS) < size < LFS_BYTES and path.read_bytes().startswith(LFS):
+            raise UserError(
+                f"{path} is a pointer of git LFS to the file; run `git lfs pull`, or name the model by its name on the hub"
+            )
+    return size
 
 
 def open_regular(path: Path, within: Path | None = None) -> BinaryIO:

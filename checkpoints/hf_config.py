@@ -22,7 +22,7 @@ from checkpoints.rope_scaling import read_scaling, rope_of, scaling_to_hf
 from config import FAMILIES, DynamicScaling, LinearScaling, ModelConfig, Reduces, validate
 from errors import UserError
 from files import CONFIG_BYTES, count, get, one_or_list, positive, read_json, shown
-from quantized.hf import read_quantization
+from quantized.hf import INSTEAD, METHODS, read_quantization
 from quantized.scheme import Quantization
 
 QUANTIZED = {  # files beside config.json that say how a checkpoint is quantized, and the method of those that do not name it
@@ -215,6 +215,8 @@ def config_from_hf(raw: dict[str, Any]) -> ModelConfig:
 
 def _quantization(raw: dict[str, Any]) -> Quantization | None:
     found = get(raw, "quantization_config", dict, None)
+    if isinstance(raw.get("quantization"), dict) and "quant_method" not in (found or {}):
+        raise UserError(f"quantization without quant_method is MLX's format; {INSTEAD}: {', '.join(METHODS)}")
     if found is None:
         return None
     try:

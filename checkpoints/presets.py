@@ -116,6 +116,13 @@ def named_config(name: str) -> ModelConfig:
         return preset(name)
     if not Path(name).exists():
         raise UserError(f"{config_file(name)} is missing; {instead(name)}")
+    path = Path(name)
+    kinds = {file.suffix for file in (path.iterdir() if path.is_dir() else [path])}
+    if ".gguf" in kinds and not kinds & {".safetensors", ".bin", ".pth"}:
+        raise UserError(
+            f"{name} is in GGUF, the format of llama.cpp, which is not read; use the folder that it was made of, with its "
+            "config.json and safetensors: --quantize int4 rounds it at load"
+        )
     return read_config(config_file(name))
 
 

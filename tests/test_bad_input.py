@@ -155,6 +155,37 @@ def test_bad_checkpoints(here: Here, tmp_path: Path, spoil: Callable[[Path], Non
     check_refused(here("--model", folder, *ONCE), *words)
 
 
+def lfs_pointer(path: Path) -> None:
+    path.write_text(f"version https://git-lfs.github.com/spec/v1\noid sha256:{'0' * 64}\nsize 4976698672\n")
+
+
+@pytest.mark.parametrize("name", ["config.json", TENSORS, "tokenizer.json"])
+def test_a_pointer_of_git_lfs(here: Here, tmp_path: Path, name: str) -> None:
+    done = here("--model", spoiled(tmp_path, name, lfs_pointer), *ONCE)
+    check_refused(done, name, "git LFS", "`git lfs pull`")
+
+
+@pytest.mark.parametrize("name", ["", "model-Q4_K_M.gguf"])
+@pytest.mark.parametrize("configured", [False, True])
+def test_gguf_is_named(here: Here, tmp_path: Path, name: str, configured: bool) -> None:
+    """The file, or its folder, also beside a config.json."""
+    (tmp_path / "model-Q4_K_M.gguf").write_bytes(b"GGUF")
+    if configured:
+        shutil.copy(MODELS / "tiny-hybrid" / "config.json", tmp_path)
+    check_refused(here("--model", tmp_path / name, *ONCE), str(tmp_path / name), "GGUF", "config.json and safetensors")
+
+
+def test_gguf_beside_other_weights_is_passed_over(here: Here, tmp_path: Path) -> None:
+    (folder := copy_of("tiny-hybrid", tmp_path)).joinpath("model.gguf").write_bytes(b"GGUF")
+    assert here("--model", folder, *ONCE).code == 0
+
+
+@pytest.mark.parametrize("config", [None, {"group_size": 64, "bits": 4}])
+def test_mlx_is_named(here: Here, tmp_path: Path, config: object) -> None:
+    edit_config(quantization={"group_size": 64, "bits": 4}, quantization_config=config)(copy_of("tiny-hybrid", tmp_path))
+    check_refused(here("--model", tmp_path / "tiny-hybrid", *ONCE), "MLX", "--quantize int4", "gptq")
+
+
 # --- draft heads ---------------------------------------------------------------------------------------------------------
 
 
