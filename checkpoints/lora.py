@@ -43,7 +43,16 @@ UNSUPPORTED = (
     "megatron_config",
     "quantization_config",
 )
+UNMERGED = ("layer_replication", "alora_invocation_tokens", "use_qalora", "arrow_config")  # what PEFT cannot merge, either
 CHANGING = re.compile(r"pissa.*|olora|corda|loftq|lora_ga")  # values of init_lora_weights that change the base's weights
+
+# PEFT's own names: with a wrapper more, or with the adapter's name, as a `state_dict` of its model has them
+NAME = re.compile(r"(?:base_model\.model\.)*(.+)\.lora_([AB])(?:\.default)?\.weight")
+TABLE = re.compile(r"\b(lm_head|embed_tokens)\b")
+
+
+class NotServedError(UserError):
+    """An adapter that PEFT can merge into its base."""
 
 
 @dataclass(frozen=True)
@@ -71,6 +80,7 @@ class AdapterFiles:
 
     folder: Path
     tensors: Any  # the opened safetensors file
+    names: dict[str, str]  # of its tensors, by those of `tensor_name`
     factors: dict[str, float]  # by the layers' names in the checkpoint
     rank: int  # the largest
 
@@ -82,7 +92,7 @@ class AdapterFiles:
             for i, (part, rows) in enumerate(zip(module.parts, b.split(like.sizes), strict=True)):
                 name = checkpoint_name(module.layer, part)
                 if name in self.factors:
-                    low, high = (self.tensors.get_slice(tensor_name(name, kind)) for kind in "AB")
+                    low, high = (self.tensors.get_slice(self.names[tensor_name(name, kind)]) for kind in "AB")
                     own, used = module.own_range(part), low.get_shape()[0]
                     columns = low[:, own.start : own.stop] if SPLITS[part].dim == 1 else low[:]
                     features = high[:] if SPLITS[part].dim == 1 else high[own.start : own.stop]
@@ -105,6 +115,11 @@ def tensor_name(layer: str, kind: str) -> str:
     return f"base_model.model.{layer}.lora_{kind}.weight"
 
 
+def _plain(name: str) -> str:
+    """The name of a tensor of the file as `tensor_name` has it; any other as it is."""
+    return tensor_name(found[1], found[2]) if (found := NAME.fullmatch(name)) else name
+
+
 def open_adapter(folder: Path, config: ModelConfig, most: int | None = None, root: Path | None = None) -> AdapterFiles:
     """Check an adapter's files against the model. most: its largest rank. root: the folder that the files must lie in, with all
     symbolic links followed. Raises UserError with what is wrong, in one line."""
@@ -121,7 +136,10 @@ def open_adapter(folder: Path, config: ModelConfig, most: int | None = None, roo
         with weights:
             _check_settings(settings)
             tensors = safe_open(descriptor_path(weights), framework="pt")  # maps the file
-        slices = {name: tensors.get_slice(name) for name in tensors.keys()}  # noqa: SIM118 (not a dict)
+        names = {_plain(name): name for name in tensors.keys()}  # noqa: SIM118 (not a dict)
+        if doubled := set(tensors.keys()) - set(names.values()):
+            raise UserError(f"it has {min(doubled)} twice, under two names; save it anew")
+        slices = {name: tensors.get_slice(theirs) for name, theirs in names.items()}
         shapes = {name: tuple(found.get_shape()) for name, found in slices.items()}
         kinds = {found.get_dtype() for found in slices.values()}
         if kinds - FLOATS:
@@ -130,12 +148,14 @@ def open_adapter(folder: Path, config: ModelConfig, most: int | None = None, roo
         _check_targets(settings, ranks, config)
         factors = {layer: _factor(settings, layer, rank) for layer, rank in ranks.items()}
         if most is not None and max(ranks.values()) > most:
-            raise UserError(f"its rank {max(ranks.values())} is above --max-lora-rank {most}")
+            raise NotServedError(f"its rank {max(ranks.values())} is above --max-lora-rank {most}")
     except (SafetensorError, OSError) as e:
         raise UserError(f"{folder / WEIGHTS} is truncated or no safetensors file ({first_line(e)}); copy it again") from None
     except UserError as e:
-        raise UserError(f"the adapter {folder} cannot be used: {e}") from None
-    return AdapterFiles(folder, tensors, factors, max(ranks.values()))
+        merge = f"AutoPeftModelForCausalLM.from_pretrained({str(folder)!r}).merge_and_unload().save_pretrained('merged')"
+        instead = f"; merge it into its base with PEFT: {merge}" if isinstance(e, NotServedError) else ""
+        raise UserError(f"the adapter {folder} cannot be used: {e}{instead}") from None
+    return AdapterFiles(folder, tensors, names, factors, max(ranks.values()))
 
 
 def _lies_in(path: Path, root: Path) -> bool:
@@ -148,20 +168,20 @@ def _lies_in(path: Path, root: Path) -> bool:
 
 def _check_settings(settings: dict[str, Any]) -> None:
     if settings.get("peft_type") != "LORA":
-        raise UserError(f"its peft_type is {settings.get('peft_type')!r}; only LORA is supported")
+        raise NotServedError(f"its peft_type is {settings.get('peft_type')!r}; only LORA is supported")
     if found := next((name for name in UNSUPPORTED if settings.get(name)), None):
-        raise UserError(f"{found} is not supported")
+        raise (UserError if found in UNMERGED else NotServedError)(f"{found} is not supported")
     if settings.get("bias", "none") != "none":
-        raise UserError(f"bias {settings['bias']!r} is not supported; only none is")
+        raise NotServedError(f"bias {settings['bias']!r} is not supported; only none is")
     initial = settings.get("init_lora_weights")
     if isinstance(initial, str) and CHANGING.fullmatch(initial):
-        raise UserError(f"init_lora_weights {initial} changes the base's weights; convert it to an ordinary adapter with PEFT")
+        raise NotServedError(f"init_lora_weights {initial} changes the base's weights")
     for name in ("r", "lora_alpha"):
         _number(name, settings.get(name))
     for name in ("rank_pattern", "alpha_pattern"):
         pattern = settings.get(name) or {}
         if not isinstance(pattern, dict) or not all(re.fullmatch(r"[\w.]+", key) for key in pattern):
-            raise UserError(f"{name} is not supported, except with names of layers and modules")
+            raise NotServedError(f"{name} is not supported, except with names of layers and modules")
         for key, value in pattern.items():
             _number(f"{name} of {key}", value)
 
@@ -176,7 +196,9 @@ def _ranks(shapes: dict[str, tuple[int, ...]], config: ModelConfig) -> dict[str,
     known = {checkpoint_name(i, part): full_shape(config, part) for i in range(config.n_layers) for part in PARTS}
     layers: dict[str, dict[str, tuple[int, ...]]] = {}
     for name, shape in shapes.items():
-        found = re.fullmatch(r"base_model\.model\.(.+)\.lora_([AB])\.weight", name)
+        found = NAME.fullmatch(name)
+        if table := TABLE.search(name):
+            raise NotServedError(f"it changes {table[1]}, which is not supported")
         if not found or found[1] not in known:
             raise UserError(
                 f"it has {name}, but this model has {', '.join(PARTS)} in {config.n_layers} layers; it is of another model"

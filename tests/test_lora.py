@@ -132,6 +132,20 @@ def test_what_peft_saves_gives_its_logits(count: int, ranks: Ranks) -> None:
         assert (found[1] - saved["logits"]).abs().max() > 100 * TOLERANCE
 
 
+@pytest.mark.parametrize("change", ["wrapped", "default", "bare"])
+def test_names_that_peft_does_not_save_but_others_do(change: str, tmp_path: Path, seed: int) -> None:
+    """A wrapper's part more or less, or the adapter's name as in a `state_dict`."""
+    base = save_random(base_config(), tmp_path / "base")
+    adapter, prefix = write_adapter(tmp_path / "a", base, PARTS), "base_model.model."
+    tokens = torch.randint(101, (1, 7))
+    expected = adapted_logits(ALONE, base, [adapter], tokens, [0])
+    names = {"wrapped": lambda n: prefix + n, "default": lambda n: n.replace(".weight", ".default.weight")}
+    renamed = names.get(change, lambda n: n.removeprefix(prefix))
+    own = {renamed(name): tensor for name, tensor in load_file(adapter / "adapter_model.safetensors").items()}
+    save_file(own, adapter / "adapter_model.safetensors")
+    assert (adapted_logits(ALONE, base, [adapter], tokens, [0]) - expected).abs().max() < TOLERANCE
+
+
 def damaged(folder: Path, tensors: Callable[[dict[str, Tensor]], object] | None = None, **settings: Any) -> None:
     config = json.loads((folder / "adapter_config.json").read_text()) | settings
     (folder / "adapter_config.json").write_text(json.dumps(config))
@@ -141,6 +155,7 @@ def damaged(folder: Path, tensors: Callable[[dict[str, Tensor]], object] | None 
         save_file(found, folder / "adapter_model.safetensors")
 
 
+HEAD = "base_model.model.lm_head."
 Q = "base_model.model.model.layers.0.self_attn.q_proj.lora_"
 
 
@@ -178,6 +193,25 @@ BAD: dict[str, Callable[[Path], object]] = {
     "lora_alpha is True": lambda f: damaged(f, lora_alpha=True),
     "exclude_modules is 5, not names": lambda f: damaged(f, exclude_modules=5),
     "rank_pattern is not supported": lambda f: damaged(f, rank_pattern={"(a+)+$": 4}),
+    "it changes lm_head": lambda f: damaged(f, lambda t: t.update({HEAD + "lora_A.weight": torch.randn(4, 40)})),
+    "it changes embed_tokens": lambda f: damaged(
+        f, lambda t: t.update({"base_model.model.model.embed_tokens.lora_embedding_A": torch.randn(4, 101)})
+    ),
+    "alora_invocation_tokens": lambda f: damaged(f, alora_invocation_tokens=[1]),
+    "q_proj.lora_A.default.weight twice": lambda f: damaged(
+        f, lambda t: t.update({Q + "A.default.weight": torch.randn(4, 40)})
+    ),
+}
+MERGED = {  # by PEFT
+    *(
+        "its rank 4 is above --max-lora-rank 3",
+        "use_dora",
+        "modules_to_save",
+        "bias 'all'",
+        "quantization_config",
+        "peft_type is 'IA3'",
+    ),
+    *("init_lora_weights pissa", "rank_pattern is not supported", "it changes lm_head", "it changes embed_tokens"),
 }
 
 
@@ -192,6 +226,8 @@ def test_bad_adapters_are_refused_in_one_line(tmp_path: Path, seed: int) -> None
         with pytest.raises(UserError, match=message) as caught:
             adapters.load_now([("a", str(adapter))])
         assert "\n" not in str(caught.value) and str(adapter) in str(caught.value), message
+        merge = f"PEFT: AutoPeftModelForCausalLM.from_pretrained('{adapter}').merge_and_unload().save_pretrained('merged')"
+        assert (merge in str(caught.value)) == (message in MERGED), message
     good = [(name, str(write_adapter(tmp_path / name, base, r=4))) for name in ("b", "c")]
     with pytest.raises(UserError, match="1 adapters are loaded, which is --max-loras"):
         adapters.load_now(good)
