@@ -15,7 +15,7 @@ LINES = {  # of Python, by package
     "comm": 3_750,
     "training": 5_700,
     "scripts": 9_150,
-    "tests": 53_539,
+    "tests": 53_824,
 }
 INFERENCE_LINES = 44_447
 ROOT_FILES = 9
