@@ -14,7 +14,7 @@ from starlette.responses import JSONResponse, Response, StreamingResponse
 
 from deploy.routing import Call, prefix_keys
 from server.errors import CLIENT_GONE, CLOSE, NO_RETRY, ApiError, ClientGone, is_messages, messages_error_type, with_retry
-from server.limits import Full, HeldBytes, TooLarge, TooSlow, read_body, sender
+from server.limits import Full, HeldBytes, read_body, sender
 from server.logs import HEALTH_PATHS
 
 MOST_LOSSES = 5  # replicas that may end with a request before it counts as the reason
@@ -72,10 +72,8 @@ class Gateway:
             try:
                 length = request.headers.get("content-length", "")
                 body = await read_body(request.receive, length, self._most, self._idle, take)
-            except TooSlow as e:
-                return failure(path, 408, str(e), "timeout", CLOSE)
-            except TooLarge as e:
-                return failure(path, 413, str(e), "body_too_large", CLOSE)
+            except ApiError as e:
+                return failure(path, 408 if e.code == "timeout" else e.status_code, e.message, e.code or "", CLOSE)
             except Full as e:
                 return failure(path, 503, str(e), "bodies_full", CLOSE)
             except ClientGone:

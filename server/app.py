@@ -17,7 +17,7 @@ from starlette.responses import FileResponse, HTMLResponse, Response
 from starlette.staticfiles import StaticFiles
 
 from errors import UserError
-from server import chat, completions, embeddings, routes
+from server import batches, chat, completions, embeddings, routes
 from server.calls.choice import warn_of_unknown_calls
 from server.engine_client import EngineClient
 from server.errors import NO_OBJECT, ApiError, bad, from_errors
@@ -45,6 +45,7 @@ def create_app(settings: Settings, client: EngineClient, tokenizer: Tokenizer) -
     generating = completions.add, chat.add, responses.add, messages.add, embeddings.add, routes.add_results
     for add in (*generating, routes.add_tokens, routes.add_models, routes.add_state, routes.add_routers):  # as in /docs
         add(app, service)
+    app.state.batches = batches.add(app, settings)
     _add_pages(app)
     describe(app)
     # The middleware that is added last is the outermost layer.

@@ -134,7 +134,7 @@ async def _computed(service: Service, submits: Sequence[Submit], name: str) -> l
     vectors = list[Vector]()
     try:
         with admission.hold(submits[0].turn.client, min(len(submits), most), client.active):
-            async with asyncio.timeout(service.settings.request_timeout):
+            async with asyncio.timeout(service.longest(submits[0].turn)):
                 for first in range(0, len(submits), most):
                     vectors += await _slice(service, submits[first : first + most], name)
     except TimeoutError as e:

@@ -30,7 +30,7 @@ from server.errors import ApiError, bad
 from server.generation import Plan, Prompt, Run, Usage, make_params, run
 from server.http import DONE, EventStream, JsonResponse, error_event, to_json, unless_gone
 from server.journal import Promise
-from server.limits import Client, owner, sender
+from server.limits import LOWEST, Client, owner, sender
 from server.logprobs import by_id_layout, chat_layout
 from server.responses.schemas import ResponsesBody
 from server.schemas import MAX_USER, GenerationBody, PoolingBody
@@ -80,7 +80,7 @@ async def accept(
     prompts, compiled = await unless_gone(request.receive, prepare())
     generation = make(service, body, prompts, compiled.grammar)
     generation.plan.turn = turn
-    if service.journal:
+    if service.journal and turn.priority < LOWEST:  # a batch has a journal of its own
         data = Accepted.encode(generation, raw, compiled.grammar)
         ids = generation.id, request.state.request_id
         generation.promise = service.journal.promise(owner(request.scope), *ids, data, bool(body.store))
@@ -100,7 +100,9 @@ def begin(service: Service, request: Request, body: GenerationBody | PoolingBody
     service.check_ready()
     client = sender(request.scope) if service.settings.fairness == "clients" else Client("")
     service.admission.check(client.name, body.places, service.client.active)
-    return Turn(client.name, client.weight, body.priority or 0)
+    # only the server itself gives a request the lowest priority
+    priority = request.scope["state"].get("priority", min(body.priority or 0, LOWEST - 1))
+    return Turn(client.name, client.weight, priority)
 
 
 def check_names(service: Service, request: Request, body: Body) -> None:

@@ -23,6 +23,7 @@ from engine.protocol import Ready
 from errors import UserError
 from server import logs
 from server.app import create_app
+from server.batches import Batches
 from server.connections import Connection, Turns
 from server.engine_client import EngineClient
 from server.errors import ApiError
@@ -43,10 +44,10 @@ FLUSH_SECONDS = 2.0  # time to send the last responses after their requests were
 class FrontendServer(uvicorn.Server):
     """uvicorn, except that a signal starts a drain: new requests are refused, /health answers, and running requests go on."""
 
-    def __init__(self, config: uvicorn.Config, service: Service) -> None:
+    def __init__(self, config: uvicorn.Config, service: Service, batches: Batches) -> None:
         super().__init__(config)
         self.service, self.client = service, service.client
-        self.resumer = Resumer(service)
+        self.resumer, self.batches = Resumer(service), batches
         self.exit_code = 0
         self._ending: asyncio.Task[None] | None = None
         self._signals, self._last_signal = 0, float("-inf")
@@ -119,6 +120,7 @@ class FrontendServer(uvicorn.Server):
         if self.service.journal:
             self.service.journal.ending = True
         self.resumer.close()
+        self.batches.close()
         self.should_exit = True
 
     def _on_fatal(self, message: str) -> None:
@@ -138,6 +140,7 @@ class FrontendServer(uvicorn.Server):
     def _on_ready(self, ready: Ready) -> None:
         self.service.workers.start()  # not earlier: it would compete with the ranks, which load the model
         self.resumer.start()
+        self.batches.start()
         print(banner(self.service, ready, self._address()), file=sys.stderr, flush=True)
 
     def _address(self) -> str:
@@ -179,7 +182,7 @@ def make_server(
         timeout_keep_alive=max(1, round(settings.idle_timeout)),
         timeout_graceful_shutdown=round(FLUSH_SECONDS),
     )
-    return FrontendServer(config, app.state.service)
+    return FrontendServer(config, app.state.service, app.state.batches)
 
 
 def run_frontend(

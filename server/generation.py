@@ -160,7 +160,7 @@ def run(service: Service, plan: Plan, usage: Usage, log_fields: dict[str, Any]) 
     ):
         # One timer for the whole request: a timeout around each wait would need a timer for every token.
         error = timed_out(service)
-        deadline = asyncio.get_running_loop().call_later(service.settings.request_timeout, outputs.on_error, error)
+        deadline = asyncio.get_running_loop().call_later(service.longest(plan.turn), outputs.on_error, error)
         try:
             yield Run(plan, service.tokenizer, outputs, usage, log_fields, leave)
         finally:

@@ -125,11 +125,11 @@ async def send_pieces(response: Response, scope: Scope, send: Send, pieces: Iter
 
 
 class PacedResponse(Response):
-    """A response of JSON in pieces, which are made while it is sent. See `send_pieces`."""
+    """A response in pieces, which are made while it is sent. See `send_pieces`."""
 
-    def __init__(self, pieces: Iterator[bytes]) -> None:
+    def __init__(self, pieces: Iterator[bytes], media_type: str = "application/json") -> None:
         self.pieces = pieces
-        super().__init__(media_type="application/json")
+        super().__init__(media_type=media_type)
         del self.headers["content-length"]
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:

@@ -15,7 +15,7 @@ import resource
 import sys
 import time
 from collections import Counter, deque
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import AsyncIterator, Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from contextvars import ContextVar
 from dataclasses import dataclass
@@ -24,7 +24,7 @@ from typing import Any, Protocol
 from starlette.types import Receive
 
 from errors import UserError
-from server.errors import ApiError, ClientGone, bad
+from server.errors import CLOSE, ApiError, ClientGone, bad
 
 SHARE = 4  # one client may have a quarter of the bytes
 MOST_DESCRIPTORS = 65536  # that the server takes if it may
@@ -33,6 +33,7 @@ UNREAD_BYTES = 1 << 30  # of all answers that clients have not read yet
 RATE_SECONDS = 60.0  # over which the places that became free are counted
 MOST_FREED = 4096  # of these places
 LONGEST_RETRY = 120  # seconds
+LOWEST = (1 << 63) - 1  # the priority of a batch's requests, behind all others
 
 ENTRY = re.compile(r"(?P<key>.*?)(?:\s+name=(?P<name>[\w.@-]{1,64}))?(?:\s+weight=(?P<weight>[0-9]{1,9}))?", re.DOTALL)
 MOST_WEIGHT = 1000
@@ -175,14 +176,6 @@ class Full(Exception):
     """There is no room for so many bytes now."""
 
 
-class TooLarge(Exception):
-    """The body exceeds the limit."""
-
-
-class TooSlow(Exception):
-    """The body stopped arriving, or arrives too slowly."""
-
-
 class HeldBytes:
     """Bytes of what requests hold in memory: their bodies, for example, until they have their answers."""
 
@@ -229,16 +222,29 @@ def _full(size: int, whose: str) -> Full:
 
 
 async def read_body(receive: Receive, declared: str, limit: int, timeout: float, take: Callable[[int], None]) -> bytes:
-    """The whole body. Raises TooLarge, TooSlow, ClientGone, and what `take` raises.
+    """The whole body. Raises ApiError, ClientGone, and what `take` raises.
 
     declared: the header Content-Length, or "". limit: bytes. timeout: seconds between two parts. take: called with the size of
     each part before the next one is read.
     """
-    too_large = TooLarge(f"the body is larger than {limit} bytes, this server's --max-body-mb")
+    message = f"the body is larger than {limit} bytes, this server's --max-body-mb"
+    too_large = ApiError(413, message, None, "body_too_large", CLOSE)
     if declared.isdigit() and int(declared[:20]) > limit:
         raise too_large
+    parts, size = list[bytes](), 0
+    async for part in body_parts(receive, timeout):
+        parts.append(part)
+        size += len(part)
+        if size > limit:
+            raise too_large
+        take(len(part))
+    return b"".join(parts)
+
+
+async def body_parts(receive: Receive, timeout: float) -> AsyncIterator[bytes]:
+    """The parts of a body as they come, at most `timeout` seconds apart. Raises ApiError and ClientGone."""
     loop = asyncio.get_running_loop()
-    began, parts, size, more = loop.time(), list[bytes](), 0, True
+    began, size, more = loop.time(), 0, True
     while more:
         # Without this limit on the whole upload, a client could keep its connection with a few bytes at a time.
         remaining = began + timeout + size / SLOWEST_UPLOAD - loop.time()
@@ -247,16 +253,13 @@ async def read_body(receive: Receive, declared: str, limit: int, timeout: float,
                 message = await receive()
         except TimeoutError as e:
             rate = f"less than {SLOWEST_UPLOAD >> 10} KiB/s after {timeout:g} s"
-            raise TooSlow(f"the body stopped arriving for {timeout:g} s, or arrives too slowly: {rate}") from e
+            why = f"the body stopped arriving for {timeout:g} s, or arrives too slowly: {rate}"
+            raise ApiError(400, why, None, "timeout") from e
         if message["type"] == "http.disconnect":
             raise ClientGone
-        parts.append(message.get("body", b""))
-        size += len(parts[-1])
-        if size > limit:
-            raise too_large
-        take(len(parts[-1]))
+        size += len(part := message.get("body", b""))
+        yield part
         more = message.get("more_body", False)
-    return b"".join(parts)
 
 
 # --- places in the queue ---------------------------------------------------------------------------------------------

@@ -18,7 +18,7 @@ from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from server.errors import CLIENT_GONE, CLOSE, ApiError, ClientGone, internal_error, is_messages
 from server.http import error_response
-from server.limits import Full, HeldBytes, TooLarge, TooSlow, current_client, digest, read_body, read_keys, sender
+from server.limits import Full, HeldBytes, current_client, digest, read_body, read_keys, sender
 from server.logs import HEALTH_PATHS, METRIC_PATHS, PAGE_PATHS, STATIC, access_line, log
 from server.service import Service
 
@@ -26,6 +26,7 @@ OPEN_PATHS = frozenset({"/version", "/docs", "/openapi.json", *PAGE_PATHS, *HEAL
 REQUEST_ID = re.compile(r"[A-Za-z0-9._:-]{1,128}")
 BODIES_BYTES = 1 << 30  # of requests without an answer; one client may have a quarter. Parsed, they take as much again
 FREE_BYTES = 16384  # of each body, which do not count
+UPLOAD_PATH = "/v1/files"  # bodies go to the disk, not into memory
 LOGGED_PATH = 256  # characters; a client may send 64 KiB
 
 
@@ -128,7 +129,8 @@ class ApiKey:
         self._open = OPEN_PATHS if protect_metrics else OPEN_PATHS.union(METRIC_PATHS)
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        if self._is_open(scope["path"]) or self._has_key(scope):
+        # what the server itself sends for a batch has its client already
+        if self._is_open(scope["path"]) or scope["state"].get("client") or self._has_key(scope):
             await self.app(scope, receive, send)
             return
         message = "the API key is missing or wrong; send it as the header Authorization: Bearer KEY, or x-api-key: KEY"
@@ -163,7 +165,7 @@ class BodyLimit:
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         current_client.set(sender(scope).name)
-        if scope["method"] in ("GET", "OPTIONS"):
+        if scope["method"] in ("GET", "OPTIONS") or scope["path"] == UPLOAD_PATH:
             await self.app(scope, receive, send)
             return
         headers = Headers(scope=scope)
@@ -176,10 +178,8 @@ class BodyLimit:
             try:
                 length = headers.get("content-length", "")
                 body = await read_body(receive, length, self.limit, self.timeout, take)
-            except TooSlow as e:
-                error = ApiError(400, str(e), None, "timeout")
-            except TooLarge as e:
-                error = ApiError(413, str(e), None, "body_too_large", CLOSE)
+            except ApiError as e:
+                error = e
             except Full as e:
                 error = ApiError(429, str(e), None, "bodies_full", CLOSE)
             else:

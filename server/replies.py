@@ -94,6 +94,25 @@ StatsReply = answer(
     "The present state of the engine, and latencies of the last minute in seconds.",
 )
 
+# --- files and batches -------------------------------------------------------------------------------------------------------
+
+FILE = dict.fromkeys(("id", "filename", "purpose", "status"), str) | dict.fromkeys(("bytes", "created_at", "expires_at"), int)
+FileReply = answer("FileReply", {"object": Literal["file"], **FILE})
+FileDeleted = answer("FileDeleted", {"id": str, "object": Literal["file"], "deleted": Literal[True]})
+ENDS = ("in_progress", "finalizing", "completed", "failed", "expired", "cancelling", "cancelled")
+BATCH = {
+    **dict.fromkeys(("id", "endpoint", "input_file_id", "completion_window", "status"), str),
+    **dict.fromkeys(("created_at", "expires_at"), int),
+    **dict.fromkeys(("output_file_id", "error_file_id"), str | None),
+    **{f"{status}_at": int | None for status in ENDS},
+    "request_counts": {"total": int, "completed": int, "failed": int},
+    "metadata": May({str: str}),
+    "errors": May({"object": str, "data": [{"code": str, "line": int | None, "message": str, "param": str | None}]}),
+}
+BatchReply = answer("BatchReply", {"object": Literal["batch"], **BATCH})
+PAGE = {"object": Literal["list"], "has_more": Literal[False]}
+FileList, BatchList = answer("FileList", {**PAGE, "data": [FileReply]}), answer("BatchList", {**PAGE, "data": [BatchReply]})
+
 # --- models and the tokenizer ------------------------------------------------------------------------------------------------
 
 ModelCard = answer(

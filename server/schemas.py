@@ -3,7 +3,7 @@
 from typing import Annotated, Any, ClassVar, Literal
 
 from msgspec.structs import asdict
-from pydantic import AfterValidator, ConfigDict, Discriminator, Field, Tag, model_validator
+from pydantic import AfterValidator, BaseModel, ConfigDict, Discriminator, Field, Tag, model_validator
 from pydantic_core import PydanticCustomError
 
 from engine.protocol import ADAPTER_NAME, LIST_LIMIT, SMALLEST_REPETITION, Pooling, SamplingParams
@@ -524,6 +524,16 @@ class LoadAdapterBody(UnloadAdapterBody):
     """The body of /v1/load_lora_adapter."""
 
     lora_path: str = Field(min_length=1, max_length=4096, description="Its folder on the server's host, within --lora-root.")
+
+
+class BatchBody(BaseModel):
+    """The body of /v1/batches."""
+
+    model_config = ConfigDict(extra="forbid", strict=True)
+    input_file_id: str = Field(max_length=100, description="A file with a request in each line.")
+    endpoint: Literal["/v1/chat/completions", "/v1/completions", "/v1/embeddings", "/v1/responses"]
+    completion_window: str = Field(pattern="^[1-9][0-9]{0,3}h$", description="Hours after which the rest expires, as `24h`.")
+    metadata: Annotated[dict[str, Annotated[str, Field(max_length=512)]], Field(max_length=16)] | None = None
 
 
 class PoolingBody(Body):

@@ -12,7 +12,7 @@ from pydantic import BaseModel
 from starlette.types import Receive
 
 from engine.pooling_file import checkpoint_embedder
-from engine.protocol import Pooling
+from engine.protocol import Pooling, Turn
 from errors import UserError
 from files import shown
 from server.bounds import MAX_VALUES, BodyBounds, parse
@@ -22,7 +22,7 @@ from server.errors import ApiError
 from server.examples import read_examples
 from server.http import unless_gone
 from server.journal import Journal
-from server.limits import Admission, Backlog, HeldBytes
+from server.limits import LOWEST, Admission, Backlog, HeldBytes
 from server.logs import log
 from server.prompts import SLOW_TEXT
 from server.replies import StatsReply
@@ -34,6 +34,7 @@ from text.tokenizer import Tokenizer
 M = TypeVar("M", bound=BaseModel)
 T = TypeVar("T")
 
+UNLIMITED = 1e8  # seconds; a timer must not have more
 RETRY = {"retry-after": "1"}  # seconds: a router sends the request to another server, or this one's next start answers it
 VECTOR_BYTES = 1 << 30  # of vectors that are computed, or wait for their clients to read them; one client may have a quarter
 INLINE = 16384  # bytes, about 2,000 token ids or a few pages of text; larger bodies are checked in a worker
@@ -116,6 +117,10 @@ class Service:
         """The number of token ids that both the model and the tokenizer have."""
         model = self.client.ready.vocab_size if self.client.ready else self.tokenizer.vocab_size
         return min(model, self.tokenizer.vocab_size)
+
+    def longest(self, turn: Turn) -> float:
+        """Seconds that a request may take. One of a batch waits as long as others come: the batch itself has a limit."""
+        return self.settings.request_timeout if turn.priority < LOWEST else UNLIMITED
 
     def check_ready(self) -> None:
         """Raises a 503 unless requests can run."""

@@ -280,6 +280,13 @@ class FaultOptions:
     journal_hours: float = positive(24.0, "results stay in --journal for H hours after the request came", "H")
     journal_results: int = count(10_000, "most requests and results in --journal; old results go")
     journal_mb: float = positive(1024.0, "largest size of --journal in MiB; old results go", "MIB")
+    files_hours: float = positive(168.0, "files and ended batches go after H hours; a batch may take as many", "H")
+    files_kept: int = count(1000, "most files and batches beside --journal; one client has at most half", low=2)
+    files_mb: float = positive(4096.0, "most MiB of these files; one client has at most half", "MIB")
+    batch_lines: int = count(50_000, "most requests of a batch")
+    batch_in_flight: int | None = count(
+        None, "most lines of batches that are computed at a time, behind all other requests (default: half of --max-num-seqs)"
+    )
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -329,6 +336,7 @@ NEEDS = {  # flags that need one of others: the fields of both, and what a user 
     ("lora_root",): {"allow_lora_updates": "--allow-lora-updates"},
     ("protect_metrics",): {"api_key": "--api-key", "api_key_file": "--api-key-file FILE"},
     ("journal_hours", "journal_results", "journal_mb"): {"journal": "--journal FILE"},
+    ("files_hours", "files_kept", "files_mb", "batch_lines", "batch_in_flight"): {"journal": "--journal FILE"},
 }
 
 

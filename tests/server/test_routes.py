@@ -102,7 +102,8 @@ def test_head_is_get_without_a_body(site: Site) -> None:
     assert len(paths) > 12
     for path in (*paths, "/", "/docs", "/openapi.json", "/v1/models/tiny-hybrid"):
         head, get = site.http.head(path), site.http.get(path)
-        assert head.status_code == get.status_code == 200 and head.content == b"", path
+        status = 400 if path in ("/v1/files", "/v1/batches") else 200  # these need a journal
+        assert head.status_code == get.status_code == status and head.content == b"", path
         assert head.headers["content-type"] == get.headers["content-type"]
         assert head.headers["content-length"]  # the length of GET's body; not compared, because /metrics grows with time
         assert site.http.get("/version").json()["version"]  # the connection is still in sync
