@@ -1,9 +1,9 @@
 """The inference engine: scheduling, KV cache, sampling, stopping, and `LLM`, its Python API. Its files by what they do:
 
-programs      worker (a rank of the server), llm (Python), bench; core: the engine of a rank; limits, protocol, text
+programs      worker (a rank of the server), llm (Python), followers (its other ranks), bench; core: the engine of a rank; limits, protocol
 scheduling    sequence, scheduler, block_manager, pace
 steps         runner, step_inputs, paged_cache, schedules, tuning
-tokens        sampler, grammars, thinking; adapters
+tokens        sampler, grammars, thinking; adapters; text, pooling_file
 speculation   speculation, text_drafter, model_drafter, head_model, draft_models, draft_costs
 """
 
