@@ -5,14 +5,17 @@ import os
 import re
 import sys
 import time
+import tomllib
 from collections.abc import Callable, Sequence
 from difflib import get_close_matches
+from pathlib import Path
 from typing import Any, NoReturn
 
 from errors import OverflowedError, RankError, UserError, first_line
 from ranks.processes import LOST_RANK, is_rank, join_launcher, local_rank, lost_connection, rank
 
 USER_ERROR, OVERFLOWED, INTERRUPTED = 2, 1, 130  # exit codes, beside that of a lost rank
+PEERS = Path(__file__).with_name("peers.toml")  # flags of other programs
 PRINT_SECONDS = 1.0  # time for the first rank of a host to print what all know, because a launcher ends all once one has ended
 
 
@@ -93,10 +96,14 @@ class Parser(argparse.ArgumentParser):
     """An argument parser that shows its description as it is, and raises UserError, so that N ranks do not print N usage texts.
 
     Unknown flags are reported before missing ones: for a misspelt required flag, argparse itself would only report that it is missing.
+    names_model: whether the one argument without a flag is --model, and flags of other programs get the answer that PEERS has.
     """
 
-    def __init__(self, prog: str | None = None, **options: Any) -> None:
+    def __init__(self, prog: str | None = None, names_model: bool = False, **options: Any) -> None:
         super().__init__(prog or program(), **{"formatter_class": argparse.RawDescriptionHelpFormatter, **options})
+        self.names_model = names_model
+        if names_model:
+            self.add_argument("model_word", nargs="?", metavar="MODEL", default=argparse.SUPPRESS, help="the same as --model")
 
     def error(self, message: str) -> NoReturn:
         raise UserError(f"{message}; see {self.prog} --help")
@@ -108,22 +115,48 @@ class Parser(argparse.ArgumentParser):
     def parse_args(self, args: Sequence[str] | None = None, namespace: Any = None) -> Any:  # type: ignore[override]  # fewer overloads
         given = sys.argv[1:] if args is None else list(args)
         if unknown := self._unknown(given):
-            self.error(f"unknown flag{'s' if len(unknown) > 1 else ''} {', '.join(map(self._with_match, unknown))}")
-        return super().parse_args(given, namespace)
+            self.error(f"unknown flag{'s' if len(unknown) > 1 else ''} {'; '.join(map(self._with_match, unknown))}")
+        if not self.names_model:
+            return super().parse_args(given, namespace)
+        found, rest = self.parse_known_args(given, namespace)
+        # before Python 3.12.7, MODEL is in the rest unless it comes first
+        words = [word for word in (found.__dict__.pop("model_word", "--"), *rest) if word != "--"]
+        if words[1:]:
+            self.error(f"unrecognized arguments: {' '.join(words[1:])}")
+        flag = getattr(found, "model", None)
+        if words and flag not in (None, words[0]):
+            self.error(f"two models are named, {words[0]} and --model {flag}; leave one out")
+        if words:
+            found.model = words[0]
+        return found
 
     def _unknown(self, given: list[str]) -> list[str]:
         """The words that look like flags but are not."""
         before = given[: given.index("--")] if "--" in given else given
+        joined = [word for word in before if self.names_model and re.match("-h.", word)]  # -hf, which argparse takes for -h
         required = [action for action in self._actions if action.required]
         for action in required:
             action.required = False
         try:  # without --help, whose usage has to name what is required
-            _, rest = self.parse_known_args([word for word in before if word not in ("-h", "--help")])
+            _, rest = self.parse_known_args([word for word in before if word not in ("-h", "--help", *joined)])
         finally:
             for action in required:
                 action.required = True
-        return [word.partition("=")[0] for word in rest if re.match(r"--?[a-zA-Z]", word) and " " not in word]
+        return [word.partition("=")[0] for word in joined + rest if re.match(r"--?[a-zA-Z]", word) and " " not in word]
 
     def _with_match(self, word: str) -> str:
+        if self.names_model and (answer := self._of_peers(word.replace("_", "-"))):
+            return f"{word}: {answer}"
         close = get_close_matches(word, self._option_string_actions, n=1, cutoff=0.7)
         return f"{word} (did you mean {close[0]}?)" if close else word
+
+    def _of_peers(self, word: str) -> str | None:
+        """What the flag of another program is called here, or why there is none; None if it is unknown."""
+        if word in self._option_string_actions:
+            return f"it is {word} here"
+        known = {flag: answer for answer, flags in tomllib.loads(PEERS.read_text()).items() for flag in flags}
+        for answer in known[word].split(" | ") if word in known else ():
+            own = re.findall(r"--[a-z-]+", answer.partition("launch.py")[0])
+            if self._option_string_actions.keys() >= set(own):
+                return re.sub(r"^(--[a-z-]+)", r"it is \1 here", answer)
+        return None

@@ -59,14 +59,16 @@ NO_TOKENIZER = (
 
 def parse_args(argv: Sequence[str] | None = None) -> argparse.Namespace:
     """Raises UserError for values that exclude each other or mean nothing, and for a model on the hub that cannot be had."""
-    parser = Parser(description=__doc__)
-    add_options(parser, ModelOptions, "the model")
+    parser = Parser(description=__doc__, names_model=True)
+    add_options(parser, ModelOptions, "the model", optional=["model"])
     parser.add_argument("--lora", metavar="ORG/NAME|DIR", help="add this LoRA adapter of PEFT to the model")
     add_prompt_options(parser)
     add_generation_options(parser)
     add_options(parser, SpeculationOptions, "speculation")
     add_output_options(parser)
     args = parser.parse_args(argv)
+    if not args.model:
+        parser.error("no model; give --model, for example models/tiny-hybrid")
     check_args(args)
     fetch_named(args, model="model", speculate="draft", lora="adapter")
     return args

@@ -455,6 +455,7 @@ def build_parser() -> argparse.ArgumentParser:
     """A parser whose result has only the settings that were given."""
     parser = Parser(
         prog="python -m server",
+        names_model=True,
         description="Serve a checkpoint over an OpenAI-compatible HTTP API.",
         epilog="Each flag may also be an environment variable (--max-num-seqs: RUNG_MAX_NUM_SEQS; lists are separated by commas) "
         "or a key of the --config file (max-num-seqs). The command line takes precedence over the environment, the environment "
@@ -489,7 +490,7 @@ def _with_key_file(settings: Settings) -> Settings:
 
 
 def _flags(parser: argparse.ArgumentParser) -> dict[str, argparse.Action]:
-    return {action.dest: action for action in parser._actions if action.dest not in ("help", "version")}
+    return {action.dest: action for action in parser._actions if action.dest not in ("help", "version", "model_word")}
 
 
 def _arguments(action: argparse.Action, value: Any, source: str) -> list[str]:

@@ -1,17 +1,22 @@
 """Wrong flags and model names: every command of the project prints one line that names them and exits with code 2."""
 
+import argparse
 import re
 import runpy
 import sys
+import tomllib
 from pathlib import Path
 
 import pytest
 from tqdm import tqdm
 
+import generate
 from checkpoints.presets import PRESETS, preset
-from cli import Parser, run
+from cli import PEERS, Parser, run
 from errors import RankError, UserError
+from server.settings import build_parser, load_settings
 from tests import ROOT
+from tests.support.command_line import HYBRID
 
 GUARD = 'if __name__ == "__main__":'
 STARTED_BY_OTHERS = {  # no flags
@@ -128,7 +133,7 @@ def parser() -> Parser:
         (["--number", "3", "-q"], "unknown flag -q; see it --help"),
         (
             ["--modell", "x", "--txet", "y"],
-            "unknown flags --modell (did you mean --model?), --txet (did you mean --text?); see it",
+            "unknown flags --modell (did you mean --model?); --txet (did you mean --text?); see it",
         ),
         (["--number", "3"], "--model"),
         (["--model", "x", "--number", "many"], "argument -n/--number: invalid int value: 'many'; see it --help"),
@@ -158,6 +163,98 @@ def test_the_usage_names_what_is_required(capsys: pytest.CaptureFixture[str]) ->
         assert "--model MODEL [--text TEXT]" in capsys.readouterr().out
     with pytest.raises(UserError, match="unknown flag --nonsense"):
         parser().parse_args(["--nonsense", "--help"])
+
+
+# --- habits from other programs ------------------------------------------------------------------------------------------
+
+
+def answers_of(program: str) -> tuple[Parser, dict[str, str]]:
+    """A program's parser, and what it says to each flag of PEERS."""
+    made: list[Parser] = []
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(Parser, "parse_args", lambda self, *given: made.append(self) or sys.exit())
+        with pytest.raises(SystemExit):
+            generate.parse_args([]) if program == "generate.py" else build_parser().parse_args([])
+    (own,), said = made, {}
+    for flag in [flag for flags in tomllib.loads(PEERS.read_text()).values() for flag in flags]:
+        if flag not in own._option_string_actions and own._unknown([flag, "1"]):  # neither its own nor the beginning of one
+            with pytest.raises(UserError) as e:
+                own.parse_args([flag, "1"])
+            said[flag] = str(e.value)
+    return own, said
+
+
+def test_flags_of_other_programs_are_answered_with_flags_that_there_are() -> None:
+    table = [flag for flags in tomllib.loads(PEERS.read_text()).values() for flag in flags]
+    assert len(table) == len(set(table)) > 150 and not any("_" in flag for flag in table)
+    answered = set()
+    for program in ("server", "generate.py"):
+        own, said = answers_of(program)
+        for flag, text in said.items():
+            answer = text.removeprefix(f"unknown flag {flag}: ").removesuffix(f"; see {own.prog} --help")
+            if answer == text.removesuffix(f"; see {own.prog} --help") or "has it" in answer:
+                continue  # nothing is known of it here
+            named = re.findall(r"(?<![\w-])--[\w-]+", answer.partition("launch.py")[0])
+            assert set(named) <= own._option_string_actions.keys(), (flag, answer)
+            assert named or re.match(r"not needed, because |set |write |start |for ranks |common |requests ", answer), answer
+            answered.add(flag)
+    assert len(answered) > 150
+
+
+def test_what_is_called_otherwise_here() -> None:
+    _, server = answers_of("server")
+    _, generates = answers_of("generate.py")
+    for flag, ours in {
+        "--tensor-parallel-size": "--tp",
+        "-tp": "--tp",
+        "-hf": "--model",
+        "--model-draft": "--speculate",
+    }.items():
+        assert server[flag].startswith(f"unknown flag {flag}: it is {ours} here; see ")
+        assert generates[flag].startswith(f"unknown flag {flag}: it is {ours} here; see ")
+    assert "it is --max-num-seqs here" in server["-np"] and "it is --batch-size here" in generates["-np"]
+    assert "not needed, because no code of a model is run" in server["--trust-remote-code"]
+    assert "write it behind the model's name: --model ORG/NAME@REVISION" in generates["--revision"]
+    for parse, argv, words in (
+        (load_settings, ["--max_num_seqs", "3", "--tp_size=2"], "_seqs: it is --max-num-seqs here; --tp_size: it is --tp here"),
+        (load_settings, ["--model_path", "x"], "unknown flag --model_path: it is --model here"),
+        (generate.parse_args, ["--checkpoint_path", "x"], "unknown flag --checkpoint_path: it is --model here, the folder of"),
+        (generate.parse_args, ["--num_samples=3", "--mdel", "x"], "--num_samples: it is --num-samples here; --mdel (did you"),
+        (generate.parse_args, ["-hf", "a/b", "--help"], "unknown flag -hf: it is --model here"),
+    ):
+        with pytest.raises(UserError, match=re.escape(words)):
+            parse(argv)  # type: ignore[operator]
+    other = Parser(prog="it")
+    other.add_argument("--tp")
+    other.add_argument("program", nargs=argparse.REMAINDER)
+    with pytest.raises(UserError, match="unknown flag --tensor-parallel-size; see it"):
+        other.parse_args(["--tensor-parallel-size", "2"])
+    assert other.parse_args(["x", "-half"]).program == ["x", "-half"]
+
+
+@pytest.mark.parametrize("before", [[], ["--deterministic"], ["--tp", "1"]])
+def test_the_model_as_an_argument(before: list[str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    config = tmp_path / "c.toml"
+    config.write_text("model = 'of the file'\ntp = 1\n")
+    monkeypatch.chdir(ROOT)
+    for argv in ([*before, HYBRID], [*before, HYBRID, "--dtype", "float32"], [*before, "--", HYBRID], [HYBRID, *before]):
+        both = ["--model", HYBRID, *argv]
+        for given in (argv, both):
+            assert load_settings(given, {}).model == generate.parse_args(given).model == HYBRID
+        assert load_settings(["--config", str(config), *argv], {"RUNG_MODEL": "of the environment"}).model == HYBRID
+        with pytest.raises(UserError, match=f"two models are named, {HYBRID} and --model other; leave one out"):
+            load_settings(["--model", "other", *argv], {})
+        for parse in (load_settings, generate.parse_args):
+            with pytest.raises(UserError, match="unrecognized arguments: more; see"):
+                parse([*argv, "more"])
+    for argv in (before, [*before, ""]):
+        with pytest.raises(UserError, match="no model; "):
+            load_settings(argv, {})
+        with pytest.raises(UserError, match="no model; "):
+            generate.parse_args(argv)
+    config.write_text("model-word = 'x'\n")
+    with pytest.raises(UserError, match="unknown key 'model-word'"):
+        load_settings(["--config", str(config)], {})
 
 
 # --- names of models -----------------------------------------------------------------------------------------------------
