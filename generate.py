@@ -1,7 +1,7 @@
 """Generate text, score a text, or chat, on one process or on tensor-parallel ranks.
 
-    python generate.py --model models/tiny-hybrid --prompt "Once upon a time"
-    python generate.py --tp 2 --model models/tiny-hybrid --prompt "Once upon a time"
+    python generate.py models/tiny-hybrid --prompt "Once upon a time"
+    echo "Once upon a time" | python generate.py models/tiny-hybrid --tp 2
     python generate.py --tp 8 --model llama-3-70b --variant ladder --prompt-length 1024 --max-new-tokens 512
     python generate.py --model models/tiny-hybrid --score --prompt "The cat sat on the mat."
 
@@ -16,6 +16,7 @@ import json
 import os
 import random
 import resource
+import shutil
 import sys
 import time
 from collections.abc import Callable, Iterator, Sequence
@@ -23,10 +24,10 @@ from contextlib import closing
 from dataclasses import dataclass
 from pathlib import Path
 from statistics import median
+from tempfile import TemporaryFile
 from typing import TYPE_CHECKING, Any
 
 import torch
-import torch.distributed as dist
 
 from checkpoints.hub import fetch_named
 from checkpoints.lora import open_adapter
@@ -76,7 +77,7 @@ def parse_args(argv: Sequence[str] | None = None) -> argparse.Namespace:
 
 def add_prompt_options(parser: argparse.ArgumentParser) -> None:
     prompt = parser.add_argument_group("the prompt, one of").add_mutually_exclusive_group()
-    prompt.add_argument("--prompt", metavar="TEXT")
+    prompt.add_argument("--prompt", metavar="TEXT", help="- reads standard input, as does a pipe without any of these")
     prompt.add_argument("--prompt-file", type=Path, metavar="FILE", help="the file's text; - reads standard input")
     prompt.add_argument("--prompt-ids", metavar="1,2,3", help="token ids, used as they are")
     prompt.add_argument(
@@ -89,6 +90,9 @@ def add_prompt_options(parser: argparse.ArgumentParser) -> None:
         "--interactive",
         action="store_true",
         help="read prompts from the terminal until Ctrl-D, Ctrl-C stops an answer; with --chat a conversation",
+    )
+    parser.add_argument(
+        "--prompt-lines", action="store_true", help="each line of the text is a prompt of its own; see --batch-size"
     )
     parser.add_argument(
         "--chat", action="store_true", help="the prompt is a user's message: apply the checkpoint's chat template"
@@ -115,9 +119,9 @@ def add_generation_options(parser: argparse.ArgumentParser) -> None:
         "--stop", action="append", default=[], metavar="TEXT", help="end before this text; may be given several times"
     )
     out.add_argument("--ignore-eos", action="store_true", help="go on to --max-new-tokens whatever is generated")
-    out.add_argument("--num-samples", type=whole_number(1), default=1, metavar="N", help="answers to generate (default: 1)")
+    out.add_argument("--num-samples", type=whole_number(1), default=1, metavar="N", help="answers to each prompt (default: 1)")
     out.add_argument(
-        "--batch-size", type=whole_number(1), default=1, metavar="N", help="how many of them at a time (default: 1)"
+        "--batch-size", type=whole_number(1), default=1, metavar="N", help="how many answers at a time (default: 1)"
     )
 
 
@@ -148,6 +152,8 @@ def check_args(args: argparse.Namespace) -> None:
         )
     if args.score and (args.profile or args.num_samples > 1):
         raise UserError("--score generates nothing; it goes without --profile and --num-samples")
+    if args.prompt_lines and (args.interactive or args.prompt_ids is not None or args.prompt_length is not None):
+        raise UserError("--prompt-lines reads a text; it goes without --prompt-ids, --prompt-length and --interactive")
     if args.chat and (args.prompt_ids is not None or args.prompt_length is not None):
         raise UserError("--chat applies the chat template to a text; it goes without --prompt-ids and --prompt-length")
 
@@ -172,7 +178,7 @@ class Job:
         if self.args.score:
             return 0
         longest = max((len(prompt) for prompt in self.prompts), default=0)
-        together = min(self.args.batch_size, self.args.num_samples)
+        together = min(self.args.batch_size, len(self.prompts))
         return together * (longest + self.args.max_new_tokens) if self.prompts else self.config.max_seq_len
 
 
@@ -184,8 +190,9 @@ def prepare(args: argparse.Namespace, world_size: int) -> Job:
     if args.lora:
         open_adapter(Path(args.lora), config)
     tokenizer = read_tokenizer(args.model, config)
-    if tokenizer is None and (args.interactive or args.prompt is not None or args.prompt_file is not None):
+    if tokenizer is None and args.prompt_ids is None and args.prompt_length is None:
         raise UserError(NO_TOKENIZER.format(model=model_name(args.model)))
+    prompts = [] if args.interactive else read_prompts(args, config, tokenizer)
     params = [
         SamplingParams(
             max_tokens=args.max_new_tokens,
@@ -197,18 +204,17 @@ def prepare(args: argparse.Namespace, world_size: int) -> Job:
             stop=args.stop,
             ignore_eos=args.ignore_eos,
         )
-        for i in range(args.num_samples)
+        for i in range(max(1, len(prompts)))
     ]
     if args.profile and not args.profile.parent.is_dir():
         raise UserError(f"--profile {args.profile}: there is no folder {args.profile.parent}; create it or name another")
-    prompts = [] if args.interactive else read_prompts(args, config, tokenizer)
     check_prompts(config, prompts, [0 if args.score else args.max_new_tokens] * len(prompts))
     draft = find_draft(args.speculate, args.model, config, tokenizer, world_size)
     return Job(args, config, tokenizer, prompts, params, draft)
 
 
 def read_prompts(args: argparse.Namespace, config: ModelConfig, tokenizer: Tokenizer | None) -> list[list[int]]:
-    """The prompt's token ids for each sample."""
+    """The prompt's token ids for each sample: all samples of a prompt, then those of the next."""
     if args.prompt_length is not None:
         if args.prompt_length < 1:
             raise UserError(f"--prompt-length must be at least 1, not {args.prompt_length}")
@@ -220,26 +226,36 @@ def read_prompts(args: argparse.Namespace, config: ModelConfig, tokenizer: Token
         except ValueError:
             raise UserError(f"--prompt-ids takes numbers with commas between them (1,2,3), not {args.prompt_ids!r}") from None
         return [ids] * args.num_samples
-    return [encode(read_text(args), args.chat, tokenizer)] * args.num_samples
+    text = read_text(args)
+    texts = [line for line in text.splitlines() if line.strip()] if args.prompt_lines else [text]
+    if not any(texts):
+        raise UserError(
+            "no prompt, or an empty one; give --prompt, --prompt-file, --prompt-ids, --prompt-length or --interactive"
+        )
+    return [ids for text in texts for ids in [encode(text, args.chat, tokenizer)] * args.num_samples]
+
+
+def reads_stdin(args: argparse.Namespace) -> bool:
+    named = args.prompt == "-" or str(args.prompt_file) == "-"
+    others = (args.prompt, args.prompt_file, args.prompt_ids, args.prompt_length, args.interactive or None)
+    return named or (others == (None,) * len(others) and sys.stdin is not None and not sys.stdin.isatty())
 
 
 def read_text(args: argparse.Namespace) -> str:
-    if args.prompt is not None:
-        return args.prompt
-    if args.prompt_file is None:
-        raise UserError("no prompt; give --prompt, --prompt-file, --prompt-ids, --prompt-length or --interactive")
-    if str(args.prompt_file) == "-" and dist.is_torchelastic_launched():
-        raise UserError("--prompt-file - reads standard input, which several ranks cannot share; write the prompt to a file")
+    stdin = reads_stdin(args)
+    if not stdin and args.prompt_file is None:
+        return args.prompt or ""
     try:
-        return sys.stdin.read() if str(args.prompt_file) == "-" else args.prompt_file.read_text(encoding="utf-8")
+        if stdin and is_rank():  # ranks share the offset of a file, see `main`, and cannot share a pipe
+            return os.pread(0, os.fstat(0).st_size, 0).decode()
+        return sys.stdin.read() if stdin else args.prompt_file.read_text(encoding="utf-8")
     except (OSError, UnicodeDecodeError) as e:
-        raise UserError(f"--prompt-file {args.prompt_file} cannot be read as text ({e}); name a UTF-8 text file") from None
+        what = "standard input" if stdin else f"--prompt-file {args.prompt_file}"
+        raise UserError(f"{what} cannot be read as text ({e}); give --prompt, or a file of UTF-8 text") from None
 
 
 def encode(text: str, chat: bool, tokenizer: Tokenizer | None) -> list[int]:
     assert tokenizer is not None  # `prepare` has refused text without one
-    if not text:
-        raise UserError("the prompt is empty; give at least one character")
     return encode_chat(tokenizer, [{"role": "user", "content": text}]) if chat else encode_texts(tokenizer, [text])[0]
 
 
@@ -348,10 +364,11 @@ def summary(speed: dict[str, float | None]) -> str:
 
 
 def print_score(job: Job, llm: LLM, world: World) -> None:
-    scores = llm.score(job.prompts[0])
-    if world.rank == 0:
-        record = {"prompt_token_ids": job.prompts[0], "token_logprobs": scores.logprobs, "logits_argmax": scores.argmax}
-        print(json.dumps(record | {"variant": job.config.description, "world_size": world.world_size}))
+    for prompt in job.prompts:
+        scores = llm.score(prompt)
+        if world.rank == 0:
+            record = {"prompt_token_ids": prompt, "token_logprobs": scores.logprobs, "logits_argmax": scores.argmax}
+            print(json.dumps(record | {"variant": job.config.description, "world_size": world.world_size}), flush=True)
 
 
 def interact(job: Job, llm: LLM, world: World) -> None:
@@ -415,7 +432,12 @@ def main() -> None:
     if not is_rank() and (args := parse_args()).tp and args.tp > 1:
         from launch import start_ranks  # imported here, because the ranks do not need torch's agent
 
-        leave(start_ranks(args.tp, sys.argv))
+        with TemporaryFile() as file:
+            if reads_stdin(args):  # for the ranks to read it, too
+                shutil.copyfileobj(sys.stdin.buffer, file)
+                file.flush()
+                os.dup2(file.fileno(), 0)
+            leave(start_ranks(args.tp, sys.argv))
     job, world = start()
     dtype = DTYPES[dtype_name(job.args.dtype, world.device.type)]
     began = time.perf_counter()

@@ -1,6 +1,7 @@
 """The command line of generate.py: what it prints to which stream, on one and several ranks, and what the models can do."""
 
 import json
+import os
 import random
 import re
 import shutil
@@ -161,13 +162,51 @@ def test_prompt_file_and_prompt_ids_say_the_same_as_prompt(
     assert [way.record["token_ids"] for way in ways] == [ways[0].record["token_ids"]] * 4
 
 
+@pytest.mark.parametrize("ranks", [0, 2])
+def test_standard_input_is_a_prompt(hybrid: tuple[Transformer, Tokenizer], ranks: int, tmp_path: Path) -> None:
+    texts = ["Once upon a time", "What is 17 plus 25?", "Zoë, 日本"]
+    common = (HYBRID, "--json", *GREEDY, "--max-new-tokens", 4)
+    whole = "\n".join(texts) + "\n"
+    for way in [[], ["--prompt", "-"], ["--prompt-file", "-"]][:: 2 if ranks else 1]:
+        done = launch(*common, *way, ranks=ranks, stdin=whole)
+        assert done.record["prompt_token_ids"] == hybrid[1].encode(whole), done.err
+    lines = f"{texts[0]}\n\n  \n{texts[1]}\r\n{texts[2]}"
+    more = ("--prompt-lines", "--batch-size", 4, "--num-samples", 2)
+    done = launch(*common, *more, ranks=ranks, stdin=lines)
+    assert [one["prompt_token_ids"] for one in done.records] == [hybrid[1].encode(text) for text in texts for _ in range(2)]
+    alone = [launch(*common, "--prompt", text).record["token_ids"] for text in texts[: 1 if ranks else 3]]
+    assert [one["token_ids"] for one in done.records][::2][: len(alone)] == alone
+    for nothing in ([], ["--prompt", "-"], ["--prompt-lines"]):
+        done = launch(*common, *nothing, ranks=ranks, stdin="" if nothing != ["--prompt-lines"] else " \n\n")
+        assert done.code == 2 and done.err.startswith("error: no prompt, or an empty one; give --prompt"), done.err
+
+
+def test_lines_are_scored_one_by_one(here: Here, tmp_path: Path) -> None:
+    file = tmp_path / "lines"
+    file.write_text("Once upon\na time there was\n")
+    alone = [here("--model", HYBRID, "--score", "--prompt", text).record for text in ("Once upon", "a time there was")]
+    assert here("--model", HYBRID, "--score", "--prompt-lines", "--prompt-file", file).records == alone
+    assert "--prompt-lines reads a text" in here.refuses("--model", HYBRID, "--prompt-lines", "--prompt-ids", "1")
+
+
+def test_a_pipe_that_ranks_of_torchrun_would_share_is_refused() -> None:
+    read, write = os.pipe()
+    os.close(write)
+    command = [sys.executable, "generate.py", HYBRID, "--device", "cpu"]
+    done = subprocess.run(
+        command, stdin=read, cwd=ROOT, env=environment(RANK=0, WORLD_SIZE=1), capture_output=True, text=True, timeout=300
+    )
+    os.close(read)
+    assert done.returncode == 2 and done.stderr.startswith("error: standard input cannot be read as text ("), done.stderr
+
+
 # --- samples -------------------------------------------------------------------------------------------------------------
 
 
 def test_the_cache_of_a_batch_that_is_not_full() -> None:
     prompts, config = [[1] * 3, [1] * 9], preset("tiny")
-    for size, count, together in ((8, 2, 2), (1, 2, 1)):
-        args: Any = SimpleNamespace(score=False, batch_size=size, num_samples=count, max_new_tokens=5)
+    for size, together in ((8, 2), (1, 1)):
+        args: Any = SimpleNamespace(score=False, batch_size=size, max_new_tokens=5)
         assert command_module.Job(args, config, None, prompts, []).cache_tokens == together * (9 + 5)
     args.score = True
     assert command_module.Job(args, config, None, prompts, []).cache_tokens == 0
