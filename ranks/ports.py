@@ -3,6 +3,7 @@
 import errno
 import os
 import socket
+import stat
 
 from errors import UserError
 
@@ -36,3 +37,17 @@ def check_port(host: str, port: int) -> None:
                     ) from None
                 reason = os.strerror(e.errno or 0)
                 raise UserError(f"cannot listen on {where} ({reason}); choose others with --host and --port") from None
+
+
+def check_socket(path: str) -> None:
+    """Raises UserError if no Unix socket can be made at `path`. Removes one that nobody listens on."""
+    try:
+        with socket.socket(socket.AF_UNIX) as probe:
+            probe.setblocking(False)
+            if probe.connect_ex(path) == errno.ECONNREFUSED and stat.S_ISSOCK(os.stat(path).st_mode):
+                os.unlink(path)
+            probe.bind(path)
+        os.unlink(path)
+    except OSError as e:
+        what = f"cannot listen on --uds {path} ({e.strerror or e})"
+        raise UserError(f"{what}; name another path, or end the program that listens there") from None

@@ -1,6 +1,6 @@
 """Serve a model over HTTP, on one process or on tensor-parallel ranks.
 
-    python -m server --model models/tiny-hybrid
+    python -m server models/tiny-hybrid
     python -m server --model models/tiny-hybrid --tp 2 --port 8000
 
 Every rank runs the same engine. The frontend, a separate process, serves HTTP, applies chat templates and converts between text
@@ -10,9 +10,8 @@ and token ids, so that this work does not delay the engine's steps, and so that 
 import sys
 
 from cli import leave, run
-from ranks.ports import check_port
 from ranks.processes import is_rank
-from server.downloading import answering
+from server.downloading import answering, check_address
 from server.journal_file import check_journal
 from server.settings import load_settings, with_files
 
@@ -21,10 +20,10 @@ def main() -> None:
     """Run one rank. Outside of a launcher, start the ranks and the frontend instead, and exit with the server's exit code."""
     if not is_rank():
         settings = load_settings(sys.argv[1:])
-        check_port(settings.host, settings.port)
+        check_address(settings)
         check_journal(settings.journal, settings.journal_bounds)
         if settings.needs_hub:
-            with answering(settings.host, settings.port):
+            with answering(settings):
                 settings = with_files(settings)
         from server.supervisor import run_server  # imported here, because ranks do not need torch's agent
 

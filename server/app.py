@@ -39,6 +39,7 @@ def create_app(settings: Settings, client: EngineClient, tokenizer: Tokenizer) -
     service = Service(read_chat_template(settings, tokenizer), client, tokenizer)
     warn_of_unknown_calls(service)
     app = FastAPI(title="Rung", version=VERSION, docs_url=None, redoc_url=None, summary="An OpenAI-compatible server")
+    app.servers = [{"url": f"/{settings.root_path.strip('/')}"}] if settings.root_path else []
     app.state.service = service
     app.router.route_class = BoundedRoute
     _add_error_handlers(app)

@@ -92,10 +92,10 @@ class ChatRequest(ChoicesRequest):
         self.with_reasoning = body.include_reasoning is not False
         name = "max_tokens" if body.max_completion_tokens is None else "max_completion_tokens"
         context, logprobs = service.max_model_len, body.listed_logprobs
-        default = None  # all that is left of the context
+        default = service.defaults.get("max_tokens")  # None: all that is left of the context
         collected = not body.stream or service.journal is not None
         if logprobs is not None and collected:  # the answer's log-probabilities must also fit into memory
-            default = TokenBounds(context).logprobs // ((1 + logprobs) * body.choices)
+            default = min(default or context, TokenBounds(context).logprobs // ((1 + logprobs) * body.choices))
         limit = fit_answer(context, len(prompts[0].ids), body.limit, default, name, "messages")
         super().__init__(service, body, grammar, prompts, [limit])
 

@@ -10,6 +10,7 @@ from engine.text import Delta
 from errors import UserError
 from server.bounds import TokenBounds, check_characters, fit_answer, fit_prompt
 from server.endpoint import ChoicesRequest, Chunks, StreamWriter, WholeChoice, respond
+from server.errors import bad
 from server.generation import Prompt
 from server.logprobs import completion_layout, text_offsets
 from server.logs import log
@@ -37,9 +38,8 @@ class CompletionRequest(ChoicesRequest):
     def __init__(self, service: Service, body: CompletionBody, prompts: list[Prompt], grammar: str) -> None:
         self.n, self.echo = body.n or 1, bool(body.echo)
         context = service.max_model_len
-        limits = [
-            fit_answer(context, len(one.ids), body.max_tokens, DEFAULT_MAX_TOKENS, "max_tokens", "prompt") for one in prompts
-        ]
+        default = service.defaults.get("max_tokens", DEFAULT_MAX_TOKENS)
+        limits = [fit_answer(context, len(one.ids), body.max_tokens, default, "max_tokens", "prompt") for one in prompts]
         super().__init__(service, body, grammar, prompts, limits)
         self.every_delta = self.with_ids or self.with_drafted or self.top_logprobs is not None or self.continuous_usage
 
@@ -116,7 +116,10 @@ async def read_prompts(service: Service, body: CompletionBody, size: int) -> lis
 
     `size`: bytes of the request's body.
     """
-    max_tokens = DEFAULT_MAX_TOKENS if body.max_tokens is None else body.max_tokens
+    default = service.defaults.get("max_tokens", DEFAULT_MAX_TOKENS)
+    if body.max_tokens is None and (body.min_tokens or 0) > default:
+        raise bad("min_tokens", f"is above max_tokens (default {default})")
+    max_tokens = default if body.max_tokens is None else body.max_tokens
     limits = TokenBounds.of_request(service.max_model_len, body.truncate_prompt_tokens, max_tokens)
     prompts = await encode_prompts(service, listed(body.prompt), body.add_special_tokens is not False, limits, "prompt")
     if body.echo:

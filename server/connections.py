@@ -90,6 +90,7 @@ class Connection(HttpToolsProtocol):
 
     def connection_made(self, transport: asyncio.Transport) -> None:  # type: ignore[override]
         super().connection_made(transport)
+        self.client = self.client or ("127.0.0.1", 0)  # a Unix socket has no address, but is on this machine
         limit_unsent(transport.get_extra_info("socket"))
         self.sender = sender({"client": self.client, "state": {}}).name
         self._all.add(self)

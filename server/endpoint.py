@@ -174,7 +174,7 @@ class GenerationRequest(ABC):
         self.service = service
         tokenizer, size = service.tokenizer, service.vocab_size
         kept = kept_special_ids(service, body)
-        params = make_params(body, tokenizer, size, max_tokens, grammar or None, prompts[0].prediction, kept)
+        params = make_params(body, tokenizer, size, max_tokens, grammar or None, prompts[0].prediction, kept, service.defaults)
         if body.thinking_token_budget is not None:
             budgets = [thinking_budget(service, body, prompt.ids) for prompt in prompts]
             params = [one.changed(thinking=own) for one, own in zip(params, budgets, strict=True)]

@@ -25,6 +25,7 @@ from server import logs
 from server.app import create_app
 from server.batches import Batches
 from server.connections import Connection, Turns
+from server.downloading import tls_context
 from server.engine_client import EngineClient
 from server.errors import ApiError
 from server.limits import Connections, raise_descriptor_limit
@@ -145,12 +146,13 @@ class FrontendServer(uvicorn.Server):
 
     def _address(self) -> str:
         settings = self.service.settings
-        port = settings.port
-        for server in getattr(self, "servers", []):
-            for listener in server.sockets:
-                port = listener.getsockname()[1]
+        scheme = "https" if settings.ssl_certfile else "http"
+        if settings.uds:
+            return f"{scheme}://localhost"
+        listeners = [one for server in getattr(self, "servers", []) for one in server.sockets]
+        port = listeners[-1].getsockname()[1] if listeners else settings.port
         host = {"0.0.0.0": "127.0.0.1", "::": "::1"}.get(settings.host, settings.host)
-        return f"http://[{host}]:{port}" if ":" in host else f"http://{host}:{port}"
+        return f"{scheme}://[{host}]:{port}" if ":" in host else f"{scheme}://{host}:{port}"
 
 
 def make_server(
@@ -170,6 +172,7 @@ def make_server(
         app,
         host=settings.host,
         port=settings.port,
+        uds=settings.uds,
         http=protocol,  # type: ignore[arg-type]  # uvicorn only calls it
         ws="none",
         lifespan="off",
@@ -182,6 +185,8 @@ def make_server(
         timeout_keep_alive=max(1, round(settings.idle_timeout)),
         timeout_graceful_shutdown=round(FLUSH_SECONDS),
     )
+    config.load()
+    config.ssl = tls_context(settings)
     return FrontendServer(config, app.state.service, app.state.batches)
 
 
@@ -249,9 +254,9 @@ def banner(service: Service, ready: Ready, address: str) -> str:
         requests = [("embeddings", {"input": prompt})]
     elif service.chat_template is not None or "default" in service.tokenizer.chat_templates:
         requests.append(("chat/completions", {"messages": [{"role": "user", "content": question}], "max_tokens": 40}))
-    curls = "\n\n".join(
-        curl(f"{address}/v1/{path}", {"model": name, **body}, bool(service.settings.api_key)) for path, body in requests
-    )
+    uds, with_key = service.settings.uds, bool(service.settings.api_key)
+    where = f"--unix-socket {shlex.quote(uds)} {address}" if uds else address
+    curls = "\n\n".join(curl(f"{where}/v1/{path}", {"model": name, **body}, with_key) for path, body in requests)
     return f"""
 Serving {name}: {ready.variant}, {ready.world_size} rank{"s" * (ready.world_size > 1)} on {ready.device}, {ready.communicator}, {ready.dtype}
   context {ready.max_model_len} tokens, KV cache {kv_tokens} tokens{noise}
@@ -260,7 +265,7 @@ Try it:
 
 {curls}
 
-The page: {address}/   the API: {address}/docs
+The page: {address}/   the API: {address}/docs{f"   on the socket {uds}" if uds else ""}
 """
 
 

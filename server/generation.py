@@ -77,8 +77,9 @@ def make_params(
     grammar: str | None,
     prediction: list[int],
     kept_special: list[int],
+    defaults: dict[str, Any] | None = None,
 ) -> list[SamplingParams]:
-    """The engine's parameters for each prompt. They differ in `max_tokens` and `min_tokens` only.
+    """The engine's parameters for each prompt. They differ in `max_tokens` and `min_tokens` only. defaults: what replaces the engine's.
 
     `max_tokens`: the limit of each prompt's answers. `kept_special`: special tokens that are text in any case.
     Raises a 400 for an unknown token id, and if `min_tokens` excludes all allowed ones.
@@ -90,11 +91,11 @@ def make_params(
     stop_ids = {*(body.stop_token_ids or []), *(() if body.ignore_eos else tokenizer.eos_ids)}
     if body.min_tokens and stop_ids.issuperset(body.allowed_token_ids or range(vocab_size)):
         raise bad("min_tokens", "excludes all allowed tokens, because each ends the answer; allow another, or set it to 0")
-    asked = {name: value for name in SAMPLED if (value := getattr(body, name)) is not None}
+    asked = (defaults or {}) | {name: value for name in SAMPLED if (value := getattr(body, name)) is not None}
     logprobs, prompt_logprobs = body.engine_logprobs
     asked |= {
-        "top_k": max(body.top_k or 0, 0),
-        "top_p": 1.0 if body.top_p is None else max(body.top_p, SMALLEST_TOP_P),
+        "top_k": max(asked.get("top_k", 0), 0),
+        "top_p": max(asked.get("top_p", 1.0), SMALLEST_TOP_P),
         "seed": random.getrandbits(62) if body.seed is None else body.seed,
         "logit_bias": bias,
         "stop_token_ids": sorted(stop_ids),

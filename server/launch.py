@@ -30,9 +30,9 @@ from errors import UserError
 from files import model_name
 from options import ModelOptions, SharedTextOptions, SpeculationOptions, StandInOptions, draft_limit, dtype_name, rank_options
 from ranks.hosts import DRAIN, Watch, await_cause, model_fact, watch
-from ranks.ports import check_port
 from ranks.processes import LAUNCHER, local_rank, rank, run_folder, start_ticks
 from server import logs
+from server.downloading import check_address
 from server.journal_file import check_journal
 from server.logs import log
 from server.process import Frontend, describe_end, tell
@@ -229,7 +229,7 @@ def check_settings(settings: Settings, launched: bool, agent: int | None) -> Job
             leave_after_wrong_input(agent)
         elif not launched:  # else it was said, and a frontend has the port and the journal
             warn_of_torchrun(settings, os.environ)
-            check_port(settings.host, settings.port)
+            check_address(settings)
             check_journal(settings.journal, settings.journal_bounds)
     if settings.tp is not None:
         check_ranks(settings.tp)

@@ -87,7 +87,7 @@ def describe(app: FastAPI) -> None:
                 "key": {"type": "http", "scheme": "bearer", "description": "If the server has keys"},
                 "x-api-key": {"type": "apiKey", "in": "header", "name": "x-api-key", "description": "The same keys"},
             }
-            schema["security"] = [{"key": []}, {"x-api-key": []}, {}]
+            schema |= {"security": [{"key": []}, {"x-api-key": []}, {}]} | ({"servers": app.servers} if app.servers else {})
             app.openapi_schema = schema
         return app.openapi_schema
 

@@ -60,7 +60,8 @@ class StreamOptions(Checked):
 
 
 class SamplingBody(Body):
-    """How all generating endpoints sample. `None` stands for the default that the description names."""
+    """How all generating endpoints sample. `None` stands for the default that the description names, or that
+    `--override-generation-config` sets."""
 
     min_tokens: int | None = Field(
         None,
@@ -269,8 +270,8 @@ class CompletionBody(GenerationBody):
             raise field_error("best_of", f"is {self.best_of}, below n, which is {n}")
         if self.best_of is not None and self.best_of > n and self.stream:
             raise field_error("best_of", "above n cannot be combined with stream")
-        if (self.min_tokens or 0) > (16 if self.max_tokens is None else self.max_tokens):
-            raise field_error("min_tokens", "is above max_tokens (default 16)")
+        if self.max_tokens is not None and (self.min_tokens or 0) > self.max_tokens:
+            raise field_error("min_tokens", "is above max_tokens")
         return self
 
 
@@ -537,7 +538,8 @@ class BatchBody(BaseModel):
 
 
 class PoolingBody(Body):
-    """The fields that embeddings and scores share. `None` stands for the default that the description names."""
+    """The fields that embeddings and scores share. `None` stands for the default that the description names, or that
+    `--override-generation-config` sets."""
 
     pooling: Pooling | None = Field(
         None, description="Take the mean of all tokens' hidden states, or the last token's. Default: `--embedding-pooling`."

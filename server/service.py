@@ -53,6 +53,7 @@ class Service:
     def __init__(self, settings: Settings, client: EngineClient, tokenizer: Tokenizer) -> None:
         self.settings, self.client, self.tokenizer = settings, client, tokenizer
         self.chat_template = settings.chat_template
+        self.defaults = dict(settings.override_generation_config or {})  # fields of `SamplingParams`
         self.metrics = client.metrics
         capacity = settings.max_num_seqs + settings.max_queue  # sequences
         self.admission = Admission(capacity, settings.max_num_seqs + settings.client_queue)

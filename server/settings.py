@@ -15,7 +15,7 @@ from typing import Any
 from checkpoints.hub import fetched, is_hub_name
 from checkpoints.presets import has_random_weights
 from cli import Parser
-from engine.protocol import ADAPTER_NAME
+from engine.protocol import ADAPTER_NAME, SamplingParams
 from engine.thinking import REASONING
 from errors import UserError
 from files import model_folder, model_name, shown
@@ -40,6 +40,8 @@ from server.logs import METRIC_PATHS
 VERSION = "0.1.0"
 ENV_PREFIX = "RUNG_"
 TRUE, FALSE = ("1", "true", "yes", "on"), ("0", "false", "no", "off")
+GENERATION = {name: name for name in ("temperature", "top_p", "top_k", "min_p", "repetition_penalty")}
+GENERATION |= {"max_new_tokens": "max_tokens"}  # keys of generation_config.json, with their names in `SamplingParams`
 MEMORY_UNITS = {"": 1, "k": 2**10, "m": 2**20, "g": 2**30, "t": 2**40}
 
 
@@ -59,6 +61,23 @@ def memory_size(text: str) -> float:
     return value
 
 
+def generation_defaults(text: str) -> Mapping[str, Any]:
+    """The fields of `SamplingParams` for keys of a generation_config.json."""
+    try:
+        given = json.loads(text)
+        unknown = ", ".join(sorted(given.keys() - GENERATION.keys()))
+    except (ValueError, RecursionError, AttributeError):
+        raise argparse.ArgumentTypeError('it is no JSON object such as {"temperature": 0.6}') from None
+    if unknown:
+        raise argparse.ArgumentTypeError(f"it has {shown(unknown)}, but only these are read: {', '.join(GENERATION)}")
+    found = {GENERATION[name]: value for name, value in given.items() if value is not None}
+    try:
+        SamplingParams(**found)
+    except UserError as e:
+        raise argparse.ArgumentTypeError(str(e)) from e
+    return found
+
+
 @dataclass(frozen=True, kw_only=True)
 class NameOptions:
     served_model_name: tuple[str, ...] = option(
@@ -68,6 +87,13 @@ class NameOptions:
     )
     chat_template: str | None = option(
         None, "a Jinja file, or the name of one of the checkpoint's templates (default: its own)", metavar="FILE|NAME"
+    )
+    override_generation_config: Mapping[str, Any] | None = option(
+        None,
+        "what requests have that do not say it, with the keys of a generation_config.json: temperature, top_p, top_k, min_p, "
+        "repetition_penalty, max_new_tokens (default: what /docs says; the checkpoint's file sets none of them)",
+        type=generation_defaults,
+        metavar="JSON",
     )
     parse_control_tokens: bool = option(
         False,
@@ -178,6 +204,14 @@ class LoraOptions:
 class HttpOptions:
     host: str = option("127.0.0.1", "address to listen on; 0.0.0.0 lets other machines connect: then set --api-key, too")
     port: int = count(8000, "port to listen on; 0 takes a free one", low=0, high=65535)
+    uds: str | None = option(None, "listen on this Unix socket instead of --host and --port", metavar="FILE")
+    ssl_certfile: str | None = option(
+        None, "serve HTTPS, with the certificates in this PEM file (default: HTTP)", metavar="FILE"
+    )
+    ssl_keyfile: str | None = option(None, "its private key, without a password (default: in --ssl-certfile)", metavar="FILE")
+    root_path: str | None = option(
+        None, "the path, such as /llm, that a proxy removes in front of this server: for /openapi.json", metavar="PATH"
+    )
     api_key: tuple[str, ...] = option(
         (),
         "clients must send it as a bearer token; may be repeated. 'KEY name=NAME weight=N' names its client in the log and "
@@ -198,7 +232,7 @@ class HttpOptions:
     )
     trusted_proxy: tuple[str, ...] = option(
         (),
-        "for connections from this address or network, such as 127.0.0.1 or 10.0.0.0/8, the client is the one that "
+        "for connections from this address or network, such as 127.0.0.1 (also --uds) or 10.0.0.0/8, the client is the one that "
         "X-Forwarded-For names, in the access log and for --fairness; may be repeated (default: none: the connection's own "
         "address)",
         type=network,
@@ -334,6 +368,7 @@ NEEDS = {  # flags that need one of others: the fields of both, and what a user 
     ("draft_tokens", "ngram_prompts"): {"speculate": "--speculate ngram"},
     ("max_loras", "max_lora_rank"): {"lora": "--lora NAME=DIR", "allow_lora_updates": "--allow-lora-updates"},
     ("lora_root",): {"allow_lora_updates": "--allow-lora-updates"},
+    ("ssl_keyfile",): {"ssl_certfile": "--ssl-certfile FILE"},
     ("protect_metrics",): {"api_key": "--api-key", "api_key_file": "--api-key-file FILE"},
     ("journal_hours", "journal_results", "journal_mb"): {"journal": "--journal FILE"},
     ("files_hours", "files_kept", "files_mb", "batch_lines", "batch_in_flight"): {"journal": "--journal FILE"},
@@ -436,6 +471,8 @@ def check_needs(settings: Settings) -> None:
             if given and not any(getattr(settings, one) for one in needed):
                 words = " or ".join(needed.values())
                 raise UserError(f"--{name.replace('_', '-')} has no effect here; add {words}, or leave it out")
+    if settings.uds and (settings.host, settings.port) != (Settings.host, Settings.port):
+        raise UserError("--uds is listened on instead of --host and --port; leave it or them out")
 
 
 def check_adapters(settings: Settings) -> None:

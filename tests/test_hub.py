@@ -19,7 +19,7 @@ from engine import LLM
 from errors import UserError
 from files import model_name
 from server.downloading import answering
-from server.settings import load_settings
+from server.settings import Settings, load_settings
 from tests import MODELS, ROOT
 from tests.support.adapters import write_adapter
 from tests.support.command_line import launch
@@ -274,8 +274,8 @@ def test_a_server_says_on_one_line_that_a_model_cannot_be_had(site: Hub) -> None
 
 
 def test_bytes_that_are_here_are_told(monkeypatch: pytest.MonkeyPatch) -> None:
-    port = free_port()
-    with answering("127.0.0.1", port), hub.tqdm(total=141_000_000_000, initial=41_000_000_000, disable=True) as bar:
+    settings = Settings(model="m", port=(port := free_port()))
+    with answering(settings), hub.tqdm(total=141_000_000_000, initial=41_000_000_000, disable=True) as bar:
         bar.n = 41_000_000_000
         monkeypatch.setattr(hub, "bar", bar)
         answer = httpx.post(f"http://127.0.0.1:{port}/v1/completions", json={})

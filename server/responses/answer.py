@@ -59,11 +59,13 @@ class ResponsesRequest(TranslatedChat):
     ) -> None:
         context, logprobs = service.max_model_len, chat.listed_logprobs
         # the answer's log-probabilities must fit into memory
-        default = None if logprobs is None else TokenBounds(context).logprobs // (1 + logprobs)
+        default = context if logprobs is None else TokenBounds(context).logprobs // (1 + logprobs)
+        default = min(default, service.defaults.get("max_tokens", context))
         limit = fit_answer(context, len(prompts[0].ids), chat.limit, default, "max_output_tokens", "messages")
         super().__init__(service, chat, prompts, grammar, limit)
         self.id = new_id(self.id_prefix)
-        self.body, self._repeated, self.keep = body, repeated, keep
+        own = {name: value for name, value in service.defaults.items() if name in repeated and getattr(body, name) is None}
+        self.body, self._repeated, self.keep = body, {**repeated, **own}, keep
         self.output = Output(body.with_encrypted, body.functions)
         self.status = "queued"
         self.completed_at: int | None = None
