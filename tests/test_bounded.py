@@ -195,10 +195,10 @@ def test_tokenizing_for_training_refuses_what_has_no_end_or_bound(
     monkeypatch.setattr(encode, "ITEM_BYTES", 16)
     task = encode.Task(checkpoint(ENDLESS), chat=True, window=99)
     with pytest.raises(UserError, match=r"the text of .*chats\.jsonl takes more than 1 s of processor time"):
-        list(encode.encode_all(task, encode.work_items([chats], chat=True), 1))
+        list(encode.encode_all(task, encode.work_items([chats], True, tmp_path), 1))
     task = encode.Task(checkpoint(normalizer=doubled(34)), chat=False)
     with pytest.raises(UserError, match=r"the text of .*texts\.jsonl (needs|takes) more than"):
-        list(encode.encode_all(task, encode.work_items([texts], chat=False), 2))
+        list(encode.encode_all(task, encode.work_items([texts], False, tmp_path), 2))
 
 
 def test_scripts_refuse_texts_without_a_bound(checkpoint: Callable[..., Path]) -> None:

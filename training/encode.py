@@ -5,24 +5,27 @@ the tokenizer and the chat template of a checkpoint are not trusted. The result 
 """
 
 import json
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from functools import partial
+from importlib import import_module
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 from tqdm import tqdm
 
-from errors import UserError
+from checkpoints.hub import is_hub_name
+from errors import UserError, first_line
 from ranks.bounded import bounded
 from text.tokenizer import Tokenizer
 from text.tokenizer_files import load_tokenizer
 from training.chat_data import Example, encode_example, read_messages
 
 ITEM_BYTES = 1 << 20  # of input in one work item
-SUFFIXES = (".jsonl", ".txt")
+SUFFIXES = (".jsonl", ".txt", ".parquet")
+KEYS = ("text", "messages", "conversations", "tools")  # columns of a table that are read
 
 
 @dataclass(frozen=True)
@@ -165,20 +168,63 @@ def _tools(record: dict[str, Any]) -> list[dict[str, Any]] | None:
     return tools
 
 
-def work_items(inputs: Sequence[Path], chat: bool) -> list[WorkItem]:
-    """The work items of the inputs, in the order of the output. Raises UserError if an input is missing or has an unknown
-    suffix."""
+def work_items(inputs: Sequence[Path], chat: bool, spool: Path) -> list[WorkItem]:
+    """The work items of the inputs, in the order of the output. spool: a folder for tables as JSON lines. Raises UserError if an
+    input is missing or has an unknown suffix."""
     files: list[Path] = []
     for path in inputs:
-        found = [path] if path.is_file() else sorted(f for f in path.rglob("*") if f.suffix in SUFFIXES and f.is_file())
+        found = (
+            [path]
+            if path.is_file() or _is_data_set(path)
+            else sorted(f for f in path.rglob("*") if f.suffix in SUFFIXES and f.is_file())
+        )
         if not found:
-            raise UserError(f"{path} is no file and no folder with {' or '.join(SUFFIXES)} files; name the data to tokenize")
+            raise UserError(f"{path} is no file and no folder with {', '.join(SUFFIXES)} files; name the data to tokenize")
         files += found
-    for file in files:
-        if file.suffix not in SUFFIXES or (chat and file.suffix != ".jsonl"):
-            wanted = ".jsonl" if chat else " or ".join(SUFFIXES)
+    for i, file in enumerate(files):
+        if file.suffix == ".parquet" or _is_data_set(file):
+            files[i] = as_lines(file, spool / f"{i}.{file.name}.jsonl")
+        elif file.suffix not in SUFFIXES or (chat and file.suffix == ".txt"):
+            wanted = " or ".join(suffix for suffix in SUFFIXES if not (chat and suffix == ".txt"))
             raise UserError(f"{file} is of no kind that is read here; give {wanted} files")
     return [item for file in files for item in _cut(file, file.stat().st_size)]
+
+
+def _is_data_set(path: Path) -> bool:
+    """Whether it names one on the hub."""
+    return is_hub_name(str(path).partition(":")[0]) and path.suffix not in SUFFIXES
+
+
+def as_lines(source: Path, lines: Path) -> Path:
+    """Write a table to `lines`, row by row. Raises UserError if it cannot be read, or if a library is missing."""
+    try:
+        with lines.open("x") as file:
+            for row in tqdm(_rows(source), desc=str(source), unit="row"):
+                text = json.dumps({key: row[key] for key in KEYS if key in row})
+                row = json.loads(text, object_hook=_without_nulls)
+                file.write(json.dumps(row) + "\n")
+    except ImportError as e:
+        raise UserError(f"{source} needs {str(e.name).partition('.')[0]}; pip install it, or give .jsonl") from None
+    except Exception as e:  # of the table's library, the network or the disk
+        raise UserError(f"{source} cannot be read as a table with text or messages ({first_line(e)})") from None
+    return lines
+
+
+def _rows(source: Path) -> Iterator[Mapping[str, Any]]:
+    """Those of a .parquet file, or of the training split of ORG/NAME[@REVISION][:CONFIG] on the hub."""
+    if source.suffix == ".parquet":
+        for batch in import_module("pyarrow.parquet").ParquetFile(source).iter_batches(1024):
+            yield from batch.to_pylist()
+        return
+    name, _, config = str(source).partition(":")
+    repo, _, revision = name.partition("@")
+    load = import_module("datasets").load_dataset
+    yield from load(repo, config or None, split="train", revision=revision or None, streaming=True)
+
+
+def _without_nulls(found: dict[str, Any]) -> dict[str, Any]:
+    """A table has null where a row has no such key."""
+    return {key: value for key, value in found.items() if value is not None}
 
 
 def _cut(file: Path, size: int) -> Iterator[WorkItem]:

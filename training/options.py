@@ -71,33 +71,15 @@ def add_execution_options(parser: argparse.ArgumentParser) -> None:
     how.add_argument(
         "--gpus-per-node", type=int, metavar="N", help="ranks on each host (default: as many as were started on this host)"
     )
-    how.add_argument(
-        "--cluster",
-        metavar="NAME|FILE",
-        help=f"for --sharding auto: {', '.join(shipped_clusters())} or a .json file (default: by the GPU's name)",
-    )
-    how.add_argument(
-        "--profile-collectives",
-        type=Path,
-        metavar="FILE",
-        help="for --sharding auto: times of collectives, measured by make profile-collectives",
-    )
-    how.add_argument(
-        "--dtype",
-        choices=("float32", "bfloat16"),
-        help="dtype of weights and gradients (default: bfloat16 on CUDA, float32 on a CPU)",
-    )
-    how.add_argument(
-        "--recompute",
-        action="store_true",
-        help="save memory: keep only the input of each layer, and compute the layer again in the backward pass",
-    )
+    clusters = f"for --sharding auto: {', '.join(shipped_clusters())} or a .json file (default: by the GPU's name)"
+    how.add_argument("--cluster", metavar="NAME|FILE", help=clusters)
+    times = "for --sharding auto: times of collectives, measured by make profile-collectives"
+    how.add_argument("--profile-collectives", type=Path, metavar="FILE", help=times)
+    dtypes = "dtype of weights and gradients (default: bfloat16 on CUDA, float32 on a CPU)"
+    how.add_argument("--dtype", choices=("float32", "bfloat16"), help=dtypes)
     how.add_argument("--compile", action="store_true", help="compile the modules with torch.compile")
-    how.add_argument(
-        "--deterministic",
-        action="store_true",
-        help="compute the forward pass with the bits of inference with --deterministic; slower",
-    )
+    same = "compute the forward pass with the bits of inference with --deterministic; slower"
+    how.add_argument("--deterministic", action="store_true", help=same)
     add_exchange_options(how)
     how.add_argument("--device", choices=("cpu", "cuda"), help="default: CUDA if there is a GPU")
 
@@ -105,26 +87,20 @@ def add_execution_options(parser: argparse.ArgumentParser) -> None:
 def add_exchange_options(group: argparse._ArgumentGroup) -> None:
     """Options that `training.plan` predicts and training follows."""
     group.add_argument(
+        "--recompute",
+        action="store_true",
+        help="save memory: keep the input of each layer alone, and compute it again backward",
+    )
+    group.add_argument(
         "--intra-tensor",
         action="store_true",
         help="cut the optimizer states of every tensor evenly, instead of giving each tensor one owner: all-gathers send the "
         "updates instead of broadcasts",
     )
-    group.add_argument(
-        "--bucket-mb",
-        type=above_zero,
-        default=BUCKET_BYTES / 2**20,
-        metavar="MIB",
-        help="size of the buckets in which gradients are all-reduced (default: 64)",
-    )
-    group.add_argument(
-        "--no-overlap",
-        nargs="+",
-        choices=OVERLAPS,
-        default=[],
-        metavar="WHAT",
-        help="do not overlap this communication with computation",
-    )
+    size = "size of the buckets in which gradients are all-reduced (default: 64)"
+    group.add_argument("--bucket-mb", type=above_zero, default=BUCKET_BYTES / 2**20, metavar="MIB", help=size)
+    apart = "do not overlap this communication with computation"
+    group.add_argument("--no-overlap", nargs="+", choices=OVERLAPS, default=[], metavar="WHAT", help=apart)
 
 
 def execution_settings(args: argparse.Namespace) -> dict[str, Any]:
@@ -146,27 +122,17 @@ def add_run_options(parser: argparse.ArgumentParser) -> None:
     )
     run.add_argument("--save-every", type=int, default=500, metavar="STEPS", help="steps between two snapshots (default: 500)")
     run.add_argument("--keep", type=int, default=2, metavar="N", help="number of snapshots to keep (default: 2)")
-    run.add_argument(
-        "--resume",
-        action="store_true",
-        help="continue from the newest snapshot in --out, with any sharding and number of ranks",
-    )
+    newest = "continue from the newest snapshot in --out, with any sharding and number of ranks"
+    run.add_argument("--resume", action="store_true", help=newest)
     run.add_argument(
         "--other-recipe",
         action="store_true",
         help="with --resume: go on although --steps, the learning rate or another setting of the optimizer or of the loss has changed",
     )
-    run.add_argument(
-        "--stop-after",
-        type=int,
-        metavar="STEP",
-        help="write a snapshot after this step, unless with --metrics-only, and exit; --resume continues",
-    )
-    run.add_argument(
-        "--metrics-only",
-        action="store_true",
-        help="write neither snapshots nor the model, only metrics and the plot of the loss",
-    )
+    last = "write a snapshot after this step, unless with --metrics-only, and exit; --resume continues"
+    run.add_argument("--stop-after", type=int, metavar="STEP", help=last)
+    metrics = "write neither snapshots nor the model, only metrics and the plot of the loss"
+    run.add_argument("--metrics-only", action="store_true", help=metrics)
     run.add_argument(
         "--cuda-graph",
         action="store_true",

@@ -56,18 +56,10 @@ def _add_model_and_cluster_options(parser: argparse.ArgumentParser) -> None:
     what.add_argument(
         "--gpu-memory", type=zero_or_more, metavar="GB", help="memory of a GPU in units of 1e9 bytes (default: the cluster's)"
     )
-    what.add_argument(
-        "--cluster",
-        default="h100",
-        metavar="NAME|FILE",
-        help=f"{', '.join(shipped_clusters())} or a .json file (default: h100)",
-    )
-    what.add_argument(
-        "--profile",
-        type=Path,
-        metavar="FILE",
-        help="measured times of collectives, instead of times computed from the cluster's links",
-    )
+    clusters = f"{', '.join(shipped_clusters())} or a .json file (default: h100)"
+    what.add_argument("--cluster", default="h100", metavar="NAME|FILE", help=clusters)
+    times = "measured times of collectives, instead of times computed from the cluster's links"
+    what.add_argument("--profile", type=Path, metavar="FILE", help=times)
 
 
 def _add_batch_options(parser: argparse.ArgumentParser) -> None:
@@ -86,11 +78,6 @@ def _add_batch_options(parser: argparse.ArgumentParser) -> None:
 def _add_execution_options(parser: argparse.ArgumentParser) -> None:
     how = parser.add_argument_group("how it is trained")
     how.add_argument(
-        "--recompute",
-        action="store_true",
-        help="keep only the input of each layer, and compute the layer again in the backward pass",
-    )
-    how.add_argument(
         "--precision",
         choices=PRECISIONS,
         default="bfloat16",
@@ -108,12 +95,8 @@ def _add_execution_options(parser: argparse.ArgumentParser) -> None:
 
 def _add_choice_options(parser: argparse.ArgumentParser) -> None:
     search = parser.add_argument_group("the choice")
-    search.add_argument(
-        "--objective",
-        choices=OBJECTIVES,
-        default=OBJECTIVE,
-        help="what to minimize: the step time (default), or the communication, as in the paper",
-    )
+    least = "what to minimize: the step time (default), or the communication, as in the paper"
+    search.add_argument("--objective", choices=OBJECTIVES, default=OBJECTIVE, help=least)
     search.add_argument(
         "--tolerance",
         type=zero_or_more,

@@ -4,12 +4,13 @@
     python -m training.tokenize_data --model DIR --out tokens.bin books/
     python -m training.tokenize_data --model DIR --out chat.bin --chat --sequence-length 2048 conversations.jsonl
 
-DIR is the checkpoint that will be trained. Its tokenizer and chat template are used. Inputs are files, or folders that are
-searched for files:
+DIR is the checkpoint that will be trained. Its tokenizer and chat template are used. Inputs are files, folders that are
+searched for files, or a data set's name on the hub, ORG/NAME[@REVISION][:CONFIG], of which the split train is read:
 
     .jsonl    one JSON object per line: a document in "text"; with --chat, a conversation in "messages" with role and content
               (or in "conversations" with from and value), and optionally "tools"
     .txt      one document per file
+    .parquet  such objects as rows; read with pyarrow, data sets of the hub with datasets, into a temporary file beside tokens.bin
 
 Documents are stored one after the other, each with the tokens that begin and end a document. With --chat the loss counts only
 the assistant's messages with their end-of-turn tokens, and whole conversations are packed into windows of --sequence-length
@@ -114,7 +115,7 @@ def keep_tokenizer(model: Path, path: Path) -> None:
 
 def parse_args(argv: Sequence[str] | None = None) -> argparse.Namespace:
     parser = Parser(description=__doc__)
-    parser.add_argument("inputs", nargs="+", type=Path, metavar="FILE|FOLDER", help="texts or conversations")
+    parser.add_argument("inputs", nargs="+", type=Path, metavar="FILE|FOLDER|ORG/NAME", help="texts or conversations")
     parser.add_argument("--model", type=Path, required=True, metavar="ORG/NAME|DIR", help="checkpoint whose tokenizer is used")
     parser.add_argument("--out", type=Path, required=True, metavar="FILE.bin", help="token file to write")
     parser.add_argument("--force", action="store_true", help="overwrite FILE.bin")
@@ -153,8 +154,8 @@ def main() -> None:
     args = parse_args()
     # a window is one token longer than the model's input: its last token is only a target
     task = Task(args.model, args.chat, (args.sequence_length or 0) + 1, args.last_answer, args.too_long == "truncate")
-    items = work_items(args.inputs, args.chat)
-    counts = write(args.out, task, items, args.processes)
+    with TemporaryDirectory(dir=args.out.parent) as spool:
+        counts = write(args.out, task, work_items(args.inputs, args.chat, Path(spool)), args.processes)
     print(f"{args.out}: {counts.tokens:,} tokens of {counts.examples:,} {'conversations' if args.chat else 'documents'}")
     if args.chat:
         room = counts.windows * task.window

@@ -13,7 +13,7 @@ LINES = {  # of Python, by package
     "engine": 7_344,
     "kernels": 9_600,
     "comm": 3_750,
-    "training": 5_700,
+    "training": 5_693,
     "scripts": 9_150,
     "tests": 54_691,
 }

@@ -1,5 +1,6 @@
 """Token files from conversations: the loss mask against the answers' text, packing against its definition, the command."""
 
+import importlib
 import json
 import random
 import re
@@ -353,7 +354,7 @@ def test_a_conversation_has_time_for_each_of_its_answers(key: str, tmp_path: Pat
     given: list[Any] = []
     monkeypatch.setattr(encode, "bounded", lambda *_, characters, times: given.append((characters, times)))
     for chat in (True, False):
-        encode.encode_item(encode.Task(EMBEDDED, chat), cast(Any, None), encode.work_items([data], chat)[0])
+        encode.encode_item(encode.Task(EMBEDDED, chat), cast(Any, None), encode.work_items([data], chat, tmp_path)[0])
     assert given == [(data.stat().st_size, 6), (data.stat().st_size, 1)]
 
 
@@ -415,9 +416,9 @@ def test_errors_of_the_command_line(command: Command, tmp_path: Path, checkpoint
     (bare / "tokenizer_config.json").write_text('{"eos_token": "<|im_end|>"}')
     out, model, chat = ("--out", tmp_path / "t.bin"), ("--model", EMBEDDED), ("--chat", "--sequence-length", 20)
     cases: list[tuple[tuple[object, ...], str]] = [
-        ((*model, *out, tmp_path / "nothing"), "is no file and no folder with .jsonl or .txt files"),
+        ((*model, *out, tmp_path / "nothing"), "is no file and no folder with .jsonl, .txt, .parquet files"),
         ((*model, *out, EMBEDDED / "config.json"), "is of no kind that is read here"),
-        ((*model, *out, *chat, latin), "give .jsonl files"),
+        ((*model, *out, *chat, latin), "give .jsonl or .parquet files"),
         ((*model, *out, latin), "latin.txt: this is no UTF-8 text"),
         ((*model, "--out", tmp_path / "old.bin", data), "overwrite it with --force"),
         ((*model, "--out", tmp_path / "no" / "t.bin", data), "there is no folder"),
@@ -431,6 +432,84 @@ def test_errors_of_the_command_line(command: Command, tmp_path: Path, checkpoint
     for arguments, says in cases:
         code, said = command(*arguments, "--processes", 1)
         assert code == 2 and says in said and said.count("error:") == 1, (arguments, said)
+
+
+class Parquet:
+    """Stands for pyarrow's file where that is not installed; the files of the test then have JSON lines."""
+
+    def __init__(self, path: Path) -> None:
+        self.rows = [json.loads(line) for line in path.read_text().splitlines()]
+
+    def iter_batches(self, size: int) -> list[SimpleNamespace]:
+        return [SimpleNamespace(to_pylist=lambda at=at: self.rows[at : at + size]) for at in range(0, len(self.rows), size)]
+
+
+@pytest.mark.parametrize("chat", [False, True])
+def test_tables_are_read_like_lines(
+    chat: bool, command: Command, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, seed: int
+) -> None:
+    """A table has null where a row has no key, and other columns, some of which JSON cannot hold."""
+    rng = random.Random(seed)
+    rows: list[dict[str, Any]] = [{"text": some_text(rng) or "a"} for _ in range(rng.randint(1500, 3000))]
+    if chat:
+        rows = [{"messages": [USER, ANSWER | {"content": rng.choice("abc")}], "tools": [{"a": 1}]} for _ in rows[:40]]
+        tables = [
+            {"messages": [{**one, "tool_calls": None} for one in row["messages"]], "tools": [{"a": 1, "b": None}]}
+            for row in rows
+        ]
+    else:
+        tables = [{**row, "messages": None, "when": 3} for row in rows]
+    asked: list[Any] = []
+
+    def load_dataset(*names: object, **options: object) -> Any:
+        asked.append((names, options))
+        return ({**row, "image": b""} for row in tables)
+
+    (folder := tmp_path / "in").mkdir()
+    try:
+        parquet = importlib.import_module("pyarrow.parquet")
+        table = importlib.import_module("pyarrow").Table.from_pylist([{**row, "image": b"x"} for row in tables])
+        parquet.write_table(table, folder / "a.parquet", row_group_size=700)
+    except ImportError:
+        monkeypatch.setitem(sys.modules, "pyarrow", SimpleNamespace())
+        monkeypatch.setitem(sys.modules, "pyarrow.parquet", SimpleNamespace(ParquetFile=Parquet))
+        write_lines(folder / "a.parquet", tables)
+    monkeypatch.setitem(sys.modules, "datasets", SimpleNamespace(load_dataset=load_dataset))
+    lines = write_lines(tmp_path / "rows.jsonl", rows)
+    options = ["--processes", 1, "--force", *(["--chat", "--sequence-length", 99] if chat else [])]
+    made = []
+    for inputs in ([lines, lines, lines, lines], ["org/name@v1:part", folder / "a.parquet", folder, "org/name"]):
+        code, said = command("--model", EMBEDDED, "--out", folder / "t.bin", *inputs, *options)
+        assert code == 0 and "Traceback" not in said, said
+        made.append((folder / "t.bin").read_bytes())
+    assert made[0] == made[1]
+    streamed = {"split": "train", "streaming": True}
+    assert asked == [
+        (("org/name", "part"), {**streamed, "revision": "v1"}),
+        (("org/name", None), {**streamed, "revision": None}),
+    ]
+    assert {path.name for path in folder.iterdir()} <= {"a.parquet", "t.bin", "t.json", "t.mask", "t.tokenizer"}
+
+
+def test_tables_that_cannot_be_read(command: Command, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    table, out = tmp_path / "a.parquet", ("--model", EMBEDDED, "--out", tmp_path / "t.bin")
+    table.write_text("none")
+    for name, source in (("pyarrow", table), ("datasets", "org/name")):
+        for module in (name, f"{name}.parquet"):
+            monkeypatch.setitem(sys.modules, module, None)
+        code, said = command(*out, source, "--processes", 1)
+        assert code == 2 and f"error: {source} needs {name}; pip install it, or give .jsonl" in said, said
+    broken = SimpleNamespace(load_dataset=lambda *names, **options: [{"text": b"bytes"}])
+    for rows, why in ((broken, "not JSON serializable"), (SimpleNamespace(), "has no attribute")):
+        monkeypatch.setitem(sys.modules, "datasets", rows)
+        code, said = command(*out, "org/name", "--processes", 1)
+        assert code == 2 and "error: org/name cannot be read as a table with text or messages (" in said and why in said, said
+    monkeypatch.setitem(
+        sys.modules, "datasets", SimpleNamespace(load_dataset=lambda *names, **options: [{"text": "a"}, {"text": None}])
+    )
+    code, said = command(*out, "org/name", "--processes", 1)
+    assert code == 2 and 'name.jsonl, line 2: there is no "text"' in said, said
+    assert [path.name for path in tmp_path.iterdir()] == ["a.parquet"]
 
 
 @pytest.mark.parametrize("chat", [[], ["--chat", "--sequence-length", 20]])
