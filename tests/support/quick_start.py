@@ -134,7 +134,7 @@ class Origin:
         self._socket, theirs = socket.socketpair()
         program = f"import sys; sys.path.insert(0, {str(ROOT)!r}); from tests.support.quick_start import serve; serve({theirs.fileno()}, {imports})"
         environ = {name: value for name, value in os.environ.items() if not name.startswith(INTERPRETER)} | _interpreter
-        self._process = subprocess.Popen(
+        self._process = Popen.__mro__[1](  # the usual one: `run` replaces the name
             [sys.executable, "-c", program], env=environ | {"OMP_NUM_THREADS": "1"}, pass_fds=[theirs.fileno()]
         )
         theirs.close()
