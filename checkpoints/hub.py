@@ -103,7 +103,7 @@ class _Repo:
 
     def __init__(self, name: str, cache: Path) -> None:
         """Ask the hub for them, or the cache for the revision that it has. Raises UserError."""
-        from huggingface_hub import HfApi, constants
+        from huggingface_hub import HfApi, constants, errors
 
         self.name, self.cache = name, cache
         self.repo, _, asked = name.partition("@")
@@ -121,7 +121,7 @@ class _Repo:
             self.away = True
             try:
                 self.revision = api.resolve_revision(self.repo, revision=asked or None, local_files_only=True)
-            except Exception:
+            except (errors.RevisionResolutionError, OSError):
                 raise UserError(
                     f"{name} is no folder here and not in the cache {cache}, and {why}; {instead(self.repo)}"
                 ) from None
