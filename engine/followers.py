@@ -25,7 +25,6 @@ from ranks.processes import LAUNCHER, LOST_RANK, MEETING, join_launcher, listen_
 
 ROOT = Path(__file__).resolve().parents[1]
 PROGRAM = "import sys; sys.path.insert(0, sys.argv[1]); from engine.followers import main; main(int(sys.argv[2]), __import__('engine').LLM)"
-END_SECONDS = 10.0  # for ranks to end by themselves
 
 
 class Followers:
@@ -36,25 +35,35 @@ class Followers:
             raise UserError(
                 "tp is for a program without ranks, and this process is one: close the first LLM, or leave tp out under launch.py"
             )
-        self._stack, self._pipes, self.processes = ExitStack(), list[Connection](), list[subprocess.Popen[bytes]]()
+        self._pipes, self.processes = list[Connection](), list[subprocess.Popen[bytes]]()
         forget_groups()
         listen_on_loopback()
-        meeting = self._stack.enter_context(run_folder())
-        world = {"WORLD_SIZE": count, "LOCAL_WORLD_SIZE": count, MEETING: meeting}
-        common = {key: str(value) for key, value in world.items()}
-        own = common | {"OMP_NUM_THREADS": os.environ.get("OMP_NUM_THREADS", "1"), LAUNCHER: str(os.getpid())}
-        for rank in range(1, count):
-            ours, theirs = Pipe()
-            number = theirs.fileno()
-            command = [sys.executable, "-c", PROGRAM, str(ROOT), str(number)]
-            env = os.environ | own | {"RANK": str(rank), "LOCAL_RANK": str(rank)}
-            self.processes.append(subprocess.Popen(command, env=env, pass_fds=(number,), stdin=subprocess.DEVNULL))
-            theirs.close()
-            self._pipes.append(ours)
-        os.environ |= common | {"RANK": "0", "LOCAL_RANK": "0"}
-        self._own = [*common, "RANK", "LOCAL_RANK"]
+        with ExitStack() as stack:
+            folder = str(stack.enter_context(run_folder()))
+            for name, value in (("WORLD_SIZE", str(count)), ("LOCAL_WORLD_SIZE", str(count)), (MEETING, folder)):
+                os.environ[name] = value
+                stack.callback(os.environ.pop, name)
+            stack.callback(lambda: dist.destroy_process_group() if dist.is_initialized() else None)
+            for rank in range(1, count):
+                self._start(rank, stack)
+            for name in ("RANK", "LOCAL_RANK"):
+                os.environ[name] = "0"
+                stack.callback(os.environ.pop, name)
+            self._ends = stack.pop_all()
         atexit.register(self.close)
         self.tell("LLM", dict(arguments))
+
+    def _start(self, rank: int, stack: ExitStack) -> None:
+        ours, theirs = Pipe()
+        command = [sys.executable, "-c", PROGRAM, str(ROOT), str(theirs.fileno())]
+        own = {"RANK": str(rank), "LOCAL_RANK": str(rank), LAUNCHER: str(os.getpid())}
+        env = {"OMP_NUM_THREADS": "1"} | os.environ | own
+        process = subprocess.Popen(command, env=env, pass_fds=[theirs.fileno()], stdin=subprocess.DEVNULL)
+        stack.callback(process.wait)
+        stack.callback(process.kill)  # it may be amid a collective, and keeps nothing
+        theirs.close()
+        self.processes.append(process)
+        self._pipes.append(ours)
 
     def tell(self, call: str, arguments: Any = None) -> None:
         """Let the ranks make a call. Raises UserError if they have ended."""
@@ -70,20 +79,9 @@ class Followers:
 
     def close(self) -> None:
         """End the ranks and leave their group."""
-        for pipe in self._pipes:
-            pipe.close()
-        for process in self.processes:
-            with suppress(subprocess.TimeoutExpired):
-                process.wait(END_SECONDS)
-            process.kill()
-            process.wait()
+        atexit.unregister(self.close)
         self._pipes = []
-        if dist.is_initialized() and self.processes:
-            dist.destroy_process_group()
-        for name in self._own if self.processes else ():
-            os.environ.pop(name, None)
-        self.processes = []
-        self._stack.close()
+        self._ends.close()
 
 
 def follow(pipe: Connection, make: Callable[..., Any]) -> None:

@@ -14,9 +14,10 @@ import asyncio
 import operator
 import os
 import time
-from collections.abc import AsyncGenerator, Generator, Iterable, Mapping, Sequence
+from collections.abc import AsyncGenerator, Generator, Iterable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass, field
-from functools import partial
+from functools import cached_property, partial
 from pathlib import Path
 from typing import Any
 
@@ -33,7 +34,7 @@ from cli import note
 from config import ModelConfig, require_causal
 from engine.adapters import ADAPTER, single_adapter
 from engine.core import OVERFLOW, Engine
-from engine.draft_models import find_draft
+from engine.draft_models import Draft, find_draft
 from engine.followers import Followers
 from engine.limits import EngineLimits
 from engine.pooling_file import Embedder, checkpoint_embedder
@@ -114,79 +115,59 @@ class LLM:
         deterministic: bool = False,
         lora: str | Path | None = None,
     ) -> None:
-        """model: a checkpoint's folder or name on the hub (ORG/NAME), a preset's name (random weights, drawn with `seed`), or a loaded model, whose `tokenizer`
-        then has to be given. tp: start as many ranks, of which this process is the first; they end with it, or at `close`. world: the ranks
-        (default: those that a launcher started, else one on the GPU, if there is any).
+        """model: a checkpoint's folder or name on the hub (ORG/NAME), a preset's name (random weights, drawn with `seed`), or a loaded
+        model, whose `tokenizer` then has to be given. tp: start as many ranks, of which this process is the first; they end with it, or at
+        `close`. world: the ranks (default: those that a launcher started, else one on the GPU, if there is any).
         variant, dtype, quantize: as `generate.py` takes them; not of a loaded model. limits: of the engine; None makes an engine for
         each call that is just large enough for its prompts, and keeps it while calls need the same. kv_dtype, draft_tokens: as
         `generate.py` takes them; with limits they are fields of these. speculate: as `generate.py` takes it; with limits it needs their
         draft_tokens. deterministic: for this and all further models of the process; with a `world` or a loaded model, `tp.init_world`
         takes it. lora: an adapter's folder, for all calls. Raises UserError, also for an argument of another type and for what would
         have no effect."""
-        given = {name: value for name, value in locals().items() if name not in ("self", "tp", "tokenizer", "world")}
-        check_types(LLM.__init__, {**given, "tokenizer": tokenizer, "world": world, "tp": tp})
-        self._followers = None
-        if tp is not None and tp != int(os.environ.get("WORLD_SIZE", 1)):
-            if tp < 1 or isinstance(model, Transformer) or tokenizer is not None or world is not None:
-                raise UserError(
-                    "tp is a number of ranks from 1, and goes with the name of a model, not with a loaded one or a world"
-                )
-            given["model"] = fetched(str(model))
-            self._followers = Followers(tp, given)
-        try:
-            self._load(tokenizer, world, **given)
-        except BaseException:
-            self.close()
-            raise
-
-    def _load(
-        self,
-        tokenizer: Tokenizer | None,
-        world: World | None,
-        *,
-        model: str | Path | Transformer,
-        variant: str | None,
-        dtype: str | None,
-        quantize: str | None,
-        kv_dtype: str | None,
-        seed: int,
-        limits: EngineLimits | None,
-        speculate: str | Path | None,
-        draft_tokens: int | None,
-        deterministic: bool,
-        lora: str | Path | None,
-    ) -> None:
-        source, loaded = fetched(str(speculate), "draft") if speculate else None, isinstance(model, Transformer)
+        given = {name: value for name, value in locals().items() if name != "self"}
+        check_types(LLM.__init__, given)
+        loaded = isinstance(model, Transformer)
         if loaded:
-            _refuse_given("give it where the model is loaded", variant=variant, dtype=dtype, quantize=quantize)
-        _check_limits(limits, source, kv_dtype, draft_tokens)
+            _refuse_given("give it where the model is loaded", tp=tp, variant=variant, dtype=dtype, quantize=quantize)
+        _check_limits(limits, str(speculate) if speculate else None, kv_dtype, draft_tokens)
         if deterministic and not determinism.enabled() and (world is not None or loaded):
             raise UserError("give deterministic=True to init_world, before the ranks are connected and a model is loaded")
-        self.world = world or init_world(deterministic=deterministic)
-        determinism.refuse(determinism.enabled(), adapters=lora)
         draft_tokens = 7 if draft_tokens is None else draft_tokens
         if not 1 <= draft_tokens <= MOST_DRAFT_TOKENS:
             raise UserError(f"draft_tokens must be from 1 to {MOST_DRAFT_TOKENS}, not {draft_tokens}")
-        if isinstance(model, Transformer):
-            self.model, self.tokenizer, self.embedder = model, tokenizer, Embedder()
-            draft = find_draft(source, None, model.config, tokenizer, self.world.world_size)
-        else:
-            model = fetched(str(model))
-            config = model_config(model, variant, self.world.world_size, quantize)
-            self.tokenizer = tokenizer or read_tokenizer(model, config)
-            self.embedder = Embedder() if has_random_weights(model) else checkpoint_embedder(model)
-            name = dtype_name(dtype, self.world.device.type)
-            if name not in DTYPES:
-                raise UserError(f"unknown dtype {name!r}; known: {', '.join(DTYPES)}")
-            draft = find_draft(source, model, config, self.tokenizer, self.world.world_size)
-            self.model = load_model(model, config, self.world, DTYPES[name], seed)
-        self.adapters = single_adapter(self.model, fetched(str(lora), "adapter"), self.world) if lora else None
-        self.draft = draft.load(self.world, self.model.norm.weight.dtype, seed) if draft else None
-        # uses what a server or `make tune` has measured
-        tune(self.model, self.world, MAX_SEQUENCES, seconds=0, draft=self.draft)
-        self.limits, self.kv_dtype, self.draft_tokens = limits, kv_dtype or "auto", draft_limit(source, draft_tokens)
+        for name, files in {"model": "model", "speculate": "draft", "lora": "adapter"}.items():
+            given[name] = fetched(str(given[name]), files) if isinstance(given[name], str | Path) else given[name]
+        self._followers, self._name = _followers(given), None if loaded else given["model"]
+        try:
+            self.world = world or init_world(deterministic=deterministic)
+            determinism.refuse(determinism.enabled(), adapters=lora)
+            draft = self._load(given)
+            self.adapters = single_adapter(self.model, given["lora"], self.world) if lora else None
+            self.draft = draft.load(self.world, self.model.norm.weight.dtype, seed) if draft else None
+            # uses what a server or `make tune` has measured
+            tune(self.model, self.world, MAX_SEQUENCES, seconds=0, draft=self.draft)
+        except BaseException:
+            self.close()
+            raise
+        self.limits, self.kv_dtype = limits, kv_dtype or "auto"
+        self.draft_tokens = draft_limit(given["speculate"], draft_tokens)
         self._engine: tuple[EngineLimits, Engine] | None = None
         self._streaming = False  # whether a call of `stream` has begun and not ended
+
+    def _load(self, given: Mapping[str, Any]) -> Draft | None:
+        """Set `model` and `tokenizer`. Returns what `speculate` names. given: the arguments of `__init__`."""
+        model, speculate, size = given["model"], given["speculate"], self.world.world_size
+        if isinstance(model, Transformer):
+            self.model, self.tokenizer = model, given["tokenizer"]
+            return find_draft(speculate, None, model.config, self.tokenizer, size)
+        config = model_config(model, given["variant"], size, given["quantize"])
+        self.tokenizer = given["tokenizer"] or read_tokenizer(model, config)
+        name = dtype_name(given["dtype"], self.world.device.type)
+        if name not in DTYPES:
+            raise UserError(f"unknown dtype {name!r}; known: {', '.join(DTYPES)}")
+        draft = find_draft(speculate, model, config, self.tokenizer, size)
+        self.model = load_model(model, config, self.world, DTYPES[name], given["seed"])
+        return draft
 
     def close(self) -> None:
         """End the ranks that `tp` has started. No call may follow."""
@@ -196,6 +177,27 @@ class LLM:
     def _tell(self, call: str, *arguments: Any) -> None:
         if self._followers:
             self._followers.tell(call, arguments)
+
+    @contextmanager
+    def _everywhere(self, call: str, *arguments: Any) -> Iterator[None]:
+        """A call that the ranks of `tp` make, too. If it is interrupted here, they end: they would wait amid it."""
+        self._tell(call, *arguments)
+        try:
+            yield
+        except (UserError, OverflowedError, GeneratorExit):  # on all ranks
+            raise
+        except BaseException:
+            self.close()
+            raise
+
+    def _check_idle(self) -> None:
+        if self._streaming:
+            raise UserError("an earlier call of stream has not ended; iterate over it to its end or close it, then call again")
+
+    @cached_property
+    def embedder(self) -> Embedder:
+        """How the checkpoint makes vectors. Raises UserError for steps that are not computed here."""
+        return Embedder() if self._name is None or has_random_weights(self._name) else checkpoint_embedder(self._name)
 
     @property
     def eos_ids(self) -> frozenset[int]:
@@ -215,8 +217,8 @@ class LLM:
         progress: bool = True,
     ) -> list[Completion]:
         """The answers to prompts of any lengths, texts or token ids. A text alone is one prompt. params: one for each prompt, or
-        one for all, of which prompt i draws with seed + i. None: the defaults, whose seed is 0, so that each call gives the same. progress:
-        show a bar on stderr while several prompts take seconds.
+        one for all, of which prompt i draws with seed + i. None: the defaults, whose seed is 0, so that each call gives the same.
+        progress: show a bar on stderr while several prompts take seconds.
 
         Raises UserError for a prompt that does not fit, and OverflowedError, a RuntimeError, if the model's numbers overflow."""
         ids = self._encode_all(prompts)
@@ -252,18 +254,35 @@ class LLM:
         whose prompt comes before texts; without such files the mean, normalized. Raises UserError for a prompt that does not fit."""
         texts = [prompts] if isinstance(prompts, str) else prompts
         ids = self._encode_all(self.embedder.prompt + one if isinstance(one, str) else one for one in texts)
-        self._tell("embed", ids)
+        self._check_idle()
+        with self._everywhere("embed", ids):
+            return self._vectors(ids) if ids else []
+
+    def _vectors(self, ids: list[list[int]]) -> list[list[float]]:
+        """`embed` on this rank."""
+        most = self.embedder.longest or self.model.config.max_seq_len
+        if (longest := max(map(len, ids))) > most:
+            raise UserError(f"a text has {longest} tokens, and the model makes vectors of at most {most}; shorten it")
         check_prompts(self.model.config, ids, [0] * len(ids))
         params = SamplingParams(max_tokens=1, pooling=self.embedder.pooling)
         engine, found = self._engine_for(ids, [params] * len(ids)), dict[int, Tensor]()
-        for i, prompt in enumerate(ids):
-            engine.submit(Submit(str(i), prompt, params, adapter=ADAPTER if self.adapters else ""))
-        while engine.has_work():
-            for output in engine.step():
-                found[int(output.request_id)] = torch.frombuffer(bytearray(output.embedding or b""), dtype=torch.float32)
-            if engine.refused:
-                raise OverflowedError(engine.refused.pop().message)
+        try:
+            self._submit(engine, ids, [params] * len(ids))
+            while engine.has_work():
+                for output in engine.step():
+                    found[int(output.request_id)] = torch.frombuffer(bytearray(output.embedding or b""), dtype=torch.float32)
+                if refused := engine.refused:
+                    engine.refused = []  # a later call must not find them
+                    raise OverflowedError(refused[0].message)
+        finally:
+            for i in range(len(ids)):
+                engine.abort(Abort(str(i)))
         return [(F.normalize(found[i], dim=0) if self.embedder.normalize else found[i]).tolist() for i in range(len(ids))]
+
+    def _submit(self, engine: Engine, prompts: Sequence[list[int]], params: Sequence[SamplingParams]) -> None:
+        for i, (prompt, one) in enumerate(zip(prompts, params, strict=True)):
+            if refused := engine.submit(Submit(str(i), prompt, one, adapter=ADAPTER if self.adapters else "")):
+                raise UserError(refused.message)
 
     async def astream(
         self,
@@ -272,10 +291,13 @@ class LLM:
     ) -> AsyncGenerator[list[Delta]]:
         """`stream` for an event loop, which goes on while a step is computed."""
         steps = self.stream(prompts, params)
+        step = asyncio.ensure_future(asyncio.to_thread(next, steps, None))
         try:
-            while (deltas := await asyncio.to_thread(next, steps, None)) is not None:
+            while (deltas := await asyncio.shield(step)) is not None:
                 yield deltas
+                step = asyncio.ensure_future(asyncio.to_thread(next, steps, None))
         finally:
+            await asyncio.wait([step])  # amid which the caller may leave
             steps.close()
 
     def stream(
@@ -292,30 +314,19 @@ class LLM:
         Raises UserError at the first iteration: for a prompt that does not fit, and while another call has not ended. Raises
         OverflowedError after the other answers have ended, if the model's numbers overflow for one."""
         ids = self._encode_all(prompts)
-        if self._streaming:
-            raise UserError("an earlier call of stream has not ended; iterate over it to its end or close it, then call again")
-        steps = self._steps(ids, params, timing, answers)
-        if not self._followers:
-            yield from steps
-            return
-        self._tell("stream", ids, params)
-        try:
-            while True:
-                self._tell("step")
-                try:
-                    deltas = next(steps)
-                except StopIteration:
-                    return
-                yield deltas
-        except GeneratorExit:
-            self._tell("close")
-            steps.close()
-            raise
-        except (UserError, OverflowedError):  # on all ranks
-            raise
-        except BaseException:  # amid a step
-            self.close()
-            raise
+        self._check_idle()
+        with self._everywhere("stream", ids, params):
+            steps = self._steps(ids, params, timing, answers)
+            try:
+                while True:
+                    self._tell("step")
+                    if (deltas := next(steps, None)) is None:
+                        return
+                    yield deltas
+            except GeneratorExit:
+                self._tell("close")
+                steps.close()
+                raise
 
     def _steps(
         self,
@@ -334,9 +345,7 @@ class LLM:
         streams = [AnswerStream(i, self.tokenizer, ids[i], each[i]) for i in range(len(ids))]
         self._streaming = True
         try:
-            for i, (prompt, one) in enumerate(zip(ids, each, strict=True)):
-                if refused := engine.submit(Submit(str(i), prompt, one, adapter=ADAPTER if self.adapters else "")):
-                    raise UserError(refused.message)
+            self._submit(engine, ids, each)
             yield from _run(engine, streams, answers, timing or Timing())
         finally:
             self._streaming = False
@@ -351,7 +360,11 @@ class LLM:
         require_causal(self.model.config)
         ids = self.encode(prompt)
         check_prompts(self.model.config, [ids], [0])
-        self._tell("score", ids)
+        with self._everywhere("score", ids):
+            return self._scores(ids)
+
+    def _scores(self, ids: list[int]) -> Scores:
+        """`score` on this rank."""
         tokens = torch.tensor([ids], device=self.world.device)
         context = Causal(len(ids), tokens.device)
         context.adapters = self.adapters.all_rows(len(ids)) if self.adapters else None
@@ -450,6 +463,16 @@ def _refuse_given(instead: str, **arguments: str | int | None) -> None:
             raise UserError(f"{name} has no effect here: {instead}")
 
 
+def _followers(given: Mapping[str, Any]) -> Followers | None:
+    """The ranks beside this one that an `LLM` with these arguments starts. Raises UserError for other arguments that do not go with tp."""
+    tp, own = given["tp"], ("tp", "tokenizer", "world")
+    if tp is None or tp == int(os.environ.get("WORLD_SIZE", 1)):
+        return None
+    if tp < 1 or given["tokenizer"] is not None or given["world"] is not None:
+        raise UserError("tp is a number of ranks from 1, and goes with the name of a model, not with a tokenizer or a world")
+    return Followers(tp, {name: value for name, value in given.items() if name not in own})
+
+
 def _one_each(params: SamplingParams | Sequence[SamplingParams] | None, count: int) -> list[SamplingParams]:
     if params is None or isinstance(params, SamplingParams):
         checked = _with_checked_ids(params or SamplingParams())
@@ -538,7 +561,8 @@ def encode_texts(tokenizer: Tokenizer, texts: Sequence[str], add_special_tokens:
 
 
 def encode_chat(tokenizer: Tokenizer, messages: Sequence[Message], **options: Any) -> list[int]:
-    """The ids of a conversation. options: of its template. Raises UserError for what a chat template or a tokenizer makes endless or enormous."""
+    """The ids of a conversation. options: of its template. Raises UserError for what a template or a tokenizer makes endless or
+    enormous."""
     length = sum(len(message["content"]) for message in messages)
     return bounded("the conversation", partial(tokenizer.encode_chat, **options), messages, characters=length)
 

@@ -1,11 +1,13 @@
 """Embeddings: the engine's pooled hidden states are those of transformers, and of one forward pass, in any batch."""
 
 import random
+import shutil
 from collections.abc import Callable
 from contextlib import nullcontext
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
+from unittest.mock import patch
 
 import pytest
 import torch
@@ -17,13 +19,16 @@ from checkpoints.export import save_checkpoint
 from checkpoints.presets import model_config
 from checkpoints.weights import check_source, fill_model
 from comm import Local
+from engine import LLM
 from engine.core import Engine
 from engine.pooling_file import checkpoint_embedder
 from engine.protocol import Abort, Pooling, Refused, SamplingParams, Submit
 from engine.sampler import SamplingState, pool
 from engine.sequence import Chunk, Sequence
+from errors import UserError
 from layers.attention import Causal
 from model import Transformer
+from tests import MODELS
 from tests.engine.test_engine import (
     ALONE,
     CPU,
@@ -245,3 +250,20 @@ def test_ranks_give_the_same_as_one(ranks: Ranks, in_turn: Callable[..., Any], t
     model = load(ALONE, tmp_path)
     for found in ranks.run(in_turn((2, 4), 1), on_a_rank, tmp_path, submits):
         check(found, model, submits)
+
+
+def test_python_embeds_as_the_checkpoint_says_and_generates_in_any_case(tmp_path: Path) -> None:
+    shutil.copytree(MODELS / "tiny-standard", tmp_path, dirs_exist_ok=True)
+    llm = LLM(tmp_path)
+    (tmp_path / "sentence_bert_config.json").write_text('{"max_seq_length": 3}')
+    with pytest.raises(UserError, match="a text has 4 tokens, and the model makes vectors of at most 3"):
+        llm.embed([[1, 2, 3, 4]])
+    assert llm.embed([]) == [] and len(llm.embed([[1, 2, 3]])[0]) == llm.model.config.hidden_size
+    with patch.object(llm.engine, "step", side_effect=KeyboardInterrupt), pytest.raises(KeyboardInterrupt):
+        llm.embed([[1, 2, 3]])
+    assert llm.engine and not llm.engine.has_work()  # a later call must not find it
+    (tmp_path / "modules.json").write_text('[{"type": "sentence_transformers.models.Dense"}]')
+    llm = LLM(tmp_path)
+    assert llm.generate("Once", SamplingParams(max_tokens=1))[0].token_ids
+    with pytest.raises(UserError, match="modules that are not computed here"):
+        llm.embed("Once")

@@ -28,22 +28,29 @@ from errors import UserError
 GREEDY = SamplingParams(max_tokens=12, temperature=0)
 def told(call):
     try: return call()
-    except (UserError, RuntimeError, KeyboardInterrupt) as e: return f"{{type(e).__name__}}: {{e}}"
+    except (UserError, RuntimeError, KeyboardInterrupt, asyncio.CancelledError) as e: return f"{{type(e).__name__}}: {{e}}"
 """
 ALL = """
 async def first(llm):
     texts = [delta.text async for deltas in llm.astream("One day", GREEDY) for delta in deltas]
     return "".join(texts)
+async def leave(llm):
+    left = asyncio.ensure_future(anext(llm.astream(["Once upon a time", "One day"], GREEDY)))
+    await asyncio.sleep(0.001)
+    left.cancel()
+    await left
 def use(llm):
+    told(lambda: asyncio.run(leave(llm)))
     half = llm.stream(["Once upon a time", "One day"], GREEDY)
     next(half)
-    busy = told(lambda: llm.generate("x"))
+    busy = [told(lambda: llm.generate("x")), told(lambda: llm.embed("x"))]
     half.close()
+    vectors = llm.embed(["a cat", "a dog"])
     wrong = told(lambda: llm.generate(["One day", "x" * 5000]))
     chat = llm.chat([{"role": "user", "content": "What is 17 plus 25?"}], GREEDY)
     return {"texts": [one.text for one in llm.generate(["Once upon a time", "One day"], GREEDY)], "wrong": wrong, "busy": busy,
             "chat": [one.text for one in chat], "stream": asyncio.run(first(llm)), "argmax": llm.score("The cat sat.").argmax,
-            "logprobs": llm.score("The cat sat.").logprobs[1:], "vectors": llm.embed(["a cat", "a dog"])}
+            "logprobs": llm.score("The cat sat.").logprobs[1:], "vectors": vectors}
 if __name__ == "__main__":
     found = []
     for tp in map(int, sys.argv[2:]):
@@ -56,17 +63,19 @@ if __name__ == "__main__":
     print(json.dumps(found))
 """
 WAIT = """
-llm = LLM(sys.argv[1], tp=2)
-llm.generate("Once", SamplingParams(max_tokens=40, ignore_eos=True))
-step = llm.engine.step
-if sys.argv[2] == "interrupted":  # amid a step
-    llm.engine.step = lambda: (os.kill(os.getpid(), signal.SIGINT), step())[1]
+from engine.core import Engine
+llm, how = LLM(sys.argv[1], tp=2), sys.argv[2]
+calls = {"generate": lambda: llm.generate("Once", GREEDY), "score": lambda: llm.score("Once"), "embed": lambda: llm.embed("Once")}
+def interrupted(step):
+    return lambda *given: (os.kill(os.getpid(), signal.SIGINT), step(*given))[1]
+if how in calls:  # amid what the ranks compute together
+    Engine.step, llm.model.hidden = interrupted(Engine.step), interrupted(llm.model.hidden)
 def go():
     print(llm._followers.processes[0].pid, flush=True)
     while True:
-        llm.generate("Once", SamplingParams(max_tokens=40, ignore_eos=True))
+        calls.get(how, calls["generate"])()
 print(told(go), flush=True)
-print(told(lambda: llm.generate("Once")), flush=True)
+print(told(calls["generate"]), flush=True)
 """
 
 
@@ -90,13 +99,13 @@ def test_it_computes_what_one_process_computes(in_turn: Callable[..., Any], tmp_
         torch.testing.assert_close(found["vectors"], alone["vectors"], atol=1e-4, rtol=0)
         assert found["after"] == "UserError: this LLM is closed; make a new one"
         assert "close the first LLM" in found["again"] or "the ranks are connected already" in found["again"]
-    assert "exceed the model's context" in alone["wrong"] and "has not ended" in alone["busy"]
+    assert "exceed the model's context" in alone["wrong"] and all("has not ended" in one for one in alone["busy"])
     assert "Traceback" not in done.stderr
 
 
 @contextmanager
 def running(how: str = "") -> Iterator[tuple[subprocess.Popen[str], int]]:
-    """A program amid a call on two ranks, and the process of its other rank. how: "interrupted" if it gets SIGINT then."""
+    """A program amid a call on two ranks, and the process of its other rank. how: the call that gets SIGINT, if any."""
     command = [sys.executable, "-c", HEAD + WAIT, str(MODEL), how]
     program = subprocess.Popen(command, cwd="/", env=environment(), stdout=subprocess.PIPE, text=True, stderr=subprocess.STDOUT)
     try:
@@ -114,8 +123,8 @@ def test_a_killed_program_leaves_no_rank() -> None:
 
 
 @pytest.mark.parametrize("ended", ["interrupted", "by a killed rank"])
-def test_what_ends_a_call_ends_the_ranks(ended: str) -> None:
-    with running(ended) as (program, other):
+def test_what_ends_a_call_ends_the_ranks(ended: str, in_turn: Callable[..., Any]) -> None:
+    with running(in_turn(["generate", "score", "embed"], 0) if ended == "interrupted" else "") as (program, other):
         if ended == "by a killed rank":
             os.kill(other, signal.SIGKILL)
         said = program.communicate(timeout=START_SECONDS)[0].splitlines()

@@ -13,6 +13,7 @@ import pytest
 import torch
 from torch import Tensor
 
+import engine.llm
 from checkpoints.export import save_checkpoint
 from engine import LLM, SamplingParams
 from engine.core import Engine
@@ -195,7 +196,7 @@ def test_ranks_decide_alike(ranks: Ranks, tmp_path: Path, seed: int) -> None:
         assert one[1] == failed and one[0].keys() == tokens.keys()
 
 
-def test_python_raises_after_the_other_answers(tmp_path: Path, seed: int) -> None:
+def test_python_raises_after_the_other_answers(tmp_path: Path, seed: int, monkeypatch: pytest.MonkeyPatch) -> None:
     """Of a checkpoint whose last norm is too large for float16, in a feature that only POISON has."""
     model = random_model(config_of("hybrid:2"))
     with torch.no_grad():
@@ -214,5 +215,9 @@ def test_python_raises_after_the_other_answers(tmp_path: Path, seed: int) -> Non
     assert [len(answer.token_ids) for answer in answers] == [5, 0, 5]
     with pytest.raises(RuntimeError, match="overflowed"):
         llm.score([3, POISON, 4])
+    monkeypatch.setattr(engine.llm, "PREFILL_TOKENS", 3)  # several steps
+    with pytest.raises(OverflowedError, match="overflowed"):
+        llm.embed([[3, POISON], [1, 2], [4, 5]])
+    assert len(llm.embed([[3, 4], [1, 2], [4, 5]])[2]) == model.config.hidden_size
     assert len(llm.generate([[1, 2, 3]], params)[0].token_ids) == 5
     assert len(LLM(tmp_path, dtype="float32").generate([[4, POISON]], params)[0].token_ids) == 5
