@@ -16,6 +16,7 @@ from torch import Tensor
 
 from checkpoints.presets import model_config
 from checkpoints.weights import load_model
+from cli import run
 from comm import Communicator, Local
 from comm.interface import SCHEDULES
 from comm.registry import choose
@@ -142,4 +143,4 @@ def main() -> None:
 
 
 if __name__ == "__main__":
-    main()
+    run(main)

@@ -9,6 +9,7 @@ import torch
 import torch.distributed as dist
 from torch.profiler import ProfilerActivity, profile
 
+from cli import run
 from comm.interface import LEAST_COPIED
 from comm.symmetric import COPIED, SymmetricCommunicator
 from tp import World, init_world
@@ -78,4 +79,4 @@ def main() -> None:
 
 
 if __name__ == "__main__":
-    main()
+    run(main)

@@ -13,6 +13,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from cli import run
 from comm.hierarchical import HOST_ID
 from comm.registry import choose
 from tp import World, init_world
@@ -94,4 +95,4 @@ def main() -> None:
 
 
 if __name__ == "__main__":
-    main()
+    run(main)

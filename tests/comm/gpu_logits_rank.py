@@ -14,6 +14,7 @@ from torch import Tensor
 
 from checkpoints.presets import model_config
 from checkpoints.weights import load_model
+from cli import run
 from comm.registry import choose
 from layers.attention import Causal
 from model import Transformer
@@ -70,4 +71,4 @@ def main() -> None:
 
 
 if __name__ == "__main__":
-    main()
+    run(main)

@@ -14,6 +14,7 @@ import torch.distributed as dist
 
 from checkpoints.presets import PRESETS
 from checkpoints.weights import load_model
+from cli import run
 from comm import Residual
 from comm.registry import choose
 from config import with_variant
@@ -66,4 +67,4 @@ def main() -> None:
 
 
 if __name__ == "__main__":
-    main()
+    run(main)

@@ -15,6 +15,7 @@ from checkpoints import eagle
 from checkpoints.eagle import EagleHead
 from checkpoints.presets import model_config
 from checkpoints.weights import load_model
+from cli import run
 from comm.registry import choose
 from engine import SamplingParams, draft_models
 from engine.core import Engine
@@ -94,4 +95,4 @@ def main() -> None:
 
 
 if __name__ == "__main__":
-    main()
+    run(main)

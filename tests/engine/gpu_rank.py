@@ -9,6 +9,7 @@ import torch
 
 from checkpoints.presets import model_config
 from checkpoints.weights import load_model
+from cli import run
 from comm.registry import choose
 from engine import LLM, SamplingParams
 from tests import MODELS
@@ -35,4 +36,4 @@ def main() -> None:
 
 
 if __name__ == "__main__":
-    main()
+    run(main)

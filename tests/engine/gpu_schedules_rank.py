@@ -10,6 +10,7 @@ import torch
 
 from checkpoints.presets import model_config
 from checkpoints.weights import load_model
+from cli import run
 from comm.registry import choose
 from engine import LLM, SamplingParams
 from engine.limits import EngineLimits
@@ -55,4 +56,4 @@ def main() -> None:
 
 
 if __name__ == "__main__":
-    main()
+    run(main)

@@ -8,6 +8,7 @@ import torch
 
 from checkpoints.presets import model_config
 from checkpoints.weights import load_model
+from cli import run
 from comm.registry import choose
 from engine.core import Engine
 from engine.limits import EngineLimits
@@ -74,4 +75,4 @@ def main() -> None:
 
 
 if __name__ == "__main__":
-    main()
+    run(main)

@@ -12,6 +12,7 @@ import torch.distributed as dist
 from torch.profiler import ProfilerActivity, profile, schedule
 
 from checkpoints.presets import preset
+from cli import run
 from engine.profiling import Span, intersection, length, read_trace, span_of, union
 from tests.training.test_executor import SCHEDULE, Run, assert_close, plain, sharded
 from tp import World, init_world
@@ -118,8 +119,7 @@ def main() -> None:
     check_weights(world, seed)
     hidden, alone = (hidden_share(world, overlap, seed) for overlap in (frozenset(OVERLAPS), frozenset[str]()))
     assert hidden > 0.3 and alone < 0.1, f"of all-gathers, {hidden:.0%} are hidden, and {alone:.0%} without overlap"
-    dist.destroy_process_group()
 
 
 if __name__ == "__main__":
-    main()
+    run(main)
