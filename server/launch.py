@@ -37,8 +37,7 @@ from server.journal_file import check_journal
 from server.logs import log
 from server.process import Frontend, describe_end, tell
 from server.settings import BatchOptions, LoraOptions, Settings, load_settings, with_files
-from server.started import FAILED, FRONTEND, addresses, note_start
-from server.torchrun import TorchrunFrontend, all_ranks_run, is_first_start, leave_after_wrong_input, restarting_agent_pid
+from server.started import FRONTEND, addresses, note_start
 from text.tokenizer import Tokenizer, check_fits
 from text.tokenizer_files import tokenizer_of
 from tp import World, agree_on_error, init_world, stream_shards
@@ -208,6 +207,10 @@ def warn_of_torchrun(settings: Settings, environ: Mapping[str, str]) -> None:
     log.warning(
         "torchrun's stores listen on all interfaces without a password, and whoever reaches them can run code: %s", advice
     )
+    if environ.get("TORCHELASTIC_MAX_RESTARTS", "0") != "0":
+        log.warning(
+            "torchrun starts the whole server again, and requests are lost unless there is a --journal; with --tp they go on"
+        )
     given = float(environ.get("TORCH_ELASTIC_SHUTDOWN_TIMEOUT") or AGENT_SECONDS)
     if settings.drain_timeout >= given:
         log.warning(
@@ -218,16 +221,13 @@ def warn_of_torchrun(settings: Settings, environ: Mapping[str, str]) -> None:
         )
 
 
-def check_settings(settings: Settings, launched: bool, agent: int | None) -> Job:
-    """Raises UserError for what is wrong without the other ranks. launched: a launcher has started the frontend. agent: see
-    `restarting_agent_pid`."""
+def check_settings(settings: Settings, launched: bool) -> Job:
+    """Raises UserError for what is wrong without the other ranks. launched: a launcher has started the frontend."""
     settings = with_files(settings)
     if rank() == 0:
         logs.configure(settings.log_format, settings.log_level)
         reached(f"import, {process_age():.3f} s after the process began")
-        if agent is not None and not is_first_start(os.environ):
-            leave_after_wrong_input(agent)
-        elif not launched:  # else it was said, and a frontend has the port and the journal
+        if not launched:  # else it was said, and a frontend has the port and the journal
             warn_of_torchrun(settings, os.environ)
             check_address(settings)
             check_journal(settings.journal, settings.journal_bounds)
@@ -254,17 +254,7 @@ def warn_of_benchmarks(settings: Settings, config: ModelConfig) -> None:
         )
 
 
-def start_frontend(settings: Settings, agent: int | None, stack: contextlib.ExitStack) -> Frontend | TorchrunFrontend:
-    """The frontend of a server without our launcher. Its folder is removed with the stack, unless an agent may need it again."""
-    if agent:
-        return TorchrunFrontend(agent, settings.max_restarts)
-    # nobody would start ranks again that hang
-    return Frontend(replace(settings, hang_seconds=0.0), stack.enter_context(run_folder()))
-
-
-def run_engine(
-    job: Job, world: World, frontend: Frontend | TorchrunFrontend | None, folder: str | None, agent: int | None
-) -> int:
+def run_engine(job: Job, world: World, frontend: Frontend | None, folder: str | None) -> int:
     """Load the model and serve until the end. Returns the exit code of the frontend that this rank has started, 0 without. folder:
     of the frontend, on rank 0."""
     link = FrontendLink(*addresses(Path(folder))) if folder and world.rank == 0 else None
@@ -281,15 +271,13 @@ def run_engine(
         serve(engine, world, link, ready, frontend.is_alive if frontend else None)
     except BaseException as e:
         await_cause(e)
-        if agent:
-            raise  # the frontend waits for the next ranks
         if link and frontend:  # nobody else tells it
             link.send(Fatal(f"{type(e).__name__}: {e}".splitlines()[0]))
         raise
     finally:
         if link:
             link.close()
-        if frontend and not (agent and sys.exc_info()[0]):
+        if frontend:
             code = frontend.close()
     return code
 
@@ -297,10 +285,10 @@ def run_engine(
 def main() -> None:
     error = settings = job = None
     folder = os.environ.get(FRONTEND)  # of a launcher's frontend
-    launched, agent = folder is not None, restarting_agent_pid(os.environ)
+    launched = folder is not None
     try:
         settings = load_settings(sys.argv[1:])
-        job = check_settings(settings, launched, agent)
+        job = check_settings(settings, launched)
     except UserError as e:
         error = e
     world = join(settings, error)
@@ -309,16 +297,18 @@ def main() -> None:
     reached("process group")
     warn_of_benchmarks(job.settings, job.config)
     with contextlib.ExitStack() as stack:
-        frontend = None if launched or world.rank else start_frontend(job.settings, agent, stack)
-        handle_signals(frontend, launched, agent)
+        frontend = None
+        if not launched and world.rank == 0:  # nobody would start ranks again that hang
+            frontend = Frontend(replace(job.settings, hang_seconds=0.0), stack.enter_context(run_folder()))
+        handle_signals(frontend, launched)
         if others := watch():
             tell_hosts(others, frontend)
-        code = run_engine(job, world, frontend, str(frontend.folder) if frontend else folder, agent)
+        code = run_engine(job, world, frontend, str(frontend.folder) if frontend else folder)
     if code := describe_end(code):
         leave(code)
 
 
-def tell_hosts(others: Watch, frontend: Frontend | TorchrunFrontend | None) -> None:
+def tell_hosts(others: Watch, frontend: Frontend | None) -> None:
     """Let the frontend know when a host leaves, and end the whole server when any of its hosts gets a signal."""
     if frontend:
 
@@ -333,17 +323,15 @@ def tell_hosts(others: Watch, frontend: Frontend | TorchrunFrontend | None) -> N
         print(f"HTTP is served on host {others.first}, which has rank 0", file=sys.stderr, flush=True)
 
 
-def handle_signals(frontend: Frontend | TorchrunFrontend | None, has_launcher: bool, agent: int | None) -> None:
+def handle_signals(frontend: Frontend | None, has_launcher: bool) -> None:
     """Leave signals to the launcher: it tells the frontend, and ends ranks by SIGTERM. Without one, rank 0 tells its frontend.
 
-    A terminal sends SIGINT to the ranks, too. All ranks end once the frontend has drained. agent: see `restarting_agent_pid`.
+    A terminal sends SIGINT to the ranks, too. All ranks end once the frontend has drained.
     """
 
     def handle(number: int, frame: FrameType | None) -> None:
-        if agent and not all_ranks_run(agent):
-            os._exit(FAILED)
         if frontend:
             frontend.forward()
 
     for number in [signal.SIGINT] if has_launcher else [signal.SIGTERM, signal.SIGINT]:
-        signal.signal(number, handle if frontend or agent else signal.SIG_IGN)
+        signal.signal(number, handle if frontend else signal.SIG_IGN)

@@ -24,6 +24,7 @@ from torch.distributed.elastic.multiprocessing.errors import ProcessFailure
 
 import launch as launcher
 from errors import UserError
+from ranks import processes
 from ranks.ports import check_port
 from ranks.processes import folder_name, on_ranks, shared_folder
 from tests import ROOT
@@ -560,6 +561,26 @@ def test_a_folder_that_others_can_enter_is_refused(tmp_path: Path, monkeypatch: 
     (tmp_path / folder_name("here")).mkdir(mode=0o755)
     with pytest.raises(UserError, match="not a private folder"):
         shared_folder("here")
+
+
+@pytest.mark.parametrize("waits", [False, True])
+def test_a_folder_that_another_start_removes_is_made_again(
+    waits: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """It looks abandoned until it is locked. waits: the other process has begun to remove it and has the lock."""
+    monkeypatch.setattr(tempfile, "tempdir", str(tmp_path))
+    hold, removed = processes.hold, list[Path]()
+
+    def late(folder: Path) -> int:
+        if removed:
+            return hold(folder)
+        removed.append(folder)
+        lock = hold(folder) if waits else -1
+        (folder.rmdir if waits else processes.remove_abandoned)()
+        return lock if waits else hold(folder)
+
+    monkeypatch.setattr(processes, "hold", late)
+    assert removed == [shared_folder(f"there {waits}")] and removed[0].is_dir()
 
 
 def test_a_busy_port_is_noticed_before_anything_is_loaded() -> None:

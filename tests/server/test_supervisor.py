@@ -181,3 +181,12 @@ def test_a_frozen_frontend_is_killed_before_the_note(monkeypatch: pytest.MonkeyP
     )
     assert process.Frontend.wait(cast(Any, frontend)) == -signal.SIGKILL
     assert events == ["killed", "note"]
+
+
+def test_restarts_count_for_some_time(monkeypatch: pytest.MonkeyPatch) -> None:
+    now = 1000.0
+    monkeypatch.setattr(process, "time", SimpleNamespace(monotonic=lambda: now))
+    restarts = process.Restarts(2)
+    assert [restarts.take("x", "it") for _ in range(3)] == [True, True, False]
+    now += process.WINDOW + 1
+    assert restarts.take("x", "it")

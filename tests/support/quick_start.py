@@ -87,8 +87,6 @@ class Popen(subprocess.Popen):
     ) -> None:
         # rest: startupinfo, creationflags, shell, six ends of pipes, restore_signals, gid, gids, uid, umask, start_new_session
         pipes, usual = rest[3:9], executable or preexec_fn
-        if _is_command and "server.torchrun" in str(args):
-            usual = True  # the frontend that rank 0 starts under torchrun: the next rank 0 knows it by its command line
         start = None if usual else python_start(args, cwd, env, new_session=rest[14])
         if start is None:
             super()._execute_child(args, executable, preexec_fn, close_fds, pass_fds, cwd, env, *rest)
