@@ -14,6 +14,7 @@ without an error and generate nonsense.
 """
 
 import re
+import tomllib
 from dataclasses import asdict
 from pathlib import Path
 from typing import Any
@@ -41,75 +42,9 @@ MOST = {
     "head_dim": 1 << 14,
 }
 
-# Keys that change what other models compute, or a supported one with other code, and the values that change nothing.
-NEUTRAL: dict[str, tuple[Any, ...]] = {
-    # read by transformers for any model
-    "attention_chunk_size": (),
-    "is_heterogeneous": (False,),
-    "per_layer_config": ({}, []),
-    "kv_sharing_modes": ({}, []),
-    "text_config": (),
-    "transformers_weights": (),
-    # of other models and of custom code
-    "use_bidirectional_attention": (False,),
-    "use_causal_attention": (True,),
-    "attn_logit_softcapping": (0,),
-    "final_logit_softcapping": (0,),
-    "logit_softcapping": (0,),
-    "query_pre_attn_scalar": (),
-    "attention_multiplier": (),
-    "attention_scale": (),
-    "embedding_multiplier": (1,),
-    "residual_multiplier": (1,),
-    "logits_scaling": (1,),
-    "logit_scale": (1,),
-    "lm_head_multiplier": (1,),
-    "scale_emb": (1,),
-    "scale_depth": (),
-    "dim_model_base": (),
-    "mup_width_scale": (1,),
-    "clip_qkv": (),
-    "qkv_bias": (False,),
-    "use_bias": (False,),
-    "lm_head_bias": (False,),
-    "norm_bias": (False,),
-    "qk_norm": (False,),
-    "use_qk_norm": (False,),
-    "qk_layernorm": (False,),
-    "layernorm_type": ("rmsnorm",),
-    "norm_type": ("rmsnorm",),
-    "no_rope_layers": ([],),
-    "no_rope_layer_interval": (0,),
-    "rotary_dim": (),
-    "rotary_pct": (1,),
-    "rope_interleaved": (False,),
-    "position_embedding_type": ("rope", "rotary"),
-    "use_mrope": (False,),
-    "alibi": (False,),
-    "parallel_residual": (False,),
-    "use_parallel_residual": (False,),
-    "sliding_window_pattern": (),
-    "attention_sink_size": (0,),
-    "use_logn_attn": (False,),
-    "use_dynamic_ntk": (False,),
-    "num_experts": (0, 1),
-    "num_local_experts": (0, 1),
-    "n_routed_experts": (0,),
-    "kv_lora_rank": (),
-    "q_lora_rank": (),
-    "num_kv_shared_layers": (0,),
-    "cross_attention_layers": ([],),
-    "add_cross_attention": (False,),
-}
-# Keys that change nothing that is computed here: of training, of how transformers returns values, notes of tools.
-HARMLESS = {
-    "_name_or_path", "_attn_implementation", "attn_implementation", "attention_dropout", "auto_map", "chunk_size_feed_forward", "dtype",
-    "gradient_checkpointing", "id2label", "initializer_range", "is_decoder", "is_encoder_decoder", "label2id", "name_or_path",
-    "num_labels", "output_attentions", "output_hidden_states", "pad_token_id", "pretraining_tp", "problem_type", "resid_pdrop",
-    "return_dict", "rope_ratio", "tokenizer_class", "torch_dtype", "transformers_version", "unsloth_fixed", "unsloth_version",
-    "use_cache", "use_return_dict",
-    "layer_types", "max_window_layers", "sliding_window", "use_sliding_window",  # read where a window is used
-}  # fmt: skip
+_KEYS = tomllib.loads(Path(__file__).with_name("config_keys.toml").read_text())
+NEUTRAL: dict[str, list[Any]] = _KEYS["neutral"]  # keys that are refused, but for the values that change nothing
+HARMLESS: set[str] = {key for keys in _KEYS["harmless"].values() for key in keys}
 
 ARCHITECTURES = {name: f"{family.name}ForCausalLM" for name, family in FAMILIES.items()} | {
     "llamaLadder": "LlamaLadderForCausalLM",
@@ -238,7 +173,7 @@ def _model_type(raw: dict[str, Any]) -> str:
 
 
 def _refuse_unsupported(*holders: dict[str, Any]) -> None:
-    supported = NEUTRAL | {"hidden_act": ("silu", "swish"), "partial_rotary_factor": (1,)}
+    supported = NEUTRAL | {"hidden_act": ["silu", "swish"], "partial_rotary_factor": [1]}
     for key, values in supported.items():
         for holder in holders:
             if holder.get(key) not in (None, *values):

@@ -1,59 +1,25 @@
 """The models that `--model` names: presets, which have a shape but no weights, and checkpoints."""
 
+import tomllib
 from dataclasses import replace
 from difflib import get_close_matches
 from pathlib import Path
-from typing import Any
 
-from checkpoints.hf_config import read_config
+from checkpoints.hf_config import config_from_hf, read_config
 from cli import note
-from config import VARIANTS, Llama3Scaling, ModelConfig, with_variant
+from config import VARIANTS, ModelConfig, with_variant
 from errors import UserError
 from files import model_folder
 from quantized.scheme import QUANTIZATIONS, on_load
 
-_LLAMA31_ROPE = Llama3Scaling(8.0, 1.0, 4.0, 8192)
-_LLAMA32: dict[str, Any] = dict(
-    rope_theta=5e5, rope_scaling=Llama3Scaling(32.0, 1.0, 4.0, 8192), tie_embeddings=True, max_seq_len=131072
-)
+
+def _read_presets() -> dict[str, ModelConfig]:
+    raw = tomllib.loads(Path(__file__).with_name("presets.toml").read_text())
+    shared = raw.pop("all")
+    return {name: config_from_hf(shared | own) for name, own in raw.items()}
 
 
-def _preset(layers: int, heads: int, kv_heads: int, hidden: int, intermediate: int, vocab: int, **more: Any) -> ModelConfig:
-    shape = dict(
-        vocab_size=vocab,
-        hidden_size=hidden,
-        n_layers=layers,
-        n_heads=heads,
-        n_kv_heads=kv_heads,
-        head_dim=hidden // heads,
-        intermediate_size=intermediate,
-        max_seq_len=8192,
-    )
-    return ModelConfig(**{**shape, **more})
-
-
-PRESETS: dict[str, ModelConfig] = {
-    # the 1B and 3B models that the ladder paper trains from scratch (3B with 32 heads, so that 8 ranks can share them)
-    "ladder-1b": _preset(40, 24, 24, 1536, 4096, 49152, max_seq_len=2048, tie_embeddings=True),
-    "ladder-3b": _preset(40, 32, 32, 2304, 9216, 49152, max_seq_len=2048, tie_embeddings=True),
-    "llama-3.2-1b": _preset(16, 32, 8, 2048, 8192, 128256, **_LLAMA32),
-    "llama-3.2-3b": _preset(28, 24, 8, 3072, 8192, 128256, **_LLAMA32),
-    "llama-3-8b": _preset(32, 32, 8, 4096, 14336, 128256, rope_theta=5e5),
-    # Llama 1, the models that AMSP is evaluated with
-    "llama-7b": _preset(32, 32, 32, 4096, 11008, 32000, max_seq_len=2048, norm_eps=1e-6),
-    "llama-13b": _preset(40, 40, 40, 5120, 13824, 32000, max_seq_len=2048, norm_eps=1e-6),
-    "llama-30b": _preset(60, 52, 52, 6656, 17920, 32000, max_seq_len=2048, norm_eps=1e-6),
-    "llama-34b": _preset(48, 64, 8, 8192, 22016, 32000, rope_theta=1e6, max_seq_len=16384),
-    "llama-3-70b": _preset(80, 64, 8, 8192, 28672, 128256, rope_theta=5e5),
-    "llama-3.1-405b": _preset(
-        126, 128, 8, 16384, 53248, 128256, rope_theta=5e5, rope_scaling=_LLAMA31_ROPE, max_seq_len=131072
-    ),
-    # BLOOM's shape with Llama's modules: the gated MLP has as many weights as BLOOM's plain MLP of 4 x hidden
-    "bloom-176b": _preset(70, 112, 112, 14336, 38400, 250880, max_seq_len=2048, tie_embeddings=True),
-    # small enough for a laptop's CPU: for tests, and to try Rung without a checkpoint
-    "tiny": _preset(8, 8, 4, 192, 320, 1024, head_dim=32, max_seq_len=1024, tie_embeddings=True),
-}
-
+PRESETS = _read_presets()
 LISTED = 12  # most checkpoints in the folder models/ that a message names
 
 
