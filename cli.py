@@ -6,6 +6,7 @@ import re
 import sys
 import time
 import tomllib
+import traceback
 from collections.abc import Callable, Sequence
 from difflib import get_close_matches
 from pathlib import Path
@@ -51,8 +52,12 @@ def run(main: Callable[[], None]) -> NoReturn:
         code = INTERRUPTED
     except BrokenPipeError:  # the reader of our output has ended, as in `… | head`
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
-    except RuntimeError as e:
-        if not ((is_rank() or _in_process_group()) and lost_connection(str(e))):
+    except Exception as e:
+        if not (isinstance(e, RuntimeError) and (is_rank() or _in_process_group()) and lost_connection(str(e))):
+            if _in_process_group():  # whose destructors may wait for the other ranks
+                traceback.print_exc()
+                sys.stdout.flush()
+                os._exit(1)
             raise
         if "ranks.hosts" in sys.modules:
             sys.modules["ranks.hosts"].await_cause(e)

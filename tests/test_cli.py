@@ -3,6 +3,7 @@
 import argparse
 import re
 import runpy
+import subprocess
 import sys
 import tomllib
 from pathlib import Path
@@ -104,6 +105,25 @@ def test_the_first_rank_prints_what_all_know_and_another_what_it_alone_knows(
 
     assert printed(UserError("all")) == ("error: all\n" if local_rank == 0 else "")
     assert printed(RankError("rank 1")) == "error: rank 1\n"
+
+
+BROKEN_RANK = """
+import atexit, time
+import torch.distributed as dist
+from cli import run
+
+def main():
+    dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
+    atexit.register(time.sleep, 600)  # as a destructor of the group that waits for another rank
+    1 / 0
+
+run(main)
+"""
+
+
+def test_a_rank_with_an_unexpected_error_ends() -> None:
+    ended = subprocess.run([sys.executable, "-c", BROKEN_RANK], cwd=ROOT, capture_output=True, text=True, timeout=300)
+    assert ended.returncode == 1 and ended.stderr.rstrip().endswith("ZeroDivisionError: division by zero")
 
 
 def test_all_commands_are_found() -> None:
