@@ -12,7 +12,7 @@ again after a Ready (server/recovery.py). `check_types` refuses values of a wron
 
 import copy
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from functools import cache
 from inspect import formatannotation
 from numbers import Integral, Real
@@ -416,18 +416,6 @@ class Fatal(msgspec.Struct, frozen=True, tag=True):
 ToEngine = Attach | Submit | SubmitAll | Abort | LoadAdapter | UnloadAdapter | Shutdown
 FromEngine = Starting | Ready | Outputs | Refused | AdapterDone | Stats | Fatal
 
-_encoder = msgspec.msgpack.Encoder()
-_to_engine = msgspec.msgpack.Decoder(ToEngine)
-_from_engine = msgspec.msgpack.Decoder(FromEngine)
-
-
-def encode(message: ToEngine | FromEngine) -> bytes:
-    return _encoder.encode(message)
-
-
-def decode_to_engine(data: bytes) -> ToEngine:
-    return _to_engine.decode(data)
-
-
-def decode_from_engine(data: bytes) -> FromEngine:
-    return _from_engine.decode(data)
+encode: Callable[[ToEngine | FromEngine], bytes] = msgspec.msgpack.Encoder().encode
+decode_to_engine: Callable[[bytes], ToEngine] = msgspec.msgpack.Decoder(ToEngine).decode
+decode_from_engine: Callable[[bytes], FromEngine] = msgspec.msgpack.Decoder(FromEngine).decode
