@@ -9,8 +9,6 @@ from pydantic_core import PydanticCustomError
 from engine.protocol import ADAPTER_NAME, LIST_LIMIT, SMALLEST_REPETITION, Pooling, SamplingParams
 from server.body import (
     ABSENT,
-    GENERATION_REFUSED,
-    NOT_HERE,
     REFUSED,
     STRICT,
     Body,
@@ -126,7 +124,7 @@ def _foreign_refusals() -> Refusals:
     """What the bodies of other APIs refuse, unless they have it. A sampling parameter may have the engine's default."""
     defaults = asdict(SamplingParams())
     sampling = {name: (neutral(defaults[name]), ABSENT) for name in SAMPLED if name not in EVERYWHERE}
-    return REFUSED | sampling | GENERATION_REFUSED
+    return REFUSED | sampling | refusals("other_apis")
 
 
 FOREIGN_REFUSED: Refusals = _foreign_refusals()
@@ -135,11 +133,7 @@ FOREIGN_REFUSED: Refusals = _foreign_refusals()
 class GenerationBody(FormatBody, SamplingBody):
     """The fields that completions and chat completions share."""
 
-    refused: ClassVar[Refusals] = REFUSED | refusals(
-        (("stop_sequences",), ([],), f"{NOT_HERE}; use stop"),
-        (("system", "instructions"), ("",), f"{NOT_HERE}; write it into messages or prompt"),
-        (("previous_response_id",), (), f"{NOT_HERE}; send the whole conversation, or use /v1/responses"),
-    )
+    refused: ClassVar[Refusals] = REFUSED | refusals("completions")
     stream: bool | None = Field(None, description="Server-sent events instead of one answer. Default false.")
     stream_options: StreamOptions | None = None
     n: int | None = Field(None, ge=1, le=MAX_CHOICES, description="Answers for each prompt; see seed. Default 1.")

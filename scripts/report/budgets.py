@@ -9,7 +9,7 @@ from pathlib import Path
 
 INFERENCE = ("checkpoints", "comm", "engine", "kernels", "layers", "quantized", "ranks", "server", "text")  # and the root
 LINES = {  # of Python, by package
-    "server": 14_949,
+    "server": 14_858,
     "engine": 7_354,
     "kernels": 9_600,
     "comm": 3_750,
@@ -17,7 +17,7 @@ LINES = {  # of Python, by package
     "scripts": 9_150,
     "tests": 54_595,
 }
-INFERENCE_LINES = 44_877
+INFERENCE_LINES = 44_786
 ROOT_FILES = 9
 ENTERED_FILES = 56  # by a streamed chat request; tests/server/test_files_entered.py counts them
 PAGES_WORDS = 27_000  # README.md and docs, tables included: say in a page what its reader decides by

@@ -6,11 +6,10 @@ from typing import Any, ClassVar
 
 from pydantic import Field, PrivateAttr, model_validator
 
-from server.body import Body, Refusals, StopText, shown_names, without_effect
+from server.body import Body, Refusals, StopText, refusals, shown_names, without_effect
 from server.errors import ApiError, field_error, field_name
 from server.messages.schemas import (
     OWN_TOOLS,
-    REFUSED_HERE,
     AnyTool,
     ContextManagement,
     JsonFormat,
@@ -41,7 +40,7 @@ CHOICES = {"auto": "auto", "any": "required", "none": "none"}
 class CountBody(Body):
     """The fields that make the prompt."""
 
-    refused: ClassVar[Refusals] = FOREIGN_REFUSED | REFUSED_HERE
+    refused: ClassVar[Refusals] = FOREIGN_REFUSED | refusals("messages")
     messages: list[Message] = Field(
         min_length=1, fail_fast=True, description="A last one of role assistant is continued, unless it calls."
     )

@@ -5,7 +5,7 @@ from typing import Annotated, Any, Literal
 
 from pydantic import ConfigDict, Discriminator, Field, Tag
 
-from server.body import MAX_NAME, NOT_HERE, STRICT, Cacheable, Checked, Said, kind_of, refusals, without_effect
+from server.body import MAX_NAME, STRICT, Cacheable, Checked, Said, kind_of, without_effect
 from server.errors import field_error
 
 TEXT_ONLY = "this server reads text alone"
@@ -16,17 +16,6 @@ UNSEEN = (
     "mcp_tool_result", "container_upload",
 )  # fmt: skip
 MIN_BUDGET = 1024  # tokens; of the published API
-
-REFUSED_HERE = refusals(
-    (("stop",), ([],), f"{NOT_HERE}; use stop_sequences"),
-    (("instructions",), ("",), f"{NOT_HERE}; use system"),
-    (("input",), (), f"{NOT_HERE}; use messages"),
-    (("previous_response_id", "conversation"), (), f"{NOT_HERE}; send the whole conversation in messages"),
-    (("response_format", "json_schema", "guided_json"), ({"type": "text"},), f"{NOT_HERE}; use output_config.format"),
-    (("reasoning_effort",), (), f"{NOT_HERE}; use output_config.effort or thinking"),
-    (("include_reasoning",), (True,), f"{NOT_HERE}; use thinking.display"),
-    (("parallel_tool_calls",), (True,), f"{NOT_HERE}; use tool_choice.disable_parallel_tool_use"),
-)
 
 
 class TextBlock(Cacheable):

@@ -8,9 +8,7 @@ from pydantic_core import PydanticCustomError
 
 from engine.protocol import LIST_LIMIT
 from server.body import (
-    LENGTHS,
     MAX_NAME,
-    NOT_HERE,
     STRICT,
     Checked,
     JsonSchemaFormat,
@@ -54,20 +52,6 @@ UNSEEN = (
 Id = Annotated[str, Field(max_length=256)]
 MetadataKey = Annotated[str, Field(max_length=64)]
 MetadataValue = Annotated[str, Field(max_length=512)]
-
-REFUSED_HERE = refusals(
-    (("conversation",), (), "is not supported; use previous_response_id, or send the items in input"),
-    (("prompt",), (), "is not supported, because this server keeps no prompt templates; use instructions and input"),
-    (("messages",), (), f"{NOT_HERE}; use input"),
-    (("system",), ("",), f"{NOT_HERE}; use instructions"),
-    (("max_tokens", "max_completion_tokens", *LENGTHS), (), f"{NOT_HERE}; use max_output_tokens"),
-    (("stop_sequences",), ([],), f"{NOT_HERE}; use stop"),
-    (("response_format", "json_schema", "guided_json"), ({"type": "text"},), f"{NOT_HERE}; use text.format"),
-    (("output_config", "output_format"), (), f"{NOT_HERE}; use text.format and reasoning.effort"),
-    (("reasoning_effort",), (), f"{NOT_HERE}; use reasoning.effort"),
-    (("logprobs",), (False,), f"{NOT_HERE}; use include: ['message.output_text.logprobs']"),
-    (("truncate_prompt_tokens",), (), f"{NOT_HERE}; use truncation: 'auto'"),
-)
 
 
 def _by(kind: Callable[[Any], Any], message: str) -> Discriminator:
@@ -368,7 +352,7 @@ Includable = Literal[
 class ResponsesBody(SamplingBody):
     model_config = ConfigDict(json_schema_extra={"examples": [{"input": "Hi", "max_output_tokens": 1}]})
 
-    refused: ClassVar[Refusals] = FOREIGN_REFUSED | REFUSED_HERE
+    refused: ClassVar[Refusals] = FOREIGN_REFUSED | refusals("responses")
     input: str | Annotated[list[AnyItem], Field(min_length=1)] | None = Field(None, description="A text, or items.")
     instructions: str | None = Field(None, description="A system message of this turn alone.")
     previous_response_id: Id | None = Field(None, examples=[None], description="Continue the conversation of a stored answer.")
