@@ -32,7 +32,7 @@ from engine.limits import EngineLimits
 from engine.profiling import gpu_time, kernel_idle_share, profiled, read_trace
 from engine.protocol import SamplingParams, Submit
 from errors import UserError
-from options import ModelOptions, SpeculationOptions, add_options, draft_limit, dtype_name, rank_options, whole_number
+from options import ModelOptions, SpeculationOptions, add_options, dtype_name, rank_options, whole_number
 from tp import World, init_world
 
 TRACED = range(20, 100)  # steps that --trace profiles
@@ -199,13 +199,7 @@ def main() -> None:
     dtype = DTYPES[dtype_name(args.dtype, world.device.type)]
     draft = find_draft(args.speculate, args.model, config, None, world.world_size)
     model = load_model(args.model, config, world, dtype)
-    limits = EngineLimits(
-        max_num_seqs=args.max_num_seqs,
-        max_batch_tokens=args.max_batch_tokens,
-        block_size=args.block_size,
-        kv_dtype=args.kv_dtype,
-        draft_tokens=draft_limit(args.speculate, args.draft_tokens),
-    )
+    limits = EngineLimits.of(args)
     engine = Engine(model, None, limits, world, draft.load(world, dtype) if draft else None)
     engine.capture()
     with torch.inference_mode():

@@ -1,6 +1,7 @@
 """How large an engine is: its limits, and the KV cache that fits beside the weights."""
 
-from dataclasses import dataclass
+from dataclasses import dataclass, fields
+from typing import Any
 
 import torch
 
@@ -11,7 +12,7 @@ from engine.paged_cache import CODES, PagedCache
 from engine.protocol import check_types
 from errors import UserError
 from model import Transformer
-from options import KV_DTYPES
+from options import KV_DTYPES, draft_limit
 from tp import World
 
 DEFAULT_CPU_CACHE = 1 << 30  # bytes
@@ -41,6 +42,12 @@ class EngineLimits:
 
     def __post_init__(self) -> None:
         check_types(EngineLimits, vars(self))
+
+    @classmethod
+    def of(cls, options: Any) -> "EngineLimits":
+        """The limits among a program's options, which have the same names."""
+        given = {one.name: getattr(options, one.name) for one in fields(cls) if hasattr(options, one.name)}
+        return cls(**given | {"draft_tokens": draft_limit(options.speculate, options.draft_tokens)})
 
     @property
     def drafted(self) -> int:

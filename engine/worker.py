@@ -22,10 +22,7 @@ from engine.protocol import (
     LoadAdapter,
     Outputs,
     Ready,
-    Refused,
     Shutdown,
-    Submit,
-    SubmitAll,
     ToEngine,
     UnloadAdapter,
     decode_to_engine,
@@ -153,8 +150,6 @@ def apply(engine: Engine, events: list[bytes], send: Callable[[FromEngine], None
             engine.change_adapters(message)
         elif isinstance(message, Abort):
             engine.abort(message)
-        elif isinstance(message, (Submit, SubmitAll)):
-            refused: Refused | None = engine.submit(message)
-            if refused:
-                send(refused)
+        elif refused := engine.submit(message):
+            send(refused)
     return True

@@ -28,7 +28,7 @@ from engine.tuning import Tuning, tune
 from engine.worker import FrontendLink, serve
 from errors import UserError
 from files import model_name
-from options import ModelOptions, SharedTextOptions, SpeculationOptions, StandInOptions, draft_limit, dtype_name, rank_options
+from options import ModelOptions, SharedTextOptions, SpeculationOptions, StandInOptions, dtype_name, rank_options
 from ranks.hosts import DRAIN, Watch, await_cause, model_fact, watch
 from ranks.processes import LAUNCHER, local_rank, rank, run_folder, start_ticks
 from server import logs
@@ -145,17 +145,7 @@ def build_engine(job: Job, world: World) -> tuple[Engine, str]:
     reached("weights")
     if settings.compile:
         model.compile_modules()
-    limits = EngineLimits(
-        max_model_len=settings.max_model_len,
-        max_num_seqs=settings.max_num_seqs,
-        max_batch_tokens=settings.max_batch_tokens,
-        block_size=settings.block_size,
-        kv_memory=settings.kv_memory,
-        kv_dtype=settings.kv_dtype,
-        draft_tokens=draft_limit(settings.speculate, settings.draft_tokens),
-        accept_rate=settings.accept_rate,
-        ngram_prompts=settings.ngram_prompts,
-    )
+    limits = EngineLimits.of(settings)
     rows = limits.max_num_seqs + limits.draft_tokens
     log_tuning(tune(model, world, rows, settings.tune_seconds, draft=drafting), settings.tune_seconds)
     engine = Engine(model, tokenizer, limits, world, drafting, adapters)

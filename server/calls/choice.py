@@ -7,7 +7,7 @@ import functools
 import pickle
 from array import array
 from bisect import bisect_left
-from collections.abc import Iterable, Sequence
+from collections.abc import Sequence
 
 from engine.grammars import MAX_TEXT
 from engine.protocol import ThinkingBudget
@@ -178,13 +178,9 @@ def _markers(reasoning: ReasoningSyntax | None, tools: Tools | None) -> tuple[st
     return (*((reasoning.start, reasoning.end) if reasoning else ()), *(tools.syntax.markers if tools else ()))
 
 
-def special_ids(tokenizer: Tokenizer, texts: Iterable[str]) -> dict[str, int]:
-    """The special tokens that are in the texts, with their ids."""
-    return dict(_special_ids(tokenizer, tuple(texts)))
-
-
 @functools.lru_cache(maxsize=16)  # a tokenizer may have thousands of special tokens
-def _special_ids(tokenizer: Tokenizer, texts: tuple[str, ...]) -> dict[str, int]:
+def special_ids(tokenizer: Tokenizer, texts: tuple[str, ...]) -> dict[str, int]:
+    """The special tokens that are in the texts, with their ids. Shared: not to be changed."""
     return {special: i for special, i in tokenizer.special_texts.items() if any(special in text for text in texts)}
 
 
@@ -262,7 +258,7 @@ def _special(tokenizer: Tokenizer, demand: Demand) -> dict[str, int]:
     """The special tokens that calls, reasoning and structural tags may spell."""
     if demand.constraint and demand.constraint.kind == "structural_tag":
         return tokenizer.special_texts
-    return special_ids(tokenizer, [*demand.syntax.markers, *(demand.reasoning[:2] if demand.reasoning else ())])
+    return special_ids(tokenizer, (*demand.syntax.markers, *(demand.reasoning[:2] if demand.reasoning else ())))
 
 
 async def _compiled(service: Service, demand: Demand, wait_seconds: float | None) -> Compiled:
