@@ -10,6 +10,8 @@ RANKS ?= 2
 PROMPT ?= Once upon a time
 PROFILE ?= profile.json
 OUT ?= out/quantized
+IN ?= -
+ANSWERS ?= -
 ARGS ?=
 SEED ?= 0
 STEPS ?= 200000
@@ -52,6 +54,9 @@ cluster: setup ray ## Use: 2 replicas of MODEL on RANKS ranks each behind one ad
 
 ray:
 	@[ -x .venv-ray/bin/serve ] || { python3 -m venv .venv-ray && .venv-ray/bin/pip install -q -r deploy/requirements-ray.txt; }
+
+batch: setup ## Use: answer a file of requests in OpenAI's batch format: make batch IN=in.jsonl ANSWERS=out.jsonl
+	@$(PY) -m scripts.batch $(IN) $(ANSWERS) --tp $(RANKS) --model $(MODEL) $(ARGS)
 
 quantize: setup ## Use: MODEL with weights in 8 or 4 bits, into OUT: make quantize MODEL=… OUT=… ARGS="--weights fp8"
 	@$(PY) -m scripts.quantize --model $(MODEL) --out $(OUT) $(ARGS)

@@ -9,7 +9,7 @@ import os
 import re
 import time
 import uuid
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import suppress
 from functools import partial
 from pathlib import Path
@@ -113,7 +113,7 @@ class Batches:
                 raise asyncio.CancelledError
             if batch["status"] == "validating":
                 path, bounds = self.store.folder / batch["input_file_id"], (settings.batch_lines, settings.max_body_bytes)
-                batch["request_counts"]["total"] = await self.store.do(check, path, batch["endpoint"], *bounds)
+                batch["request_counts"]["total"] = await self.store.do(check, path, [batch["endpoint"]], *bounds)
                 await self._set(record, "in_progress")
             try:
                 async with asyncio.timeout(batch["expires_at"] - time.time() + 0.1):  # late rather than early
@@ -174,7 +174,7 @@ class Batches:
         while response is None and time.time() < batch["expires_at"]:
             status, data = await self._post(record.owner, id, line)
             kind = "output" if status == 200 else "error"
-            if status == 429 or (status == 503 and msgspec.json.decode(data)["error"]["code"] in (*BUSY, *ENDS_OF_SERVERS)):
+            if is_for_later(status, data):
                 await asyncio.sleep(AGAIN_SECONDS)
             else:
                 response = {"status_code": status, "request_id": id, "body": msgspec.Raw(data)}
@@ -234,7 +234,12 @@ class Batches:
         return done
 
 
-def check(path: Path, endpoint: str, most: int, longest: int) -> int:
+def is_for_later(status: int, data: bytes) -> bool:
+    """Whether an answer says that the line may be accepted later."""
+    return status == 429 or (status == 503 and msgspec.json.decode(data)["error"]["code"] in (*BUSY, *ENDS_OF_SERVERS))
+
+
+def check(path: Path, endpoints: Sequence[str], most: int, longest: int) -> int:
     """The number of requests in a file. most: of them. longest: bytes of a line. Raises an ApiError, whose `param` is the number of the
     wrong line."""
     names, number = set[str](), 0
@@ -253,8 +258,8 @@ def check(path: Path, endpoint: str, most: int, longest: int) -> int:
                 line = msgspec.json.decode(raw, type=Line)
             except (msgspec.MsgspecError, UnicodeDecodeError) as e:
                 raise wrong(f"is no JSON object with custom_id, method POST, url and body: {e}") from None
-            if line.url != endpoint:
-                raise wrong(f"has another url than the batch's endpoint, {endpoint}")
+            if line.url not in endpoints:
+                raise wrong(f"has another url than the batch's endpoint, {' or '.join(endpoints)}")
             if line.custom_id in names:
                 raise wrong("has the custom_id of an earlier line")
             if any(bytes(line.body.get(name, b"")) == b"true" for name in ("stream", "background")):
