@@ -3,7 +3,7 @@
 programs      worker (a rank of the server), llm (Python), followers (its other ranks), bench; core: the engine of a rank; limits, protocol
 scheduling    sequence, scheduler, block_manager, pace
 steps         runner, step_inputs, paged_cache, schedules, tuning
-tokens        sampler, grammars, thinking; adapters; text, pooling_file
+tokens        sampler, grammars, thinking; adapters; text, pooling_file; constrain/, calls/: what answers must be, and have
 speculation   speculation, text_drafter, model_drafter, head_model, draft_models, draft_costs
 """
 

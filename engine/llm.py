@@ -11,6 +11,7 @@
 """
 
 import asyncio
+import json
 import operator
 import os
 import time
@@ -21,9 +22,9 @@ from functools import cached_property, partial
 from pathlib import Path
 from typing import Any
 
-import msgspec
 import torch
 import torch.nn.functional as F
+from msgspec.structs import replace
 from torch import Tensor
 from tqdm import tqdm
 
@@ -33,6 +34,8 @@ from checkpoints.weights import DTYPES, load_model
 from cli import note
 from config import ModelConfig, require_causal
 from engine.adapters import ADAPTER, single_adapter
+from engine.calls.parser import call_reader
+from engine.constrain.formats import format_grammar
 from engine.core import OVERFLOW, Engine
 from engine.draft_models import Draft, find_draft
 from engine.followers import Followers
@@ -79,10 +82,11 @@ class Completion:
     prompt_ids: list[int]
     token_ids: list[int] = field(default_factory=list)
     text: str = ""  # empty for a model without a tokenizer
-    finish_reason: str | None = None  # `stop`, `length`; None while it goes on
+    finish_reason: str | None = None  # `stop`, `length`, with tools also `tool_calls`; None while it goes on
     stop_reason: str | int | None = None  # the stop string or token that ended it
     logprobs: list[TokenLogprobs] = field(default_factory=list)  # one for each of token_ids, if requested
     prompt_logprobs: list[TokenLogprobs | None] | None = None  # None: not requested; the first entry is None
+    message: dict[str, Any] | None = None  # of `chat` with tools: as /v1/chat/completions has it, with `tool_calls`
 
 
 @dataclass
@@ -238,16 +242,24 @@ class LLM:
         progress: bool = True,
     ) -> list[Completion]:
         """The model's next message in one conversation, or in each of several. messages: as in /v1/chat/completions, with texts as
-        contents. tools: as there; the chat template shows them to the model, whose calls are in the text. params, progress: as
-        `generate` takes them. Raises UserError as `generate` does, and for a model without a chat template."""
+        contents. tools: as there; an answer's `message` has the calls, as the model wrote them. params, progress: as `generate` takes
+        them. Raises UserError as `generate` does, and for a model without a chat template."""
         if self.tokenizer is None:
             raise UserError("this model has no tokenizer, so it has no chat template; give token ids to generate")
         talks: Any = [messages] if messages and isinstance(messages[0], Mapping) else messages
         for message in (message for talk in talks for message in talk):
-            if not (isinstance(message, Mapping) and isinstance(message.get("content"), str)):
+            if not (isinstance(message, Mapping) and (isinstance(message.get("content"), str) or message.get("tool_calls"))):
                 raise UserError(f"a message is a dict with a role and a text as content, not {shown(message)}")
-        options = {"tools": list(tools)} if tools else {}
-        return self.generate([encode_chat(self.tokenizer, talk, **options) for talk in talks], params, progress=progress)
+        if not tools:
+            return self.generate([encode_chat(self.tokenizer, talk) for talk in talks], params, progress=progress)
+        special, read = call_reader(self.tokenizer, tools)
+        prompts = [encode_chat(self.tokenizer, talk, tools=list(tools)) for talk in talks]
+        each = [replace(one, kept_special=[*one.kept_special, *special.values()]) for one in _one_each(params, len(prompts))]
+        answers = self.generate(prompts, each, progress=progress)
+        for answer in answers:
+            answer.message, called = read(answer.prompt_ids, answer.text)
+            answer.finish_reason = "tool_calls" if called and answer.finish_reason == "stop" else answer.finish_reason
+        return answers
 
     def embed(self, prompts: str | Sequence[str] | Sequence[Sequence[int]]) -> list[list[float]]:
         """The vector of each text or list of token ids, pooled and normalized as the checkpoint's files of sentence-transformers say,
@@ -415,14 +427,17 @@ class LLM:
                     "thinking_token_budget has no effect, because the chat template marks no reasoning; leave it out"
                 )
             budget = budget_after(self.tokenizer, reasoning, params.thinking_token_budget, prompt)
-            params = msgspec.structs.replace(params, thinking=budget)
+            params = replace(params, thinking=budget)
+        for name in ("json_schema", "regex", "choice"):
+            if (value := getattr(params, name)) is not None:
+                params = replace(params, **{name: None, "grammar": format_grammar(name, json.dumps(value))})
         if params.bad_words:
             if self.tokenizer is None:
                 raise UserError("this model has no tokenizer, so bad_words has no effect; give token ids in banned")
-            params = msgspec.structs.replace(params, banned=[*params.banned, *banned_by(self.tokenizer, params.bad_words)])
+            params = replace(params, banned=[*params.banned, *banned_by(self.tokenizer, params.bad_words)])
         if params.ignore_eos or self.eos_ids <= set(params.stop_token_ids):
             return params
-        return msgspec.structs.replace(params, stop_token_ids=sorted(self.eos_ids | set(params.stop_token_ids)))
+        return replace(params, stop_token_ids=sorted(self.eos_ids | set(params.stop_token_ids)))
 
     def _engine_for(self, prompts: list[list[int]], params: list[SamplingParams]) -> Engine:
         """The engine of `limits`, or one that is just large enough for these prompts. It is kept for later calls
@@ -563,7 +578,7 @@ def encode_texts(tokenizer: Tokenizer, texts: Sequence[str], add_special_tokens:
 def encode_chat(tokenizer: Tokenizer, messages: Sequence[Message], **options: Any) -> list[int]:
     """The ids of a conversation. options: of its template. Raises UserError for what a template or a tokenizer makes endless or
     enormous."""
-    length = sum(len(message["content"]) for message in messages)
+    length = sum(len(message.get("content") or "") for message in messages)
     return bounded("the conversation", partial(tokenizer.encode_chat, **options), messages, characters=length)
 
 

@@ -137,6 +137,9 @@ class SamplingParams(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=Tr
     skip_special: bool = True  # leave special tokens out of the text
     kept_special: list[int] = []  # but not these
     ignore_eos: bool = False  # `LLM` adds the model's EOS tokens to `stop_token_ids` unless this is set
+    json_schema: dict[str, Any] | str | None = None  # becomes `grammar`: a JSON schema, or its text
+    regex: str | None = None  # becomes `grammar`: of the whole answer, in the syntax of Rust's regex
+    choice: list[str] | None = None  # becomes `grammar`: the answer is one of these texts
 
     @property
     def is_filtered(self) -> bool:
@@ -187,6 +190,10 @@ class SamplingParams(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=Tr
         ):
             if not valid:
                 raise UserError(f"{name} must be {rule}, not {getattr(self, name)}")
+        if self.choice is not None and not (self.choice and all(isinstance(text, str) and text for text in self.choice)):
+            raise UserError(f"choice must be texts of at least one character, or None, not {shown(self.choice)}")
+        if [self.grammar, self.json_schema, self.regex, self.choice].count(None) < 3:
+            raise UserError("grammar, json_schema, regex and choice exclude each other; give one of them")
         excluded = {ids[0] for ids in self.banned if len(ids) == 1}.union(self.stop_token_ids if self.min_tokens else ())
         if self.allowed_token_ids and excluded.issuperset(self.allowed_token_ids):
             raise UserError(

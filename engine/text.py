@@ -1,6 +1,7 @@
 """Convert ids to text as they arrive, with stop strings, special tokens, and the position of each token in the text."""
 
 from collections.abc import Sequence
+from functools import lru_cache
 
 import msgspec
 
@@ -21,6 +22,12 @@ def banned_by(tokenizer: Tokenizer, words: Sequence[str]) -> list[list[int]]:
             if ids and ids not in found:
                 found.append(ids)
     return found
+
+
+@lru_cache(maxsize=16)  # a tokenizer may have thousands of special tokens
+def special_ids(tokenizer: Tokenizer, texts: tuple[str, ...]) -> dict[str, int]:
+    """The special tokens that are in the texts, with their ids. Shared: not to be changed."""
+    return {special: i for special, i in tokenizer.special_texts.items() if any(special in text for text in texts)}
 
 
 class Delta(msgspec.Struct):  # made for every token; a dataclass takes twice as long to make

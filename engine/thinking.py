@@ -6,6 +6,8 @@ from dataclasses import dataclass
 from engine.protocol import ThinkingBudget
 from text.tokenizer import Tokenizer
 
+PROMPT_END = 32  # tokens, at least a marker and spaces
+
 
 @dataclass(frozen=True)
 class ReasoningSyntax:
@@ -31,6 +33,19 @@ REASONING = {
 def reasoning_of(template: str) -> ReasoningSyntax | None:
     """How a model with this chat template marks its reasoning; None: it marks none."""
     return next((syntax for syntax in REASONING.values() if syntax.end in template), None)
+
+
+def reasoning_after(
+    tokenizer: Tokenizer, reasoning: ReasoningSyntax | None, prompt: Sequence[int], continued: str = ""
+) -> tuple[ReasoningSyntax | None, bool]:
+    """How the answer to a conversation marks its reasoning, and whether it begins inside it. None: it does not reason. reasoning: how
+    the model does. prompt: its token ids. continued: the text of the message that the answer continues."""
+    end = tokenizer.decode(prompt[-PROMPT_END:], skip_special_tokens=False).rstrip() if prompt else ""
+    if reasoning is None or end.endswith(reasoning.end):  # the prompt says not to reason
+        return None, False
+    if reasoning.start in continued or reasoning.end in continued:
+        return reasoning, continued.rfind(reasoning.start) > continued.rfind(reasoning.end)
+    return reasoning, (reasoning.begun and not continued) or end.endswith(reasoning.start)
 
 
 def budget_of(tokenizer: Tokenizer, syntax: ReasoningSyntax, tokens: int, inside: bool) -> ThinkingBudget:

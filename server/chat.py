@@ -7,10 +7,10 @@ from typing import Any
 from fastapi import FastAPI, Request
 from starlette.responses import Response
 
+from engine.calls.parser import Arguments, Call, Part, Text, message_of
 from engine.text import Delta
 from server.bounds import TokenBounds, fit_answer, fit_prompt
 from server.calls.choice import PartReader, parser_for
-from server.calls.parser import Arguments, Call, Part, Reasoning, Text
 from server.endpoint import ChoicesRequest, Chunks, GenerationRequest, StreamWriter, WholeChoice, respond
 from server.errors import bad
 from server.generation import Prompt
@@ -115,7 +115,7 @@ class ChatRequest(ChoicesRequest):
 
     def _choice(self, index: int, whole: WholeChoice) -> dict[str, Any]:
         reader, parts = whole.reader, whole.parts.joined()
-        message = self._message(parts)
+        message = message_of(parts, self.with_reasoning)
         choice = {
             "index": index,
             "message": message,
@@ -125,20 +125,6 @@ class ChatRequest(ChoicesRequest):
             "token_ids": None,
         }
         return choice | whole.ids.finish()
-
-    def _message(self, parts: Sequence[Part]) -> dict[str, Any]:
-        text = "".join(part.text for part in parts if isinstance(part, Text))
-        reasoning = "".join(part.text for part in parts if isinstance(part, Reasoning))
-        calls: list[dict[str, Any]] = []
-        for part in parts:
-            if isinstance(part, Call):
-                calls.append(_call(part))
-            elif isinstance(part, Arguments):
-                calls[-1]["function"]["arguments"] = part.text
-        message: dict[str, Any] = {"role": "assistant", "content": text or (None if parts else ""), "refusal": None}
-        if reasoning and self.with_reasoning:
-            message["reasoning_content"] = reasoning
-        return message | ({"tool_calls": calls} if calls else {})
 
     def stream_writer(self) -> StreamWriter:
         return ChatStream(self)
@@ -226,7 +212,7 @@ class _ChoiceStream:
         called = False  # the last part was a call
         for part in parts:
             if isinstance(part, Call):
-                found.append({"tool_calls": [{"index": self._calls, **_call(part)}]})
+                found.append({"tool_calls": [{"index": self._calls, **part.layout()}]})
                 self._calls += 1
             elif isinstance(part, Arguments) and called:
                 found[-1]["tool_calls"][0]["function"]["arguments"] = part.text
@@ -241,7 +227,3 @@ class _ChoiceStream:
 
     def _chunk(self, delta: dict[str, Any]) -> dict[str, Any]:
         return {"index": self._index, "delta": delta, "logprobs": None, "finish_reason": None}
-
-
-def _call(call: Call) -> dict[str, Any]:
-    return {"id": call.id, "type": "function", "function": {"name": call.name, "arguments": ""}}

@@ -11,12 +11,12 @@ from msgspec.structs import asdict
 from pydantic import BaseModel
 from starlette.types import Receive
 
+from engine.constrain.grammars import Compiled
 from engine.pooling_file import checkpoint_embedder
 from engine.protocol import Pooling, Turn
 from errors import UserError
 from files import shown
 from server.bounds import MAX_VALUES, BodyBounds, parse
-from server.constrain.grammars import Compiled
 from server.engine_client import EngineClient, broken
 from server.errors import ApiError
 from server.examples import read_examples

@@ -15,6 +15,7 @@ from typing import Any
 from checkpoints.hub import fetched, is_hub_name
 from checkpoints.presets import has_random_weights
 from cli import Parser
+from engine.calls.syntax import SYNTAXES
 from engine.protocol import ADAPTER_NAME, SamplingParams
 from engine.thinking import REASONING
 from errors import UserError
@@ -32,7 +33,6 @@ from options import (
     positive,
     zero_or_more,
 )
-from server.calls.syntax import SYNTAXES
 from server.journal_file import JournalBounds
 from server.limits import read_keys
 from server.logs import METRIC_PATHS

@@ -9,15 +9,15 @@ from pathlib import Path
 
 INFERENCE = ("checkpoints", "comm", "engine", "kernels", "layers", "quantized", "ranks", "server", "text")  # and the root
 LINES = {  # of Python, by package
-    "server": 14_849,
-    "engine": 7_350,
+    "server": 13_043,
+    "engine": 9_238,
     "kernels": 9_600,
     "comm": 3_750,
     "training": 5_693,
     "scripts": 9_398,
-    "tests": 54_779,
+    "tests": 54_955,
 }
-INFERENCE_LINES = 44_773
+INFERENCE_LINES = 44_855
 ROOT_FILES = 9
 ENTERED_FILES = 56  # by a streamed chat request; tests/server/test_files_entered.py counts them
 PAGES_WORDS = 27_000  # README.md and docs, tables included: say in a page what its reader decides by

@@ -1,1 +1,1 @@
-"""Reasoning and tool calls in answers: how families of models write them, and the parser that finds them."""
+"""Reasoning and tool calls of requests: which parser and which grammar an answer has."""

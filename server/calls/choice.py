@@ -3,22 +3,21 @@
 The chat template tells how the model writes reasoning and calls.
 """
 
-import functools
 import pickle
 from array import array
 from bisect import bisect_left
 from collections.abc import Sequence
 
+from engine.calls.parser import AnswerParser, Parser, Part, Text, Tools
+from engine.calls.syntax import JSON, SYNTAXES, CallSyntax, Marks, syntax_of
+from engine.constrain.grammars import Compiled, SchemaError
+from engine.constrain.json_schema import CallableTool
 from engine.grammars import MAX_TEXT
 from engine.protocol import ThinkingBudget
-from engine.text import Delta
-from engine.thinking import REASONING, ReasoningSyntax, budget_after, budget_of, reasoning_of
+from engine.text import Delta, special_ids
+from engine.thinking import REASONING, ReasoningSyntax, budget_after, budget_of, reasoning_after, reasoning_of
 from errors import UserError
-from server.calls.parser import AnswerParser, Parser, Part, Text, Tools
-from server.calls.syntax import JSON, SYNTAXES, CallSyntax, Marks, syntax_of
 from server.constrain.demand import Demand, compile_demand
-from server.constrain.grammars import Compiled, SchemaError
-from server.constrain.json_schema import CallableTool
 from server.errors import ApiError, bad
 from server.generation import Usage
 from server.logs import log
@@ -26,7 +25,6 @@ from server.schemas import ChatBody, GenerationBody
 from server.service import Service
 from text.tokenizer import Tokenizer
 
-PROMPT_END = 32  # tokens, at least a marker and spaces
 UNCONSTRAINED = Compiled("")
 MAX_NAMED = 10  # most keywords in the response header of those that are not enforced
 BRIEF_SECONDS = 2.0  # longest wait for a worker if the answer may also be unconstrained
@@ -115,15 +113,7 @@ def _template(service: Service, body: GenerationBody) -> str:
 
 
 def _reasoning_after(service: Service, body: ChatBody, prompt: Sequence[int]) -> tuple[ReasoningSyntax | None, bool]:
-    """How the model marks its reasoning, and whether the answer begins inside it. None: it does not reason."""
-    reasoning = _reasoning(service, body)
-    end = service.tokenizer.decode(prompt[-PROMPT_END:], skip_special_tokens=False).rstrip() if prompt else ""
-    if reasoning is None or end.endswith(reasoning.end):  # the prompt says not to reason
-        return None, False
-    continued = _continued(body)
-    if reasoning.start in continued or reasoning.end in continued:
-        return reasoning, continued.rfind(reasoning.start) > continued.rfind(reasoning.end)
-    return reasoning, (reasoning.begun and not continued) or end.endswith(reasoning.start)
+    return reasoning_after(service.tokenizer, _reasoning(service, body), prompt, _continued(body))
 
 
 def _reasoning(service: Service, body: GenerationBody) -> ReasoningSyntax | None:
@@ -176,12 +166,6 @@ def _continued(body: ChatBody) -> str:
 
 def _markers(reasoning: ReasoningSyntax | None, tools: Tools | None) -> tuple[str, ...]:
     return (*((reasoning.start, reasoning.end) if reasoning else ()), *(tools.syntax.markers if tools else ()))
-
-
-@functools.lru_cache(maxsize=16)  # a tokenizer may have thousands of special tokens
-def special_ids(tokenizer: Tokenizer, texts: tuple[str, ...]) -> dict[str, int]:
-    """The special tokens that are in the texts, with their ids. Shared: not to be changed."""
-    return {special: i for special, i in tokenizer.special_texts.items() if any(special in text for text in texts)}
 
 
 # --- the grammar -------------------------------------------------------------------------------------------------------------

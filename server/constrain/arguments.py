@@ -4,10 +4,10 @@ import json
 from collections.abc import Collection, Iterable
 from typing import Any
 
-from server.calls.syntax import ArgumentSyntax
-from server.calls.values import WORD, parsed, regex, resolved, target, types_of
-from server.constrain.grammars import Compiled, Rules, SchemaError, accepted, lark_json
-from server.constrain.json_schema import CallableTool, compile_schema
+from engine.calls.syntax import ArgumentSyntax
+from engine.calls.values import WORD, parsed, regex, resolved, target, types_of
+from engine.constrain.grammars import Compiled, Rules, SchemaError, accepted, lark_json
+from engine.constrain.json_schema import CallableTool, compile_schema
 
 MAX_DEPTH = 12  # of nested values whose schemas are followed
 MAX_LENGTH = 1000  # longest text whose length is enforced

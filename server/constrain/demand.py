@@ -7,30 +7,23 @@ no text for llguidance: a grammar names them by id.
 This module runs in worker processes.
 """
 
-import json
-import re
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import replace
 from typing import Any, Literal, NamedTuple
 
-from llguidance import LLMatcher
-from llguidance.gbnf_to_lark import gbnf_to_lark
 from pydantic import ValidationError
 
+from engine.calls.syntax import JSON, JSON_LIST, CallSyntax, Marks
+from engine.calls.values import regex
+from engine.constrain.formats import compile_format, object_of, schema_of
+from engine.constrain.grammars import Compiled, Rules, SchemaError, accepted, check_matcher
+from engine.constrain.json_schema import CallableTool, compile_arguments, compile_calls, compile_schema
 from server.body import Constraint, StructuralTagFormat
-from server.calls.syntax import JSON, JSON_LIST, CallSyntax, Marks
-from server.calls.values import regex
 from server.constrain.arguments import ArgumentGrammar
-from server.constrain.grammars import Compiled, Rules, SchemaError, accepted, check_grammar, check_matcher, lark_json
-from server.constrain.json_schema import CallableTool, compile_arguments, compile_calls, compile_schema
 
-LARK = re.compile(r"^\s*(%llguidance\b|\??start\b[^:\n]*:(?!:=))", re.MULTILINE)  # otherwise GBNF, whose rules are `name ::= …`
 GAP = r"/\n{1,4}/?"  # between reasoning and what follows it
 SPACES = r"[ \n]{0,2}"  # with a bound, because a small model could otherwise fill the answer with them
 
-MOST_SYMBOLS = (
-    10_000  # of a client's own grammar: a step takes a quarter of a second if 64 answers begin 6,000 alternatives at once
-)
 FENCE = "```[a-z_]*"
 # most tools whose arguments may come before the name, and most optional properties of all of them: the grammar follows those of all
 # tools until it knows which
@@ -142,10 +135,10 @@ def _demanded(demand: Demand) -> Compiled:
         return rules.finish(rules.free(rules.structures(constraint.value)))
     has_plain = bool(tools) and syntax.plain and not syntax.arguments
     if has_plain and constraint and constraint.kind == "json":  # one schema: both may begin alike
-        whole = [compile_calls(tools, _schema(constraint.value), constraint.strict, constraint.whitespace, syntax.key)]
+        whole = [compile_calls(tools, schema_of(constraint.value), constraint.strict, constraint.whitespace, syntax.key)]
     else:
         whole = [compile_calls(tools, key=syntax.key)] if has_plain else []
-        whole += [_compile(constraint)] if constraint else []
+        whole += [compile_format(*constraint[:2], *constraint[3:])] if constraint else []
     marked = list[str]()
     if tools and (syntax.trigger or syntax.arguments):
         must = demand.calls == "must"
@@ -155,70 +148,10 @@ def _demanded(demand: Demand) -> Compiled:
     return rules.finish(rules.after_reasoning(f"({' | '.join([*marked, *map(rules.part, whole)])})"))
 
 
-def _compile(constraint: Constraint) -> Compiled:
-    """The grammar of a format."""
-    match constraint.kind:
-        case "json":
-            return compile_schema(_schema(constraint.value), constraint.strict, constraint.whitespace)
-        case "regex":
-            return _checked(LLMatcher.grammar_from_regex(_whole(constraint.value)))
-        case "choice":  # a terminal: as many as one likes are a single item of the parser
-            texts = " | ".join(map(lark_json, constraint.value))
-            return _of_lark(f"start: CHOICE\nCHOICE: {texts}")
-        case _:
-            return _of_lark(_lark(_whole(constraint.value)))
-
-
-def _whole(text: str) -> str:
-    """The text, if it can be encoded. Raises SchemaError."""
-    try:
-        text.encode()
-    except UnicodeEncodeError as e:
-        raise SchemaError("it has a lone surrogate, half of a character") from e
-    return text
-
-
-def _of_lark(text: str) -> Compiled:
-    """In the form that `Rules.part` can put into a larger grammar, which `LLMatcher.grammar_from_lark` does not promise."""
-    return _checked(json.dumps({"grammars": [{"lark_grammar": text}]}), symbols=MOST_SYMBOLS)
-
-
-def _lark(text: str) -> str:
-    if LARK.search(text):
-        return text
-    try:
-        return gbnf_to_lark(text)
-    except RecursionError as e:
-        raise SchemaError("it is nested too deeply") from e
-    except Exception as e:  # the library raises many kinds
-        raise SchemaError(f"it is neither Lark, which begins at `start:`, nor GBNF: {' '.join(str(e).split())[:200]}") from e
-
-
-def _schema(given: dict[str, Any] | str) -> dict[str, Any]:
-    schema = _object(given)
-    return schema or {"type": "object"}
-
-
-def _object(given: dict[str, Any] | str) -> dict[str, Any]:
-    """A JSON object, given as such or as text."""
-    if isinstance(given, str):
-        try:
-            given = json.loads(given)
-        except (ValueError, RecursionError) as e:
-            raise SchemaError("it is not valid JSON") from e
-    if not isinstance(given, dict):
-        raise SchemaError("it is not an object")
-    return given
-
-
 def _count_optional(tool: CallableTool) -> int:
     properties, required = ((tool.parameters or {}).get(key) for key in ("properties", "required"))
     names = set(properties) if isinstance(properties, dict) else set[str]()
     return len(names.difference(one for one in required if isinstance(one, str)) if isinstance(required, list) else names)
-
-
-def _checked(grammar: str, **bounds: int) -> Compiled:
-    return Compiled(grammar, tuple(check_grammar(grammar, **bounds)))
 
 
 class AnswerRules(Rules):
@@ -346,7 +279,7 @@ class AnswerRules(Rules):
     def structures(self, given: dict[str, Any] | str) -> dict[str, list[str]]:
         """What follows each trigger of a structural tag. Raises SchemaError."""
         try:
-            tags = StructuralTagFormat.model_validate(_object(given) | {"type": "structural_tag"})
+            tags = StructuralTagFormat.model_validate(object_of(given) | {"type": "structural_tag"})
         except ValidationError as e:
             first = e.errors()[0]
             raise SchemaError(f"{'.'.join(map(str, first['loc']))}: {first['msg']}") from e

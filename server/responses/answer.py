@@ -8,9 +8,9 @@ from typing import Any, Literal, NamedTuple
 
 import msgspec
 
+from engine.calls.parser import Call, Part, Reasoning, Text
 from engine.text import Delta
 from server.bounds import TokenBounds, fit_answer
-from server.calls.parser import Call, Part, Reasoning, Text
 from server.chat import TranslatedChat, read_conversation
 from server.endpoint import JsonLists
 from server.errors import TOO_LONG, ApiError

@@ -10,8 +10,8 @@ from typing import Any
 
 import pytest
 
+from engine.calls.parser import Arguments, Call, Part, Reasoning, Text
 from engine.protocol import Logprob, TokenLogprobs
-from server.calls.parser import Arguments, Call, Part, Reasoning, Text
 from server.chat import ChatRequest
 from server.completions import CompletionRequest
 from server.endpoint import GenerationRequest

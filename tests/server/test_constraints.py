@@ -19,15 +19,15 @@ from typing import Any
 import jsonschema
 import pytest
 
+from engine.calls.parser import AnswerParser, Arguments, Call, PartList, Reasoning, Text, Tools
+from engine.calls.syntax import HERMES, JSON, LLAMA, SYNTAXES, CallSyntax, Marks
+from engine.calls.values import types_of
+from engine.constrain.grammars import SchemaError
+from engine.constrain.json_schema import CallableTool
 from engine.thinking import ReasoningSyntax
 from server.body import Constraint
 from server.calls.choice import BRIEF_SECONDS, demand_of
-from server.calls.parser import AnswerParser, Arguments, Call, PartList, Reasoning, Text, Tools
-from server.calls.syntax import HERMES, JSON, LLAMA, SYNTAXES, CallSyntax, Marks
-from server.calls.values import types_of
 from server.constrain.demand import Demand, compile_demand
-from server.constrain.grammars import SchemaError
-from server.constrain.json_schema import CallableTool
 from server.errors import ApiError
 from server.generation import make_params
 from server.schemas import ChatBody

@@ -10,9 +10,9 @@ import httpx
 import msgspec
 import pytest
 
+from engine.calls.parser import Arguments, Call, Part, Reasoning, Text
 from engine.protocol import Starting
 from server import recovery, replies
-from server.calls.parser import Arguments, Call, Part, Reasoning, Text
 from server.errors import ApiError, messages_error_type
 from server.generation import Prompt
 from server.messages.answer import MessagesRequest, read_input

@@ -13,14 +13,14 @@ from unittest.mock import Mock
 
 import pytest
 
+from engine.calls import syntax as call_syntax
+from engine.calls.parser import AnswerParser, Arguments, Call, Part, PartList, Reasoning, Text, Tools
+from engine.calls.reader import Reader
+from engine.calls.syntax import GLM, PYTHON, QWEN, SYNTAXES, syntax_of
 from engine.protocol import ThinkingBudget
 from engine.thinking import REASONING
 from errors import UserError
 from server import replies
-from server.calls import syntax as call_syntax
-from server.calls.parser import AnswerParser, Arguments, Call, Part, PartList, Reasoning, Text, Tools
-from server.calls.reader import Reader
-from server.calls.syntax import GLM, PYTHON, QWEN, SYNTAXES, syntax_of
 from tests.support.constrained import accepts
 from tests.support.server_thread import CHAT, EOS, TOKENIZER, TOOL, Site
 from text.tokenizer import Tokenizer

@@ -11,8 +11,8 @@ import pytest
 from openai.types.responses import Response, ResponseItem, ResponseStreamEvent
 from pydantic import TypeAdapter
 
+from engine.calls.parser import Arguments, Call, Part, Reasoning, Text
 from engine.protocol import Logprob, TokenLogprobs
-from server.calls.parser import Arguments, Call, Part, Reasoning, Text
 from server.errors import ApiError
 from server.generation import Prompt
 from server.http import to_json

@@ -12,8 +12,8 @@ from typing import Any
 import jsonschema
 import pytest
 
-from server.constrain.grammars import SchemaError, check_matcher
-from server.constrain.json_schema import compile_schema
+from engine.constrain.grammars import SchemaError, check_matcher
+from engine.constrain.json_schema import compile_schema
 from tests.support.constrained import accepts, write
 from tests.support.server_thread import CHAT, TOOL, Site
 

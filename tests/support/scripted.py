@@ -2,9 +2,9 @@
 
 from collections.abc import Sequence
 
+from engine.calls.parser import Part
 from engine.protocol import TokenLogprobs
 from engine.text import Delta
-from server.calls.parser import Part
 from server.endpoint import GenerationRequest
 from server.errors import ApiError
 

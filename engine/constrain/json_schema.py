@@ -29,9 +29,9 @@ from urllib.parse import quote
 
 from llguidance import LLMatcher
 
+from engine.calls.values import anchors, target
+from engine.constrain.grammars import Compiled, SchemaError, check_grammar, one_line
 from engine.grammars import limits
-from server.calls.values import anchors, target
-from server.constrain.grammars import Compiled, SchemaError, check_grammar, one_line
 
 ONE_SPACE = "[ ]?"  # between JSON tokens: a small model could otherwise fill the answer with blank lines
 MAX_NODES = 100_000  # subschemas that the rewrite visits, plus the names that closed objects allow

@@ -11,14 +11,18 @@ import io
 import json
 import re
 import uuid
-from collections.abc import Generator
+from collections.abc import Callable, Generator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, Protocol
 
-from engine.thinking import ReasoningSyntax
-from server.calls.reader import Markers, Reader, Sink, Truth, Word, ignore
-from server.calls.syntax import ArgumentSyntax, CallSyntax
-from server.calls.values import WORD, json_word, parsed, quoted, types_of
+from engine.calls.reader import Markers, Reader, Sink, Truth, Word, ignore
+from engine.calls.syntax import JSON, SYNTAXES, ArgumentSyntax, CallSyntax, syntax_of
+from engine.calls.values import WORD, json_word, parsed, quoted, types_of
+from engine.text import special_ids
+from engine.thinking import ReasoningSyntax, reasoning_after, reasoning_of
+from errors import UserError
+from files import shown
+from text.tokenizer import Tokenizer
 
 SPACES = re.compile(r"\s*")
 NEWLINES = re.compile(r"\n*")
@@ -59,6 +63,10 @@ class Call:
     id: str
     name: str
 
+    def layout(self) -> dict[str, Any]:
+        """As messages of /v1/chat/completions have it, with no arguments yet."""
+        return {"id": self.id, "type": "function", "function": {"name": self.name, "arguments": ""}}
+
 
 @dataclass(frozen=True, slots=True)
 class Arguments:
@@ -68,6 +76,22 @@ class Arguments:
 
 
 Part = Reasoning | Text | Call | Arguments
+
+
+def message_of(parts: Sequence[Part], with_reasoning: bool = True) -> dict[str, Any]:
+    """The whole parts of an answer as a message of /v1/chat/completions."""
+    text = "".join(part.text for part in parts if isinstance(part, Text))
+    reasoning = "".join(part.text for part in parts if isinstance(part, Reasoning))
+    calls: list[dict[str, Any]] = []
+    for part in parts:
+        if isinstance(part, Call):
+            calls.append(part.layout())
+        elif isinstance(part, Arguments):
+            calls[-1]["function"]["arguments"] = part.text
+    message: dict[str, Any] = {"role": "assistant", "content": text or (None if parts else ""), "refusal": None}
+    if reasoning and with_reasoning:
+        message["reasoning_content"] = reasoning
+    return message | ({"tool_calls": calls} if calls else {})
 
 
 class Parser(Protocol):
@@ -550,3 +574,24 @@ class AnswerParser:
         except ValueError:
             return ""
         return value
+
+
+def call_reader(
+    tokenizer: Tokenizer, tools: Sequence[Mapping[str, Any]]
+) -> tuple[dict[str, int], Callable[[Sequence[int], str], tuple[dict[str, Any], bool]]]:
+    """The special tokens that texts with calls must have, with their ids, and a function: from a prompt's ids and its answer's text to the
+    message of /v1/chat/completions, and whether it ends with whole calls. tools: as there. Raises UserError for others."""
+    try:
+        schemas = {tool["function"]["name"]: tool["function"].get("parameters") or {} for tool in tools}
+    except (TypeError, KeyError, AttributeError):
+        raise UserError(f"tools are dicts with type and function, which has a name; not {shown(tools)}") from None
+    template = tokenizer.pick_template(None, with_tools=True)
+    syntax, reasoning = SYNTAXES.get(syntax_of(template) or "") or JSON, reasoning_of(template)
+    special = special_ids(tokenizer, (*((reasoning.start, reasoning.end) if reasoning else ()), *syntax.markers))
+
+    def read(prompt: Sequence[int], text: str) -> tuple[dict[str, Any], bool]:
+        known = Tools(syntax, frozenset(schemas), schemas=schemas)
+        parser = AnswerParser(*reasoning_after(tokenizer, reasoning, prompt), known, frozenset(special))
+        return message_of(parser.push(text, final=True)), parser.complete
+
+    return special, read

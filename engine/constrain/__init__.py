@@ -1,0 +1,1 @@
+"""Grammars of answers: JSON schemas, regular expressions and other formats."""
