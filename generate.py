@@ -32,7 +32,7 @@ import torch
 from checkpoints.hub import fetch_named
 from checkpoints.lora import open_adapter
 from checkpoints.presets import model_config, warn_of_noise
-from checkpoints.weights import DTYPES, load_model
+from checkpoints.weights import DTYPES, chosen_dtype, load_model
 from cli import Parser, check_ranks, leave, note, run
 from config import ModelConfig, limit_context, require_causal
 from engine import LLM, SamplingParams
@@ -43,7 +43,7 @@ from errors import UserError
 from files import model_name
 from kernels import determinism
 from model import Transformer
-from options import ModelOptions, SpeculationOptions, add_options, dtype_name, rank_options, whole_number
+from options import ModelOptions, SpeculationOptions, add_options, rank_options, whole_number
 from ranks.processes import is_rank
 from text.tokenizer import Tokenizer
 from tp import World, agree_on_error, init_world, stream_shards
@@ -439,7 +439,7 @@ def main() -> None:
                 os.dup2(file.fileno(), 0)
             leave(start_ranks(args.tp, sys.argv))
     job, world = start()
-    dtype = DTYPES[dtype_name(job.args.dtype, world.device.type)]
+    dtype = DTYPES[chosen_dtype(job.args.dtype, job.args.model, job.config, world)]
     began = time.perf_counter()
     kv_dtype = job.args.kv_dtype
     model = load_model(job.args.model, job.config, world, dtype, job.args.seed, job.cache_tokens, kv_dtype)

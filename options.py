@@ -118,13 +118,16 @@ class ModelOptions:
         None, f"compute another residual variant than the checkpoint's: {usage()}. For benchmarks: the text will be wrong"
     )
     dtype: str | None = option(
-        None, "data type of weights and activations (default: bfloat16 on CUDA, float32 on CPU)", choices=DTYPE_NAMES
+        None,
+        "data type of weights and activations (default: bfloat16 on CUDA; on CPUs that multiply it, for checkpoints in bfloat16 of "
+        "67 million parameters and more, unless --deterministic; else float32)",
+        choices=DTYPE_NAMES,
     )
     quantize: str | None = option(
         None,
         "quantize the linear layers of a 16- or 32-bit checkpoint or a preset while loading it, by rounding to nearest: fp8 "
         "(weights by row, activations by token), int8 (weights by row), int4 (weights in groups of 128). With +head the "
-        "output layer becomes int8, too. It saves memory, and on Hopper GPUs time in decoding",
+        "output layer becomes int8, too. It saves memory, and time in decoding on Hopper GPUs; int8 and int4 in bfloat16 also on CPUs",
         choices=QUANTIZATIONS,
     )
     kv_dtype: str = option(

@@ -21,10 +21,12 @@ from checkpoints.sources import TABLES, ModelSource, Source, open_source, some
 from cli import note
 from config import ModelConfig
 from errors import UserError
+from files import CONFIG_BYTES, read_json
 from kernels import determinism
+from kernels.linear_host import multiplies_bf16
 from layers.linear import ShardedLinear
 from model import RMSNorm, Transformer
-from options import DTYPE_NAMES
+from options import DTYPE_NAMES, dtype_name
 from quantized.formats import FORMATS, Shapes, Slice, Tensors
 from quantized.weight import Quantized, QuantizedWeight, joined, quantize
 from tp import SPLITS, Shard, World, checkpoint_name, together
@@ -35,6 +37,7 @@ CACHE_SCALES = (  # of a cache in 8 bits and of attention in 8 bits
     "q_proj.output_scale", "k_proj.output_scale", "v_proj.output_scale",
 )  # fmt: skip
 COMPARED_ROWS = 4096  # at once, of two tables
+LARGE = 1 << 26  # parameters of a model whose weights no processor's cache holds
 READERS = 8  # threads that read weights for a GPU
 DTYPES = {name: getattr(torch, name) for name in DTYPE_NAMES}
 
@@ -270,6 +273,22 @@ def randomize(place: Place, seed: int) -> None:
         place.tensor.normal_(0.0, 0.02, generator=generator)
 
 
+def chosen_dtype(dtype: str | None, name: str, config: ModelConfig, world: World) -> str:
+    """The name of --dtype for `--model NAME`, or of its default: on CPUs that multiply bf16, that of a checkpoint in bf16 which is so
+    large that reading it takes most of a step. Else float32 on a CPU, bfloat16 on CUDA. Collective."""
+    if dtype is not None or world.device.type != "cpu" or determinism.enabled():  # which computes in fp64
+        return dtype_name(dtype, world.device.type)
+    stored = None if has_random_weights(name) else stored_dtype(name)
+    fits = stored == "bfloat16" and config.parameter_count() >= LARGE and multiplies_bf16()
+    return "bfloat16" if world.smallest([fits])[0] else "float32"
+
+
+def stored_dtype(name: str) -> str | None:
+    """What config.json says about the data type of a checkpoint's weights."""
+    raw = read_json(config_file(name), CONFIG_BYTES)
+    return str(raw.get("dtype") or raw.get("torch_dtype")).removeprefix("torch.")
+
+
 def load_model(
     name: str,
     config: ModelConfig,
@@ -349,7 +368,7 @@ def fill_model(
             # A CPU rank reads with one thread: ranks share the cores, and many mapped tensors at once would take too much memory.
             readers = READERS if source.concurrent and world.device.type == "cuda" else 1
             fill_all(all_places(model), source, readers, progress=world.rank == 0)
-        if world.device.type == "cuda" and not determinism.enabled():  # which dequantizes, and has kernels for plain weights
+        if not determinism.enabled():  # which dequantizes, and has kernels for plain weights
             for module in model.modules():
                 if isinstance(module, ShardedLinear):
                     module.pack(dtype)

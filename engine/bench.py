@@ -24,7 +24,7 @@ from tqdm import tqdm
 
 from checkpoints.hub import fetch_named
 from checkpoints.presets import model_config
-from checkpoints.weights import DTYPES, load_model
+from checkpoints.weights import DTYPES, chosen_dtype, load_model
 from cli import Parser, run
 from engine.core import Engine
 from engine.draft_models import find_draft
@@ -32,7 +32,7 @@ from engine.limits import EngineLimits
 from engine.profiling import gpu_time, kernel_idle_share, profiled, read_trace
 from engine.protocol import SamplingParams, Submit
 from errors import UserError
-from options import ModelOptions, SpeculationOptions, add_options, dtype_name, rank_options, whole_number
+from options import ModelOptions, SpeculationOptions, add_options, rank_options, whole_number
 from tp import World, init_world
 
 TRACED = range(20, 100)  # steps that --trace profiles
@@ -196,7 +196,7 @@ def main() -> None:
     if args.trace and world.device.type != "cuda":
         raise UserError("--trace shows when a GPU is idle, so it needs a GPU; leave it out on a CPU")
     config = model_config(args.model, args.variant, world.world_size, args.quantize)
-    dtype = DTYPES[dtype_name(args.dtype, world.device.type)]
+    dtype = DTYPES[chosen_dtype(args.dtype, args.model, config, world)]
     draft = find_draft(args.speculate, args.model, config, None, world.world_size)
     model = load_model(args.model, config, world, dtype)
     limits = EngineLimits.of(args)

@@ -30,7 +30,7 @@ from tqdm import tqdm
 
 from checkpoints.hub import fetched
 from checkpoints.presets import has_random_weights, model_config
-from checkpoints.weights import DTYPES, load_model
+from checkpoints.weights import DTYPES, chosen_dtype, load_model
 from cli import note
 from config import ModelConfig, require_causal
 from engine.adapters import ADAPTER, single_adapter
@@ -53,7 +53,7 @@ from kernels import determinism
 from kernels.sampling import log_softmax
 from layers.attention import Causal
 from model import Transformer
-from options import MOST_DRAFT_TOKENS, draft_limit, dtype_name
+from options import MOST_DRAFT_TOKENS, draft_limit
 from ranks.bounded import bounded
 from text.chat_form import Message
 from text.tokenizer import Tokenizer, check_fits
@@ -166,7 +166,7 @@ class LLM:
             return find_draft(speculate, None, model.config, self.tokenizer, size)
         config = model_config(model, given["variant"], size, given["quantize"])
         self.tokenizer = given["tokenizer"] or read_tokenizer(model, config)
-        name = dtype_name(given["dtype"], self.world.device.type)
+        name = chosen_dtype(given["dtype"], model, config, self.world)
         if name not in DTYPES:
             raise UserError(f"unknown dtype {name!r}; known: {', '.join(DTYPES)}")
         draft = find_draft(speculate, model, config, self.tokenizer, size)

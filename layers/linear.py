@@ -12,6 +12,7 @@ from kernels import determinism
 from kernels.activation import swiglu, swiglu_codes
 from kernels.dispatch import on_gpu
 from kernels.linear import linear, linear_swiglu
+from kernels.linear_host import supports as host_supports
 from kernels.linear_quantized import Packed, reads_codes
 from kernels.linear_quantized import linear as quantized_linear
 from kernels.linear_quantized import supports as quantized_supports
@@ -136,7 +137,8 @@ class ShardedLinear(nn.Module):
         if self.quantized:
             if determinism.enabled():
                 return self._quantized_tree(x)
-            out, bias = torch.cat([part(x) for part in self.quantized], -1), self.whole_bias()
+            products, bias = [part(x) for part in self.quantized], self.whole_bias()
+            out = products[0] if len(products) == 1 else torch.cat(products, -1)
             return out if bias is None else out + bias
         return linear(x, self.weight, self.whole_bias(), self.sum_parts)
 
@@ -168,12 +170,12 @@ class ShardedLinear(nn.Module):
         return swiglu_codes(gate_up) if self.reads_codes(gate_up) else swiglu(gate_up)
 
     def pack(self, dtype: torch.dtype) -> None:
-        """Prepare quantized parts that are filled for the kernels of this GPU: as one weight if all are quantized alike.
+        """Prepare quantized parts that are filled for the kernels of this GPU or CPU: as one weight if all are quantized alike.
 
         dtype: of the inputs. Without such kernels, PyTorch computes the parts as they are."""
-        if not quantized_supports(dtype):
-            return
         parts = [part for part in self.quantized or [] if isinstance(part, QuantizedWeight)]
+        if not parts or not (host_supports if parts[0].device.type == "cpu" else quantized_supports)(dtype):
+            return
         if self.quantized and len(parts) == len(self.quantized) and len(parts) > 1 and (whole := merged(parts)):
             self.quantized, parts = nn.ModuleList([whole]), [whole]
         for part in parts:

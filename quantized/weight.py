@@ -12,7 +12,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from errors import UserError
-from kernels import linear_quantized
+from kernels import linear_host, linear_quantized
 from kernels.linear import linear
 from quantized.scheme import LEAST_GROUP, Scheme
 
@@ -64,13 +64,15 @@ class PlainWeight(nn.Module):
 
 class QuantizedWeight(nn.Module):
     """One rank's slice (n, k) of a quantized linear layer without its bias. `fill` allocates its tensors, the fields of
-    `Quantized`, as parameters without gradients. `pack` replaces them by `packed` for the kernels of a GPU."""
+    `Quantized`, as parameters without gradients. `pack` replaces them by `packed` for the kernels of a GPU, or by `host` for the
+    operators of a CPU."""
 
     def __init__(self, scheme: Scheme, n: int, k: int, device: torch.device | None) -> None:
         super().__init__()
         self.scheme, self.n, self.k = scheme, n, k
         self.device = device or torch.device("cpu")
         self.packed: linear_quantized.Packed | None = None
+        self.host: linear_host.HostPacked | None = None
         for name in Quantized._fields:
             self.register_parameter(name, None)
 
@@ -80,11 +82,15 @@ class QuantizedWeight(nn.Module):
             self.register_parameter(name, stored)
 
     def pack(self) -> None:
-        """Keep the tensors as the GPU's kernels read them, if they can."""
+        """Keep the tensors as the GPU's kernels or the CPU's operators read them, if they can."""
         codes, scales, zeros, groups, _ = self.tensors
-        self.packed = linear_quantized.pack(codes, scales, zeros, groups, self.scheme.activations in ("token", "static"))
-        for name in Quantized._fields if self.packed else ():
-            stored = getattr(self.packed, name, None)
+        if codes.is_cuda:
+            self.packed = linear_quantized.pack(codes, scales, zeros, groups, self.scheme.activations in ("token", "static"))
+        elif groups is None and self.scheme.activations == "none":
+            self.host = linear_host.pack(codes, unpack(codes), scales, zeros)
+        found = self.packed or self.host
+        for name in Quantized._fields if found else ():
+            stored = getattr(found, name, None)
             self.register_parameter(name, None if stored is None else nn.Parameter(stored, requires_grad=False))
 
     @property
@@ -100,6 +106,8 @@ class QuantizedWeight(nn.Module):
         """(..., K) to (..., N), of x's data type. It may be captured in a CUDA graph."""
         if self.packed is not None:
             return linear_quantized.linear(x, self.packed)
+        if self.host is not None:
+            return linear_host.linear(x, self.host)
         tensors = self.tensors
         x = quantized_input(x, self.scheme, tensors)
         # a scale for each row multiplies the result: fewer values, and no rounding of the weight. fp16 could overflow before.

@@ -15,7 +15,7 @@ import msgspec
 
 from checkpoints.lora import LoraLimits, open_adapter
 from checkpoints.presets import model_config, warn_of_noise
-from checkpoints.weights import DTYPES, load_model
+from checkpoints.weights import DTYPES, chosen_dtype, load_model
 from cli import check_ranks, leave, note
 from config import ModelConfig, limit_context
 from engine.adapters import Adapters
@@ -28,7 +28,7 @@ from engine.tuning import Tuning, tune
 from engine.worker import FrontendLink, serve
 from errors import UserError
 from files import model_name
-from options import ModelOptions, SharedTextOptions, SpeculationOptions, StandInOptions, dtype_name, rank_options
+from options import ModelOptions, SharedTextOptions, SpeculationOptions, StandInOptions, rank_options
 from ranks.hosts import DRAIN, Watch, await_cause, model_fact, watch
 from ranks.processes import LAUNCHER, local_rank, rank, run_folder, start_ticks
 from server import logs
@@ -135,7 +135,7 @@ def shared_facts(settings: Settings) -> dict[str, str]:
 
 def build_engine(job: Job, world: World) -> tuple[Engine, str]:
     settings, config, tokenizer, draft, lora = job
-    dtype = dtype_name(settings.dtype, world.device.type)
+    dtype = chosen_dtype(settings.dtype, settings.model, config, world)
     adapter_bytes = lora.bytes(config, world.world_size, DTYPES[dtype]) if lora else 0
     model = load_model(settings.model, config, world, DTYPES[dtype], adapter_bytes=adapter_bytes)
     adapters = Adapters(model, lora, world, settings.lora_root) if lora else None

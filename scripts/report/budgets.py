@@ -11,13 +11,13 @@ INFERENCE = ("checkpoints", "comm", "engine", "kernels", "layers", "quantized", 
 LINES = {  # of Python, by package
     "server": 13_043,
     "engine": 9_238,
-    "kernels": 9_600,
+    "kernels": 9_647,
     "comm": 3_750,
     "training": 5_693,
     "scripts": 9_398,
-    "tests": 54_955,
+    "tests": 55_161,
 }
-INFERENCE_LINES = 44_855
+INFERENCE_LINES = 44_960
 ROOT_FILES = 9
 ENTERED_FILES = 56  # by a streamed chat request; tests/server/test_files_entered.py counts them
 PAGES_WORDS = 27_000  # README.md and docs, tables included: say in a page what its reader decides by
