@@ -13,10 +13,10 @@ from collections.abc import Iterator, Sequence
 from contextlib import suppress
 from functools import partial
 from pathlib import Path
-from typing import Any, Literal
+from typing import Annotated, Any, Literal
 
 import msgspec
-from fastapi import FastAPI, Request
+from fastapi import FastAPI, Query, Request
 from starlette.responses import Response
 from starlette.types import ASGIApp, Message
 
@@ -277,10 +277,16 @@ def add(app: FastAPI, settings: Settings) -> Batches:
         partial(one, responses=errors_of(400, 401, 404, 413), tags=["batches"]) for one in (app.get, app.post, app.delete)
     )
 
-    def add_kind(kind: str, path: str, one: Any, many: Any) -> None:
-        @get(path, response_model=many, summary=f"Your {path[4:]}, the newest first")
-        async def listed(request: Request) -> Response:
-            return JsonResponse({"object": "list", "data": batches.store.listed(request, kind), "has_more": False})
+    def add_kind(kind: str, path: str, one: Any, many: Any, usual: int, most: int) -> None:
+        @get(path, response_model=many, summary=f"Your {path[4:]}, the newest first; `after`: behind this id")
+        async def listed(
+            request: Request, after: str | None = None, limit: Annotated[int, Query(ge=1, le=most)] = usual
+        ) -> Response:
+            found = batches.store.listed(request, kind)
+            before = 1 + found.index(batches.store.find(request, after, kind).value) if after is not None else 0
+            data = found[before : before + limit]
+            ends = {name: data[at]["id"] if data else None for name, at in (("first_id", 0), ("last_id", -1))}
+            return JsonResponse({"object": "list", "data": data, "has_more": len(found) > before + limit, **ends})
 
         @get(path + "/{id}", response_model=one, summary=f"One of your {path[4:]}")
         async def retrieve(id: str, request: Request) -> Response:
@@ -290,7 +296,7 @@ def add(app: FastAPI, settings: Settings) -> Batches:
     async def upload(request: Request) -> Response:
         return JsonResponse(await batches.store.receive(request, settings.idle_timeout))
 
-    add_kind("file", "/v1/files", replies.FileReply, replies.FileList)
+    add_kind("file", "/v1/files", replies.FileReply, replies.FileList, 10_000, 10_000)
 
     @app.get("/v1/files/{id}/content", responses=CONTENT, tags=["batches"], summary="The bytes of a file")
     async def content(id: str, request: Request) -> Response:
@@ -306,7 +312,7 @@ def add(app: FastAPI, settings: Settings) -> Batches:
     async def create(body: BatchBody, request: Request) -> Response:
         return JsonResponse(await batches.create(body, request))
 
-    add_kind("batch", "/v1/batches", replies.BatchReply, replies.BatchList)
+    add_kind("batch", "/v1/batches", replies.BatchReply, replies.BatchList, 20, 100)
 
     @post("/v1/batches/{id}/cancel", response_model=replies.BatchReply, summary="End a batch; what is done of it stays")
     async def cancel(id: str, request: Request) -> Response:

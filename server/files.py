@@ -55,7 +55,7 @@ class FileStore:
             folder.mkdir(0o700, exist_ok=True)
             for part in folder.glob("*.part"):  # of a server that was killed
                 part.unlink()
-            for path in folder.glob("*.json"):
+            for path in sorted(folder.glob("*.json")):
                 self.records[path.stem] = msgspec.json.decode(path.read_bytes(), type=Record)
         except (OSError, msgspec.MsgspecError) as e:
             raise UserError(f"--journal: its folder {folder} cannot be used ({e}); mend it, or give another file") from e
@@ -74,7 +74,7 @@ class FileStore:
         """The client's files or batches, the newest first."""
         self._prune()
         own = [one.value for one in self.records.values() if one.owner == owner(request.scope) and one.value["object"] == kind]
-        return sorted(own, key=lambda value: (value["created_at"], value["id"]), reverse=True)
+        return sorted(own, key=lambda value: value["created_at"])[::-1]  # of one second, the last one is the newest
 
     async def save(self, record: Record) -> dict[str, Any]:
         """Keep a new or changed record. Returns its value."""

@@ -110,7 +110,7 @@ BATCH = {
     "errors": May({"object": str, "data": [{"code": str, "line": int | None, "message": str, "param": str | None}]}),
 }
 BatchReply = answer("BatchReply", {"object": Literal["batch"], **BATCH})
-PAGE = {"object": Literal["list"], "has_more": Literal[False]}
+PAGE = {"object": Literal["list"], "has_more": bool, "first_id": str | None, "last_id": str | None}
 FileList, BatchList = answer("FileList", {**PAGE, "data": [FileReply]}), answer("BatchList", {**PAGE, "data": [BatchReply]})
 
 # --- models and the tokenizer ------------------------------------------------------------------------------------------------

@@ -245,6 +245,40 @@ def test_a_file_that_is_no_batch(site: Callable[..., Site], data: bytes, line: i
     assert error.line == (line + 1 if line else 1)
 
 
+def test_lists_come_in_pages(site: Callable[..., Site], seed: int) -> None:
+    """As the client iterates over them, the newest first; what comes meanwhile changes nothing behind."""
+    server = site()
+    client = server.openai
+    files = [client.files.create(file=(f"{i}", jsonl(prompts(1))), purpose="batch") for i in range(7)]
+    batches = [
+        client.batches.create(input_file_id=files[0].id, endpoint=COMPLETIONS, completion_window="24h") for _ in range(23)
+    ]
+    for one in batches:
+        ended(client, one.id)
+    for path, model, made, resource in (
+        ("/v1/files", replies.FileList, files, client.files),
+        ("/v1/batches", replies.BatchList, batches, client.batches),
+    ):
+        size = random.randint(1, 6)
+        expected = [one.id for one in reversed(made)]
+        for limit in ({"limit": 100}, {"limit": size}, {}):
+            found = [one.id for one in resource.list(**limit)]
+            assert [id for id in found if id in expected] == expected and len(set(found)) == len(found)
+        page = server.http.get(path, params={"limit": size}).json()
+        model.model_validate(page)
+        assert [one["id"] for one in page["data"]] == found[:size] and page["has_more"]
+        assert (page["first_id"], page["last_id"]) == (found[0], found[size - 1])
+        ended(client, begun(client, jsonl(prompts(1))).id)
+        assert [one.id for one in resource.list(limit=size, after=page["last_id"])] == found[size:]
+        last = resource.list(limit=len(found) - size, after=page["last_id"])
+        assert last.has_more is False and [one.id for one in last.data] == found[size:]
+        empty = server.http.get(path, params={"after": found[-1]}).json()
+        assert empty == {"object": "list", "data": [], "has_more": False, "first_id": None, "last_id": None}
+        for wrong, status in ({"limit": 0}, 400), ({"limit": 10_001}, 400), ({"limit": "x"}, 400), ({"after": "x"}, 404):
+            assert server.http.get(path, params=wrong).status_code == status
+    assert len(client.batches.list().data) == 20 and server.http.get("/v1/batches?limit=101").status_code == 400
+
+
 def test_files_have_bounds(site: Callable[..., Site]) -> None:
     """In number, bytes and time; one client has half. What would exceed them is refused, and leaves nothing."""
     server = site(files_mb=0.02, files_kept=6, api_key=("one", "two"))
