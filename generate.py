@@ -37,7 +37,7 @@ from cli import Parser, check_ranks, leave, note, run
 from config import ModelConfig, limit_context, require_causal
 from engine import LLM, SamplingParams
 from engine.draft_models import Draft, find_draft
-from engine.llm import Completion, Timing, check_prompts, encode_chat, encode_texts, read_tokenizer
+from engine.llm import WITHOUT_CACHE, Completion, Timing, check_prompts, encode_chat, encode_texts, read_tokenizer
 from engine.profiling import annotate, profiled
 from errors import UserError
 from files import model_name
@@ -152,6 +152,8 @@ def check_args(args: argparse.Namespace) -> None:
         )
     if args.score and (args.profile or args.num_samples > 1):
         raise UserError("--score generates nothing; it goes without --profile and --num-samples")
+    if args.score and args.kv_dtype != "auto":
+        raise UserError(f"--score {WITHOUT_CACHE}; leave --kv-dtype {args.kv_dtype} out")
     if args.prompt_lines and (args.interactive or args.prompt_ids is not None or args.prompt_length is not None):
         raise UserError("--prompt-lines reads a text; it goes without --prompt-ids, --prompt-length and --interactive")
     if args.chat and (args.prompt_ids is not None or args.prompt_length is not None):

@@ -113,13 +113,21 @@ def stream_shards(config: ModelConfig, rank: int, world_size: int) -> list[Shard
     determinism.check_split(count, what)
     for name, size in (("attention heads", config.n_heads), ("intermediate features", config.intermediate_size)):
         if size % count:
-            raise UserError(f"{size} {name} cannot be divided by {what}; use a divisor of {size}")
+            raise UserError(f"{size} {name} cannot be divided by {what}; {_instead(config)}")
     if config.n_kv_heads % count and count % config.n_kv_heads:
-        raise UserError(
-            f"{config.n_kv_heads} KV heads cannot be divided by or replicated over {what}; use a multiple or divisor"
-        )
+        raise UserError(f"{config.n_kv_heads} KV heads cannot be divided by or replicated over {what}; {_instead(config)}")
     per_rank = count // world_size
     return [Shard(rank * per_rank + i, count) for i in range(per_rank)]
+
+
+def _instead(config: ModelConfig) -> str:
+    """The numbers of shards that a model can be cut into, for messages."""
+    heads, kv_heads = config.n_heads, config.n_kv_heads
+    counts = [
+        n for n in range(1, heads + 1) if not (heads % n or config.intermediate_size % n or (kv_heads % n and n % kv_heads))
+    ]
+    counts = [n for n in counts if not (determinism.enabled() and determinism.PARTS % n)]
+    return f"use {' or '.join(filter(None, (', '.join(map(str, counts[:-1])), str(counts[-1]))))}"
 
 
 # --- the process group -------------------------------------------------------------------------------------------------

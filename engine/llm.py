@@ -62,6 +62,7 @@ from tp import World, init_world
 
 PREFILL_TOKENS = 1 << 16  # most tokens of a step: enough to use a GPU fully, and the activations fit
 MAX_SEQUENCES = 256  # most sequences of a step
+WITHOUT_CACHE = "computes in one step, without the KV cache whose data type this is"
 BAR_SECONDS = 2.0  # a call that is shorter shows no bar
 COMPILING_SECONDS = 0.002  # between checks of grammars that are being compiled, while there is no other work
 
@@ -370,6 +371,8 @@ class LLM:
     def score(self, prompt: str | Sequence[int]) -> Scores:
         """Log-probabilities of a text's tokens. Raises UserError for a prompt that does not fit, OverflowedError if one is not finite."""
         require_causal(self.model.config)
+        if (kv_dtype := self.limits.kv_dtype if self.limits else self.kv_dtype) != "auto":
+            raise UserError(f"score {WITHOUT_CACHE}; leave kv_dtype={kv_dtype!r} out")
         ids = self.encode(prompt)
         check_prompts(self.model.config, [ids], [0])
         with self._everywhere("score", ids):

@@ -91,6 +91,7 @@ ONCE = ["--prompt", "Once"]
         (["--model", HYBRID, "--interactive", "--profile", "trace.json"], ["--interactive", "--profile"]),
         (["--model", HYBRID, *ONCE, "--score", "--profile", "trace.json"], ["--score", "--profile"]),
         (["--model", HYBRID, *ONCE, "--score", "--num-samples", "2"], ["--score", "--num-samples"]),
+        (["--model", HYBRID, *ONCE, "--score", "--kv-dtype", "fp8"], ["--score", "cache", "--kv-dtype fp8"]),
         (["--model", HYBRID, "--chat", "--prompt-ids", "1"], ["--chat", "--prompt-ids"]),
         (["--model", HYBRID, "--chat", "--prompt-length", "0"], ["--chat", "--prompt-length"]),
         (["--model", "tiny", "--interactive"], ["tokenizer"]),

@@ -202,10 +202,10 @@ def failure(world: World, directory: Path) -> str | None:
         (dict(), "desync-2x:4", 3, "3 ranks.*divides 4"),
         (dict(), "desync-2x:2", 4, "4 ranks.*divides 2"),
         (dict(), "desync-2x:1", 2, "2 ranks.*divides 1"),
-        (dict(n_heads=6, n_kv_heads=2), "standard", 4, "6 attention heads.*4 ranks.*divisor of 6"),
-        (dict(n_heads=9, n_kv_heads=3), "standard", 2, "9 attention heads.*2 ranks"),
-        (dict(n_heads=12, n_kv_heads=6), "standard", 4, "6 KV heads.*4 ranks"),
-        (dict(intermediate_size=50), "standard", 4, "50 intermediate features.*4 ranks"),
+        (dict(n_heads=6, n_kv_heads=2), "standard", 4, "6 attention heads.*4 ranks; use 1, 2 or 6$"),
+        (dict(n_heads=9, n_kv_heads=3), "standard", 2, "9 attention heads.*2 ranks; use 1 or 3$"),
+        (dict(n_heads=12, n_kv_heads=6), "standard", 4, "6 KV heads.*4 ranks; use 1, 2, 3, 6 or 12$"),
+        (dict(intermediate_size=50), "standard", 4, "50 intermediate features.*4 ranks; use 1 or 2$"),
     ],
 )
 def test_what_ranks_cannot_share(

@@ -193,6 +193,13 @@ def test_scores(seed: int, monkeypatch: pytest.MonkeyPatch) -> None:
     assert scores.logprobs[1:] == pytest.approx(score(model, prompt)[1:], abs=TOLERANCE)
 
 
+def test_scores_do_not_pass_over_an_fp8_cache(seed: int) -> None:
+    model = random_model(config_of(random.choice(PLAIN)))
+    for llm in (LLM(model, world=ALONE, kv_dtype="fp8"), LLM(model, world=ALONE, limits=EngineLimits(kv_dtype="fp8"))):
+        with pytest.raises(UserError, match=r"without the KV cache.*kv_dtype='fp8'"):
+            llm.score([1, 2, 3])
+
+
 def test_streams_end_when_the_caller_stops(seed: int) -> None:
     """The updates of a stream add up to its answers, and an engine that a caller has left serves the next call."""
     llm, params = LLM(str(TINY), world=ALONE), SamplingParams(max_tokens=12, temperature=0, ignore_eos=True)
