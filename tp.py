@@ -24,7 +24,7 @@ from config import ModelConfig
 from errors import UserError
 from kernels import determinism
 from ranks import hosts
-from ranks.processes import MEETING, listen_on_loopback, shared_folder
+from ranks.processes import MEETING, listen_on_loopback, several_hosts, shared_folder
 
 PATIENCE = timedelta(minutes=10)  # of ranks for each other
 T = TypeVar("T")
@@ -193,12 +193,12 @@ def init_world(
             raise UserError(f"unknown device {kind!r}; known: cpu, cuda")
         choice, torch_device = choose(kind, comm, simulate_link, comm_error_budget), _own_device(kind, rank)
     except UserError as e:
-        if hosts.several():
+        if several_hosts():
             hosts.join({}, error or e)  # raises the first error of all hosts on all of them
         raise
     if world_size == 1:
         return World(0, 1, torch_device, Local())
-    store = hosts.join(facts or {}, error) if hosts.several() else _store_of_host()
+    store = hosts.join(facts or {}, error) if several_hosts() else _store_of_host()
     os.environ.setdefault("NCCL_RAS_ENABLE", "0")  # NCCL's port for questions about its state answers any user
     dist.init_process_group(
         choice.backend,

@@ -11,6 +11,7 @@ import os
 import re
 import shutil
 from collections.abc import Iterable
+from contextlib import ExitStack
 from fnmatch import fnmatch
 from pathlib import Path
 from typing import Any
@@ -22,7 +23,7 @@ from checkpoints.presets import instead
 from cli import note
 from errors import UserError, first_line
 from files import AUTOGPTQ, INDEX_BYTES, WEIGHTS, read_json
-from ranks.processes import local_rank
+from ranks.processes import local_rank, several_hosts
 
 NAME = re.compile(r"\w[\w.-]{0,95}/\w[\w.-]{0,95}(@[\w./-]{1,200})?", re.ASCII)
 FETCHED = "RUNG_FETCHED"  # the folders by name, as JSON, for the processes that this one starts
@@ -57,7 +58,12 @@ def fetched(name: str, files: str = "model") -> str:
     known = json.loads(os.environ.get(FETCHED) or "{}")
     if name in known or not is_hub_name(name):
         return str(known.get(name, name))
-    folder = _fetch(name, files)
+    with ExitStack() as stack:
+        if several_hosts():
+            from ranks.hosts import awaited  # which needs torch
+
+            stack.enter_context(awaited())
+        folder = _fetch(name, files)
     if files != "config":
         os.environ[FETCHED] = json.dumps({**known, name: folder})
     return folder

@@ -22,7 +22,7 @@ import struct
 import sys
 import threading
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from datetime import timedelta
 from ipaddress import ip_address
 from pathlib import Path
@@ -39,6 +39,8 @@ from ranks import meeting
 from ranks.processes import LAUNCHER, LOST_RANK, local_rank, lost_connection, rank
 
 MEET_SECONDS = 120.0  # time for the ranks of all hosts to import what they need, once their launchers have met
+ASK_SECONDS = 5.0  # between the signs of a rank that the others shall wait for
+AWAITED = "rung/awaited"  # key of the launcher's store: how many of these signs there were
 CONNECT_SECONDS = 30.0
 IDLE, INTERVAL, PROBES = 2, 1, 3  # s, s: without an answer to so many probes, a connection breaks
 LOSS_SECONDS = IDLE + INTERVAL * PROBES
@@ -50,12 +52,6 @@ SAMPLE = 1 << 20  # bytes of each file of a checkpoint that are compared
 BYE, DRAIN = "bye", "drain"  # messages between ranks; any other is the reason for which all ranks end
 
 _groups = itertools.count()  # that this process has begun to join
-
-
-def several() -> bool:
-    """Whether a launcher has started this rank as one of several hosts' ranks."""
-    local = os.environ.get("LOCAL_WORLD_SIZE")
-    return local is not None and local != os.environ.get("WORLD_SIZE")
 
 
 def join(facts: Mapping[str, str], error: UserError | None) -> Store:
@@ -82,9 +78,9 @@ def join(facts: Mapping[str, str], error: UserError | None) -> Store:
         ) from None
     known = {"Rung": source_digest(CODE), "PyTorch": torch.__version__, **facts}
     name = socket.gethostname() + (f" ({address})" if address else "")
-    store = PrefixStore(store_prefix(), store)
+    whole, store = store, PrefixStore(store_prefix(), store)
     store.set(f"rank {rank()}", json.dumps({"host": name, "address": address, "facts": known, "error": error and str(error)}))
-    records = _gather(store, size)
+    records = _gather(store, size, whole)
     check(records)
     if _watch is None:  # else an earlier group had no communicator
         _watch = Watch(rank(), _connect(store, address, [record["host"] for record in records]))
@@ -103,15 +99,36 @@ def store_prefix() -> str:
     return f"rung/{os.environ.get('TORCHELASTIC_RESTART_COUNT', 0)}/{next(_groups)}"
 
 
-def _gather(store: Store, size: int) -> list[dict[str, Any]]:
-    keys = [f"rank {other}" for other in range(size)]
-    try:
-        store.wait(keys, timedelta(seconds=MEET_SECONDS))
-    except dist.DistError:
-        came = sum(store.check([key]) for key in keys)
-        raise UserError(
-            f"{came} of {size} ranks came within {MEET_SECONDS:g} s; see what the terminals of the other hosts say"
-        ) from None
+@contextlib.contextmanager
+def awaited() -> Iterator[None]:
+    """Keep the ranks of other hosts waiting in `join` for this one, which launch.py has started, until the body ends, or this process."""
+    ended = threading.Event()
+
+    def ask_for_time() -> None:
+        with contextlib.suppress(dist.DistError, OSError, KeyError, UserError):  # `join` says what is wrong
+            address = os.environ["MASTER_ADDR"], int(os.environ["MASTER_PORT"])
+            store = meeting.connect(*address, os.environ[meeting.SECRET], MEET_SECONDS)
+            while not ended.is_set():
+                store.add(AWAITED, 1)
+                ended.wait(ASK_SECONDS)
+
+    threading.Thread(target=ask_for_time, daemon=True, name="awaited").start()
+    yield
+    ended.set()
+
+
+def _gather(store: Store, size: int, whole: Store) -> list[dict[str, Any]]:
+    """whole: with the key of `awaited`, which `store` does not have."""
+    keys, asked, end = [f"rank {other}" for other in range(size)], -1, 0.0
+    while not store.check(keys):
+        if (now := whole.add(AWAITED, 0)) != asked:
+            if asked < 1 <= now and local_rank() == 0:
+                print("waiting for another host, which fetches files …", file=sys.stderr, flush=True)
+            asked, end = now, time.monotonic() + MEET_SECONDS
+        if time.monotonic() > end:
+            came = sum(store.check([key]) for key in keys)
+            raise UserError(f"{came} of {size} ranks came within {MEET_SECONDS:g} s; see the terminals of the other hosts")
+        time.sleep(meeting.POLL_SECONDS)
     return [json.loads(store.get(key)) for key in keys]
 
 

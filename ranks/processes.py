@@ -52,6 +52,12 @@ def local_rank() -> int:
     return int(os.environ.get("LOCAL_RANK", rank()))
 
 
+def several_hosts() -> bool:
+    """Whether a launcher has started this rank as one of several hosts' ranks."""
+    local = os.environ.get("LOCAL_WORLD_SIZE")
+    return local is not None and local != os.environ.get("WORLD_SIZE")
+
+
 def join_launcher() -> None:
     """Call this first in a rank: it names the process and makes it end with its launcher.
 

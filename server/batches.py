@@ -130,14 +130,11 @@ class Batches:
             error: BaseException = e
             while isinstance(error, BaseExceptionGroup):  # of the lines
                 error = error.exceptions[0]
-            known = (
-                error
-                if isinstance(error, ApiError)
-                else ApiError(500, f"{type(error).__name__}: {error}", None, "batch_failed")
-            )
-            log.error("batch %s failed: %s", batch["id"], known.message)
-            fields = {"code": known.code, "message": known.message, "param": None}
-            batch["errors"] = {"object": "list", "data": [{**fields, "line": int(known.param) if known.param else None}]}
+            if not isinstance(error, ApiError):
+                error = ApiError(500, f"{type(error).__name__}: {error}", None, "batch_failed")
+            log.error("batch %s failed: %s", batch["id"], error.message)
+            fields = {"code": error.code, "message": error.message, "param": None}
+            batch["errors"] = {"object": "list", "data": [{**fields, "line": int(error.param) if error.param else None}]}
         del self._tasks[batch["id"]]
         if status == "completed":
             await self._set(record, "finalizing")

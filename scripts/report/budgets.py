@@ -9,15 +9,15 @@ from pathlib import Path
 
 INFERENCE = ("checkpoints", "comm", "engine", "kernels", "layers", "quantized", "ranks", "server", "text")  # and the root
 LINES = {  # of Python, by package
-    "server": 13_049,
+    "server": 13_046,
     "engine": 9_241,
     "kernels": 9_647,
     "comm": 3_750,
     "training": 5_693,
-    "scripts": 9_398,
-    "tests": 55_203,
+    "scripts": 9_399,
+    "tests": 55_293,
 }
-INFERENCE_LINES = 44_979
+INFERENCE_LINES = 45_005
 ROOT_FILES = 9
 ENTERED_FILES = 56  # by a streamed chat request; tests/server/test_files_entered.py counts them
 PAGES_WORDS = 27_000  # README.md and docs, tables included: say in a page what its reader decides by

@@ -25,6 +25,7 @@ ORDER = (
 )  # fmt: skip
 NO_TRITON = "a CPU machine may lack Triton"
 LATE = {
+    ("checkpoints.hub", "ranks.hosts"): "it needs torch, for which nobody waits on one host",
     ("comm.quantize", "kernels.quantize"): NO_TRITON,
     ("comm.relay", "kernels.relay"): NO_TRITON,
     ("engine.schedules", "comm.workspace"): NO_TRITON,

@@ -34,7 +34,9 @@ from ranks.meeting import BYTES, MeetingServer, MeetingStore, connect, read_secr
 from scripts.lib.process_tree import process_tree
 from server.launch import shared_facts
 from server.settings import Settings
+from tests import MODELS
 from tests.support.command_line import HYBRID
+from tests.support.hub import Hub
 from tests.support.namespaces import SECRET, TwoHosts
 from tests.support.ports import free_port
 from tests.support.quick_start import Popen
@@ -223,6 +225,94 @@ def test_hosts_that_disagree_or_do_not_come_say_so(two_hosts: TwoHosts) -> None:
         assert re.search(r"--max-num-seqs is 64 on \S+ \(10\.77\.0\.1\) and 32 on \S+ \(10\.77\.0\.2\)", err)
     for code, err in ended(late):
         assert code == 2 and "1 of 2 hosts came" in err, err
+
+
+@pytest.mark.long
+def test_a_host_that_fetches_its_model_is_waited_for(two_hosts: TwoHosts, tmp_path: Path) -> None:
+    """The other one has it, and says that it waits. Both end with one line if the model cannot be had."""
+    site = two_hosts.on(1, Hub)
+    site.add("org/tiny", MODELS / "tiny-hybrid")
+    site.open.clear()
+    cached = tmp_path / "0" / "models--org--tiny"
+    snapshot = cached / "snapshots" / site.commit("org/tiny")
+    shutil.copytree(MODELS / "tiny-hybrid", snapshot)
+    (cached / "refs").mkdir()
+    (cached / "refs" / "main").write_text(snapshot.name)
+    port, http = free_port(), free_port()
+    server = ("-m", "server", "--device", "cpu", "--model", "org/tiny", "--port", http)
+
+    def start() -> list[Popen]:
+        away = {"HF_HUB_OFFLINE": 1}, {"HF_HUB_OFFLINE": 0, "HF_ENDPOINT": site.url}
+        return [
+            two_hosts.start(i, *launcher("launch.py", two_hosts, i, port), *server, HF_HUB_CACHE=tmp_path / f"{i}", **more)
+            for i, more in enumerate(away)
+        ]
+
+    processes = start()
+    assert processes[0].stderr is not None
+    lines = iter(processes[0].stderr.readline, "")
+    assert any("waiting for another host, which fetches files" in line for line in lines)
+    site.open.set()
+    url = f"http://127.0.0.1:{http}/v1/completions"
+    wait_until(lambda: any("Serving org/tiny" in line for line in lines), SECONDS, "a server")
+    body = {"prompt": PROMPT, "temperature": 0, "max_tokens": 4}
+    answer = two_hosts.on(0, lambda: httpx.post(url, json=body, timeout=END_SECONDS))
+    assert answer.json()["model"] == "org/tiny"
+    processes[1].terminate()
+    assert [code for code, _ in ended(processes)] == [0, 0]
+    shutil.rmtree(tmp_path / "1")
+    site.gated.add("org/tiny")
+    for code, said in ended(start()):
+        assert code == 2 and "org/tiny is gated" in said
+    site.close()
+
+
+@pytest.mark.parametrize("signs", [0, 1, 20])
+def test_ranks_wait_as_long_as_another_one_fetches(
+    signs: int, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
+) -> None:
+    """The time for it to come begins again with each sign that it fetches."""
+    now, whole, came_late = 0, HashStore(), random.random() < 0.5
+    store = PrefixStore("rung/0/0", whole)
+    store.set("rank 0", "0")
+
+    def sleep(seconds: float) -> None:
+        nonlocal now
+        now += 100
+        if now <= 100 * signs:
+            whole.add(hosts.AWAITED, 1)
+        elif not came_late:
+            store.set("rank 1", "1")
+
+    monkeypatch.setattr(hosts, "time", SimpleNamespace(monotonic=lambda: now, sleep=sleep))
+    if came_late:
+        with pytest.raises(UserError, match=r"^1 of 2 ranks came within 120 s; see the terminals of the other hosts$"):
+            hosts._gather(store, 2, whole)
+        assert now == 100 * signs + 200
+    else:
+        assert hosts._gather(store, 2, whole) == [0, 1]
+    assert capfd.readouterr().err.count("waiting for another host, which fetches files") == (signs > 0)
+
+
+def test_a_rank_asks_for_time_while_it_fetches(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Of the launchers' store, and not at all where nothing answers."""
+    asking = lambda: any(thread.name == "awaited" for thread in threading.enumerate())  # noqa: E731
+    failed = list[Any]()
+    monkeypatch.setattr(threading, "excepthook", failed.append)
+    monkeypatch.setattr(hosts, "ASK_SECONDS", 0.01)
+    with socket.create_server(("127.0.0.1", 0)) as listener:
+        port = listener.getsockname()[1]
+        MeetingServer(listener, SECRET)
+        for name, value in (("MASTER_ADDR", "127.0.0.1"), ("MASTER_PORT", str(port)), ("RUNG_MEET_SECRET", SECRET)):
+            monkeypatch.setenv(name, value)
+        store = connect("127.0.0.1", port, SECRET, 1)
+        with hosts.awaited():
+            wait_until(lambda: store.add(hosts.AWAITED, 0) > 2, SECONDS, "signs")
+        wait_until(lambda: not asking(), SECONDS, "the end of signs")
+    monkeypatch.setenv("MASTER_PORT", "1")
+    with hosts.awaited():
+        wait_until(lambda: not asking(), SECONDS, "the end of signs")
+    assert not failed
 
 
 def test_a_wrong_interface_or_address_is_named(monkeypatch: pytest.MonkeyPatch, two_hosts: TwoHosts) -> None:
