@@ -150,6 +150,13 @@ class Family:
     qkv_bias: bool = False  # always a bias in q, k and v, and never one in o_proj
     mlp_bias: bool = False  # whether config.json has this key
     windows: Literal["none", "where used", "all"] = "none"  # whose layers have one: "where used" by `use_sliding_window`
+    # what a missing key of config.json means
+    window: int | None = 4096
+    theta: float = 10000.0
+    eps: float = 1e-6
+    # of a sparse model: the key with the width of an expert, and whether chosen experts' weights add up to 1 (None: it has a key)
+    expert_size: str = ""
+    normalized: bool | None = None
 
 
 FAMILIES = {
@@ -157,7 +164,12 @@ FAMILIES = {
     "mistral": Family("Mistral", attention_bias=False, windows="all"),
     "qwen2": Family("Qwen2", qkv_bias=True, windows="where used"),
     "qwen3": Family("Qwen3", head_dim=128, qk_norm=True, windows="where used"),
-}
+    "qwen3_moe": Family("Qwen3Moe", qk_norm=True, expert_size="moe_intermediate_size"),
+    "mixtral": Family(
+        "Mixtral", attention_bias=False, windows="all", window=None, theta=1e6, eps=1e-5,
+        expert_size="intermediate_size", normalized=True,
+    ),
+}  # fmt: skip
 
 
 @dataclass(frozen=True)
@@ -166,6 +178,17 @@ class Reduces:
 
     attention: bool
     mlp: bool
+
+
+@dataclass(frozen=True)
+class Experts:
+    """The MLPs of a layer of a sparse model (Shazeer et al., arXiv:1701.06538): a router chooses some of them for each token.
+
+    normalized: whether the weights of the chosen ones, their softmax over all experts, are divided by their sum."""
+
+    count: int
+    chosen: int
+    normalized: bool
 
 
 @dataclass(frozen=True)
@@ -179,7 +202,7 @@ class ModelConfig:
     n_heads: int
     n_kv_heads: int
     head_dim: int
-    intermediate_size: int
+    intermediate_size: int  # of each expert in a sparse model
     max_seq_len: int  # tokens, prompt and answer together
     # family
     family: str = "llama"
@@ -192,6 +215,7 @@ class ModelConfig:
     mlp_bias: bool = False  # of all three layers
     qk_norm: bool = False
     windows: tuple[int | None, ...] = ()  # sliding window of each layer, in tokens; empty: no layer has one
+    experts: Experts | None = None  # None: one MLP in each layer
     causal: bool = True  # False: tokens attend in both directions, so that the model only makes embeddings
     # residual variant
     variant: str = "standard"  # one of KINDS
@@ -238,15 +262,19 @@ class ModelConfig:
     def window(self, layer: int) -> int | None:
         return self.windows[layer] if self.windows else None
 
-    def parameter_count(self) -> int:
-        """Entries of the full model's matrices. A tied embedding counts once; norms and biases, which are few, do not count."""
+    def parameter_count(self, active: bool = False) -> int:
+        """Entries of the full model's matrices. A tied embedding counts once; norms and biases, which are few, do not count.
+        active: of the experts, only as many as a token has."""
         tables = self.vocab_size * self.hidden_size * (1 if self.tie_embeddings else 2)
-        return self.n_layers * self.layer_parameter_count() + tables
+        return self.n_layers * self.layer_parameter_count(active) + tables
 
-    def layer_parameter_count(self) -> int:
+    def layer_parameter_count(self, active: bool = False) -> int:
         """Entries of one layer's matrices, in the full model."""
         attention = self.hidden_size * self.head_dim * 2 * (self.n_heads + self.n_kv_heads)
-        return attention + 3 * self.hidden_size * self.intermediate_size
+        mlp = 3 * self.hidden_size * self.intermediate_size
+        if self.experts:
+            mlp = mlp * (self.experts.chosen if active else self.experts.count) + self.experts.count * self.hidden_size
+        return attention + mlp
 
 
 def desync_pattern(n_layers: int, every: int) -> tuple[Reduces, ...]:
@@ -282,6 +310,10 @@ def validate(config: ModelConfig) -> ModelConfig:
         FAMILIES[config.family].qkv_bias or config.qkv_bias == config.o_bias,
         f"the {config.family} family has a bias in q, k, v and o_proj, or in none of them",
     )
+    if config.experts:
+        count, chosen = config.experts.count, config.experts.chosen
+        require(1 <= chosen <= count, f"num_experts_per_tok is {chosen}, but a layer has {count} experts")
+    require(bool(FAMILIES[config.family].expert_size) == (config.experts is not None), "only a sparse family has experts")
     sizes = {w for w in config.windows if w is not None}
     require(len(config.windows) in (0, config.n_layers), "windows must name one sliding window a layer")
     require(len(sizes) <= 1 and min(sizes, default=1) >= 1, f"sliding_window must be one positive size, not {sorted(sizes)}")
@@ -333,6 +365,12 @@ def require_causal(config: ModelConfig) -> None:
         raise UserError(
             "the model attends in both directions (is_causal is false in config.json), so it only makes embeddings (/v1/embeddings)"
         )
+
+
+def require_dense(config: ModelConfig, what: str) -> None:
+    """Raises UserError for a sparse model, which `what` does not support."""
+    if config.experts:
+        raise UserError(f"{what} does not support sparse models ({config.experts.count} experts); use a dense one")
 
 
 def limit_context(config: ModelConfig, length: int | None) -> ModelConfig:

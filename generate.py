@@ -42,6 +42,7 @@ from engine.profiling import annotate, profiled
 from errors import UserError
 from files import model_name
 from kernels import determinism
+from layers.linear import ShardedLinear
 from model import Transformer
 from options import ModelOptions, SpeculationOptions, add_options, rank_options, whole_number
 from ranks.processes import is_rank
@@ -322,12 +323,17 @@ def show_prompt(job: Job, prompt: Sequence[int]) -> None:
 
 
 def measure(model: Transformer, timing: Timing, world: World) -> dict[str, float | None]:
-    """Speed of one batch, with the median decode step. GB/s and memory are those of this rank."""
+    """Speed of one batch, with the median decode step. GB/s and memory are those of this rank. Of a sparse model's experts, as many
+    count as read as equally likely choices would have."""
     step = median(timing.steps) if timing.steps else None
     tokens = timing.tokens / len(timing.steps) if timing.steps else 0.0  # of a step
     read = sum(p.numel() * p.element_size() for p in model.parameters())
     if not model.config.tie_embeddings:
         read -= model.embedding.weight.numel() * model.embedding.weight.element_size()  # a lookup reads single rows
+    if (experts := model.config.experts) is not None:
+        mixed = [m for m in model.modules() if isinstance(m, ShardedLinear) and m.is_mixed]
+        unread = (1 - experts.chosen / experts.count) ** tokens
+        read -= unread * sum(p.numel() * p.element_size() for module in mixed for p in module.parameters())
     if world.device.type == "cuda":
         memory = torch.cuda.max_memory_allocated(world.device) / 1e9
     else:

@@ -33,6 +33,7 @@ from kernels import determinism
 from kernels.embedding import embedding_shard
 from kernels.norm import rms_norm
 from layers.attention import AttentionContext, Heads
+from layers.experts import Beside, SparseMLP
 from layers.linear import ShardedLinear, StepAdapters
 from layers.rope import rope_frequencies
 from tp import Shard, stream_shards
@@ -100,16 +101,22 @@ class Attention(nn.Module):
 
 
 class MLP(nn.Module):
-    """h(x) = down · (silu(gate · n(x)) * (up · n(x)))."""
+    """h(x) = down · (silu(gate · n(x)) * (up · n(x))), or a sparse model's sum of such (`layers/experts.py`)."""
 
     def __init__(self, config: ModelConfig, layer: int, shard: Shard, norm: RMSNorm, factory: Factory) -> None:
         super().__init__()
         self.norm = norm
+        self.sparse = SparseMLP(config, layer, shard, **factory) if config.experts else None
+        if self.sparse:
+            return
         down = ShardedLinear(config, shard, ("down_proj",), layer, **factory)
         self.w_gate_up = ShardedLinear(config, shard, ("gate_proj", "up_proj"), layer, gated=True, reader=down, **factory)
         self.w_down = down
 
     def forward(self, stream: Residual, lag: int = 0, next_lag: int = 0) -> Residual:
+        if self.sparse:
+            stream, partial = stream.read(self.norm, self.sparse, lag)
+            return stream.add(partial, lag=next_lag)
         stream, hidden = stream.read(self.norm, self.w_gate_up, lag)
         return stream.add(hidden, self.w_down, next_lag)
 
@@ -146,13 +153,17 @@ class ParallelBlock(nn.Module):
         super().__init__()
         shard = shards[0]
         self.norm = RMSNorm(config, NORMS[0], layer, factory)
-        inputs = ("q_proj", "k_proj", "v_proj", "gate_proj", "up_proj")
+        self.sparse = SparseMLP(config, layer, shard, **factory) if config.experts else None
+        inputs = ("q_proj", "k_proj", "v_proj", *(() if self.sparse else ("gate_proj", "up_proj")))
         self.w_in = ShardedLinear(config, shard, inputs, layer, **factory)
         self.heads = attention_heads(config, layer, layer, shard, factory)
         self.wo = ShardedLinear(config, shard, ("o_proj",), layer, **factory)
-        self.w_down = ShardedLinear(config, shard, ("down_proj",), layer, **factory)
+        if not self.sparse:
+            self.w_down = ShardedLinear(config, shard, ("down_proj",), layer, **factory)
 
     def forward(self, stream: Residual, frequencies: Tensor, context: AttentionContext, rows: Tensor | None = None) -> Residual:
+        if self.sparse:
+            return self._sparse(self.sparse, stream, frequencies, context, rows)
         stream, both = stream.read(self.norm, self.w_in)
         q_size, k_size, v_size, gate_size, up_size = self.w_in.sizes
         qkv, gate_up = both.split((q_size + k_size + v_size, gate_size + up_size), dim=-1)
@@ -163,6 +174,15 @@ class ParallelBlock(nn.Module):
         if determinism.enabled():  # each layer's sum is a tree over the ranks, the sum of both is not
             return stream.add(attended, self.wo).add(gated, self.w_down)
         return stream.add(self.wo(attended) + self.w_down(gated))
+
+    def _sparse(
+        self, mlp: SparseMLP, stream: Residual, frequencies: Tensor, context: AttentionContext, rows: Tensor | None
+    ) -> Residual:
+        stream, (partial, qkv) = stream.read(self.norm, Beside(mlp, self.w_in))
+        attended = self.heads(qkv, frequencies, context)
+        if rows is not None:
+            stream, attended, partial = stream.rows(rows), attended[:, rows], partial[:, rows]
+        return stream.add(self.wo(attended) + partial)
 
 
 class DesyncBlock(nn.Module):

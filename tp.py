@@ -20,7 +20,7 @@ from comm import Communicator, Local
 from comm.private_gloo import PRIVATE_GLOO
 from comm.process_group import SHARE_GPUS, may_share_gpus, prepare_shared_gpus
 from comm.registry import choose
-from config import ModelConfig
+from config import ModelConfig, require_dense
 from errors import UserError
 from kernels import determinism
 from ranks import hosts
@@ -50,6 +50,11 @@ SPLITS: dict[str, Split] = {
 }
 
 
+def split_of(part: str) -> Split:
+    """How a linear layer is split, also that of an expert: `experts.3.up_proj`."""
+    return SPLITS[part.rpartition(".")[2]]
+
+
 ATTENTION = ("q_proj", "k_proj", "v_proj", "o_proj", "q_norm", "k_norm")
 
 
@@ -57,7 +62,7 @@ def checkpoint_name(layer: int | None, part: str) -> str:
     """The name in the checkpoint of a linear layer or a norm: `model.layers.3.mlp.up_proj`; without a layer `lm_head`, `model.norm`."""
     if layer is None:
         return part if part == "lm_head" else f"model.{part}"
-    group = "self_attn." if part in ATTENTION else "mlp." if part in SPLITS else ""
+    group = "self_attn." if part in ATTENTION else "" if part.endswith("norm") else "mlp."
     return f"model.layers.{layer}.{group}{part}"
 
 
@@ -104,6 +109,8 @@ def stream_shards(config: ModelConfig, rank: int, world_size: int) -> list[Shard
         raise UserError(
             f"{config.variant} adds nothing over ranks, so --deterministic cannot make {world_size} of them agree with one"
         )
+    if determinism.enabled():
+        require_dense(config, "--deterministic")
     if count % world_size:
         raise UserError(
             f"this desync checkpoint has {count} streams, which {world_size} ranks cannot share; "

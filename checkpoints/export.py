@@ -13,7 +13,7 @@ from torch import Tensor
 
 from checkpoints.eagle import ARCHITECTURE, EagleHead, head_places
 from checkpoints.hf_config import config_to_hf
-from checkpoints.sources import INDEX, SINGLE
+from checkpoints.sources import INDEX, SINGLE, published
 from checkpoints.weights import places
 from config import FAMILIES, ModelConfig
 from errors import UserError
@@ -47,6 +47,7 @@ def save_checkpoint(
         stop = min(place.rows.stop, place.shape[place.dim])
         size = stop - place.rows.start
         full.narrow(place.dim, place.rows.start, size).copy_(place.tensor.narrow(place.dim, 0, size))
+    tensors = {published(name, model.config.family): tensor for name, tensor in tensors.items()}
     raw = config_to_hf(model.config) | {"torch_dtype": str(dtype).removeprefix("torch.")}
     with writing(directory):
         _save_weights(tensors, directory)
@@ -128,9 +129,9 @@ def add_modeling(directory: Path, config: ModelConfig) -> dict[str, Any]:
     """Copy the code with which transformers loads a model with ladder layers, and return what its config.json needs for that.
 
     With both, `AutoModelForCausalLM.from_pretrained(directory, trust_remote_code=True)` works. Does nothing for other variants: a
-    standard model needs no code, and parallel and desync models run in Rung only.
+    standard model needs no code, and parallel, desync and sparse ladder models run in Rung only.
     """
-    if config.variant != "ladder":
+    if config.variant != "ladder" or config.experts:
         return {}
     shutil.copyfile(MODELING, directory / MODELING.name)
     name = f"modeling_rung.{FAMILIES[config.family].name}Ladder"

@@ -15,12 +15,13 @@ without an error and generate nonsense.
 
 import re
 import tomllib
+from collections.abc import Sequence
 from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
 from checkpoints.rope_scaling import read_scaling, rope_of, scaling_to_hf
-from config import FAMILIES, DynamicScaling, LinearScaling, ModelConfig, Reduces, validate
+from config import FAMILIES, DynamicScaling, Experts, LinearScaling, ModelConfig, Reduces, validate
 from errors import UserError
 from files import CONFIG_BYTES, count, get, one_or_list, positive, read_json, shown
 from quantized.hf import INSTEAD, METHODS, read_quantization
@@ -42,6 +43,7 @@ MOST = {
     "head_dim": 1 << 14,
 }
 
+COUNTS_OF_EXPERTS = ("num_experts", "num_local_experts")  # transformers 5 writes either for the same family
 _KEYS = tomllib.loads(Path(__file__).with_name("config_keys.toml").read_text())
 NEUTRAL: dict[str, list[Any]] = _KEYS["neutral"]  # keys that are refused, but for the values that change nothing
 HARMLESS: set[str] = {key for keys in _KEYS["harmless"].values() for key in keys}
@@ -97,7 +99,9 @@ def unread_keys(path: Path) -> list[str]:
     )
     remarks = [f"{path}: keys without effect here: {shown(', '.join(unread))}"] if unread else []
     kind, names = _model_type(raw), get(raw, "architectures", list, [])
-    if other := [name for name in names if not re.match(rf"({kind}|{config.family})(For|Model|Ladder)", str(name), re.I)]:
+    if other := [
+        name for name in names if not re.match(rf"({kind}|{FAMILIES[config.family].name})(For|Model|Ladder)", str(name), re.I)
+    ]:
         remarks.append(f"{path}: architectures names {shown(other[0])}, but model_type {kind} counts")
     return remarks
 
@@ -112,12 +116,13 @@ def config_from_hf(raw: dict[str, Any]) -> ModelConfig:
     if family not in FAMILIES:
         raise UserError(f"model_type {shown(family)} is not supported; supported: {', '.join(FAMILIES)}, llamaLadder, rung")
     rope, parameters = rope_of(raw), get(raw, "rope_parameters", dict, {})
-    _refuse_unsupported(raw, rope, parameters)
+    experts = _experts(raw, family)
+    _refuse_unsupported(raw, rope, parameters, known=COUNTS_OF_EXPERTS if experts else ())
     n_layers, hidden, heads = (
         count(raw, key, most=MOST[key]) for key in ("num_hidden_layers", "hidden_size", "num_attention_heads")
     )
     head_dim = count(raw, "head_dim", FAMILIES[family].head_dim or hidden // heads, MOST["head_dim"])
-    theta = 10000.0
+    theta = FAMILIES[family].theta
     for holder in (parameters, raw, rope):  # the last one that has the key takes precedence
         theta = positive(holder, "rope_theta", theta)
     scaling, length = read_scaling(raw, theta, head_dim)
@@ -129,16 +134,17 @@ def config_from_hf(raw: dict[str, Any]) -> ModelConfig:
         n_heads=heads,
         n_kv_heads=count(raw, "num_key_value_heads", heads),
         head_dim=head_dim,
-        intermediate_size=count(raw, "intermediate_size", most=MOST["intermediate_size"]),
+        intermediate_size=count(raw, FAMILIES[family].expert_size or "intermediate_size", most=MOST["intermediate_size"]),
         max_seq_len=length,
         family=family,
-        norm_eps=get(raw, "rms_norm_eps", float, 1e-6),
+        norm_eps=get(raw, "rms_norm_eps", float, FAMILIES[family].eps),
         rope_theta=theta,
         rope_scaling=scaling,
         tie_embeddings=get(raw, "tie_word_embeddings", bool, False),
         **_biases(raw, family),
         qk_norm=FAMILIES[family].qk_norm,
         windows=_windows(raw, family, n_layers),
+        experts=experts,
         causal=get(raw, "is_causal", bool, True),
         eos_token_ids=(eos,) if isinstance(eos, int) else tuple(eos),
         bos_token_id=get(raw, "bos_token_id", int, None),
@@ -146,6 +152,20 @@ def config_from_hf(raw: dict[str, Any]) -> ModelConfig:
         **_variant(raw, n_layers),
     )
     return validate(config)
+
+
+def _experts(raw: dict[str, Any], family: str) -> Experts | None:
+    """The experts of a sparse family's layers. Raises UserError where some layers have none."""
+    known = FAMILIES[family]
+    if not known.expert_size:
+        return None
+    counts = {key: count(raw, key) for key in COUNTS_OF_EXPERTS if raw.get(key) is not None}
+    if len(set(counts.values())) != 1:
+        raise UserError(f"a {family} model needs one number of experts, num_experts or num_local_experts, not {shown(counts)}")
+    if get(raw, "mlp_only_layers", list, []) or get(raw, "decoder_sparse_step", int, 1) != 1:
+        raise UserError("mlp_only_layers and decoder_sparse_step: a sparse model with some dense layers is not supported")
+    normalized = get(raw, "norm_topk_prob", bool, False) if known.normalized is None else known.normalized
+    return Experts(counts.popitem()[1], count(raw, "num_experts_per_tok"), normalized)
 
 
 def _quantization(raw: dict[str, Any]) -> Quantization | None:
@@ -172,10 +192,10 @@ def _model_type(raw: dict[str, Any]) -> str:
     return get(raw, "model_type", str, "llama")
 
 
-def _refuse_unsupported(*holders: dict[str, Any]) -> None:
+def _refuse_unsupported(*holders: dict[str, Any], known: Sequence[str]) -> None:
     supported = NEUTRAL | {"hidden_act": ["silu", "swish"], "partial_rotary_factor": [1]}
     for key, values in supported.items():
-        for holder in holders:
+        for holder in holders if key not in known else ():
             if holder.get(key) not in (None, *values):
                 raise UserError(
                     f"{key} = {shown(holder[key])} is not supported, and changes what a model computes; use a checkpoint without it"
@@ -200,9 +220,9 @@ def _windows(raw: dict[str, Any], family: str, n_layers: int) -> tuple[int | Non
         raise UserError(f"sliding_window is not a feature of the {family} family; set it to null, or model_type to mistral")
     if windows == "none" or (windows == "where used" and not used):
         return ()
-    if raw.get("sliding_window", 4096) is None:
+    if raw.get("sliding_window", default := FAMILIES[family].window) is None:
         return ()
-    window = count(raw, "sliding_window", 4096)
+    window = count(raw, "sliding_window", default)
     kinds = get(raw, "layer_types", list, None)
     if kinds is None:  # all layers, or those from max_window_layers on
         first = 0 if windows == "all" else get(raw, "max_window_layers", int, 28)
@@ -272,6 +292,11 @@ def config_to_hf(config: ModelConfig) -> dict[str, Any]:
         raw["attention_bias"] = config.o_bias
     if family.mlp_bias:
         raw["mlp_bias"] = config.mlp_bias
+    if config.experts:
+        raw |= {"num_local_experts": config.experts.count, "num_experts_per_tok": config.experts.chosen}
+        raw[family.expert_size] = config.intermediate_size
+        if family.normalized is None:
+            raw |= {"num_experts": config.experts.count, "norm_topk_prob": config.experts.normalized}
     if any(config.windows):
         raw["sliding_window"] = next(w for w in config.windows if w)
         raw["use_sliding_window"] = True

@@ -107,7 +107,12 @@ class AdapterFiles:
 
 def adapted_layers(model: Transformer) -> Iterator[ShardedLinear]:
     """The linear layers of this rank that can have adapters."""
-    return (module for module in model.layers.modules() if isinstance(module, ShardedLinear))
+    return (module for module in model.layers.modules() if isinstance(module, ShardedLinear) and not module.is_mixed)
+
+
+def adapted_parts(config: ModelConfig) -> tuple[str, ...]:
+    """The parts of a layer that can be adapted: not those of experts."""
+    return PARTS[:4] if config.experts else PARTS
 
 
 def tensor_name(layer: str, kind: str) -> str:
@@ -193,15 +198,19 @@ def _number(name: str, value: Any) -> None:
 
 def _ranks(shapes: dict[str, tuple[int, ...]], config: ModelConfig) -> dict[str, int]:
     """The rank of each layer that has tensors."""
-    known = {checkpoint_name(i, part): full_shape(config, part) for i in range(config.n_layers) for part in PARTS}
+    known = {
+        checkpoint_name(i, part): full_shape(config, part) for i in range(config.n_layers) for part in adapted_parts(config)
+    }
     layers: dict[str, dict[str, tuple[int, ...]]] = {}
     for name, shape in shapes.items():
         found = NAME.fullmatch(name)
         if table := TABLE.search(name):
             raise NotServedError(f"it changes {table[1]}, which is not supported")
+        if config.experts and ".mlp." in name:
+            raise NotServedError("it changes experts or their router, which is not supported")
         if not found or found[1] not in known:
             raise UserError(
-                f"it has {name}, but this model has {', '.join(PARTS)} in {config.n_layers} layers; it is of another model"
+                f"it has {name}, but this model has {', '.join(adapted_parts(config))} in {config.n_layers} layers; it is of another model"
             )
         layers.setdefault(found[1], {})[found[2]] = shape
     if not layers:
@@ -239,7 +248,7 @@ def _check_targets(settings: dict[str, Any], ranks: dict[str, int], config: Mode
         raise UserError(f"it has tensors of {other}, which target_modules does not name")
     chosen = settings.get("layers_to_transform")
     layers = range(config.n_layers) if chosen is None else chosen if isinstance(chosen, list) else [chosen]
-    for layer in (checkpoint_name(i, part) for i in layers for part in PARTS):
+    for layer in (checkpoint_name(i, part) for i in layers for part in adapted_parts(config)):
         if _names(targets, layer) and layer not in ranks and not (isinstance(excluded, str) or _names(excluded, layer)):
             raise UserError(f"{tensor_name(layer, 'A')} is missing, though target_modules names this layer")
 

@@ -40,12 +40,16 @@ def weight_bytes(config: ModelConfig, world_size: int, dtype: torch.dtype) -> in
             continue
         is_table, quantization = split.axis == "vocab", None if part == "embed_tokens" else config.quantization
         features = sum(len(shard.range(config, split.axis)) for shard in ([Shard(0, world_size)] if is_table else shards))
+        experts = config.experts.count if config.experts and split.axis == "intermediate" else 1
         for layer in (None,) if is_table else range(config.n_layers):
-            scheme = quantization.scheme(checkpoint_name(layer, part)) if quantization else None
+            name = checkpoint_name(layer, part if experts == 1 else f"experts.0.{part}")
+            scheme = quantization.scheme(name) if quantization else None
             if scheme is None:
-                total += features * size * dtype.itemsize
+                total += experts * features * size * dtype.itemsize
             else:
-                total += features * size * scheme.bits // 8 + features * size // (scheme.group or size) * SCALE_BYTES
+                total += experts * (
+                    features * size * scheme.bits // 8 + features * size // (scheme.group or size) * SCALE_BYTES
+                )
     return total
 
 

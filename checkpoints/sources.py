@@ -180,9 +180,24 @@ HF_LAYOUT = re.compile(r"\.self_attn\.|\.mlp\.|layernorm\.|^model\.embed_tokens\
 GPT_FAST_LAYOUT = re.compile(r"\.attention\.|\.feed_forward\.|\.(?:attention|ffn)_norm\.|^tok_embeddings\.|^output\.")
 
 
+# Mixtral's own names of a sparse layer's modules
+MIXTRAL = {"w1": "gate_proj", "w2": "down_proj", "w3": "up_proj"}
+MIXED = re.compile(r"\.block_sparse_moe\.(?:(experts\.\d+)\.(w[123])|gate)\.")
+
+
 def unwrapped(name: str) -> str:
     """A tensor's name as a Llama's checkpoint has it, `model.layers.0.…`, of one that wrappers have changed."""
-    return ENDS.sub("", BODY.sub("model.", WRAPPED.sub("", name)))
+    name = ENDS.sub("", BODY.sub("model.", WRAPPED.sub("", name)))
+    return MIXED.sub(lambda found: f".mlp.{found[1]}.{MIXTRAL[found[2]]}." if found[1] else ".mlp.gate.", name)
+
+
+def published(name: str, family: str) -> str:
+    """The name with which the family's checkpoints have a tensor."""
+    if family != "mixtral" or ".mlp." not in name:
+        return name
+    for theirs, ours in MIXTRAL.items():
+        name = name.replace(f".{ours}.", f".{theirs}.")
+    return name.replace(".mlp.", ".block_sparse_moe.")
 
 
 class ModelSource:

@@ -24,12 +24,13 @@ from errors import UserError
 from files import CONFIG_BYTES, read_json
 from kernels import determinism
 from kernels.linear_host import multiplies_bf16
+from layers.experts import Router
 from layers.linear import ShardedLinear
 from model import RMSNorm, Transformer
 from options import DTYPE_NAMES, dtype_name
 from quantized.formats import FORMATS, Shapes, Slice, Tensors
 from quantized.weight import Quantized, QuantizedWeight, joined, quantize
-from tp import SPLITS, Shard, World, checkpoint_name, together
+from tp import Shard, World, checkpoint_name, split_of, together
 
 MANY_LAYERS = 256
 CACHE_SCALES = (  # of a cache in 8 bits and of attention in 8 bits
@@ -88,16 +89,16 @@ def module_places(module: nn.Module) -> Iterator[Place]:
     """The places of a module itself, without those of its children and of quantized weights."""
     if isinstance(module, ShardedLinear):
         for piece, tensor in module.pieces():
-            part, _, kind = piece.partition(".")
+            part, _, kind = piece.rpartition(".")
             yield linear_place(module, piece, tensor, f"{checkpoint_name(module.layer, part)}.{kind}")
-    elif isinstance(module, RMSNorm):
+    elif isinstance(module, RMSNorm | Router):
         yield whole_place(checkpoint_name(module.layer, module.part) + ".weight", module.weight)
 
 
 def linear_place(module: ShardedLinear, piece: str, tensor: Tensor, name: str) -> Place:
     """The place of one of a layer's `pieces`, which the checkpoint has as `name`."""
-    part, _, kind = piece.partition(".")
-    split, shape = SPLITS[part], [*tensor.shape]
+    part, _, kind = piece.rpartition(".")
+    split, shape = split_of(part), [*tensor.shape]
     if kind == "bias" and split.dim == 1:  # every shard holds the whole bias
         return whole_place(name, tensor)
     shape[split.dim] = len(Shard(0, 1).range(module.config, split.axis))
@@ -115,7 +116,7 @@ def quantized_places(model: Transformer) -> Iterator[QuantizedPlace]:
     for module in model.modules():
         if isinstance(module, ShardedLinear):
             for part, weight in module.quantized_parts():
-                (n, k), split = full_shape(config, part), SPLITS[part]
+                (n, k), split = full_shape(config, part), split_of(part)
                 rows = module.shard.range(config, split.axis)
                 rows = range(min(rows.start, n), min(rows.stop, n)) if split.dim == 0 else rows
                 cut = (rows, range(k)) if split.dim == 0 else (range(n), rows)
@@ -124,7 +125,7 @@ def quantized_places(model: Transformer) -> Iterator[QuantizedPlace]:
 
 def full_shape(config: ModelConfig, part: str) -> tuple[int, int]:
     """(out_features, in_features) of a layer of `tp.SPLITS`, of the full model."""
-    split = SPLITS[part]
+    split = split_of(part)
     full = len(Shard(0, 1).range(config, split.axis))
     return (full, config.hidden_size) if split.dim == 0 else (config.hidden_size, full)
 

@@ -37,21 +37,12 @@ class Norm(Protocol):
     def __call__(self, x: Tensor, /) -> Tensor: ...
 
 
-class Linear(Protocol):
-    """A linear layer, which a communicator may fuse with an all-reduce: see `layers.linear.ShardedLinear`."""
-
-    @property
-    def weight(self) -> Tensor: ...
-
-    @property
-    def bias(self) -> Tensor | None: ...
-
-    @property
-    def out_features(self) -> int: ...
+class Layer(Protocol):
+    """A layer of a normed stream that communicators call."""
 
     @property
     def only_called(self) -> bool:
-        """Whether the layer can only be called, because it is quantized and has no `weight`, or because it has adapters."""
+        """Whether the layer can only be called, because it is quantized and has no `weight`, or because it has adapters or experts."""
         ...
 
     @property
@@ -68,6 +59,19 @@ class Linear(Protocol):
         """For a layer that is not `only_called`, finish(x @ weight.T + whole_bias()). A gated layer returns what the next layer
         reads."""
         ...
+
+
+class Linear(Layer, Protocol):
+    """A linear layer, which a communicator may fuse with an all-reduce: see `layers.linear.ShardedLinear`."""
+
+    @property
+    def weight(self) -> Tensor: ...
+
+    @property
+    def bias(self) -> Tensor | None: ...
+
+    @property
+    def out_features(self) -> int: ...
 
     def whole_bias(self) -> Tensor | None: ...
 

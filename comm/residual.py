@@ -3,12 +3,12 @@ all-reduces are in flight and overlapped, by the communicator's schedule. The co
 layers before and after."""
 
 from collections.abc import Callable
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, cast
 
 import torch
 from torch import Tensor
 
-from comm.interface import Communicator, DeferredAllReduce, Input, Linear, Norm, PendingAllReduce, SelectedRows
+from comm.interface import Communicator, DeferredAllReduce, Input, Layer, Linear, Norm, PendingAllReduce, SelectedRows
 
 
 class Residual(NamedTuple):
@@ -24,7 +24,7 @@ class Residual(NamedTuple):
     pending: tuple[PendingAllReduce, ...] = ()
     scattered: torch.Size | None = None
 
-    def read(self, norm: Norm, layer: Linear, lag: int = 0) -> tuple["Residual", Any]:
+    def read(self, norm: Norm, layer: Layer, lag: int = 0) -> tuple["Residual", Any]:
         """(the stream, layer(norm(stream))), after all pending all-reduces except the newest `lag` have been added to the
         stream."""
         ready = max(0, len(self.pending) - lag)
@@ -37,7 +37,7 @@ class Residual(NamedTuple):
         last = self.pending[ready - 1].begun()
         stream = stream if last.scatters else stream._gathered()
         scattered = (stream.scattered or stream.x.shape) if last.scatters else None
-        x, out = last.add_norm_linear(stream.x, norm, layer)
+        x, out = last.add_norm_linear(stream.x, norm, cast(Linear, layer))  # which is called if it is none
         last.release()
         return stream._replace(x=x, scattered=scattered), out
 

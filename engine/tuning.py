@@ -55,7 +55,11 @@ class Tuning:
 def layers(model: Transformer | EagleHead) -> list[ShardedLinear]:
     """This rank's linear layers, without an embedding that is no output layer."""
     lookup = model.embedding if isinstance(model, Transformer) and model.head is not model.embedding else None
-    return [module for module in model.modules() if isinstance(module, ShardedLinear) and module is not lookup]
+    return [
+        module
+        for module in model.modules()
+        if isinstance(module, ShardedLinear) and module is not lookup and not module.is_mixed
+    ]
 
 
 def shapes(model: Transformer | EagleHead) -> dict[Shape, list[Tensor]]:

@@ -19,7 +19,7 @@ from kernels.linear_quantized import supports as quantized_supports
 from kernels.lora import Groups, LowRank, add_low_rank
 from kernels.row_codes import RowCodes
 from quantized.weight import PlainWeight, QuantizedWeight, merged
-from tp import SPLITS, Shard, biased_parts, checkpoint_name
+from tp import Shard, biased_parts, checkpoint_name, split_of
 
 
 class StepAdapters:
@@ -82,13 +82,14 @@ class ShardedLinear(nn.Module):
         self.config, self.parts, self.shard, self.layer, self.gated = config, parts, shard, layer, gated
         self.readers = (reader,) if reader else ()
         # of each part, the features that this shard has on the split axis
-        self.sizes = [len(shard.range(config, SPLITS[p].axis)) for p in parts]
-        if SPLITS[parts[0]].dim == 0:
+        self.sizes = [len(shard.range(config, split_of(p).axis)) for p in parts]
+        self.dim = split_of(parts[0]).dim
+        if self.dim == 0:
             shape = (sum(self.sizes), inputs or config.hidden_size)
         else:
-            shape = (config.hidden_size, self.sizes[0])
+            shape = (len(parts) * config.hidden_size, self.sizes[0])
         self.out_features, self.in_features = shape
-        self.rows = self.sizes if SPLITS[parts[0]].dim == 0 else [shape[0]]  # out_features of each part
+        self.rows = self.sizes if self.dim == 0 else [config.hidden_size] * len(parts)  # out_features of each part
         self.quantized = self._quantized(config, device, dtype)
         weight = None if self.quantized else nn.Parameter(torch.empty(shape, device=device, dtype=dtype))
         self.register_parameter("weight", weight)
@@ -101,7 +102,7 @@ class ShardedLinear(nn.Module):
         unbiased = shape[0] - sum(self.lengths)
         self.padding = (0, unbiased) if has[0] else (unbiased, 0)
         # of the sum over input features, with --deterministic
-        self.sum_parts = determinism.parts(self.sizes[0] * shard.count) // shard.count if SPLITS[parts[0]].dim == 1 else 1
+        self.sum_parts = determinism.parts(self.sizes[0] * shard.count) // shard.count if self.dim == 1 else 1
         self.bias = nn.Parameter(torch.zeros(sum(self.lengths), device=device, dtype=dtype)) if self.biased else None
         self.adapters: LayerAdapters | None = None
 
@@ -142,6 +143,13 @@ class ShardedLinear(nn.Module):
             return out if bias is None else out + bias
         return linear(x, self.weight, self.whole_bias(), self.sum_parts)
 
+    def expert(self, index: int, x: Tensor) -> Tensor:
+        """The product of x (..., in_features) with one part."""
+        if self.quantized:
+            product: Tensor = self.quantized[index](x)
+            return product
+        return F.linear(x, self.weight.split(self.rows)[index])
+
     def _quantized_tree(self, x: Tensor) -> Tensor:
         """The product with --deterministic."""
         assert self.quantized is not None
@@ -176,7 +184,8 @@ class ShardedLinear(nn.Module):
         parts = [part for part in self.quantized or [] if isinstance(part, QuantizedWeight)]
         if not parts or not (host_supports if parts[0].device.type == "cpu" else quantized_supports)(dtype):
             return
-        if self.quantized and len(parts) == len(self.quantized) and len(parts) > 1 and (whole := merged(parts)):
+        alone = self.is_mixed or len(parts) != len(self.quantized or ()) or len(parts) == 1
+        if not alone and (whole := merged(parts)):
             self.quantized, parts = nn.ModuleList([whole]), [whole]
         for part in parts:
             part.pack()
@@ -191,11 +200,16 @@ class ShardedLinear(nn.Module):
         """The bias that this shard adds to its features or to its partial sum; None without one."""
         if self.bias is None:
             return None
-        if SPLITS[self.parts[0]].dim == 1:
+        if self.dim == 1:
             # with --deterministic in fp32, where no share of a 16-bit bias is rounded
             whole = self.bias.float() if determinism.enabled() else self.bias
             return self.bias if self.shard.count == 1 else whole / self.shard.count
         return F.pad(self.bias, self.padding) if any(self.padding) else self.bias
+
+    @property
+    def is_mixed(self) -> bool:
+        """Whether it has the layers of experts, of which a token has some (`layers/experts.py`)."""
+        return self.parts[0].startswith("experts.")
 
     @property
     def is_quantized(self) -> bool:
@@ -203,7 +217,7 @@ class ShardedLinear(nn.Module):
 
     def own_range(self, part: str) -> range:
         """Which of a part's features in the full model this shard has: output features, or input features of a row-parallel layer."""
-        return self.shard.range(self.config, SPLITS[part].axis)
+        return self.shard.range(self.config, split_of(part).axis)
 
     @property
     def only_called(self) -> bool:

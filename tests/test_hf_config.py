@@ -302,7 +302,7 @@ BAD_VALUES: dict[str, list[Any]] = {  # the message names the key
     "mlp_bias": [1],
     "quantization_config": [{"quant_method": "hqq"}],
     "partial_rotary_factor": [0.5],
-    "model_type": ["mixtral", "qwen2_moe", ["llama"]],
+    "model_type": ["gemma2", "qwen2_moe", ["llama"]],
     "architectures": ["LlamaForCausalLM"],
     "vocab_size": ["128256", 0, ABSENT],
     "hidden_size": [4096.5, "4096", ABSENT],

@@ -22,7 +22,7 @@ from checkpoints.sources import open_source, weights_fingerprint
 from checkpoints.weights import build_model
 from cli import Parser, run
 from comm import Local
-from config import ModelConfig, require_causal
+from config import ModelConfig, require_causal, require_dense
 from errors import UserError
 from kernels import determinism
 from layers.attention import Causal
@@ -63,6 +63,7 @@ def parse_args(argv: Sequence[str] | None = None) -> argparse.Namespace:
 def setup(args: argparse.Namespace, world: World) -> Setup:
     """Read and check everything that needs no other rank. Raises UserError."""
     require_causal(original := read_config(args.model / "config.json"))
+    require_dense(original, "training")
     config = to_hybrid_ladder(original, parse_layers(args.ladder_layers))
     source = open_source(str(args.model), original)
     loss = cross_entropy if args.distill == 0 else Distillation(args, original, world)

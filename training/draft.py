@@ -38,7 +38,7 @@ from checkpoints.sources import open_source, weights_fingerprint
 from checkpoints.weights import load_model
 from cli import Parser, note, run
 from comm import Local
-from config import ModelConfig, require_causal
+from config import ModelConfig, require_causal, require_dense
 from errors import UserError, first_line
 from files import check_folder, model_folder
 from model import Transformer
@@ -242,6 +242,7 @@ def prepare(args: argparse.Namespace, world: World) -> tuple[ModelConfig, Global
     if has_random_weights(args.model):
         raise UserError(f"--model {args.model} has random weights, of which a head can learn nothing; name a checkpoint")
     require_causal(base := model_config(args.model, None, world.world_size))
+    require_dense(base, "training")
     if args.sequence_length > base.max_seq_len:
         raise UserError(f"--sequence-length {args.sequence_length} is beyond the model's {base.max_seq_len} positions")
     drafted = args.draft_vocab or base.vocab_size

@@ -18,7 +18,7 @@ from checkpoints.hub import fetch_named
 from checkpoints.presets import PRESETS, has_random_weights, model_config, named_config
 from checkpoints.sources import open_source
 from cli import Parser, run
-from config import TRAINABLE, require_causal, usage
+from config import TRAINABLE, require_causal, require_dense, usage
 from errors import UserError
 from kernels import determinism
 from tp import init_world, together
@@ -60,6 +60,7 @@ def setup(args: argparse.Namespace) -> Setup:
     random = has_random_weights(args.model)
     streams = named_config(args.model).n_kv_heads if random else 1  # for a desync variant without a number of streams
     require_causal(config := model_config(args.model, args.variant, streams))
+    require_dense(config, "training")
     if random:  # no checkpoint limits the positions to those that were trained
         config = replace(config, max_seq_len=max(config.max_seq_len, args.sequence_length))
     return Setup(

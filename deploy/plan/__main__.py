@@ -24,7 +24,7 @@ from typing import Any
 from checkpoints.hub import fetch_named
 from checkpoints.presets import PRESETS, is_preset, named_config
 from cli import Parser, note, run
-from config import usage
+from config import require_dense, usage
 from errors import UserError
 from files import model_name
 from options import above_zero, whole_number
@@ -73,7 +73,7 @@ def parse_args(argv: Sequence[str] | None = None) -> argparse.Namespace:
 def _check(args: argparse.Namespace) -> None:
     """Check the flags, and fill in defaults. Raises UserError."""
     fetch_named(args, model="config")
-    config = named_config(args.model)
+    require_dense(config := named_config(args.model), "this planner")
     if args.prompt + args.answer > config.max_seq_len:
         raise UserError(
             f"--prompt {args.prompt} and --answer {args.answer} exceed the context of {model_name(args.model)}, {config.max_seq_len} tokens"

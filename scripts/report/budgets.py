@@ -10,14 +10,14 @@ from pathlib import Path
 INFERENCE = ("checkpoints", "comm", "engine", "kernels", "layers", "quantized", "ranks", "server", "text")  # and the root
 LINES = {  # of Python, by package
     "server": 13_046,
-    "engine": 9_241,
-    "kernels": 9_647,
+    "engine": 9_245,
+    "kernels": 9_961,
     "comm": 3_750,
-    "training": 5_693,
+    "training": 5_698,
     "scripts": 9_399,
-    "tests": 55_293,
+    "tests": 55_709,
 }
-INFERENCE_LINES = 45_005
+INFERENCE_LINES = 45_560
 ROOT_FILES = 9
 ENTERED_FILES = 56  # by a streamed chat request; tests/server/test_files_entered.py counts them
 PAGES_WORDS = 27_000  # README.md and docs, tables included: say in a page what its reader decides by
