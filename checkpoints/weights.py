@@ -29,6 +29,7 @@ from layers.linear import ShardedLinear
 from model import RMSNorm, Transformer
 from options import DTYPE_NAMES, dtype_name
 from quantized.formats import FORMATS, Shapes, Slice, Tensors
+from quantized.scheme import SCHEMES
 from quantized.weight import Quantized, QuantizedWeight, joined, quantize
 from tp import Shard, World, checkpoint_name, split_of, together
 
@@ -39,6 +40,7 @@ CACHE_SCALES = (  # of a cache in 8 bits and of attention in 8 bits
 )  # fmt: skip
 COMPARED_ROWS = 4096  # at once, of two tables
 LARGE = 1 << 26  # parameters of a model whose weights no processor's cache holds
+INT4 = "--quantize int4 rounds to nearest, at which small models lose much accuracy; make quantize writes int4 by GPTQ"
 READERS = 8  # threads that read weights for a GPU
 DTYPES = {name: getattr(torch, name) for name in DTYPE_NAMES}
 
@@ -310,6 +312,8 @@ def load_model(
     if world.rank == 0 and source is not None:
         for remark in [*source.files.remarks, *unread_keys(config_file(name))]:
             note(remark)
+        if config.quantization is not None and any(rule.scheme == SCHEMES["int4"] for rule in config.quantization.rules):
+            note(INT4)
     check_memory(name, config, world, dtype, cache_tokens, kv_dtype, adapter_bytes)
     model = together(world, lambda: fill_model(name, source, config, world, dtype, seed))
     if config.quantization is not None and world.comm.name == "fused" and world.rank == 0:

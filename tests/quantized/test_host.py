@@ -144,6 +144,12 @@ def test_logits_are_those_without_the_operators(folder: Path, width: str, monkey
     assert (found - exact).norm() < 1.5 * (logits() - exact).norm()
 
 
+def test_int4_by_rounding_says_what_costs_less_accuracy(folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    for width, said in (("int4", True), ("int8", False), (None, False)):
+        load_model(str(folder), model_config(str(folder), None, 1, width), ALONE, BF16)
+        assert ("int4 by GPTQ" in capsys.readouterr().err) == said
+
+
 # --- the default data type --------------------------------------------------------------------------------------------------
 
 
