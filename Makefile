@@ -100,6 +100,12 @@ simulate: setup-dev #+ Test: the server against a simulated clock, model and fau
 lint: setup-dev ## Test: ruff, mypy, that README and docs quote the results as they are, the order of imports, and that no part exceeds its budget
 	@$(PY) -m ruff check . && $(PY) -m ruff format --check . && $(PY) -m mypy && $(PY) -m scripts.report.quote_tables --check && $(PY) -m scripts.report.check_docs && $(PY) -m scripts.report.check_structure
 
+real-models: setup-dev #+ Measure: SmolLM2 and Qwen2.5-Coder from PyPI beside transformers, in every width and with quantized all-reduces, resumable, into out/real-models.md (tracked: ARGS=--write; ARGS="--models smollm2 --tokens 256"; an hour and 4 GB on 2 cores, a GPU minutes)
+	@$(PY) -m scripts.quality.real_models $(ARGS)
+
+bench-cpu: setup-dev #+ Measure: tokens/s of SmolLM2 from PyPI on a CPU by width, beside transformers and llama.cpp (ARGS="--gguf FILE"), into out/bench-cpu.md (tracked: ARGS=--write; 5 min)
+	@$(PY) -m scripts.bench.cpu $(ARGS)
+
 accuracy: setup #+ Measure: perplexity and exact match of every embedded model at tp 1, 2 and 4, then with each quantized all-reduce, resumable, into out (tracked: ARGS=--write; half an hour on 2 cores, 2 GB)
 	@$(PY) -m scripts.quality.accuracy $(ARGS)
 	@$(PY) -m scripts.quality.accuracy --comm gloo int8 int6 int4 fp8 --tp 2 $(ARGS)
