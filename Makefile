@@ -70,6 +70,9 @@ startup: setup-dev #+ Measure: seconds from the server's command to its first to
 stalls: setup-dev #+ Measure: how long a stream stops while another client sends a costly request or many connections, into out/stalls.json (tracked: ARGS=--write; 10 min on a CPU, ARGS="--only penalties")
 	@$(PY) -m scripts.bench.serving.stalls $(ARGS)
 
+beside-batch: setup-dev #+ Measure: the gaps between a stream's tokens alone, beside a batch and beside other streams, into out/beside-batch.json (tracked: ARGS=--write; a minute on 2 cores)
+	@$(PY) -m scripts.bench.serving.beside_batch $(ARGS)
+
 bench-host: setup #+ Measure: what the host adds to a decode step of 64 sequences, in ms
 	@$(ON_RANKS) $(RANKS) -m engine.bench --model $(MODEL) --host --requests 64 $(ARGS)
 

@@ -14,8 +14,8 @@ LINES = {  # of Python, by package
     "kernels": 9_961,
     "comm": 3_750,
     "training": 5_698,
-    "scripts": 9_749,
-    "tests": 55_836,
+    "scripts": 9_872,
+    "tests": 55_889,
 }
 INFERENCE_LINES = 45_564
 ROOT_FILES = 9
