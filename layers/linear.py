@@ -22,6 +22,11 @@ from quantized.weight import PlainWeight, QuantizedWeight, merged
 from tp import Shard, biased_parts, checkpoint_name, split_of
 
 
+def packs_on_gpu(device: torch.device, dtype: torch.dtype) -> bool:
+    """Whether GPU kernels compute quantized layers on this device."""
+    return device.type == "cuda" and quantized_supports(dtype)
+
+
 class StepAdapters:
     """Which rows of the present step have an adapter. All adapted layers of a model share it; `Transformer` sets it."""
 
@@ -182,13 +187,14 @@ class ShardedLinear(nn.Module):
 
         dtype: of the inputs. Without such kernels, PyTorch computes the parts as they are."""
         parts = [part for part in self.quantized or [] if isinstance(part, QuantizedWeight)]
-        if not parts or not (host_supports if parts[0].device.type == "cpu" else quantized_supports)(dtype):
+        on_gpu = bool(parts) and packs_on_gpu(parts[0].device, dtype)
+        if not parts or not (on_gpu or (parts[0].device.type == "cpu" and host_supports(dtype))):
             return
         alone = self.is_mixed or len(parts) != len(self.quantized or ()) or len(parts) == 1
         if not alone and (whole := merged(parts)):
             self.quantized, parts = nn.ModuleList([whole]), [whole]
         for part in parts:
-            part.pack()
+            part.pack(on_gpu)
 
     def finish(self, out: Tensor) -> Any:
         """What follows the product."""

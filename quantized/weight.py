@@ -81,10 +81,10 @@ class QuantizedWeight(nn.Module):
             stored = None if tensor is None else nn.Parameter(tensor.contiguous().to(self.device), requires_grad=False)
             self.register_parameter(name, stored)
 
-    def pack(self) -> None:
+    def pack(self, on_gpu: bool | None = None) -> None:
         """Keep the tensors as the GPU's kernels or the CPU's operators read them, if they can."""
         codes, scales, zeros, groups, _ = self.tensors
-        if codes.is_cuda:
+        if codes.is_cuda if on_gpu is None else on_gpu:
             self.packed = linear_quantized.pack(codes, scales, zeros, groups, self.scheme.activations in ("token", "static"))
         elif groups is None and self.scheme.activations == "none":
             self.host = linear_host.pack(codes, unpack(codes), scales, zeros)

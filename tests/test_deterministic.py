@@ -34,7 +34,6 @@ from kernels.sampling import exponential_noise, gumbel_noise
 from layers.attention import Causal, causal_mask
 from layers.linear import ShardedLinear
 from model import Transformer
-from ranks import hosts
 from server.settings import load_settings
 from tests.engine.test_engine import ALONE, CPU, Answer, config_of, draws, plain_logits, random_model, random_submits, serve
 from tests.support.gpus import most_ranks, needs_gpu, torchrun
@@ -439,7 +438,7 @@ def test_adapters_are_refused_before_a_model_is_read() -> None:
 def test_only_hopper_gpus_are_accepted(capabilities: list[tuple[int, int]], monkeypatch: pytest.MonkeyPatch) -> None:
     """By every rank of a host alike, whichever of its GPUs is another. Without the mode all are."""
     monkeypatch.setenv("LOCAL_WORLD_SIZE", "2")
-    monkeypatch.setattr(hosts, "several", lambda: False)
+    monkeypatch.setattr("tp.several_hosts", lambda: False)
     monkeypatch.setattr(torch.cuda, "device_count", lambda: 2)
     monkeypatch.setattr(torch.cuda, "set_device", lambda index: None)
     monkeypatch.setattr(torch.cuda, "get_device_capability", lambda index: capabilities[index])

@@ -233,7 +233,7 @@ QUANTIZED = {  # the formats of a tiny model's layers, with the numbers of rows;
 def test_quantized_layers_are_measured_and_their_configs_used(
     weights: str, measured: list[str], monkeypatch: pytest.MonkeyPatch, seed: int
 ) -> None:
-    monkeypatch.setattr("layers.linear.quantized_supports", lambda dtype: True)
+    monkeypatch.setattr("layers.linear.packs_on_gpu", lambda device, dtype: True)
     model = load_model("tiny:2", model_config("tiny:2", None, 1, weights), ALONE, torch.bfloat16)
     for module in model.modules():
         if isinstance(module, ShardedLinear):

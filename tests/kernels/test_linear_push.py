@@ -254,7 +254,7 @@ def test_a_communicator_pushes_what_few_rows_of_quantized_layers_sum(interpreter
 
 
 def test_what_a_kernel_may_multiply_instead_of_a_layer(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("layers.linear.quantized_supports", lambda dtype: True)
+    monkeypatch.setattr("layers.linear.packs_on_gpu", lambda device, dtype: True)
     config = ModelConfig(
         vocab_size=96, hidden_size=64, n_layers=1, n_heads=4, n_kv_heads=2, head_dim=16, intermediate_size=256, max_seq_len=64
     )

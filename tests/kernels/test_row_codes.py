@@ -140,7 +140,7 @@ def residual_streams(seed: int, device: str, variant: str) -> list[str]:
     model = Transformer(config, Local(), torch.device(device), torch.bfloat16).eval().requires_grad_(False)
     layers = [module for module in model.modules() if isinstance(module, ShardedLinear)]
     product = torch._scaled_mm if device == "cuda" else exact_product
-    supported = mock.patch("layers.linear.quantized_supports", return_value=True)
+    supported = mock.patch("layers.linear.packs_on_gpu", return_value=True)
     always = kernels_always(norm, activation, linear_quantized)
     with always, codes_as_on_a_gpu(), supported, mock.patch("torch._scaled_mm", product):
         for layer in layers:
