@@ -41,7 +41,9 @@ def instead(name: str) -> str:
     here = [str(path.parent) for path in sorted(Path("models").glob("*/config.json"))[:LISTED]]
     names = {Path(folder).name: folder for folder in here} | {name: name for name in [*PRESETS, *here]}
     last = Path(name).name.partition(":")[0]
-    found = dict.fromkeys(names[close] for text in (name, last) for close in get_close_matches(text, names, n=2, cutoff=0.6))
+    hub = [name.partition(":")[0]] if "/" in name and ":" in name else []  # what llama.cpp writes behind it is not known here
+    close = [names[one] for text in (name, last) for one in get_close_matches(text, names, n=2, cutoff=0.6)]
+    found = dict.fromkeys([*hub, *close])
     meant = f"did you mean {' or '.join(list(found)[:2])}? " if found else ""
     folders = f"checkpoints here: {', '.join(here)}; " if here else ""
     return f"{meant}{folders}presets: {', '.join(PRESETS)}"

@@ -332,8 +332,8 @@ def finish(model: Path, job: Job) -> None:
 
 
 def parse_args() -> argparse.Namespace:
-    parser = Parser(description=__doc__)
-    parser.add_argument("--model", required=True, metavar="ORG/NAME|DIR", help="a checkpoint in 16 or 32 bits")
+    parser = Parser(description=__doc__, names_model=True, allow_abbrev=False)  # --mode is no --model
+    parser.add_argument("--model", metavar="ORG/NAME|DIR", help="a checkpoint in 16 or 32 bits")
     parser.add_argument(
         "--out", type=Path, required=True, metavar="DIR", help="the new folder, or that of a run that was stopped"
     )
@@ -346,6 +346,8 @@ def parse_args() -> argparse.Namespace:
     parser.add_argument("--length", type=whole_number(1), metavar="N", help=f"tokens of a sample (default: {LENGTH})")
     parser.add_argument("--device", choices=("cpu", "cuda"), help="default: CUDA if there is any")
     args = parser.parse_args()
+    if args.model is None:
+        parser.error("no model; give --model")
     args.device = args.device or ("cuda" if torch.cuda.is_available() else "cpu")
     if args.device == "cuda" and not torch.cuda.is_available():
         raise UserError("--device cuda: PyTorch finds no GPU; use --device cpu")

@@ -28,7 +28,7 @@ from tests.support.command_line import HYBRID, MODELS, Finished, Here, command, 
 from tests.support.ports import free_port
 from tests.support.ranks import Ranks
 from tests.support.server_process import ServerProcess
-from text.tokenizer_files import load_tokenizer
+from text.tokenizer_files import load_tokenizer, tokenizer_of
 from tp import World, stream_shards, together
 
 TENSORS = "model.safetensors"
@@ -174,6 +174,8 @@ def test_gguf_is_named(here: Here, tmp_path: Path, name: str, configured: bool) 
     if configured:
         shutil.copy(MODELS / "tiny-hybrid" / "config.json", tmp_path)
     check_refused(here("--model", tmp_path / name, *ONCE), str(tmp_path / name), "GGUF", "config.json and safetensors")
+    with pytest.raises(UserError, match="is in GGUF"):  # in a server, whose frontend reads no config
+        tokenizer_of(str(tmp_path / name))
 
 
 def test_gguf_beside_other_weights_is_passed_over(here: Here, tmp_path: Path) -> None:

@@ -288,6 +288,8 @@ def test_the_model_as_an_argument(before: list[str], tmp_path: Path, monkeypatch
         ("models/tiny-hybird", "did you mean models/tiny-hybrid"),
         ("llama3-8b", "did you mean llama-3-8b"),
         ("llama-3-70:16", "did you mean llama-3-70b"),
+        ("Qwen/Qwen3-8B-GGUF:Q4_K_M", "did you mean Qwen/Qwen3-8B-GGUF? "),
+        ("models/tiny-hybrid:Q8_0", "did you mean models/tiny-hybrid"),
     ],
 )
 def test_a_wrong_model_names_the_one_that_was_meant(name: str, meant: str, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -6,7 +6,7 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
-from checkpoints.presets import is_shape, named_config
+from checkpoints.presets import has_random_weights, named_config
 from errors import UserError
 from files import CONFIG_BYTES, TOKENIZER_BYTES, model_folder, read_file, read_json
 from text.tokenizer import Added, ByteTokenizer, Tokenizer, TokenizerSettings
@@ -23,9 +23,8 @@ def tokenizer_of(model: str) -> Tokenizer:
 
     Raises UserError for a missing or corrupt file, and for a name that is neither a path nor a preset.
     """
-    if not Path(model).exists() or is_shape(model):
-        return ByteTokenizer(named_config(model).vocab_size)
-    return load_tokenizer(model_folder(model))
+    config = named_config(model)  # which says what is wrong with the model itself
+    return ByteTokenizer(config.vocab_size) if has_random_weights(model) else load_tokenizer(model_folder(model))
 
 
 def find_tokenizer(path: Path) -> Path | None:

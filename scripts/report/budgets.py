@@ -14,10 +14,10 @@ LINES = {  # of Python, by package
     "kernels": 9_961,
     "comm": 3_750,
     "training": 5_698,
-    "scripts": 9_872,
-    "tests": 55_890,
+    "scripts": 9_874,
+    "tests": 55_894,
 }
-INFERENCE_LINES = 45_570
+INFERENCE_LINES = 45_571
 ROOT_FILES = 9
 ENTERED_FILES = 56  # by a streamed chat request; tests/server/test_files_entered.py counts them
 PAGES_WORDS = 27_000  # README.md and docs, tables included: say in a page what its reader decides by
