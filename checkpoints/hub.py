@@ -116,8 +116,8 @@ class _Repo:
         self.page = f"{constants.ENDPOINT}/{self.repo}"
         api = HfApi()
         try:
-            self.revision = api.resolve_revision(self.repo, revision=asked or None)
-            info = api.model_info(self.repo, revision=self.revision.resolved, files_metadata=True, timeout=LIST_SECONDS)
+            info = api.model_info(self.repo, revision=asked or None, files_metadata=True, timeout=LIST_SECONDS)
+            self.revision = api.resolve_revision(self.repo, revision=asked or None)  # whose wait has no limit
             self.files: dict[str, Any] = {one.rfilename: one for one in info.siblings or ()}
             self.away = False
         except Exception as e:  # of the network, a proxy or the hub: errors of several libraries

@@ -3,6 +3,7 @@ stands for the hub (tests/support/hub.py)."""
 
 import json
 import re
+import socket
 import subprocess
 import sys
 from collections.abc import Callable, Iterator
@@ -208,6 +209,19 @@ def test_without_the_hub_the_cached_copy_is_used(
     assert (fetch_anew(shape, "config") / "config.json").exists()
     with pytest.raises(UserError, match="org/shape is not whole in the cache"):  # not random weights
         fetch_anew(shape)
+
+
+def test_a_hub_that_does_not_answer_is_away(
+    site: Hub, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    folder = fetch_anew("org/tiny")
+    with socket.create_server(("127.0.0.1", 0)) as silent:
+        monkeypatch.setattr(constants, "ENDPOINT", f"http://127.0.0.1:{silent.getsockname()[1]}")
+        monkeypatch.setattr(hub, "LIST_SECONDS", 0.1)
+        assert fetch_anew("org/tiny") == folder
+        assert "cannot be reached" in capsys.readouterr().err
+        with pytest.raises(UserError, match=r"org/other is no folder here and not in the cache .* cannot be reached"):
+            fetch_anew("org/other")
 
 
 @pytest.mark.parametrize("files", ["config", "adapter", "draft"])
