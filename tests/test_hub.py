@@ -12,6 +12,7 @@ from types import SimpleNamespace
 from typing import Any
 
 import httpx
+import openai
 import pytest
 from huggingface_hub import constants, file_download
 
@@ -23,7 +24,7 @@ from server.downloading import answering
 from server.settings import Settings, load_settings
 from tests import MODELS, ROOT
 from tests.support.adapters import write_adapter
-from tests.support.command_line import launch
+from tests.support.command_line import environment, launch
 from tests.support.hub import Hub
 from tests.support.ports import free_port
 from tests.support.server_process import START_SECONDS, ServerProcess, wait_until
@@ -120,6 +121,27 @@ def test_what_is_a_name_on_the_hub(name: str, kept: bool, monkeypatch: pytest.Mo
 def test_folders_need_neither_the_network_nor_its_library() -> None:
     code = "import sys; from checkpoints.hub import fetched; fetched('models/tiny-hybrid'); print('huggingface_hub' in sys.modules)"
     assert subprocess.run([sys.executable, "-c", code], cwd=ROOT, capture_output=True, text=True).stdout == "False\n"
+
+
+@pytest.mark.long
+def test_a_server_and_python_serve_folders_without_it(tmp_path: Path) -> None:
+    """No process of theirs imports it."""
+    stub, mark = tmp_path / "huggingface_hub.py", tmp_path / "mark"
+    stub.write_text(f"open({str(mark)!r}, 'w').close()\nraise ImportError('not to be imported')")
+    away: dict[str, object] = {"PYTHONPATH": f"{tmp_path}:{ROOT}", "HF_ENDPOINT": "http://127.0.0.1:9"}
+    code = f"from engine import LLM; assert LLM({str(MODEL)!r}, tp=2, speculate='auto').generate('Once')[0].text"
+    subprocess.run([sys.executable, "-c", code], env=environment(**away), check=True)
+    with ServerProcess("--model", MODEL, "--speculate", "auto", ranks=2, environ=away, forked=False) as server:
+        asked = [{"role": "user", "content": "Hi " * 1000}]  # long enough for a worker
+        with pytest.raises(openai.BadRequestError, match="tokens"):
+            server.ready().client().chat.completions.create(model="tiny-standard", messages=asked)  # type: ignore[arg-type]
+        asked = [{"role": "user", "content": "Hi"}]
+        assert server.client().chat.completions.create(model="tiny-standard", messages=asked, max_tokens=2)  # type: ignore[arg-type]
+    assert not mark.exists()
+    assert subprocess.run(
+        [sys.executable, "-c", "import huggingface_hub"], env=environment(**away), capture_output=True
+    ).returncode
+    assert mark.exists()
 
 
 def config_of(site: Hub, **more: Any) -> bytes:

@@ -15,7 +15,7 @@ LINES = {  # of Python, by package
     "comm": 3_750,
     "training": 5_698,
     "scripts": 9_874,
-    "tests": 55_908,
+    "tests": 55_930,
 }
 INFERENCE_LINES = 45_571
 ROOT_FILES = 9
