@@ -167,11 +167,10 @@ class SelectedRows(PendingAllReduce):
 
 
 class OverlappedAllReduce(PendingAllReduce):
-    """An all-reduce on another CUDA stream, which the current stream joins."""
+    """An all-reduce on another CUDA stream. join: makes the current stream wait for the result, and returns it."""
 
-    @abstractmethod
-    def join(self) -> Tensor:
-        """Make the current stream wait for the result, and return it."""
+    def __init__(self, join: Callable[[], Tensor]) -> None:
+        self.join = join
 
     def wait(self) -> Tensor:
         total = self.join()
@@ -183,17 +182,6 @@ class OverlappedAllReduce(PendingAllReduce):
 
     def add_norm_codes(self, x: Tensor, weight: Tensor, eps: float) -> tuple[Tensor, RowCodes]:
         return add_rms_norm_codes(x, self.join(), weight, eps, early=False)
-
-
-class SideStreamAllReduce(OverlappedAllReduce):
-    """An all-reduce on a side stream. It holds `partial`, so that the current stream cannot reuse its memory too early."""
-
-    def __init__(self, done: torch.cuda.Event, partial: Tensor, total: Tensor) -> None:
-        self.done, self.partial, self.total = done, partial, total
-
-    def join(self) -> Tensor:
-        torch.cuda.current_stream().wait_event(self.done)
-        return self.total
 
 
 def on_side_stream(stream: torch.cuda.Stream | None, partial: Tensor, all_reduce: Callable[[], Tensor]) -> PendingAllReduce:
@@ -208,7 +196,13 @@ def on_side_stream(stream: torch.cuda.Stream | None, partial: Tensor, all_reduce
     stream.wait_stream(torch.cuda.current_stream())
     with torch.cuda.stream(stream):
         total = all_reduce()
-        return SideStreamAllReduce(stream.record_event(), partial, total)
+        done = stream.record_event()
+
+    def join(held: Tensor = partial) -> Tensor:  # so that the current stream cannot reuse its memory too early
+        torch.cuda.current_stream().wait_event(done)
+        return total
+
+    return OverlappedAllReduce(join)
 
 
 # --- waits that give up -------------------------------------------------------------------------------------------------

@@ -19,7 +19,7 @@ from comm.interface import Communicator, OverlappedAllReduce, PendingAllReduce
 from kernels.determinism import tree_sum
 
 SHARE_GPUS = "RUNG_SHARE_GPUS"  # environment variable: 1 lets ranks share GPUs
-FEW_BYTES = 1 << 16  # of a message, up to which one collective of the tree takes less time than two that send less
+FEW_BYTES = 1 << 16  # of a partial sum, up to which one exchange of all of it takes less time than two that send less
 
 # torch 2.13 renamed this function and warns about the old name; torch 2.11 has only the old name
 all_gather = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
@@ -73,18 +73,25 @@ class HostAllReduce(PendingAllReduce):
 
 
 class GlooCommunicator(ProcessGroupCommunicator):
-    """CPU ranks. Adds in fp32 for every dtype, in gloo's threads, while the caller computes."""
+    """CPU ranks. Adds in fp32 for every dtype, while the caller computes. A ring of gloo's threads adds long partial sums; each rank
+    sends every other one a short one, which takes half the time of a ring."""
 
     name = "gloo"
     waited = 0.0
 
     def begin_all_reduce(self, partial: Tensor, overlap: bool = False) -> PendingAllReduce:
         dtype, total = partial.dtype, partial.float().contiguous()  # fp32 is not copied, so `partial` is overwritten
-        work = dist.all_reduce(total, async_op=True)
+        is_short = total.nbytes <= FEW_BYTES
+        if is_short:
+            sent = total.expand(self.world_size, *total.shape).contiguous()
+            parts = torch.empty_like(sent)  # by rank
+            work = dist.all_to_all_single(parts, sent, async_op=True)
+        else:
+            work = dist.all_reduce(total, async_op=True)
 
         def result() -> Tensor:
             work.wait()
-            return total.to(dtype)
+            return (parts.sum(0) if is_short else total).to(dtype)
 
         return HostAllReduce(self, result)
 
@@ -96,16 +103,13 @@ class NcclCommunicator(ProcessGroupCommunicator):
 
     def begin_all_reduce(self, partial: Tensor, overlap: bool = False) -> PendingAllReduce:
         total = partial.contiguous()
-        return _NcclAllReduce(dist.all_reduce(total, async_op=True), total)
+        work = dist.all_reduce(total, async_op=True)
 
+        def join() -> Tensor:
+            work.wait()
+            return total
 
-class _NcclAllReduce(OverlappedAllReduce):
-    def __init__(self, work: dist.Work, total: Tensor) -> None:
-        self.work, self.total = work, total
-
-    def join(self) -> Tensor:
-        self.work.wait()
-        return self.total
+        return OverlappedAllReduce(join)
 
 
 class TreeCommunicator(ProcessGroupCommunicator):
@@ -129,7 +133,7 @@ class TreeCommunicator(ProcessGroupCommunicator):
         def result() -> Tensor:
             return finish()[: flat.numel()].view(partial.shape)
 
-        return _Joined(result) if partial.is_cuda else HostAllReduce(self, result)
+        return OverlappedAllReduce(result) if partial.is_cuda else HostAllReduce(self, result)
 
     def _gather(self, flat: Tensor) -> Callable[[], Tensor]:
         gathered = flat.new_empty(self.world_size * flat.numel())
@@ -152,11 +156,3 @@ class TreeCommunicator(ProcessGroupCommunicator):
             return slices
 
         return finish
-
-
-class _Joined(OverlappedAllReduce):
-    def __init__(self, result: Callable[[], Tensor]) -> None:
-        self.result = result
-
-    def join(self) -> Tensor:
-        return self.result()

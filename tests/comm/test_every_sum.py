@@ -94,7 +94,7 @@ def wrong_sums(world: World, name: str, seed: int) -> list[str]:
         torch.Generator().manual_seed(seed),
         [],
     )
-    sizes = [1, 2, 511, 2048, *(draw.randrange(3, 5000) for _ in range(2)), *([30_000] if kind == "relay" else [])]
+    sizes = [1, 2, 511, 2048, *(draw.randrange(3, 5000) for _ in range(2)), *([30_000] if kind in ("gloo", "relay") else [])]
     with opened(world, kind, scheme) as comm:
         for number, size in enumerate(draw.sample(sizes, len(sizes))):
             dtype, overlap = draw.choice(list(EXACT if scheme else STEPS)), (seed + number) % 2 == 0
