@@ -82,7 +82,7 @@ class QuantizedWeight(nn.Module):
             self.register_parameter(name, stored)
 
     def pack(self, on_gpu: bool | None = None) -> None:
-        """Keep the tensors as the GPU's kernels or the CPU's operators read them, if they can."""
+        """Keep the tensors as the GPU's kernels (on_gpu) or the CPU's operators read them, if they can. None: by the device."""
         codes, scales, zeros, groups, _ = self.tensors
         if codes.is_cuda if on_gpu is None else on_gpu:
             self.packed = linear_quantized.pack(codes, scales, zeros, groups, self.scheme.activations in ("token", "static"))

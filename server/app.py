@@ -18,7 +18,7 @@ from starlette.staticfiles import StaticFiles
 
 from errors import UserError
 from server import batches, chat, completions, embeddings, routes
-from server.calls.choice import warn_of_unknown_calls
+from server.calls import warn_of_unknown_calls
 from server.engine_client import EngineClient
 from server.errors import NO_OBJECT, ApiError, bad, from_errors
 from server.http import error_response

@@ -10,7 +10,7 @@ from starlette.responses import Response
 from engine.calls.parser import Arguments, Call, Part, Text, message_of
 from engine.text import Delta
 from server.bounds import TokenBounds, fit_answer, fit_prompt
-from server.calls.choice import PartReader, parser_for
+from server.calls import PartReader, parser_for
 from server.endpoint import ChoicesRequest, Chunks, GenerationRequest, StreamWriter, WholeChoice, respond
 from server.errors import bad
 from server.generation import Prompt

@@ -25,7 +25,7 @@ from engine.protocol import Turn
 from engine.text import Delta
 from server.body import Body
 from server.bounds import TokenBounds, check_answers
-from server.calls.choice import PartReader, grammar_for, kept_special_ids, name_left_out, thinking_budget
+from server.calls import PartReader, grammar_for, kept_special_ids, name_left_out, thinking_budget
 from server.errors import ApiError, bad
 from server.generation import Plan, Prompt, Run, Usage, make_params, run
 from server.http import DONE, EventStream, JsonResponse, error_event, to_json, unless_gone

@@ -40,7 +40,7 @@ VECTOR_BYTES = 1 << 30  # of vectors that are computed, or wait for their client
 INLINE = 16384  # bytes, about 2,000 token ids or a few pages of text; larger bodies are checked in a worker
 WORKER_MODULES = (  # with the jobs of workers, or bodies that these parse; those left out are imported by these
     "server.bounds",
-    "server.constrain.demand",
+    "server.demand",
     "server.messages.bodies",
     "server.prompts",
     "server.responses.convert",

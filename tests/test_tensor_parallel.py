@@ -161,14 +161,16 @@ def test_a_vocabulary_that_leaves_a_rank_without_rows(ranks: Ranks, tmp_path: Pa
 @torch.inference_mode()
 def upper_bound_logits(world: World, directory: Path, tokens: Tensor) -> tuple[Tensor, Tensor]:
     model = load(world, directory)
-    sent = []
-    all_reduce, all_gather = dist.all_reduce, comm.process_group.all_gather
-    dist.all_reduce = lambda *args, **more: sent.append("sum") or all_reduce(*args, **more)  # type: ignore[func-returns-value]
-    comm.process_group.all_gather = lambda *args, **more: sent.append("gather") or all_gather(*args, **more)
-    try:
+    sent: list[str] = []
+
+    def counted(name: str, collective: Callable[..., Any]) -> Callable[..., Any]:
+        return lambda *args, **more: sent.append(name) or collective(*args, **more)  # type: ignore[func-returns-value]
+
+    with pytest.MonkeyPatch.context() as patch:
+        for name in "all_reduce", "all_to_all_single":  # of long sums and of short ones
+            patch.setattr(dist, name, counted("sum", getattr(dist, name)))
+        patch.setattr(comm.process_group, "all_gather", counted("gather", comm.process_group.all_gather))
         return model(tokens, Causal(tokens.shape[1], CPU)), sent
-    finally:
-        dist.all_reduce, comm.process_group.all_gather = all_reduce, all_gather
 
 
 def test_upper_bound_sends_nothing_and_still_gives_tokens(ranks: Ranks, tmp_path: Path, seed: int) -> None:

@@ -10,7 +10,7 @@ from pydantic_core import from_json
 
 from engine.calls.parser import Arguments, Call, Part, Reasoning, Text
 from engine.text import Delta
-from server.calls.choice import marks_reasoning
+from server.calls import marks_reasoning
 from server.chat import TranslatedChat
 from server.errors import ApiError, messages_error_body
 from server.generation import Prompt

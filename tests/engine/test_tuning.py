@@ -235,9 +235,6 @@ def test_quantized_layers_are_measured_and_their_configs_used(
 ) -> None:
     monkeypatch.setattr("layers.linear.packs_on_gpu", lambda device, dtype: True)
     model = load_model("tiny:2", model_config("tiny:2", None, 1, weights), ALONE, torch.bfloat16)
-    for module in model.modules():
-        if isinstance(module, ShardedLinear):
-            module.pack(torch.bfloat16)
     layers = {(512, 192): "", (192, 256): "", (640, 192): ",swiglu", (192, 320): ""}
     expected = {
         f"{rows},{n},{k}{gated if kind != 'codes' else ''},{kind if k != 256 else kind.replace('-64', '-128')}"

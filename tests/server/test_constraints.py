@@ -26,8 +26,8 @@ from engine.constrain.grammars import SchemaError
 from engine.constrain.json_schema import CallableTool
 from engine.thinking import ReasoningSyntax
 from server.body import Constraint
-from server.calls.choice import BRIEF_SECONDS, demand_of
-from server.constrain.demand import Demand, compile_demand
+from server.calls import BRIEF_SECONDS, demand_of
+from server.demand import Demand, compile_demand
 from server.errors import ApiError
 from server.generation import make_params
 from server.schemas import ChatBody
@@ -782,7 +782,7 @@ def test_a_busy_worker_leaves_free_what_need_not_be_constrained(
     make_site: Callable[..., Site], monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
     site = make_site(tool_parser="hermes")
-    monkeypatch.setattr("server.calls.choice.BRIEF_SECONDS", 0.2)
+    monkeypatch.setattr("server.calls.BRIEF_SECONDS", 0.2)
     named: Any = {"type": "function", "function": {**TOOL["function"], "name": f"new_{random.getrandbits(60):x}"}}
     strict: Any = {"type": "function", "function": {**named["function"], "strict": True}}
     workers, gate = site.server.service.workers, tmp_path / "gate"

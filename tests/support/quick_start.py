@@ -50,9 +50,7 @@ IMPORTS = (
     "training.loop",
     "matplotlib.figure",
 )
-WORKER_IMPORTS = [
-    f"server.{name}" for name in ("workers", "bounds", "constrain.demand", "messages.bodies", "responses.convert")
-]
+WORKER_IMPORTS = [f"server.{name}" for name in ("workers", "bounds", "demand", "messages.bodies", "responses.convert")]
 INTERPRETER = (
     "PYTHON",
     "TRITON_INTERPRET",

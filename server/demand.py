@@ -18,8 +18,8 @@ from engine.calls.values import regex
 from engine.constrain.formats import compile_format, object_of, schema_of
 from engine.constrain.grammars import Compiled, Rules, SchemaError, accepted, check_matcher
 from engine.constrain.json_schema import CallableTool, compile_arguments, compile_calls, compile_schema
+from server.arguments import ArgumentGrammar
 from server.body import Constraint, StructuralTagFormat
-from server.constrain.arguments import ArgumentGrammar
 
 GAP = r"/\n{1,4}/?"  # between reasoning and what follows it
 SPACES = r"[ \n]{0,2}"  # with a bound, because a small model could otherwise fill the answer with them

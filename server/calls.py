@@ -17,7 +17,7 @@ from engine.protocol import ThinkingBudget
 from engine.text import Delta, special_ids
 from engine.thinking import REASONING, ReasoningSyntax, budget_after, budget_of, reasoning_after, reasoning_of
 from errors import UserError
-from server.constrain.demand import Demand, compile_demand
+from server.demand import Demand, compile_demand
 from server.errors import ApiError, bad
 from server.generation import Usage
 from server.logs import log

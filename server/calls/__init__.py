@@ -1,1 +1,0 @@
-"""Reasoning and tool calls of requests: which parser and which grammar an answer has."""
