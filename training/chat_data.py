@@ -56,10 +56,7 @@ def _objects(value: Any, key: str) -> list[dict[str, Any]]:
 
 
 def encode_example(
-    tokenizer: Tokenizer,
-    messages: Sequence[Message],
-    tools: Sequence[Mapping[str, Any]] | None = None,
-    last_only: bool = False,
+    tokenizer: Tokenizer, messages: Sequence[Message], tools: Sequence[Mapping[str, Any]] | None = None, last_only: bool = False
 ) -> Example:
     """Tokens and mask of a conversation up to its last answer. last_only: the loss counts only that answer.
 

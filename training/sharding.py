@@ -62,12 +62,7 @@ class Sharding:
 
     def check(self, cluster: Mesh) -> None:
         """Raise UserError unless the meshes nest and tile the cluster."""
-        chain = [
-            ("P", self.parameters),
-            ("G", self.gradients),
-            ("OS", self.optimizer),
-            ("the cluster", cluster),
-        ]
+        chain = [("P", self.parameters), ("G", self.gradients), ("OS", self.optimizer), ("the cluster", cluster)]
         for (inner_name, inner), (outer_name, outer) in pairwise(chain):
             if not inner.inside(outer):
                 raise UserError(

@@ -92,10 +92,7 @@ def parse_args() -> argparse.Namespace:
     )
     parser.add_argument("--retry", action="store_true", help="run failed configurations again")
     parser.add_argument(
-        "--vllm-python",
-        default=sys.executable,
-        metavar="PYTHON",
-        help="Python of an environment with vLLM (default: this one)",
+        "--vllm-python", default=sys.executable, metavar="PYTHON", help="Python of an environment with vLLM (default: this one)"
     )
     add_vllm_memory(parser)
     parser.add_argument("--timeout", type=float, default=600, help="seconds for one run, including loading (default: 600)")

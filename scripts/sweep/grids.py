@@ -51,12 +51,7 @@ GRIDS: dict[str, dict[str, Any]] = {
         "variants": ["standard", "ladder", "desync-2x", "desync-4x", "upper-bound"],
         "batch_sizes": [64],
     },
-    "figure-2": {
-        **PAPER,
-        "models": ["llama-3-70b"],
-        "variants": ["standard", "parallel", "ladder"],
-        "tp": [1, 2, 4, 8],
-    },
+    "figure-2": {**PAPER, "models": ["llama-3-70b"], "variants": ["standard", "parallel", "ladder"], "tp": [1, 2, 4, 8]},
 }
 
 

@@ -65,7 +65,7 @@ def test_cache_control_and_unknown_names_reach_no_template(site: Site) -> None:
     function = {**TOOL["function"], "cache_control": CACHED}
     body = {
         "messages": [
-            {"role": "user", "cache_control": CACHED, "content": [{"type": "text", "text": "Hi", "cache_control": CACHED}]},
+            {"role": "user", "cache_control": CACHED, "content": [{"type": "text", "text": "Hi", "cache_control": CACHED}]}
         ],
         "tools": [{**TOOL, "function": function, "cache_control": CACHED, "defer": True}],
     }

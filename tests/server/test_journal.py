@@ -887,18 +887,12 @@ def result(site: Site, name: str, key: str = "one") -> httpx.Response:
 
 
 REQUESTS: list[tuple[str, dict[str, Any]]] = [
-    (
-        "/v1/completions",
-        {"prompt": ["Hi", "Ho"], "n": 2, "max_tokens": 100, "logprobs": 2, "echo": True, "temperature": 0.5},
-    ),
+    ("/v1/completions", {"prompt": ["Hi", "Ho"], "n": 2, "max_tokens": 100, "logprobs": 2, "echo": True, "temperature": 0.5}),
     (
         "/v1/chat/completions",
         {"messages": [{"role": "user", "content": "Hi"}], "stream": True, "logprobs": True, "stop": "kind"},
     ),
-    (
-        "/v1/completions",
-        {"max_tokens": 7, "stream": True, "prompt": "x" * 20_000, "truncate_prompt_tokens": 9},
-    ),
+    ("/v1/completions", {"max_tokens": 7, "stream": True, "prompt": "x" * 20_000, "truncate_prompt_tokens": 9}),
     ("/v1/messages", {"messages": [{"role": "user", "content": "Ho"}], "max_tokens": 9, "stream": True}),
 ]
 

@@ -95,12 +95,7 @@ def joined(events: list[dict[str, Any]]) -> dict[str, Any]:
         ),
         ("thinking", [Reasoning("27 * 453"), Reasoning(" = 12231"), Text("12,231")], "stop", 40),
         ("stop_sequence", [Text("It was kind. ")], "stop", 7),
-        (
-            "max_tokens",
-            [Text("Okay"), Call("1", "get_weather"), Arguments('{"location":'), Arguments(' "Zü')],
-            "length",
-            20,
-        ),
+        ("max_tokens", [Text("Okay"), Call("1", "get_weather"), Arguments('{"location":'), Arguments(' "Zü')], "length", 20),
         ("error", [Text("Hel")], "", 0),
     ],
 )

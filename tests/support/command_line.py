@@ -60,6 +60,11 @@ class Here:
         out, err = self.capfd.readouterr()
         return Finished(left.value.code or 0, out, err)  # type: ignore[arg-type]
 
+    def told(self, *args: object) -> tuple[int, str]:
+        """The exit code and all output."""
+        done = self(*args)
+        return done.code, done.out + done.err
+
     def refuses(self, *args: object) -> str:
         """The one-line message of a command that ends with a user error."""
         done = self(*args)

@@ -11,15 +11,13 @@ import pytest
 import torch
 import torch.nn.functional as F
 
-from checkpoints.export import save_checkpoint
 from checkpoints.hf_config import read_config
 from checkpoints.presets import model_config, preset
-from checkpoints.weights import load_model, random_weights
-from comm import Local
+from checkpoints.weights import load_model
 from config import ModelConfig, with_variant
 from errors import UserError
 from layers.attention import Causal
-from model import Transformer
+from tests.support.models import ALONE, save_random
 from tests.support.ranks import Ranks
 from tp import World
 from training import adapt as command
@@ -27,7 +25,6 @@ from training.batches import GlobalBatches
 from training.loop import prepare, train
 from training.token_file import open_tokens, write_tokens
 
-ALONE = World(0, 1, torch.device("cpu"), Local())
 LENGTH, BATCH = 16, 8
 
 
@@ -38,17 +35,7 @@ def tiny(variant: str) -> ModelConfig:
 
 @pytest.fixture
 def standard(tmp_path: Path, seed: int) -> Path:
-    save_standard(tmp_path / "standard", seed)
-    return tmp_path / "standard"
-
-
-def save_standard(folder: Path, seed: int) -> None:
-    """A standard checkpoint with weights so large that the residual variant changes the output."""
-    model = Transformer(tiny("standard"), Local(), torch.device("cpu"), torch.float32)
-    random_weights(model, seed)
-    for parameter in model.parameters():
-        parameter.data.mul_(8 if parameter.dim() == 2 else 1)
-    save_checkpoint(model, folder, torch.float32)
+    return save_random(tiny("standard"), tmp_path / "standard")
 
 
 @pytest.fixture
@@ -152,7 +139,7 @@ def test_an_adapted_model_is_not_taken_for_one_of_another_distillation(standard:
 def test_a_run_goes_on_with_another_teacher_only_if_told_to(standard: Path, tokens: Path, tmp_path: Path, seed: int) -> None:
     base = arguments(standard, tokens, tmp_path / "out", "--ladder-layers", 2, "--steps", 4)
     run(ALONE, [*base, "--distill", 0.5, "--stop-after", 2])
-    save_standard(standard, seed + 1)
+    save_random(tiny("standard"), standard)
     with pytest.raises(UserError, match=r"another teacher.*--other-recipe"):
         run(ALONE, [*base, "--resume", "--distill", 0.5])
     assert len(run(ALONE, [*base, "--resume", "--distill", 0.5, "--other-recipe"])) == 4

@@ -6,6 +6,7 @@ import random
 import re
 import sys
 from collections.abc import Callable
+from itertools import groupby
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any, cast
@@ -17,9 +18,9 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from tokenizers import decoders, models, pre_tokenizers, trainers
 
-import cli
 from errors import UserError
 from tests import MODELS
+from tests.support.command_line import Here
 from text.tokenizer import Tokenizer
 from text.tokenizer_files import load_tokenizer
 from training import encode, tokenize_data
@@ -79,18 +80,11 @@ def write_checkpoint(folder: Path, style: str, template: str | None = None) -> P
 def write_sentencepiece(folder: Path) -> Path:
     """Write a sentencepiece model with Llama 2's template. In its tokens a space belongs to the word that follows it."""
     folder.mkdir()
+    kept = dict(byte_fallback=True, normalization_rule_name="identity", remove_extra_whitespaces=False)
     with (folder / "tokenizer.model").open("wb") as file:
-        sentencepiece.SentencePieceTrainer.train(
-            sentence_iterator=iter([" ".join(WORDS).replace("\n", "")] * 9),
-            model_writer=file,
-            vocab_size=320,
-            byte_fallback=True,
-            model_type="bpe",
-            normalization_rule_name="identity",
-            remove_extra_whitespaces=False,
-            minloglevel=2,
-            num_threads=1,
-        )
+        words = iter([" ".join(WORDS).replace("\n", "")] * 9)
+        how = dict(vocab_size=320, model_type="bpe", minloglevel=2, num_threads=1)
+        sentencepiece.SentencePieceTrainer.train(sentence_iterator=words, model_writer=file, **how, **kept)
     settings = {"bos_token": "<s>", "eos_token": "</s>", "chat_template": LLAMA2}
     (folder / "tokenizer_config.json").write_text(json.dumps(settings))
     return folder
@@ -115,15 +109,8 @@ def some_messages(rng: random.Random, turns: int | None = None) -> list[dict[str
 
 def supervised_texts(tokenizer: Tokenizer, ids: Any, mask: Any) -> list[str]:
     """The text of each run of consecutive supervised tokens, with special tokens."""
-    runs: list[list[int]] = []
-    before = 0
-    for id, counted in zip(ids, mask, strict=True):
-        if counted and not before:
-            runs.append([])
-        if counted:
-            runs[-1].append(int(id))
-        before = counted
-    return [tokenizer.decode(run, skip_special_tokens=False) for run in runs]
+    runs = groupby(zip(ids, mask, strict=True), lambda one: bool(one[1]))
+    return [tokenizer.decode([int(id) for id, _ in run], skip_special_tokens=False) for counted, run in runs if counted]
 
 
 def end_of_turn(tokenizer: Tokenizer) -> str:
@@ -251,18 +238,8 @@ Command = Callable[..., tuple[int, str]]
 
 
 @pytest.fixture
-def command(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> Command:
-    """Runs the command in this process. Returns the exit code and all output."""
-    monkeypatch.delenv("RANK", raising=False)
-
-    def run(*args: object) -> tuple[int, str]:
-        monkeypatch.setattr(sys, "argv", ["tokenize_data", *map(str, args)])
-        with pytest.raises(SystemExit) as left:
-            cli.run(tokenize_data.main)
-        captured = capsys.readouterr()
-        return int(left.value.code or 0), captured.out + captured.err  # type: ignore[arg-type]
-
-    return run
+def command(monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]) -> Command:
+    return Here(monkeypatch, capfd, tokenize_data.main, ()).told
 
 
 def write_lines(path: Path, records: list[Any]) -> Path:

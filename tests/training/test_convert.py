@@ -4,7 +4,6 @@ number of ranks."""
 import json
 import random
 import shutil
-import sys
 from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
@@ -14,15 +13,15 @@ import torch
 from safetensors.torch import load_file, save_file
 from torch import Tensor
 
-import cli
 from checkpoints.hf_config import config_to_hf, read_config
 from checkpoints.sources import INDEX, SINGLE
 from checkpoints.weights import load_model
-from comm import Local
 from config import Llama3Scaling, ModelConfig, with_variant
 from errors import UserError
 from layers.attention import Causal
 from tests import MODELS
+from tests.support.command_line import Here
+from tests.support.models import ALONE
 from tests.support.ranks import Ranks
 from text.tokenizer_files import load_tokenizer
 from tp import World
@@ -30,7 +29,6 @@ from training import convert
 from training.convert import parse_layers, to_hybrid_ladder
 
 STANDARD = MODELS / "tiny-standard"
-ALONE = World(0, 1, torch.device("cpu"), Local())
 
 
 @pytest.fixture(scope="module")
@@ -100,18 +98,7 @@ Command = Callable[..., tuple[int, str]]
 
 @pytest.fixture
 def command(monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]) -> Command:
-    """Runs the command, or the `main` of another program, in this process. Returns the exit code and all output."""
-    monkeypatch.delenv("RANK", raising=False)
-
-    def run(*args: object, main: Callable[[], None] = convert.main) -> tuple[int, str]:
-        monkeypatch.setattr(sys, "argv", ["a program", *map(str, args)])
-        capfd.readouterr()
-        with pytest.raises(SystemExit) as left:
-            cli.run(main)
-        captured = capfd.readouterr()
-        return int(left.value.code or 0), captured.out + captured.err  # type: ignore[arg-type]
-
-    return run
+    return Here(monkeypatch, capfd, convert.main, ()).told
 
 
 def logits_of(world: World, directory: str, config: ModelConfig, tokens: Tensor) -> Tensor:
@@ -168,15 +155,11 @@ def test_force_replaces_all_of_a_checkpoint(command: Command, tmp_path: Path) ->
 
 
 def test_errors_leave_what_is_there(command: Command, tmp_path: Path) -> None:
-    old = tmp_path / "old"
-    shutil.copytree(STANDARD, old)
-    torn = tmp_path / "torn"
-    shutil.copytree(STANDARD, torn)
+    old, torn, other, empty = (tmp_path / name for name in ("old", "torn", "other", "empty"))
+    for folder in (old, torn, other):
+        shutil.copytree(STANDARD, folder)
     (torn / SINGLE).write_bytes((STANDARD / SINGLE).read_bytes()[:-100])
-    other = tmp_path / "other"
-    shutil.copytree(STANDARD, other)
     (other / "config.json").write_text((STANDARD / "config.json").read_text().replace('_layers": 8', '_layers": 7'))
-    empty = tmp_path / "empty"
     empty.mkdir()
     (tmp_path / "file").touch()
     parallel = MODELS / "tiny-parallel"

@@ -22,7 +22,7 @@ from errors import UserError
 from layers.attention import Causal
 from model import Transformer
 from scripts.corpus.train_drafts import accepted_lengths
-from tests.support.models import save_random
+from tests.support.models import ALONE, CPU, save_random
 from tests.support.paged import CachedSequences
 from tests.support.ranks import Ranks
 from tp import World
@@ -31,8 +31,6 @@ from training.batches import IGNORED, Batch, GlobalBatches
 from training.chains import chain_loss
 from training.token_file import open_tokens, write_tokens
 
-CPU = torch.device("cpu")
-ALONE = World(0, 1, CPU, Local())
 VOCAB, LENGTH = 50, 16
 
 

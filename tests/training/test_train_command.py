@@ -16,21 +16,18 @@ import numpy as np
 import pytest
 import torch
 
-import cli
-from checkpoints.export import save_checkpoint
 from checkpoints.hf_config import read_config
 from checkpoints.presets import preset
-from checkpoints.weights import load_model, random_weights
-from comm import Local
+from checkpoints.weights import load_model
 from config import with_variant
 from errors import RankError, UserError
 from layers.attention import Causal
-from model import Transformer
 from ranks.processes import on_ranks
 from tests import ROOT
 from tests.support import quick_start
 from tests.support.clock import Clock
-from tests.support.command_line import environment
+from tests.support.command_line import Here, environment
+from tests.support.models import ALONE, save_random
 from tests.support.ranks import Ranks
 from tp import World
 from training import metrics
@@ -41,21 +38,14 @@ from training.snapshot_folder import MANIFEST, checksum, read_manifest
 from training.step import Trainer
 from training.token_file import write_tokens
 
-ALONE = World(0, 1, torch.device("cpu"), Local())
 STEPS, LENGTH = 12, 16
 
 
 @pytest.fixture(scope="module")
 def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """A checkpoint of a few thousand parameters."""
-    config = replace(
-        preset("tiny"), hidden_size=32, n_layers=3, n_heads=4, n_kv_heads=4, head_dim=8, intermediate_size=36, vocab_size=50
-    )
-    small = Transformer(with_variant(config, "hybrid:2"), Local(), torch.device("cpu"), torch.float32)
-    random_weights(small, 3)
-    directory = tmp_path_factory.mktemp("model")
-    save_checkpoint(small, directory, torch.float32)
-    return directory
+    sizes: Any = dict(hidden_size=32, n_layers=3, n_heads=4, n_kv_heads=4, head_dim=8, intermediate_size=36, vocab_size=50)
+    return save_random(with_variant(replace(preset("tiny"), **sizes), "hybrid:2"), tmp_path_factory.mktemp("model"))
 
 
 @pytest.fixture(scope="module")
@@ -130,12 +120,7 @@ RESUMED = [  # ranks, --sharding and --gpus-per-node of a run, and of the one th
 
 
 def test_resuming_on_other_ranks_and_plans_gives_the_same_losses(
-    ranks: Ranks,
-    model: Path,
-    tokens: Path,
-    undisturbed: torch.Tensor,
-    tmp_path: Path,
-    in_turn: Callable[..., Any],
+    ranks: Ranks, model: Path, tokens: Path, undisturbed: torch.Tensor, tmp_path: Path, in_turn: Callable[..., Any]
 ) -> None:
     out, (then, now) = tmp_path / "cut", in_turn(RESUMED, 0)
     for (count, sharding, per_node), more in ((then, ["--stop-after", 7]), (now, ["--resume"])):
@@ -213,18 +198,10 @@ def test_bad_settings_get_one_line(
     model: Path,
     tokens: Path,
     tmp_path: Path,
-    more: list[object],
+    more: Any,
     part: str,
 ) -> None:
-    for name in ("RANK", "WORLD_SIZE", "LOCAL_WORLD_SIZE"):
-        monkeypatch.delenv(name, raising=False)
-    monkeypatch.setattr(sys, "argv", ["train", *arguments(model, tokens, tmp_path / "out", *more)])
-    with pytest.raises(SystemExit) as left:
-        cli.run(command.main)
-    assert left.value.code == 2
-    (line,) = capfd.readouterr().err.splitlines()
-    assert line.startswith("error: ")
-    assert part in line
+    assert part in Here(monkeypatch, capfd, command.main, ()).refuses(*arguments(model, tokens, tmp_path / "out", *more))
 
 
 def test_a_foreign_or_forgotten_run_is_not_overwritten(model: Path, tokens: Path, tmp_path: Path) -> None:
