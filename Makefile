@@ -106,6 +106,12 @@ lint: setup-dev ## Test: ruff, mypy, that README and docs quote the results as t
 real-models: setup-dev #+ Measure: SmolLM2 and Qwen2.5-Coder from PyPI beside transformers, in every width and with quantized all-reduces, resumable, into out/real-models.md (tracked: ARGS=--write; ARGS="--models smollm2 --tokens 256"; an hour and 4 GB on 2 cores, a GPU minutes)
 	@$(PY) -m scripts.quality.real_models $(ARGS)
 
+real-tasks: setup-dev #+ Measure: HumanEval's pass@1 and right tool calls of Qwen2.5-Coder from PyPI by width, resumable, into out/real-tasks.md (tracked: ARGS=--write; ARGS="--widths bfloat16 --problems 40"; hours on 2 cores, a GPU minutes)
+	@$(PY) -m scripts.quality.tasks $(ARGS)
+
+real-ladder: setup-dev #+ Measure: SmolLM2 from PyPI as a hybrid ladder, trained on its own chats, beside the original, resumable, into out/real-ladder-NAME.md (hours on a GPU; NAME=coder LAYERS="6 12 18" MILLIONS="10 50 200" SEEDS="0 1 2")
+	@scripts/quality/real_ladder.sh
+
 bench-cpu: setup-dev #+ Measure: tokens/s of SmolLM2 from PyPI on a CPU by width, beside transformers and llama.cpp (ARGS="--gguf FILE"), into out/bench-cpu.md (tracked: ARGS=--write; 5 min)
 	@$(PY) -m scripts.bench.cpu $(ARGS)
 

@@ -3,9 +3,11 @@ fetched them."""
 
 import hashlib
 import json
+import math
 import random
 import zipfile
 from pathlib import Path
+from statistics import fmean
 from typing import Any
 
 import jsonschema
@@ -13,13 +15,19 @@ import openai
 import pytest
 import torch
 import transformers
+from safetensors.torch import load_file
 
 import scripts.lib.real_models
 from engine import LLM, SamplingParams
+from engine.llm import encode_chat
 from errors import UserError
+from layers.attention import Causal
 from scripts.lib.real_models import RealModel, fetch, folder, join
+from scripts.lib.real_models import text as text_of
 from scripts.lib.servers import rung_server
-from scripts.quality.real_models import QUESTIONS, text
+from scripts.quality.real_models import QUESTIONS
+from scripts.quality.tasks import compare, is_call, is_solved
+from tests import MODELS
 
 THINGS = ("river", "castle", "planet", "storm", "violin", "library", "engine", "garden")
 
@@ -35,7 +43,7 @@ def test_greedy_texts_and_log_probabilities_are_those_of_transformers(seed: int)
     llm, start = LLM(str(folder(name)), dtype="float32"), random.randrange(2000)
     reference = transformers.AutoModelForCausalLM.from_pretrained(folder(name), dtype=torch.float32)
     tokenizer = transformers.AutoTokenizer.from_pretrained(folder(name))
-    piece = text(name)[start : start + 400]
+    piece = text_of(name)[start : start + 400]
     ids = llm.encode(piece)
     assert ids == tokenizer(piece).input_ids
     with torch.inference_mode():
@@ -54,36 +62,83 @@ def test_greedy_texts_and_log_probabilities_are_those_of_transformers(seed: int)
 
 
 @pytest.mark.long
-@fetched("coder")
-def test_answers_over_http_follow_tools_and_schemas(tmp_path: Path, seed: int) -> None:
+@pytest.mark.parametrize("model", [pytest.param(name, marks=fetched(name)) for name in QUESTIONS])
+def test_answers_over_http_follow_tools_and_schemas(model: str, tmp_path: Path, seed: int) -> None:
     city = random.choice(("Paris", "Rome", "Oslo", "Lima"))
-    shape = {
-        "type": "object",
-        "properties": {"city": {"type": "string", "maxLength": 20}},
-        "required": ["city"],
-        "additionalProperties": False,
-    }
+    city_name = {"city": {"type": "string", "maxLength": 20}}
+    shape = {"type": "object", "properties": city_name, "required": ["city"], "additionalProperties": False}
     tool: Any = {"type": "function", "function": {"name": "get_weather", "parameters": shape}}
     named: Any = {"type": "function", "function": {"name": "get_weather"}}
     schema: Any = {"type": "json_schema", "json_schema": {"name": "city", "schema": shape, "strict": True}}
-    with rung_server(
-        1, ["--model", str(folder("coder")), "--device", "cpu", "--max-model-len", "1024"], tmp_path / "log"
-    ) as server:
+    flags = ["--model", str(folder(model)), "--device", "cpu", "--max-model-len", "1024"]
+    with rung_server(1, flags, tmp_path / "log") as server:
         client = openai.OpenAI(base_url=f"{server.url}/v1", api_key="none", timeout=600)
 
         def ask(content: str, **more: Any) -> Any:
             messages: Any = [{"role": "user", "content": content}]
-            return client.chat.completions.create(model=name, messages=messages, temperature=0, max_tokens=60, **more).choices[
-                0
-            ]
+            answer = client.chat.completions.create(model=name, messages=messages, temperature=0, max_tokens=60, **more)
+            return answer.choices[0].message
 
         name = client.models.list().data[0].id
-        assert ask(QUESTIONS["coder"][0]).message.content
-        jsonschema.validate(json.loads(ask(f"Name the city {city} in JSON.", response_format=schema).message.content), shape)
-        call = ask(f"What is the weather in {city}?", tools=[tool], tool_choice=named).message.tool_calls[0].function
-        assert call.name == "get_weather"
-        jsonschema.validate(json.loads(call.arguments), shape)
-        assert city in call.arguments
+        assert ask(QUESTIONS[model][0]).content
+        jsonschema.validate(json.loads(ask(f"Name the city {city} in JSON.", response_format=schema).content), shape)
+        for choice in ("required", named, "auto") if model == "coder" else ("required", named):
+            call = ask(f"What is the weather in {city}?", tools=[tool], tool_choice=choice).tool_calls[0].function
+            assert call.name == "get_weather"
+            jsonschema.validate(json.loads(call.arguments), shape)
+            assert city in call.arguments or model != "coder"
+
+
+@pytest.mark.long
+@fetched("coder-lora")
+def test_an_adapter_trained_by_peft_has_the_logits_that_peft_computes() -> None:
+    """tests/peft_adapter/make.py has made it."""
+    llm = LLM(str(folder("coder")), dtype="float32", lora=str(folder("coder-lora")))
+    made, context = load_file(folder("coder-lora") / "logits.safetensors"), Causal(7, llm.world.device)
+    with torch.inference_mode():
+        assert (llm.model(made["tokens"][None], context)[0] - made["logits"]).abs().max() > 0.1, "the adapter changes nothing"
+        context.adapters = llm.adapters.all_rows(7) if llm.adapters else None
+        assert (llm.model(made["tokens"][None], context)[0] - made["logits"]).abs().max() < 1e-4
+
+
+# --- tasks --------------------------------------------------------------------------------------------------------------------
+
+
+def test_a_problem_is_solved_by_what_passes_its_tests_within_limits(seed: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    a, b = random.sample(range(1000), 2)
+    problem = {"entry_point": "add", "test": f"def check(add):\n    assert add({a}, {b}) == {a + b}\n"}
+    monkeypatch.setattr("scripts.quality.tasks.SECONDS", 4)
+    start, sum_ = "import math, os\ndef add(a, b):\n    ", "return a + b"
+    for text in (sum_, f"{sum_}\nassert add(1, 1) == 3", f"{sum_}\n```\nIt adds.", "return math.fsum((a, b))"):
+        assert is_solved(problem, start + text), text
+    for text in (
+        "return a + b + 1", "x = (", "while True: pass", "os._exit(0)", "bytearray(4 << 30)", "__import__('socket').socket()",
+        "os.system('true')", "__import__('subprocess').run('true')", "open('x', 'w')", "os.fork()", "os.remove('x')",
+    ):  # fmt: skip
+        assert not is_solved(problem, f"{start}{text}\n    {sum_}"), text
+
+
+def test_a_call_is_right_if_it_is_the_only_one_and_has_all_arguments() -> None:
+    right, wanted = ("convert", '{"amount": 5.0, "source": "usd"}'), ("convert", {"source": "USD", "amount": 5})
+    others = ('{"amount": 5}', "{", right[1].replace("5", "6"))
+    wrong = ([], [right, right], [("other", right[1])], *([("convert", text)] for text in others))
+    for made in ([right], *wrong):
+        calls = [{"function": {"name": name, "arguments": arguments}} for name, arguments in made]
+        assert is_call({"tool_calls": calls}, *wanted) == (made == [right])
+    assert not is_call(None, *wanted)
+
+
+def test_two_models_are_compared_as_defined(seed: int) -> None:
+    new, old = (LLM(MODELS / name, dtype="float32") for name in ("tiny-hybrid", "tiny-standard"))
+    chat = [{"role": "user", "content": "What did Tom find?"}, {"role": "assistant", "content": random.choice(THINGS)}]
+    found = compare(new, old, read := f"There was a {random.choice(THINGS)} and a {random.choice(THINGS)}.", [chat])
+    ids = encode_chat(new.tokenizer, chat, add_generation_prompt=False)
+    with torch.inference_mode():
+        tokens, context = torch.tensor([ids]), Causal(len(ids), new.world.device)
+        p, q = (one.model(tokens, context)[0].double().softmax(-1) for one in (old, new))
+    assert found["kl"] == pytest.approx(float((p * (p / q).log()).sum(-1).mean()), rel=1e-3) and found["kl"] > 1e-3
+    assert found["same"] == pytest.approx(float((p.argmax(-1) == q.argmax(-1)).double().mean()))
+    assert math.log(found["perplexity"]) == pytest.approx(-fmean(new.score(read).logprobs[1:]), rel=1e-5)
 
 
 # --- fetching -----------------------------------------------------------------------------------------------------------------

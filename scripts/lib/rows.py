@@ -8,7 +8,7 @@ from typing import Any
 
 from files import ENGINE, source_digest
 
-CODE = (*ENGINE, "scripts/corpus/*.py", "scripts/corpus/*.toml", "scripts/quality/*.py")
+CODE = (*ENGINE, "scripts/corpus/*.py", "scripts/corpus/*.toml", "scripts/quality/*.py", "scripts/lib/real_models.py")
 
 
 @cache

@@ -10,11 +10,8 @@ out/real-models.jsonl as soon as it is measured, so a command that was stopped g
 import argparse
 import json
 import math
-import os
-import pydoc_data.topics
 import subprocess
 from collections.abc import Sequence
-from pathlib import Path
 from statistics import fmean
 from typing import Any
 
@@ -33,16 +30,12 @@ from ranks.processes import on_ranks
 from scripts.lib.experiment import Experiment
 from scripts.lib.machine import describe, machine
 from scripts.lib.markdown import captioned
-from scripts.lib.real_models import MODELS, fetch, folder
+from scripts.lib.real_models import MODELS, NAMES, checkpoint, fetch, folder, text
 from scripts.lib.results import OUT, ROOT, add_write_option, results_folder, write_table
 from scripts.lib.rows import code_digest
-from scripts.quantize import quantize_model
 from text.tokenizer_files import load_tokenizer
 from tp import World, init_world
 
-TOPICS = ("classes", "exceptions", "formatstrings", "imports", "objects")  # of the documentation, that are measured
-MODULES = ("heapq", "bisect", "textwrap")  # of the library
-NAMES = {"transformers": "transformers, float32", "int4": "int4, rounded", "gptq": "int4, GPTQ"}  # of widths in the table
 WIDTHS = ("transformers", "float32", "bfloat16", *SCHEMES, "gptq")
 COMMS = ("exact", "int8", "int6", "int4")
 QUESTIONS = {
@@ -51,23 +44,12 @@ QUESTIONS = {
 }  # fmt: skip
 NEW_TOKENS = 48
 ROW = OUT / "real-models-row.json"  # where the ranks leave what they found
-CALIBRATION = (24, 256)  # samples, and tokens of each
-
-
-def text(name: str, calibrates: bool = False) -> str:
-    """What a model reads. calibrates: other text of the same kind."""
-    if name == "smollm2":
-        found = {topic: words for topic, words in pydoc_data.topics.topics.items() if (topic in TOPICS) != calibrates}
-    else:
-        files = sorted(Path(os.__file__).parent.glob("*.py"))
-        found = {file.stem: file.read_text() for file in files if (file.stem in MODULES) != calibrates}
-    return "\n\n".join(found[part] for part in sorted(found))
 
 
 def evaluate(setting: dict[str, Any], world: World) -> dict[str, Any]:
     """Perplexity; in fp32 with exact sums also log-probabilities and greedy texts, to be compared. Collective."""
     name, width = setting["model"], setting["width"]
-    path = str(folder(f"{name}-gptq" if width == "gptq" else name))
+    path = checkpoint(name, width)
     config = model_config(path, None, world.world_size, width if width in SCHEMES else None)
     model = load_model(path, config, world, torch.float32 if width == "float32" else torch.bfloat16)
     llm = LLM(model, load_tokenizer(folder(name)), world, kv_dtype=setting["kv"])
@@ -128,11 +110,7 @@ def settings(args: argparse.Namespace) -> list[dict[str, Any]]:
 
 def measured(setting: dict[str, Any]) -> dict[str, Any]:
     """One setting's figures, from processes of its own."""
-    name, gptq = setting["model"], folder(f"{setting['model']}-gptq")
-    if setting["width"] == "gptq" and not gptq.exists():
-        half = gptq.with_name(f"{gptq.name}-part")
-        quantize_model(str(folder(name)), half, "int4", "gptq", text(name, True), *CALIBRATION, setting["device"])
-        half.rename(gptq)
+    checkpoint(setting["model"], setting["width"])  # here, where there is one rank
     command = [*on_ranks(setting["tp"]), "-m", "scripts.quality.real_models", "--worker", json.dumps(setting)]
     if subprocess.run(command, cwd=ROOT).returncode:
         raise UserError(f"{setting} failed; see above. The same command goes on")
@@ -153,10 +131,8 @@ def table(rows: list[dict[str, Any]], where: dict[str, Any]) -> str:
         change = f"{row['perplexity'] / exact['perplexity'] - 1:+.2%}"
         lines.append([MODELS[setting["model"]].title, what, f"{row['perplexity']:.3f}", change, differ, same])
     head = ["model", "computed in", "perplexity", "change", "largest difference of a log-probability", "equal greedy texts"]
-    what, made = (
-        f"{rows[0]['setting']['tokens']} tokens of text from Python {where['python']}",
-        describe(where, rows[0]["setting"]["device"]),
-    )
+    first, python = rows[0]["setting"], where["python"]
+    what, made = f"{first['tokens']} tokens of text from Python {python}", describe(where, first["device"])
     return captioned(head, lines, f"{what}; widths other than float32 compute in bf16. Made on {made}.")
 
 

@@ -13,8 +13,8 @@ LINES = {  # of Python, by package
     "engine": 9_245,
     "kernels": 9_961,
     "comm": 3_716,
-    "training": 5_698,
-    "scripts": 9_874,
+    "training": 5_779,
+    "scripts": 10_124,
     "tests": 55_930,
 }
 INFERENCE_LINES = 45_561

@@ -3,15 +3,15 @@
     python -m scripts.bench.serving.speculation
     python -m scripts.bench.serving.speculation --models models/tiny-hybrid --tasks story --clients 1
 
-The tasks are held-out documents of the corpus on which the embedded models were trained. Source `ngram` has the request's own text
-alone. For source `prediction` the request also predicts its answer, in which each token is right with the probability --accept-rate:
-this stands in for a real draft, and says nothing of one. Sources `head` and `model` are --drafts, beside the text: the folders of heads
-and of smaller models (default: of an embedded model its own head, and tiny-parallel for tiny-standard).
+The tasks are held-out documents of the corpus on which the embedded models were trained; `edit` and `chat` are for public checkpoints:
+--models coder --tasks edit chat. Source `ngram` has the request's own text alone. For source `prediction` the request also predicts its
+answer, in which each token is right with the probability --accept-rate: this stands in for a real draft, and says nothing of one. Sources
+`head` and `model` are --drafts, beside the text: folders (default: an embedded model's own head, and tiny-parallel for tiny-standard).
 
 With and without take turns after every few requests, in a random order, so that a slowdown of the machine affects both; a ratio is
 the median of those of the runs. It needs a quiet machine. Rows are kept in out/speculation.jsonl: the same command goes on where it
-stopped. Writes speculation.json and .md into out (with --write into docs/results). Drafts of models with random weights are measured
-by `scripts.bench.serving.load` with --accept-rate.
+stopped. Writes speculation.json and .md, or speculation-real of public checkpoints, into out (with --write into docs/results). Drafts of
+models with random weights are measured by `scripts.bench.serving.load` with --accept-rate.
 """
 
 import argparse
@@ -30,7 +30,7 @@ import torch
 
 from checkpoints.eagle import EagleHead
 from checkpoints.presets import model_config
-from checkpoints.weights import load_model
+from checkpoints.weights import DTYPES, load_model
 from cli import Parser, run
 from engine.core import Engine
 from engine.draft_models import EMBEDDED, find_draft
@@ -44,6 +44,7 @@ from scripts.corpus.documents import KINDS, documents
 from scripts.lib.experiment import Experiment
 from scripts.lib.machine import describe, machine
 from scripts.lib.markdown import Columns, table
+from scripts.lib.real_models import ASKED, checkpoint, questions
 from scripts.lib.results import OUT, ROOT, add_write_option, results_folder, write_table
 from scripts.lib.rows import weights_checksum
 from text.tokenizer import Tokenizer
@@ -68,7 +69,9 @@ COLUMNS: Columns = {
 
 
 def prompts_of(task: str, tokenizer: Tokenizer, count: int, seed: int) -> list[list[int]]:
-    """Prompts from held-out documents."""
+    """Prompts from held-out documents, or of public checkpoints."""
+    if task in ASKED:
+        return [encode_chat(tokenizer, [{"role": "user", "content": asked}]) for asked in questions(task, count, seed)]
     prompts = []
     for document in documents(seed, count, split="heldout", kind=task):
         if document.text is None:
@@ -181,7 +184,7 @@ def tokenizer_of(name: str) -> Tokenizer:
 def load(name: str, args: argparse.Namespace, world: World) -> tuple[Tokenizer, dict[str, Engine]]:
     """A model's tokenizer, and its engines by the source of their drafts: `off`, `ngram`, heads and models."""
     config, tokenizer = model_config(name, None, 1), tokenizer_of(name)
-    model = load_model(name, config, world, torch.float32)
+    model = load_model(name, config, world, DTYPES[args.dtype])
     engines = {}
 
     def add(key: str, draft_tokens: int, draft: Any = None) -> None:
@@ -193,7 +196,7 @@ def load(name: str, args: argparse.Namespace, world: World) -> tuple[Tokenizer, 
     add("ngram", args.draft_tokens)
     for found in [find_draft(path, None, config, tokenizer, 1) for path in drafts_for(name, args)]:
         if found is not None:
-            draft = found.load(world, torch.float32)
+            draft = found.load(world, DTYPES[args.dtype])
             add(f"{'head' if isinstance(draft, EagleHead) else 'model'} {Path(found.name).name}", args.draft_tokens, draft)
     return tokenizer, engines
 
@@ -208,7 +211,7 @@ def drafts_for(name: str, args: argparse.Namespace) -> list[str]:
 
 def settings_of(args: argparse.Namespace) -> list[dict[str, Any]]:
     """The grid, with all that a row's figures depend on. Raises UserError."""
-    names = ("draft_tokens", "accept_rate", "requests", "new_tokens", "repeats", "seed")
+    names = ("dtype", "draft_tokens", "accept_rate", "requests", "new_tokens", "repeats", "seed")
     shared = {name: getattr(args, name) for name in names}
     found = []
     for name in args.models:
@@ -250,8 +253,10 @@ def measure(args: argparse.Namespace, experiment: Experiment) -> list[dict[str, 
 def parse_args() -> argparse.Namespace:
     parser = Parser(description=__doc__)
     embedded = [str(ROOT / "models" / f"tiny-{name}") for name in ("standard", "ladder", "hybrid")]
-    parser.add_argument("--models", nargs="+", default=embedded, help="checkpoints (default: three embedded ones)")
-    parser.add_argument("--tasks", nargs="+", choices=KINDS, default=KINDS, help="default: all")
+    parser.add_argument(
+        "--models", nargs="+", default=embedded, help="folders, smollm2 or coder (default: three embedded ones)"
+    )
+    parser.add_argument("--tasks", nargs="+", choices=(*KINDS, *ASKED), default=KINDS, help="default: those of the corpus")
     parser.add_argument("--clients", nargs="+", type=whole_number(1), default=[1, 16], help="requests at once (default: 1 16)")
     parser.add_argument(
         "--draft-tokens", type=whole_number(1, MOST_DRAFT_TOKENS), default=7, help="most tokens of a draft (default: 7)"
@@ -263,10 +268,12 @@ def parse_args() -> argparse.Namespace:
     )
     parser.add_argument("--new-tokens", type=whole_number(2), default=200, help="most tokens of an answer (default: 200)")
     parser.add_argument("--repeats", type=whole_number(1), default=5, help="measured runs (default: 5)")
+    parser.add_argument("--dtype", choices=DTYPES, default="float32", help="default: float32")
     parser.add_argument("--threads", type=whole_number(1), default=1, help="of PyTorch (default: 1)")
     parser.add_argument("--seed", type=int, default=0)
     add_write_option(parser)
     args = parser.parse_args()
+    args.models = [checkpoint(name) for name in args.models]
     if not 0 <= args.accept_rate <= 1:
         raise UserError(f"--accept-rate is a probability from 0 to 1, not {args.accept_rate}")
     return args
@@ -290,7 +297,8 @@ def main() -> None:
     settings = {
         name: value for name, value in vars(args).items() if name not in ("models", "tasks", "clients", "drafts", "write")
     }
-    write_table("speculation", {"machine": where, "settings": settings, "rows": rows}, text, folder)
+    name = "speculation-real" if set(args.tasks) <= ASKED.keys() else "speculation"
+    write_table(name, {"machine": where, "settings": settings, "rows": rows}, text, folder)
 
 
 if __name__ == "__main__":
