@@ -21,6 +21,7 @@ from starlette.responses import Response
 from starlette.types import ASGIApp, Message
 
 from server import replies
+from server.endpoint import name_unknown
 from server.errors import ApiError, bad
 from server.files import FINAL, FileStore, Record
 from server.http import PIECE, JsonResponse, PacedResponse, to_json
@@ -28,15 +29,13 @@ from server.journal import BUSY, ENDS_OF_SERVERS
 from server.limits import LOWEST, owner, read_keys
 from server.logs import log
 from server.openapi import errors_of
-from server.schemas import BatchBody
+from server.schemas import BatchBody, UploadForm
 from server.settings import Settings
 
 AGAIN_SECONDS = 1.0  # until a line comes again for which there was no room
 DONE = re.compile(rb'\{"id":"batch_req_[0-9a-f]+_([0-9]+)"')  # how an answer begins; the number of its line
 KINDS = {"output": "completed", "error": "failed"}  # of files with answers, and how their lines count
-FIELDS = {"purpose": {"const": "batch"}, "file": {"type": "string", "format": "binary"}}
-SCHEMA = {"type": "object", "properties": FIELDS, "required": list(FIELDS)}
-FORM = {"requestBody": {"required": True, "content": {"multipart/form-data": {"schema": SCHEMA}}}}
+FORM = {"requestBody": {"required": True, "content": {"multipart/form-data": {"schema": UploadForm.model_json_schema()}}}}
 CONTENT: dict[int | str, dict[str, Any]] = {200: {"content": {"application/octet-stream": {"schema": {"type": "string"}}}}}
 CONTENT |= errors_of(400, 401, 404)
 EXPIRED = {"code": "batch_expired", "message": "This request could not be executed before the completion window expired."}
@@ -82,8 +81,8 @@ class Batches:
         """A new batch. Raises ApiError."""
         now, seconds, whose = int(time.time()), 3600 * int(body.completion_window[:-1]), owner(request.scope)
         self.store.find(request, body.input_file_id, "file")
-        if seconds > self.store.seconds:
-            raise bad("completion_window", f"may be {int(self.store.seconds / 3600)}h at most, by this server's --files-hours")
+        self.store.lifetime("completion_window", seconds)
+        self.store.lifetime("output_expires_after", body.output_expires_after.seconds if body.output_expires_after else None)
         self.store.check_room(whose, 0, 1)
         value = dict.fromkeys(replies.BATCH) | body.model_dump() | {"created_at": now, "expires_at": now + seconds}
         value |= {"id": f"batch_{uuid.uuid4().hex}", "object": "batch", "status": "validating"}
@@ -142,7 +141,8 @@ class Batches:
         for kind, count in KINDS.items():
             if batch["request_counts"][count]:
                 path, name = self._answers(record, kind), f"{batch['id']}_{kind}.jsonl"
-                await self.store.save_file(path.name, record.owner, name, "batch_output", path.stat().st_size)
+                seconds = (batch.get("output_expires_after") or {}).get("seconds", self.store.seconds)
+                await self.store.save_file(path.name, record.owner, name, "batch_output", path.stat().st_size, seconds)
                 batch[f"{kind}_file_id"] = path.name
         record.bytes, record.until = 0, time.time() + self.store.seconds
         await self._set(record, status)
@@ -277,13 +277,19 @@ def add(app: FastAPI, settings: Settings) -> Batches:
     def add_kind(kind: str, path: str, one: Any, many: Any, usual: int, most: int) -> None:
         @get(path, response_model=many, summary=f"Your {path[4:]}, the newest first; `after`: behind this id")
         async def listed(
-            request: Request, after: str | None = None, limit: Annotated[int, Query(ge=1, le=most)] = usual
+            request: Request,
+            after: str | None = None,
+            limit: Annotated[int, Query(ge=1, le=most)] = usual,
+            order: Literal["asc", "desc"] = "desc",
+            purpose: Annotated[str | None, Query(include_in_schema=kind == "file")] = None,
         ) -> Response:
-            found = batches.store.listed(request, kind)
+            name_unknown(settings, request, request.query_params, ("after", "limit", "order", *["purpose"] * (kind == "file")))
+            found = batches.store.listed(request, kind)[:: 1 if order == "desc" else -1]
             before = 1 + found.index(batches.store.find(request, after, kind).value) if after is not None else 0
-            data = found[before : before + limit]
+            rest = [one for one in found[before:] if one.get("purpose") in (None, purpose or one.get("purpose"))]
+            data = rest[:limit]
             ends = {name: data[at]["id"] if data else None for name, at in (("first_id", 0), ("last_id", -1))}
-            return JsonResponse({"object": "list", "data": data, "has_more": len(found) > before + limit, **ends})
+            return JsonResponse({"object": "list", "data": data, "has_more": len(rest) > limit, **ends})
 
         @get(path + "/{id}", response_model=one, summary=f"One of your {path[4:]}")
         async def retrieve(id: str, request: Request) -> Response:
@@ -291,7 +297,7 @@ def add(app: FastAPI, settings: Settings) -> Batches:
 
     @post("/v1/files", response_model=replies.FileReply, openapi_extra=FORM, summary="Keep a file; needs --journal")
     async def upload(request: Request) -> Response:
-        return JsonResponse(await batches.store.receive(request, settings.idle_timeout))
+        return JsonResponse(await batches.store.receive(request))
 
     add_kind("file", "/v1/files", replies.FileReply, replies.FileList, 10_000, 10_000)
 

@@ -10,7 +10,7 @@ import os
 import time
 import uuid
 from abc import ABC, abstractmethod
-from collections.abc import AsyncGenerator, AsyncIterator, Callable, Coroutine, Sequence
+from collections.abc import AsyncGenerator, AsyncIterator, Callable, Container, Coroutine, Iterable, Sequence
 from contextlib import asynccontextmanager, nullcontext
 from functools import cached_property
 from typing import Any, ClassVar, Protocol, TypeVar
@@ -23,7 +23,7 @@ from engine.calls.parser import PartList
 from engine.constrain.grammars import Compiled
 from engine.protocol import Turn
 from engine.text import Delta
-from server.body import Body
+from server.body import Body, shown_names
 from server.bounds import TokenBounds, check_answers
 from server.calls import PartReader, grammar_for, kept_special_ids, name_left_out, thinking_budget
 from server.errors import ApiError, bad
@@ -35,6 +35,7 @@ from server.logprobs import by_id_layout, chat_layout
 from server.responses.schemas import ResponsesBody
 from server.schemas import MAX_USER, GenerationBody, PoolingBody
 from server.service import Service
+from server.settings import Settings
 
 HEARTBEAT = b": the ranks start again\n\n"
 
@@ -106,15 +107,17 @@ def begin(service: Service, request: Request, body: GenerationBody | PoolingBody
 
 
 def check_names(service: Service, request: Request, body: Body) -> None:
-    """Raises a 404 for an unknown model.
-
-    Unknown fields are named in the log and a response header. With --strict-requests they raise a 400.
-    """
-    if body.ignored:
-        if service.settings.strict_requests:
-            raise bad(body.ignored[0], "unknown parameter; it is not in the API that /docs describes")
-        request.state.log_fields["ignored"] = ", ".join(body.ignored)
+    """Raises a 404 for an unknown model, and what `name_unknown` does for unknown fields."""
+    name_unknown(service.settings, request, body.ignored)
     service.check_model(body.model)
+
+
+def name_unknown(settings: Settings, request: Request, given: Iterable[str], known: Container[str] = ()) -> None:
+    """Name unknown parameters in the log and a response header. With --strict-requests they raise a 400."""
+    if names := shown_names(name for name in given if name not in known):
+        if settings.strict_requests:
+            raise bad(names[0], "unknown parameter; it is not in the API that /docs describes")
+        request.state.log_fields["ignored"] = ", ".join(names)
 
 
 class Accepted(msgspec.Struct, frozen=True, array_like=True):

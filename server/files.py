@@ -18,11 +18,14 @@ from typing import Any, TypeVar
 
 import msgspec
 from fastapi import Request
+from pydantic import ValidationError
 
 from errors import UserError
 from files import shown, write_whole
-from server.errors import ApiError, bad
+from server.endpoint import name_unknown
+from server.errors import ApiError, bad, from_model
 from server.limits import body_parts, owner
+from server.schemas import UploadForm
 from server.settings import Settings
 
 FINAL = ("completed", "failed", "cancelled", "expired")  # statuses of batches
@@ -48,7 +51,8 @@ class FileStore:
 
     def __init__(self, settings: Settings) -> None:
         self.folder = folder = Path(os.path.realpath(settings.journal or "") + ".files")
-        self.seconds, self._bounds = settings.files_hours * 3600, (int(settings.files_mb * 2**20), settings.files_kept)
+        self.settings, self.seconds = settings, settings.files_hours * 3600
+        self._bounds = int(settings.files_mb * 2**20), settings.files_kept
         self.records, self._arriving = dict[str, Record](), Counter[str]()  # by id; bytes of uploads by owner
         self._disk = ThreadPoolExecutor(1, "files")
         try:
@@ -83,9 +87,15 @@ class FileStore:
         await self.do(write_whole, self.folder / f"{id}.json", msgspec.json.encode(record).decode())
         return record.value
 
-    async def save_file(self, id: str, owner: str, name: str, purpose: str, size: int) -> dict[str, Any]:
-        """Make the record of a file whose bytes are written."""
-        now, until = int(time.time()), time.time() + self.seconds
+    def lifetime(self, field: str, seconds: float | None) -> float:
+        """The seconds that a request asks for, or the longest. Raises a 400 for more."""
+        if seconds and seconds > self.seconds:
+            raise bad(field, f"may be {int(self.seconds / 3600)}h at most, by this server's --files-hours")
+        return seconds or self.seconds
+
+    async def save_file(self, id: str, owner: str, name: str, purpose: str, size: int, seconds: float) -> dict[str, Any]:
+        """Make the record of a file whose bytes are written. seconds: how long it is kept."""
+        now, until = int(time.time()), time.time() + seconds
         value = {"id": id, "object": "file", "bytes": size, "created_at": now, "expires_at": int(until), "filename": name}
         return await self.save(Record(owner, until, size, {**value, "purpose": purpose, "status": "processed"}))
 
@@ -117,28 +127,36 @@ class FileStore:
         for id in [id for id, one in self.records.items() if one.until < time.time() and not self._reader(id)]:
             self.remove(id)
 
-    async def receive(self, request: Request, timeout: float) -> dict[str, Any]:
-        """Write the file of a form to the disk while it arrives, and keep it. Raises ApiError. timeout: seconds of each part."""
-        id, whose, fields, name, size = f"file-{uuid.uuid4().hex}", owner(request.scope), Counter[str](), "", 0
+    async def receive(self, request: Request) -> dict[str, Any]:
+        """Write the file of a form to the disk while it arrives, and keep it. Raises ApiError."""
+        id, whose, fields, name, size = f"file-{uuid.uuid4().hex}", owner(request.scope), dict[str, bytes](), "", 0
         path, kind = self.folder / f"{id}.part", request.headers.get("content-type", "")
         self.check_room(whose, int(request.headers.get("content-length", "0")[:20]), 1)
         target = await self.do(path.open, "wb")
         try:
-            async for field, filename, data in read_form(body_parts(request.receive, timeout), kind):
+            async for field, filename, data in read_form(body_parts(request.receive, self.settings.idle_timeout), kind):
                 if field != "file":
-                    fields[f"{field}={data.decode(errors='replace')}"] += len(data)
-                    if fields.total() > MOST_HEAD:
+                    fields[field] = fields.get(field, b"") + data
+                    if sum(len(one) + len(given) for one, given in fields.items()) > MOST_HEAD:
                         raise bad(field, "is too long")
                 else:
                     self.check_room(whose, len(data), 1)
                     self._arriving[whose] += len(data)
                     name, size = (filename or "")[:255], size + len(data)
                     await self.do(target.write, data)
-            if not name or "purpose=batch" not in fields:
-                raise bad("purpose" if name else "file", "must be batch" if name else "must be a file with a name")
+            if not name:
+                raise bad("file", "must be a file with a name")
+            given = {"file": name} | {field: data.decode(errors="replace") for field, data in fields.items()}
+            name_unknown(self.settings, request, given, [one.alias or key for key, one in UploadForm.model_fields.items()])
+            form = UploadForm.model_validate(given)
+            if form.anchor and form.seconds is None:
+                raise bad("expires_after[seconds]", "is missing")
+            seconds = self.lifetime("expires_after", form.seconds)
             await self.do(target.close)
             await self.do(path.rename, self.folder / id)
-            return await self.save_file(id, whose, name, "batch", size)
+            return await self.save_file(id, whose, name, form.purpose, size, seconds)
+        except ValidationError as e:
+            raise from_model(e, given) from None
         finally:
             self._arriving[whose] -= size
             await self.do(target.close)

@@ -107,6 +107,7 @@ BATCH = {
     **{f"{status}_at": int | None for status in ENDS},
     "request_counts": {"total": int, "completed": int, "failed": int},
     "metadata": May({str: str}),
+    "output_expires_after": May({"anchor": str, "seconds": int}),
     "errors": May({"object": str, "data": [{"code": str, "line": int | None, "message": str, "param": str | None}]}),
 }
 BatchReply = answer("BatchReply", {"object": Literal["batch"], **BATCH})

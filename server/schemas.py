@@ -521,6 +521,23 @@ class LoadAdapterBody(UnloadAdapterBody):
     lora_path: str = Field(min_length=1, max_length=4096, description="Its folder on the server's host, within --lora-root.")
 
 
+class UploadForm(BaseModel):
+    """The form of /v1/files."""
+
+    file: str = Field(json_schema_extra={"format": "binary"})
+    purpose: Literal["batch"]
+    anchor: Literal["created_at"] | None = Field(None, alias="expires_after[anchor]")
+    seconds: int | None = Field(
+        None, ge=3600, le=2_592_000, alias="expires_after[seconds]", description="At most `--files-hours`."
+    )
+
+
+class Expiry(BaseModel):
+    model_config = ConfigDict(extra="forbid", strict=True)
+    anchor: Literal["created_at"]
+    seconds: int = Field(ge=3600, le=2_592_000, description="At most `--files-hours`.")
+
+
 class BatchBody(BaseModel):
     """The body of /v1/batches."""
 
@@ -529,6 +546,7 @@ class BatchBody(BaseModel):
     endpoint: Literal["/v1/chat/completions", "/v1/completions", "/v1/embeddings", "/v1/responses"]
     completion_window: str = Field(pattern="^[1-9][0-9]{0,3}h$", description="Hours after which the rest expires, as `24h`.")
     metadata: Annotated[dict[str, Annotated[str, Field(max_length=512)]], Field(max_length=16)] | None = None
+    output_expires_after: Expiry | None = None
 
 
 class PoolingBody(Body):

@@ -274,8 +274,19 @@ def test_lists_come_in_pages(site: Callable[..., Site], seed: int) -> None:
         assert last.has_more is False and [one.id for one in last.data] == found[size:]
         empty = server.http.get(path, params={"after": found[-1]}).json()
         assert empty == {"object": "list", "data": [], "has_more": False, "first_id": None, "last_id": None}
+        assert [one["id"] for one in server.http.get(path, params={"order": "asc"}).json()["data"]][:3] == found[:-4:-1]
+        oldest = server.http.get(path, params={"order": "asc", "limit": size, "after": found[-1]}).json()
+        assert [one["id"] for one in oldest["data"]] == found[-2 : -2 - size : -1]
         for wrong, status in ({"limit": 0}, 400), ({"limit": 10_001}, 400), ({"limit": "x"}, 400), ({"after": "x"}, 404):
             assert server.http.get(path, params=wrong).status_code == status
+        assert server.http.get(path, params={"order": "up"}).status_code == 400
+        named = server.http.get(path, params={"api-version": "1", "limit": 1, "order": "desc", "purpose": "batch"})
+        assert named.headers["x-rung-ignored"] == ("api-version" if path == "/v1/files" else "api-version, purpose")
+        assert "x-rung-ignored" not in server.http.get(path, params={"after": found[0], "limit": 1}).headers
+    kinds = [{one.purpose for one in client.files.list(purpose=name)} for name in ("batch", "batch_output", "vision")]
+    assert kinds == [{"batch"}, {"batch_output"}, set()]
+    outputs, pages = [one.id for one in client.files.list(purpose="batch_output")], client.files.list(purpose="batch", limit=3)
+    assert len(outputs) > 20 and not {one.id for one in pages} & set(outputs) and pages.has_more
     assert len(client.batches.list().data) == 20 and server.http.get("/v1/batches?limit=101").status_code == 400
 
 
@@ -358,8 +369,13 @@ def test_forms_come_in_any_pieces(seed: int) -> None:
 @pytest.mark.parametrize(
     ("fields", "files", "words"),
     [
-        ({"purpose": "fine-tune"}, {"file": ("a", b"x")}, "must be batch"),
-        ({}, {"file": ("a", b"x")}, "must be batch"),
+        ({"purpose": "fine-tune"}, {"file": ("a", b"x")}, "purpose: Input should be 'batch'"),
+        ({}, {"file": ("a", b"x")}, "purpose: Field required"),
+        ({"purpose": "batch", "expires_after[seconds]": "60"}, {"file": ("a", b"x")}, "greater than or equal to 3600"),
+        ({"purpose": "batch", "expires_after[seconds]": "soon"}, {"file": ("a", b"x")}, "expires_after[seconds]"),
+        ({"purpose": "batch", "expires_after[seconds]": "2000000"}, {"file": ("a", b"x")}, "--files-hours"),
+        ({"purpose": "batch", "expires_after[anchor]": "now"}, {"file": ("a", b"x")}, "expires_after[anchor]"),
+        ({"purpose": "batch", "expires_after[anchor]": "created_at"}, {"file": ("a", b"x")}, "expires_after[seconds]"),
         ({"purpose": "batch", "file": "x"}, {"other": ("a", b"x")}, "must be a file with a name"),
         ({"purpose": "x" * 9000}, {"file": ("a", b"x")}, "too long"),
     ],
@@ -371,6 +387,32 @@ def test_uploads_that_are_refused(site: Callable[..., Site], fields: dict[str, s
     assert not list(server.server.batches.store.folder.iterdir())
 
 
+def test_files_expire_when_their_owner_says(site: Callable[..., Site]) -> None:
+    """Also the answers of a batch, and a form that comes in small pieces. What else a form has is named."""
+    server, after = site(), {"anchor": "created_at", "seconds": 7200}
+    client = server.openai
+    file = client.files.create(file=("a", jsonl(prompts(2))), purpose="batch", expires_after=after)  # type: ignore[arg-type]
+    assert file.expires_at is not None and abs(file.expires_at - file.created_at - 7200) <= 1
+    plain = client.files.create(file=("a", jsonl(prompts(1) | {"bad": {"prompt": "a", "model": "none"}})), purpose="batch")
+    assert plain.expires_at is not None and abs(plain.expires_at - plain.created_at - 168 * 3600) <= 1
+    batch: Any = {"input_file_id": plain.id, "endpoint": COMPLETIONS, "completion_window": "24h"}
+    last = ended(client, client.batches.create(**batch, output_expires_after=after).id)
+    for id in (last.output_file_id, last.error_file_id):
+        made = client.files.retrieve(id)
+        assert made.expires_at is not None and abs(made.expires_at - made.created_at - 7200) <= 1
+    server.server.batches.store.records[file.id].until = time.time() - 1
+    with pytest.raises(openai.NotFoundError):
+        client.files.retrieve(file.id)
+    request = httpx.Request("POST", "http://x", data={"purpose": "batch", "user": "me"}, files={"file": ("a", b"x")})
+    body, headers = request.read(), dict(request.headers)
+    del headers["content-length"], headers["host"]
+    reply = server.http.post("/v1/files", content=(body[i : i + 1] for i in range(len(body))), headers=headers)
+    assert (reply.status_code, reply.headers["x-rung-ignored"]) == (200, "user")
+    strict = site(strict_requests=True)
+    assert strict.http.post("/v1/files", content=body, headers=headers).json()["error"]["param"] == "user"
+    assert strict.http.get("/v1/files?model=x").json()["error"]["param"] == "model"
+
+
 def test_batches_that_are_refused(site: Callable[..., Site]) -> None:
     server = site()
     file = server.openai.files.create(file=("a", b"x"), purpose="batch")
@@ -380,6 +422,11 @@ def test_batches_that_are_refused(site: Callable[..., Site]) -> None:
         ({"endpoint": "/v1/images"}, 400, "endpoint"),
         ({"completion_window": "200h"}, 400, "--files-hours"),
         ({"completion_window": "1d"}, 400, "completion_window"),
+        ({"metadata": {"a": 1}}, 400, "metadata.a"),
+        ({"metadata": dict.fromkeys(map(str, range(17)), "a")}, 400, "metadata"),
+        ({"output_expires_after": {"anchor": "created_at", "seconds": 60}}, 400, "output_expires_after.seconds"),
+        ({"output_expires_after": {"anchor": "created_at", "seconds": 2_000_000}}, 400, "--files-hours"),
+        ({"output_expires_after": {"seconds": 7200}}, 400, "output_expires_after.anchor"),
         ({"other": 1}, 400, "other"),
     ):
         assert words in server.refused("/v1/batches", {**good, **change}, status)["message"]
