@@ -82,10 +82,7 @@ def add_prompt_options(parser: argparse.ArgumentParser) -> None:
     prompt.add_argument("--prompt-file", type=Path, metavar="FILE", help="the file's text; - reads standard input")
     prompt.add_argument("--prompt-ids", metavar="1,2,3", help="token ids, used as they are")
     prompt.add_argument(
-        "--prompt-length",
-        type=int,
-        metavar="N",
-        help="N random token ids, other ones for each sequence: for benchmarks",
+        "--prompt-length", type=int, metavar="N", help="N random token ids, other ones for each sequence: for benchmarks"
     )
     prompt.add_argument(
         "--interactive",
@@ -129,9 +126,7 @@ def add_generation_options(parser: argparse.ArgumentParser) -> None:
 def add_output_options(parser: argparse.ArgumentParser) -> None:
     modes = parser.add_argument_group("output")
     modes.add_argument(
-        "--score",
-        action="store_true",
-        help="generate nothing; print log-probabilities and arg-max of the prompt's tokens",
+        "--score", action="store_true", help="generate nothing; print log-probabilities and arg-max of the prompt's tokens"
     )
     modes.add_argument("--json", action="store_true", help="one JSON line for each sample on stdout")
     modes.add_argument("--profile", type=Path, metavar="FILE", help="write a trace of the first batch for ui.perfetto.dev")

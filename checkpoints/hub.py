@@ -187,7 +187,7 @@ class _Repo:
 
     def _formats(self) -> str:
         kinds = sorted({Path(name).suffix for name in self.files if self.files[name].size} - {"", ".md", ".json", ".txt"})
-        return f"it has {', '.join(kinds) or 'none'}, but {', '.join(WEIGHTS[:2])} and their config.json are needed"
+        return f"it has {', '.join(kinds) or 'none'}, but {', '.join(WEIGHTS[:2])} and their config.json are needed; name the model that it was made of"
 
     def _get(self, names: Iterable[str]) -> None:
         """Fetch the files that are not in the cache, and check them."""

@@ -22,17 +22,7 @@ from engine.head_model import HeadModel
 from engine.limits import STEP_TOKENS, EngineLimits, count_blocks, new_cache
 from engine.model_drafter import HeadDrafter, ModelDrafter
 from engine.pace import Pace
-from engine.protocol import (
-    Abort,
-    LoadAdapter,
-    Refused,
-    Stats,
-    Submit,
-    SubmitAll,
-    TokenLogprobs,
-    TokenOutput,
-    UnloadAdapter,
-)
+from engine.protocol import Abort, LoadAdapter, Refused, Stats, Submit, SubmitAll, TokenLogprobs, TokenOutput, UnloadAdapter
 from engine.runner import InFlightStep, Runner, StepResult
 from engine.sampler import advance, check_ids, new_state, sibling
 from engine.scheduler import Scheduler
@@ -95,12 +85,7 @@ class Meter:
 
 
 def new_drafter(
-    model: Transformer | HeadModel,
-    limits: EngineLimits,
-    text_ids: int,
-    capacity: Capacity,
-    blocks: BlockManager,
-    world: World,
+    model: Transformer | HeadModel, limits: EngineLimits, text_ids: int, capacity: Capacity, blocks: BlockManager, world: World
 ) -> ModelDrafter:
     """The drafter of a draft model or head, with a cache of its own beside the target's `blocks`. Collective."""
     cache = new_cache(model, blocks.n_blocks, limits, world.device)

@@ -35,6 +35,8 @@ from cli import note
 from config import ModelConfig, require_causal
 from engine.adapters import ADAPTER, single_adapter
 from engine.calls.parser import call_reader
+from engine.calls.syntax import Marks
+from engine.constrain.demand import calls_grammar
 from engine.constrain.formats import format_grammar
 from engine.core import OVERFLOW, Engine
 from engine.draft_models import Draft, find_draft
@@ -45,7 +47,7 @@ from engine.protocol import Abort, SamplingParams, Submit, TokenLogprobs, check_
 from engine.runner import LARGEST_MEASURED, largest_graph
 from engine.sampler import SCORE_CHUNK, check_ids
 from engine.text import AnswerStream, Delta, banned_by
-from engine.thinking import budget_after, reasoning_of
+from engine.thinking import budget_after, reasoning_after, reasoning_of
 from engine.tuning import tune
 from errors import OverflowedError, UserError
 from files import model_folder, shown
@@ -63,6 +65,7 @@ from tp import World, init_world
 PREFILL_TOKENS = 1 << 16  # most tokens of a step: enough to use a GPU fully, and the activations fit
 MAX_SEQUENCES = 256  # most sequences of a step
 WITHOUT_CACHE = "computes in one step, without the KV cache whose data type this is"
+FORMATS = ("json_schema", "regex", "choice")  # fields of SamplingParams that say what an answer is
 BAR_SECONDS = 2.0  # a call that is shorter shows no bar
 COMPILING_SECONDS = 0.002  # between checks of grammars that are being compiled, while there is no other work
 
@@ -243,8 +246,9 @@ class LLM:
         progress: bool = True,
     ) -> list[Completion]:
         """The model's next message in one conversation, or in each of several. messages: as in /v1/chat/completions, with texts as
-        contents. tools: as there; an answer's `message` has the calls, as the model wrote them. params, progress: as `generate` takes
-        them. Raises UserError as `generate` does, and for a model without a chat template."""
+        contents. tools: as there; an answer's `message` has the calls, whose arguments fit the tools' schemas if the template tells how
+        they are written, unless `params` have a format. params, progress: as `generate` takes them. Raises UserError as `generate`
+        does, for a model without a chat template, and for a strict schema that cannot be enforced."""
         if self.tokenizer is None:
             raise UserError("this model has no tokenizer, so it has no chat template; give token ids to generate")
         talks: Any = [messages] if messages and isinstance(messages[0], Mapping) else messages
@@ -256,6 +260,7 @@ class LLM:
         special, read = call_reader(self.tokenizer, tools)
         prompts = [encode_chat(self.tokenizer, talk, tools=list(tools)) for talk in talks]
         each = [replace(one, kept_special=[*one.kept_special, *special.values()]) for one in _one_each(params, len(prompts))]
+        each = [_with_calls(self.tokenizer, tools, prompt, one) for prompt, one in zip(prompts, each, strict=True)]
         answers = self.generate(prompts, each, progress=progress)
         for answer in answers:
             answer.message, called = read(answer.prompt_ids, answer.text)
@@ -431,7 +436,7 @@ class LLM:
                 )
             budget = budget_after(self.tokenizer, reasoning, params.thinking_token_budget, prompt)
             params = replace(params, thinking=budget)
-        for name in ("json_schema", "regex", "choice"):
+        for name in FORMATS:
             if (value := getattr(params, name)) is not None:
                 params = replace(params, **{name: None, "grammar": format_grammar(name, json.dumps(value))})
         if params.bad_words:
@@ -500,6 +505,19 @@ def _one_each(params: SamplingParams | Sequence[SamplingParams] | None, count: i
     if len(params) != count:
         raise UserError(f"{len(params)} sampling parameters for {count} prompts; give one for each, or one for all")
     return [_with_checked_ids(one) for one in params]
+
+
+def _with_calls(
+    tokenizer: Tokenizer, tools: Sequence[Mapping[str, Any]], prompt: Sequence[int], params: SamplingParams
+) -> SamplingParams:
+    """With the grammar of the tools' calls, unless the answer has a format of its own, or does not end. prompt: its token ids."""
+    if params.ignore_eos or params.grammar or any(getattr(params, name) is not None for name in FORMATS):
+        return params
+    template = tokenizer.pick_template(None, with_tools=True)
+    reasoning, inside = reasoning_after(tokenizer, reasoning_of(template), prompt)
+    marks = Marks(reasoning.start, reasoning.end, inside) if reasoning else None
+    grammar = calls_grammar(tokenizer, template, json.dumps(tools), marks)
+    return replace(params, grammar=grammar, late_grammar=grammar is not None, grammar_optional=grammar is not None)
 
 
 def _with_checked_ids(params: SamplingParams) -> SamplingParams:

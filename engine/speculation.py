@@ -24,17 +24,7 @@ from dataclasses import replace
 from functools import partial
 from hashlib import blake2b
 
-from engine.draft_costs import (
-    FREE,
-    NO_DRAFT,
-    SHARE,
-    TRIALS_ALONE,
-    WEIGHT_OF_ALL,
-    Acceptance,
-    Budget,
-    Costs,
-    DraftPlan,
-)
+from engine.draft_costs import FREE, NO_DRAFT, SHARE, TRIALS_ALONE, WEIGHT_OF_ALL, Acceptance, Budget, Costs, DraftPlan
 from engine.model_drafter import ModelDrafter
 from engine.protocol import Drafted
 from engine.runner import InFlightStep, Runner

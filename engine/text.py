@@ -49,12 +49,7 @@ class AnswerStream:
     """Turns the engine's outputs of one sequence into text, and ends it at a stop string."""
 
     def __init__(
-        self,
-        index: int,
-        tokenizer: Tokenizer | None,
-        prompt_ids: Sequence[int],
-        params: SamplingParams,
-        hidden: bool = False,
+        self, index: int, tokenizer: Tokenizer | None, prompt_ids: Sequence[int], params: SamplingParams, hidden: bool = False
     ) -> None:
         """tokenizer: None for a model without one; the text then stays empty. hidden: show no token."""
         self.index, self.hidden, self.first, self.finished = index, hidden, True, False

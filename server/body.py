@@ -8,11 +8,22 @@ import re
 import tomllib
 from collections.abc import Iterable, Iterator
 from pathlib import Path
-from typing import Annotated, Any, ClassVar, Literal, NamedTuple, Self, get_args
+from typing import Annotated, Any, ClassVar, Literal, Self, get_args
 
-from pydantic import AfterValidator, BaseModel, BeforeValidator, ConfigDict, Field, PrivateAttr, WithJsonSchema, model_validator
+from pydantic import (
+    AfterValidator,
+    BaseModel,
+    BeforeValidator,
+    ConfigDict,
+    Field,
+    Json,
+    PrivateAttr,
+    WithJsonSchema,
+    model_validator,
+)
 from pydantic_core import PydanticCustomError
 
+from engine.constrain.demand import Constraint, Kind
 from server.errors import field_error
 
 MAX_NAMED = 8  # most unknown names in the response header and in the log
@@ -171,7 +182,6 @@ ANY_OBJECT = {"type": "object"}  # a JSON schema
 MAX_CHOSEN = 16384  # most texts of which an answer is one
 MAX_TAGS = 128
 
-Kind = Literal["json", "regex", "choice", "grammar", "structural_tag"]  # of constraints
 KINDS: tuple[Kind, ...] = get_args(Kind)
 Choices = Annotated[list[Annotated[str, Field(min_length=1)]], Field(min_length=1, max_length=MAX_CHOSEN, fail_fast=True)]
 
@@ -220,12 +230,16 @@ class Structure(Checked):
     end: str = Field(max_length=1000)
 
 
-class StructuralTagFormat(Checked):
+class Structures(Checked):
     """Free text. Where it has a trigger, a structure follows, whose `begin` starts with the trigger."""
 
-    type: Literal["structural_tag"]
+    type: Literal["structural_tag"] | None = None
     structures: list[Structure] = Field(min_length=1, max_length=MAX_TAGS)
     triggers: list[StopText] = Field(min_length=1, max_length=MAX_TAGS)
+
+
+class StructuralTagFormat(Structures):
+    type: Literal["structural_tag"]
 
 
 ResponseFormat = Annotated[
@@ -243,7 +257,7 @@ class StructuredOutputs(Checked):
     regex: str | None = Field(None, description="A regular expression of the whole answer, in the syntax of Rust's regex.")
     choice: Choices | None = Field(None, description="One of these texts.")
     grammar: str | None = Field(None, description="A context-free grammar in Lark's syntax, or in GBNF.")
-    structural_tag: dict[str, Any] | str | None = Field(
+    structural_tag: Structures | Json[Structures] | None = Field(
         None, description="Structures within free text, or their JSON text; as `response_format` of type structural_tag."
     )
     whitespace_pattern: str | None = Field(
@@ -252,16 +266,6 @@ class StructuredOutputs(Checked):
     disable_any_whitespace: bool | None = Field(None, description="No whitespace between JSON tokens. Default false.")
     disable_fallback: Any = without_effect("there is one grammar library")
     disable_additional_properties: Any = without_effect("an object is closed unless its schema opens it")
-
-
-class Constraint(NamedTuple):
-    """What the whole answer must be. `param`: the field of the request that says so."""
-
-    kind: Kind
-    value: Any
-    param: str
-    strict: bool = False  # all of a JSON schema must be enforced
-    whitespace: str | None = None  # the regex of what may stand between JSON tokens; None: the default
 
 
 class FormatBody(Body):
@@ -318,7 +322,7 @@ class FormatBody(Body):
             case JsonSchemaResponseFormat(json_schema=given):
                 found.append(Constraint("json", given.schema_, "response_format", given.strict is True))
             case StructuralTagFormat() as tags:
-                found.append(Constraint("structural_tag", tags.model_dump(by_alias=True), "response_format"))
+                found.append(Constraint("structural_tag", tags.model_dump(by_alias=True, exclude={"type"}), "response_format"))
         for kind in KINDS[:4]:
             if (value := getattr(self, f"guided_{kind}")) is not None:
                 found.append(Constraint(kind, value, f"guided_{kind}", whitespace=self.guided_whitespace_pattern))
@@ -328,5 +332,6 @@ class FormatBody(Body):
                 found.append(Constraint("json", ANY_OBJECT, "structured_outputs.json_object", True, whitespace))
             for kind in KINDS:
                 if (value := getattr(asked, "json_" if kind == "json" else kind)) is not None:
-                    found.append(Constraint(kind, value, f"structured_outputs.{kind}", whitespace=whitespace))
+                    plain = value.model_dump(by_alias=True, exclude={"type"}) if isinstance(value, Structures) else value
+                    found.append(Constraint(kind, plain, f"structured_outputs.{kind}", whitespace=whitespace))
         return found

@@ -10,6 +10,7 @@ from collections.abc import Sequence
 
 from engine.calls.parser import AnswerParser, Parser, Part, Text, Tools
 from engine.calls.syntax import JSON, SYNTAXES, CallSyntax, Marks, syntax_of
+from engine.constrain.demand import Demand, compile_demand
 from engine.constrain.grammars import Compiled, SchemaError
 from engine.constrain.json_schema import CallableTool
 from engine.grammars import MAX_TEXT
@@ -17,13 +18,11 @@ from engine.protocol import ThinkingBudget
 from engine.text import Delta, special_ids
 from engine.thinking import REASONING, ReasoningSyntax, budget_after, budget_of, reasoning_after, reasoning_of
 from errors import UserError
-from server.demand import Demand, compile_demand
 from server.errors import ApiError, bad
 from server.generation import Usage
 from server.logs import log
 from server.schemas import ChatBody, GenerationBody
 from server.service import Service
-from text.tokenizer import Tokenizer
 
 UNCONSTRAINED = Compiled("")
 MAX_NAMED = 10  # most keywords in the response header of those that are not enforced
@@ -179,7 +178,7 @@ async def grammar_for(service: Service, body: GenerationBody, prompt: Sequence[i
     demand = demand_of(body, *_written(service, body, prompt))
     if demand is None or (not body.insists and service.tokenizer.no_grammars):
         return UNCONSTRAINED
-    demand = demand._replace(special=_special(service.tokenizer, demand))
+    demand = demand.with_special(service.tokenizer)
     # with --deterministic, neither load nor the time that a job takes may decide whether the answer is constrained
     waits = body.insists or service.settings.deterministic
     try:
@@ -236,13 +235,6 @@ def _callable(body: ChatBody) -> list[CallableTool]:
         for position, tool in enumerate(body.tools or [])
         if tool.function.name in names
     ]
-
-
-def _special(tokenizer: Tokenizer, demand: Demand) -> dict[str, int]:
-    """The special tokens that calls, reasoning and structural tags may spell."""
-    if demand.constraint and demand.constraint.kind == "structural_tag":
-        return tokenizer.special_texts
-    return special_ids(tokenizer, (*demand.syntax.markers, *(demand.reasoning[:2] if demand.reasoning else ())))
 
 
 async def _compiled(service: Service, demand: Demand, wait_seconds: float | None) -> Compiled:

@@ -39,8 +39,8 @@ RETRY = {"retry-after": "1"}  # seconds: a router sends the request to another s
 VECTOR_BYTES = 1 << 30  # of vectors that are computed, or wait for their clients to read them; one client may have a quarter
 INLINE = 16384  # bytes, about 2,000 token ids or a few pages of text; larger bodies are checked in a worker
 WORKER_MODULES = (  # with the jobs of workers, or bodies that these parse; those left out are imported by these
+    "engine.constrain.demand",
     "server.bounds",
-    "server.demand",
     "server.messages.bodies",
     "server.prompts",
     "server.responses.convert",
@@ -68,7 +68,7 @@ class Service:
             settings.max_body_bytes,
             WORKER_MODULES,
         )
-        self.grammars: OrderedDict[bytes, Compiled] = OrderedDict()  # see calls/choice.py
+        self.grammars: OrderedDict[bytes, Compiled] = OrderedDict()  # see calls.py
         self.journal = self._open_journal()
         if self.journal:
             client.later = "; its next start finishes the request: GET /v1/results/ID"

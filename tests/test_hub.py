@@ -167,10 +167,7 @@ PROCESS: dict[str, tuple[Any, str, Any]] = {
 @pytest.mark.parametrize(
     ("breaks", "says"),
     [
-        (
-            "unknown",
-            r"org/tiny is neither a folder here nor a model at http\S+ \(a private one needs HF_TOKEN\); did you mean",
-        ),
+        ("unknown", r"org/tiny is neither a folder here nor a model at http\S+ \(a private one needs HF_TOKEN\); did you mean"),
         ("gated", "org/tiny is gated: accept its licence at .*/org/tiny, then run `hf auth login` or set HF_TOKEN"),
         ("damaged", "model.safetensors arrived damaged: its hash is not the one that the hub names; start again"),
         ("full", "org/tiny needs .* GB more in .*, where 0.001 GB are free; make room, or set HF_HOME"),

@@ -582,8 +582,8 @@ def call_reader(
     """The special tokens that texts with calls must have, with their ids, and a function: from a prompt's ids and its answer's text to the
     message of /v1/chat/completions, and whether it ends with whole calls. tools: as there. Raises UserError for others."""
     try:
-        schemas = {tool["function"]["name"]: tool["function"].get("parameters") or {} for tool in tools}
-    except (TypeError, KeyError, AttributeError):
+        schemas = {tool["function"]["name"]: dict(tool["function"].get("parameters") or {}) for tool in tools}
+    except (TypeError, KeyError, AttributeError, ValueError):
         raise UserError(f"tools are dicts with type and function, which has a name; not {shown(tools)}") from None
     template = tokenizer.pick_template(None, with_tools=True)
     syntax, reasoning = SYNTAXES.get(syntax_of(template) or "") or JSON, reasoning_of(template)

@@ -7,18 +7,7 @@ from pydantic import ConfigDict, Discriminator, Field, Tag, model_validator
 from pydantic_core import PydanticCustomError
 
 from engine.protocol import LIST_LIMIT
-from server.body import (
-    MAX_NAME,
-    STRICT,
-    Checked,
-    JsonSchemaFormat,
-    Off,
-    Refusals,
-    Said,
-    kind_of,
-    refusals,
-    without_effect,
-)
+from server.body import MAX_NAME, STRICT, Checked, JsonSchemaFormat, Off, Refusals, Said, kind_of, refusals, without_effect
 from server.errors import field_error
 from server.schemas import FOREIGN_REFUSED, INT64, MAX_TOOLS, RefusalPart, SamplingBody
 

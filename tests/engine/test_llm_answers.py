@@ -70,6 +70,61 @@ def test_python_and_http_give_the_same_grammar(tmp_path: Any, seed: int) -> None
     site.close()
 
 
+def test_arguments_of_calls_fit_their_schemas(llm: LLM, tmp_path: Any, monkeypatch: pytest.MonkeyPatch, seed: int) -> None:
+    """By the server's grammar, also behind reasoning; not where the answer has a format or does not end."""
+    assert llm.tokenizer is not None
+    given, asked = dict[str, Any](tools=TOOLS, max_tokens=9, messages=ASKED), list[SamplingParams]()
+    stream = llm.stream
+    monkeypatch.setattr(llm, "stream", lambda ids, params, **more: asked.extend(params) or stream(ids, params, **more))
+    base = llm.tokenizer.chat_templates["default"]
+    for marks in ("{# <tool_call> #}", "{# <tool_call> <think></think> #}", "{# [TOOL_CALLS] #}", ""):
+        template = base + marks
+        monkeypatch.setitem(llm.tokenizer.chat_templates, "default", template)
+        (file := tmp_path / "template").write_text(template)
+        site = Site(tmp_path, chat_template=str(file)).start()
+        assert site.http.post("/v1/chat/completions", json=given).status_code == 200
+        (http,) = site.engine.submits
+        site.close()
+        llm.chat([ASKED] * 2, SamplingParams(max_tokens=2), tools=TOOLS)
+        names = ("grammar", "late_grammar", "grammar_optional", "kept_special")
+        for one in asked[-2:]:
+            assert [getattr(one, name) for name in names] == [getattr(http.params, name) for name in names]
+        assert bool(http.params.grammar) == bool(marks)
+    template = base + "{# <tool_call> #}"
+    monkeypatch.setitem(llm.tokenizer.chat_templates, "default", template)
+    for params in (
+        SamplingParams(regex="a"),
+        SamplingParams(grammar='start: "a"'),
+        SamplingParams(ignore_eos=True, max_tokens=3),
+    ):
+        llm.chat(ASKED, params, tools=TOOLS)
+        assert (asked[-1].grammar == params.grammar or params.regex) and not asked[-1].late_grammar
+    monkeypatch.setitem(SYNTAXES, "hermes", replace(SYNTAXES["hermes"], trigger="e"))
+    monkeypatch.setitem(llm.tokenizer.chat_templates, "default", template + "{# <tool_call> e #}")
+    pet = {"type": "function", "function": {"name": "pet", "parameters": SCHEMA}}
+    for answer in llm.chat([ASKED] * 3, SamplingParams(max_tokens=150, seed=seed), tools=[pet]):
+        assert answer.message is not None
+        call = answer.message["tool_calls"][0]["function"]
+        jsonschema.validate(json.loads(call["arguments"]), SCHEMA)
+
+
+def test_schemas_of_tools_that_cannot_be_enforced(
+    llm: LLM, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str], seed: int
+) -> None:
+    """They are refused if they are strict; else a line says what is free."""
+    assert llm.tokenizer is not None
+    template = llm.tokenizer.chat_templates["default"] + f"{{# <tool_call> {random.random()} #}}"
+    monkeypatch.setitem(llm.tokenizer.chat_templates, "default", template)
+    odd, short = {"properties": {"a": {"type": "string"}}, "not": {}}, SamplingParams(max_tokens=2)
+    tool = {"type": "function", "function": {"name": "x", "parameters": odd}}
+    capfd.readouterr()
+    llm.chat([ASKED] * 3, short, tools=[tool])
+    assert capfd.readouterr().err == "not enforced of tools: tools.0.function.parameters#/not\n"
+    tool["function"] = {**tool["function"], "strict": True}  # type: ignore[dict-item]
+    with pytest.raises(UserError, match=r"^tools have a schema that cannot be enforced: "):
+        llm.chat(ASKED, short, tools=[tool])
+
+
 def test_what_is_not_enforced_is_said_once(llm: LLM, capfd: pytest.CaptureFixture[str], seed: int) -> None:
     odd = {**SCHEMA, "title": f"{random.random()}", "not": {"required": ["tail"]}}
     capfd.readouterr()

@@ -7,6 +7,7 @@ import signal
 import subprocess
 import sys
 from collections.abc import Callable
+from contextlib import nullcontext
 from pathlib import Path
 from typing import Any
 
@@ -165,20 +166,36 @@ def test_a_server_that_ends(
     assert ("oh" in capfd.readouterr().err) == ("oh" in script)
 
 
+def test_as_many_lines_are_asked_at_once_as_the_server_computes(
+    tmp_path: Path, here: Here, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """And as many again wait, so that none of its places is empty."""
+    (tmp_path / "in").write_bytes(jsonl(prompts(3)))
+    asked = list[int]()
+    monkeypatch.setattr(batch, "own_server", lambda flags: nullcontext())
+    monkeypatch.setattr(batch, "answer_all", lambda server, lines, at_once, *more: asked.append(at_once) or {})
+    for count in (5, 4000):
+        here(tmp_path / "in", tmp_path / "out", "--max-num-seqs", count)
+    assert asked == [10, 4512]
+
+
 def test_what_may_be_accepted_later_is_asked_again(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """After a 429, and while a frontend starts again."""
     server = Ending(tmp_path, "sleep 100")
     replies: list[Any] = [(429, b"{}", []), OSError(), (503, b'{"error": {"code": "loading"}}', []), (200, b'{"a": 1}', ["x"])]
+    replies, written = [*replies, replies[-1]], list[int]()
 
     def ask(*given: Any) -> Any:
+        written.append((tmp_path / "out").stat().st_size)
         if isinstance(reply := replies.pop(0), OSError):
             raise reply
         return reply
 
     monkeypatch.setattr(batch, "AGAIN_SECONDS", 0)
     monkeypatch.setattr(server, "ask", ask)
-    (tmp_path / "in").write_bytes(jsonl(prompts(1)))
+    (tmp_path / "in").write_bytes(jsonl(prompts(2)))
     with batch.tqdm(disable=True) as bar, (tmp_path / "out").open("wb") as out:
         counts = batch.answer_all(server, batch.read_lines(tmp_path / "in", ""), 1, out, bar)
-    assert counts == {"x": 1} and read(tmp_path / "out")["line 0"]["response"]["body"] == {"a": 1}
+    assert counts == {"x": 2} and written[-1] > written[-2] == 0  # an answer is in the file before the next line is asked
+    assert read(tmp_path / "out")["line 0"]["response"]["body"] == {"a": 1}
     assert server.process.wait(60) == -signal.SIGTERM

@@ -41,10 +41,7 @@ def test_a_batch_that_ends_before_the_streams_counts_for_nothing(
 ) -> None:
     monkeypatch.setattr(beside_batch, "LINES", lines)
     site.engine.delay = 0
-    with (
-        pytest.raises(UserError, match=r"^the batch is completed and not in_progress"),
-        beside_batch.batch(site.url, 1000),
-    ):
+    with pytest.raises(UserError, match=r"^the batch is completed and not in_progress"), beside_batch.batch(site.url, 1000):
         wait_for(lambda: site.openai.batches.list().data[0].status == "completed")
 
 

@@ -22,12 +22,11 @@ import pytest
 from engine.calls.parser import AnswerParser, Arguments, Call, PartList, Reasoning, Text, Tools
 from engine.calls.syntax import HERMES, JSON, LLAMA, SYNTAXES, CallSyntax, Marks
 from engine.calls.values import types_of
+from engine.constrain.demand import Constraint, Demand, compile_demand
 from engine.constrain.grammars import SchemaError
 from engine.constrain.json_schema import CallableTool
 from engine.thinking import ReasoningSyntax
-from server.body import Constraint
 from server.calls import BRIEF_SECONDS, demand_of
-from server.demand import Demand, compile_demand
 from server.errors import ApiError
 from server.generation import make_params
 from server.schemas import ChatBody

@@ -50,7 +50,8 @@ IMPORTS = (
     "training.loop",
     "matplotlib.figure",
 )
-WORKER_IMPORTS = [f"server.{name}" for name in ("workers", "bounds", "demand", "messages.bodies", "responses.convert")]
+WORKER_IMPORTS = [f"server.{name}" for name in ("workers", "bounds", "messages.bodies", "responses.convert")]
+WORKER_IMPORTS.append("engine.constrain.demand")
 INTERPRETER = (
     "PYTHON",
     "TRITON_INTERPRET",

@@ -7,20 +7,24 @@ no text for llguidance: a grammar names them by id.
 This module runs in worker processes.
 """
 
+import json
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import replace
+from functools import lru_cache
 from typing import Any, Literal, NamedTuple
 
-from pydantic import ValidationError
-
-from engine.calls.syntax import JSON, JSON_LIST, CallSyntax, Marks
+from cli import note
+from engine.calls.syntax import JSON, JSON_LIST, SYNTAXES, CallSyntax, Marks, syntax_of
 from engine.calls.values import regex
-from engine.constrain.formats import compile_format, object_of, schema_of
+from engine.constrain.arguments import ArgumentGrammar
+from engine.constrain.formats import compile_format, schema_of
 from engine.constrain.grammars import Compiled, Rules, SchemaError, accepted, check_matcher
 from engine.constrain.json_schema import CallableTool, compile_arguments, compile_calls, compile_schema
-from server.arguments import ArgumentGrammar
-from server.body import Constraint, StructuralTagFormat
+from engine.text import special_ids
+from errors import UserError
+from text.tokenizer import Tokenizer
 
+Kind = Literal["json", "regex", "choice", "grammar", "structural_tag"]  # of constraints
 GAP = r"/\n{1,4}/?"  # between reasoning and what follows it
 SPACES = r"[ \n]{0,2}"  # with a bound, because a small model could otherwise fill the answer with them
 
@@ -29,6 +33,16 @@ FENCE = "```[a-z_]*"
 # tools until it knows which
 MAX_UNNAMED = 16
 MAX_UNNAMED_PROPERTIES = 128
+
+
+class Constraint(NamedTuple):
+    """What the whole answer must be. `param`: the field of the request that says so."""
+
+    kind: Kind
+    value: Any
+    param: str
+    strict: bool = False  # all of a JSON schema must be enforced
+    whitespace: str | None = None  # the regex of what may stand between JSON tokens; None: the default
 
 
 class Demand(NamedTuple):
@@ -45,6 +59,13 @@ class Demand(NamedTuple):
     syntax: CallSyntax = JSON
     reasoning: Marks | None = None
     special: dict[str, int] = {}
+
+    def with_special(self, tokenizer: Tokenizer) -> "Demand":
+        """The same with `special` of this tokenizer."""
+        if self.constraint and self.constraint.kind == "structural_tag":
+            return self._replace(special=tokenizer.special_texts)
+        texts = (*self.syntax.markers, *(self.reasoning[:2] if self.reasoning else ()))
+        return self._replace(special=special_ids(tokenizer, texts))
 
 
 class Spelling(NamedTuple):
@@ -152,6 +173,28 @@ def _count_optional(tool: CallableTool) -> int:
     properties, required = ((tool.parameters or {}).get(key) for key in ("properties", "required"))
     names = set(properties) if isinstance(properties, dict) else set[str]()
     return len(names.difference(one for one in required if isinstance(one, str)) if isinstance(required, list) else names)
+
+
+@lru_cache(maxsize=32)  # for many prompts
+def calls_grammar(tokenizer: Tokenizer, template: str, tools: str, reasoning: Marks | None) -> str | None:
+    """The grammar of free text with calls of the tools, a JSON list as in /v1/chat/completions; None if they stay free: where the template
+    does not tell how they are written, and where a schema is wrong, which a note says. Raises UserError if that one is strict."""
+    functions = [tool["function"] for tool in json.loads(tools)]
+    found = [CallableTool(i, f["name"], f.get("parameters"), f.get("strict") is True) for i, f in enumerate(functions)]
+    strict = any(tool.strict for tool in found)
+    syntax = SYNTAXES.get(syntax_of(template) or "")
+    if tokenizer.no_grammars or syntax is None or (syntax is JSON and not strict):  # as JSON is only a guess
+        return None
+    try:
+        compiled = compile_demand(Demand(tools=found, syntax=syntax, reasoning=reasoning).with_special(tokenizer))
+    except SchemaError as e:
+        if strict:
+            raise UserError(f"tools have a schema that cannot be enforced: {e}") from None
+        note(f"the arguments of calls are not constrained: {e}")
+        return None
+    if compiled.not_enforced:
+        note(f"not enforced of tools: {', '.join(compiled.not_enforced)}")
+    return compiled.grammar
 
 
 class AnswerRules(Rules):
@@ -276,16 +319,12 @@ class AnswerRules(Rules):
 
     # --- free text -------------------------------------------------------------------------------------------------------------
 
-    def structures(self, given: dict[str, Any] | str) -> dict[str, list[str]]:
-        """What follows each trigger of a structural tag. Raises SchemaError."""
-        try:
-            tags = StructuralTagFormat.model_validate(object_of(given) | {"type": "structural_tag"})
-        except ValidationError as e:
-            first = e.errors()[0]
-            raise SchemaError(f"{'.'.join(map(str, first['loc']))}: {first['msg']}") from e
+    def structures(self, tags: dict[str, Any]) -> dict[str, list[str]]:
+        """What follows each trigger of a structural tag: `structures` with begin, schema and end, and `triggers`. Raises SchemaError."""
         found: dict[str, list[str]] = {}
-        for i, one in enumerate(tags.structures):
-            trigger = next((t for t in tags.triggers if one.begin.startswith(t)), None)
+        for i, one in enumerate(tags["structures"]):
+            begin = one["begin"]
+            trigger = next((t for t in tags["triggers"] if begin.startswith(t)), None)
             if trigger is None:
                 raise SchemaError(f"structures.{i}.begin starts with none of the triggers")
             # the text before it would be the trigger
@@ -293,8 +332,8 @@ class AnswerRules(Rules):
                 raise SchemaError(
                     f"the trigger {trigger!r} has the special token {late!r} behind other text; let it begin with that"
                 )
-            body = self.part(compile_schema(one.schema_, False, path=f"structures.{i}.schema#"))
-            rest = f"{self.literal(one.begin[len(trigger) :])} {body} {self.literal(one.end)}"
+            body = self.part(compile_schema(one["schema"], False, path=f"structures.{i}.schema#"))
+            rest = f"{self.literal(begin[len(trigger) :])} {body} {self.literal(one['end'])}"
             found.setdefault(trigger, []).append(rest)
         return found
 
