@@ -71,7 +71,8 @@ def test_answers_over_http_follow_tools_and_schemas(model: str, tmp_path: Path, 
     named: Any = {"type": "function", "function": {"name": "get_weather"}}
     schema: Any = {"type": "json_schema", "json_schema": {"name": "city", "schema": shape, "strict": True}}
     flags = ["--model", str(folder(model)), "--device", "cpu", "--max-model-len", "1024"]
-    with rung_server(1, flags, tmp_path / "log") as server:
+    ranks = random.choice((1, 2)) if model == "coder" else 1  # SmolLM2 has 9 heads
+    with rung_server(ranks, flags, tmp_path / "log") as server:
         client = openai.OpenAI(base_url=f"{server.url}/v1", api_key="none", timeout=600)
 
         def ask(content: str, **more: Any) -> Any:
@@ -107,15 +108,16 @@ def test_an_adapter_trained_by_peft_has_the_logits_that_peft_computes() -> None:
 def test_a_problem_is_solved_by_what_passes_its_tests_within_limits(seed: int, monkeypatch: pytest.MonkeyPatch) -> None:
     a, b = random.sample(range(1000), 2)
     problem = {"entry_point": "add", "test": f"def check(add):\n    assert add({a}, {b}) == {a + b}\n"}
-    monkeypatch.setattr("scripts.quality.tasks.SECONDS", 4)
     start, sum_ = "import math, os\ndef add(a, b):\n    ", "return a + b"
     for text in (sum_, f"{sum_}\nassert add(1, 1) == 3", f"{sum_}\n```\nIt adds.", "return math.fsum((a, b))"):
         assert is_solved(problem, start + text), text
     for text in (
-        "return a + b + 1", "x = (", "while True: pass", "os._exit(0)", "bytearray(4 << 30)", "__import__('socket').socket()",
+        "return a + b + 1", "x = (", "os._exit(0)", "bytearray(4 << 30)", "__import__('socket').socket()",
         "os.system('true')", "__import__('subprocess').run('true')", "open('x', 'w')", "os.fork()", "os.remove('x')",
     ):  # fmt: skip
         assert not is_solved(problem, f"{start}{text}\n    {sum_}"), text
+    monkeypatch.setattr("scripts.quality.tasks.SECONDS", 1)
+    assert not is_solved(problem, f"{start}while True: pass")
 
 
 def test_a_call_is_right_if_it_is_the_only_one_and_has_all_arguments() -> None:

@@ -27,7 +27,7 @@ config = LoraConfig(r=2, lora_alpha=6, **layers, **patterns, use_rslora=True, in
 model = get_peft_model(base, config).eval()
 weights = [parameter for name, parameter in model.named_parameters() if "lora_" in name]
 optimizer = torch.optim.AdamW(weights, lr=1e-3)
-read = torch.tensor([AutoTokenizer.from_pretrained(BASE)(Path(__file__).read_text()).input_ids])
+read = torch.tensor([AutoTokenizer.from_pretrained(BASE)(Path(__file__).read_text()).input_ids[:64]])
 for _ in range(STEPS):
     model(read, labels=read).loss.backward()
     optimizer.step()

@@ -6,7 +6,7 @@ import random
 from pathlib import Path
 from typing import Any
 
-from engine import LLM
+from engine import LLM, Completion
 from tests import MODELS
 from training import own_chats
 from training.chat_data import encode_example, read_messages
@@ -28,3 +28,5 @@ def test_a_stopped_command_goes_on_with_the_chats_of_an_undisturbed_one(tmp_path
     for row in whole:
         assert [one["role"] for one in row["messages"]] == ["user", "assistant"]
         assert len(encode_example(llm.tokenizer, read_messages(row)).ids) <= row["tokens"] + 2 <= 258
+    llm.chat = lambda talks, _: [Completion([1], [2], "cut off", "length") for _ in talks]  # type: ignore[method-assign,misc,assignment]
+    assert next(own_chats.batches(llm, 256, 8, 0.7, 0)) == []
