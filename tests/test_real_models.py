@@ -1,5 +1,4 @@
-"""Public checkpoints: their texts beside transformers, and chats, tools and schemas over HTTP. Skipped unless `make real-models` has
-fetched them."""
+"""Public checkpoints: texts beside transformers, chats, tools and schemas over HTTP. Skipped unless `make real-models` has fetched them."""
 
 import hashlib
 import json
@@ -71,8 +70,7 @@ def test_answers_over_http_follow_tools_and_schemas(model: str, tmp_path: Path, 
     named: Any = {"type": "function", "function": {"name": "get_weather"}}
     schema: Any = {"type": "json_schema", "json_schema": {"name": "city", "schema": shape, "strict": True}}
     flags = ["--model", str(folder(model)), "--device", "cpu", "--max-model-len", "1024"]
-    ranks = random.choice((1, 2)) if model == "coder" else 1  # SmolLM2 has 9 heads
-    with rung_server(ranks, flags, tmp_path / "log") as server:
+    with rung_server(random.choice((1, 2)) if model == "coder" else 1, flags, tmp_path / "log") as server:  # SmolLM2: 9 heads
         client = openai.OpenAI(base_url=f"{server.url}/v1", api_key="none", timeout=600)
 
         def ask(content: str, **more: Any) -> Any:
@@ -125,9 +123,8 @@ def test_a_call_is_right_if_it_is_the_only_one_and_has_all_arguments() -> None:
     others = ('{"amount": 5}', "{", right[1].replace("5", "6"))
     wrong = ([], [right, right], [("other", right[1])], *([("convert", text)] for text in others))
     for made in ([right], *wrong):
-        calls = [{"function": {"name": name, "arguments": arguments}} for name, arguments in made]
-        assert is_call({"tool_calls": calls}, *wanted) == (made == [right])
-    assert not is_call(None, *wanted)
+        message = {"tool_calls": [{"function": {"name": name, "arguments": arguments}} for name, arguments in made]}
+        assert is_call(message if made else None, *wanted) == (made == [right])
 
 
 def test_two_models_are_compared_as_defined(seed: int) -> None:
@@ -136,8 +133,8 @@ def test_two_models_are_compared_as_defined(seed: int) -> None:
     found = compare(new, old, read := f"There was a {random.choice(THINGS)} and a {random.choice(THINGS)}.", [chat])
     ids = encode_chat(new.tokenizer, chat, add_generation_prompt=False)
     with torch.inference_mode():
-        tokens, context = torch.tensor([ids]), Causal(len(ids), new.world.device)
-        p, q = (one.model(tokens, context)[0].double().softmax(-1) for one in (old, new))
+        given = torch.tensor([ids]), Causal(len(ids), new.world.device)
+        p, q = (one.model(*given)[0].double().softmax(-1) for one in (old, new))
     assert found["kl"] == pytest.approx(float((p * (p / q).log()).sum(-1).mean()), rel=1e-3) and found["kl"] > 1e-3
     assert found["same"] == pytest.approx(float((p.argmax(-1) == q.argmax(-1)).double().mean()))
     assert math.log(found["perplexity"]) == pytest.approx(-fmean(new.score(read).logprobs[1:]), rel=1e-5)

@@ -22,8 +22,7 @@ def test_a_stopped_command_goes_on_with_the_chats_of_an_undisturbed_one(tmp_path
 
     whole, few = written("whole", 400), written("parts", 1)
     assert sum(row["tokens"] for row in whole) >= 400 and few == whole[: len(few)] and len(few) < len(whole)
-    with (tmp_path / "parts").open("a") as file:
-        file.write('{"messages": [')  # as a kill leaves it
+    (tmp_path / "parts").write_text((tmp_path / "parts").read_text() + '{"messages": [')  # as a kill leaves it
     assert written("parts", 400) == whole == written("parts", 400) and written("others", 1, 1000)[0] not in whole
     for row in whole:
         assert [one["role"] for one in row["messages"]] == ["user", "assistant"]
