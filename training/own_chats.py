@@ -21,6 +21,7 @@ from engine.limits import EngineLimits
 from errors import UserError
 from files import writing
 from options import above_zero, whole_number
+from ranks.processes import is_rank
 
 MARK = "<<question>>"
 
@@ -81,6 +82,8 @@ def main() -> None:
     parser.add_argument("--first", type=whole_number(0), default=0, metavar="N", help=first)
     parser.add_argument("--temperature", type=above_zero, default=1.0, help="of what is drawn (default: 1)")
     args = parser.parse_args()
+    if is_rank():
+        raise UserError("every rank would write --out; start this command without a launcher")
     limits = EngineLimits(max_model_len=args.length, max_num_seqs=args.batch)  # one engine for all batches
     write(LLM(args.model, limits=limits), args)
 

@@ -13,7 +13,7 @@ LINES = {  # of Python, by package
     "engine": 9_921,
     "kernels": 9_961,
     "comm": 3_716,
-    "training": 5_779,
+    "training": 5_782,
     "scripts": 10_124,
     "tests": 56_037,
 }
