@@ -153,6 +153,7 @@ def test_batches_come_behind_other_requests(site: Callable[..., Site]) -> None:
     last = ended(server.openai, batch.id)
     assert (last.status, last.request_counts.completed) == ("completed", 20)
     assert answers(server.openai, last.output_file_id).keys() == prompts(20).keys()
+    assert last.in_progress_at <= last.finalizing_at <= last.completed_at
     found = server.http.get(f"/v1/results/{batch.id.replace('_', '_req_')}_1")
     assert found.status_code == 404
 
@@ -295,7 +296,7 @@ def test_files_have_bounds(site: Callable[..., Site]) -> None:
     server = site(files_mb=0.02, files_kept=6, api_key=("one", "two"))
     one, two = (openai.OpenAI(base_url=f"{server.url}/v1", api_key=key, max_retries=0) for key in ("one", "two"))
     keep = lambda client, size: client.files.create(file=("a", random.randbytes(size)), purpose="batch")  # noqa: E731
-    first = keep(one, 5000)
+    first, asked = keep(one, 5000), dict[str, Any](endpoint=COMPLETIONS, completion_window="1h")
     with pytest.raises(openai.BadRequestError, match=r"you have .* at most; delete files"):
         keep(one, 9000)
 
@@ -307,8 +308,9 @@ def test_files_have_bounds(site: Callable[..., Site]) -> None:
     headers = {"authorization": "Bearer one", "content-type": "multipart/form-data; boundary=x"}
     assert server.http.post("/v1/files", content=chunks(), headers=headers).json()["error"]["code"] == "files_full"
     keep(one, 10), keep(one, 10)
-    with pytest.raises(openai.BadRequestError, match="3 files and batches"):
-        keep(one, 10)
+    for create in (keep, lambda client, size: client.batches.create(**asked, input_file_id=first.id)):
+        with pytest.raises(openai.BadRequestError, match="3 files and batches"):
+            create(one, 10)
     keep(two, 9000)
     store = server.server.batches.store
     assert len(store.records) == 4 and len(list(store.folder.iterdir())) == 8 and not store._arriving.total()
@@ -400,7 +402,9 @@ def test_files_expire_when_their_owner_says(site: Callable[..., Site]) -> None:
     for id in (last.output_file_id, last.error_file_id):
         made = client.files.retrieve(id)
         assert made.expires_at is not None and abs(made.expires_at - made.created_at - 7200) <= 1
-    server.server.batches.store.records[file.id].until = time.time() - 1
+    store = server.server.batches.store
+    assert abs(store.records[last.id].until - time.time() - 168 * 3600) < 3600  # from its end on
+    store.records[file.id].until = time.time() - 1
     with pytest.raises(openai.NotFoundError):
         client.files.retrieve(file.id)
     request = httpx.Request("POST", "http://x", data={"purpose": "batch", "user": "me"}, files={"file": ("a", b"x")})
@@ -430,6 +434,16 @@ def test_batches_that_are_refused(site: Callable[..., Site]) -> None:
         ({"other": 1}, 400, "other"),
     ):
         assert words in server.refused("/v1/batches", {**good, **change}, status)["message"]
+
+
+def test_answers_that_are_stored_are_their_client_s(site: Callable[..., Site]) -> None:
+    server, url = site(api_key=("one", "two")), "/v1/responses"
+    one, two = (openai.OpenAI(base_url=f"{server.url}/v1", api_key=key, max_retries=0) for key in ("one", "two"))
+    last = ended(one, begun(one, jsonl({"a": BODIES[url]}, url), url).id)
+    id = answers(one, last.output_file_id)["a"]["response"]["body"]["id"]
+    assert one.responses.retrieve(id).id == id
+    with pytest.raises(openai.NotFoundError):
+        two.responses.retrieve(id)
 
 
 def test_a_key_that_is_gone(site: Callable[..., Site]) -> None:
