@@ -166,10 +166,8 @@ def test_a_server_that_ends(
     assert ("oh" in capfd.readouterr().err) == ("oh" in script)
 
 
-def test_as_many_lines_are_asked_at_once_as_the_server_computes(
-    tmp_path: Path, here: Here, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """And as many again wait, so that none of its places is empty."""
+def test_lines_fill_the_server(tmp_path: Path, here: Here, monkeypatch: pytest.MonkeyPatch) -> None:
+    """As many again wait, so that none of its places is empty."""
     (tmp_path / "in").write_bytes(jsonl(prompts(3)))
     asked = list[int]()
     monkeypatch.setattr(batch, "own_server", lambda flags: nullcontext())

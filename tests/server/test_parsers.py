@@ -162,11 +162,7 @@ CASES: list[tuple[str, str, list[Any]]] = [
             ("lfm2", "<|tool_call_start|>", "<|tool_call_end|>"),
         )
     ],
-    (
-        "olmo3",
-        f"Ja.\n<function_calls>\n{PYTHON_TYPES}\nnow()\n</function_calls>",
-        ["Ja.", ("weather", TYPED), ("now", "{}")],
-    ),
+    ("olmo3", f"Ja.\n<function_calls>\n{PYTHON_TYPES}\nnow()\n</function_calls>", ["Ja.", ("weather", TYPED), ("now", "{}")]),
     (
         "pythonic",
         "[add(x=[None, (1, 2.5e3), 'Zo\\xeb \\u00e9\\n\\'', False,], z={'a b': {}, \"c\": 'd'})]",

@@ -50,8 +50,13 @@ IMPORTS = (
     "training.loop",
     "matplotlib.figure",
 )
-WORKER_IMPORTS = [f"server.{name}" for name in ("workers", "bounds", "messages.bodies", "responses.convert")]
-WORKER_IMPORTS.append("engine.constrain.demand")
+WORKER_IMPORTS = [
+    "engine.constrain.demand",
+    "server.workers",
+    "server.bounds",
+    "server.messages.bodies",
+    "server.responses.convert",
+]
 INTERPRETER = (
     "PYTHON",
     "TRITON_INTERPRET",
