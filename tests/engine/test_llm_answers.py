@@ -98,10 +98,11 @@ def test_arguments_of_calls_fit_their_schemas(llm: LLM, tmp_path: Any, monkeypat
     ):
         llm.chat(ASKED, params, tools=TOOLS)
         assert (asked[-1].grammar == params.grammar or params.regex) and not asked[-1].late_grammar
-    monkeypatch.setitem(SYNTAXES, "hermes", replace(SYNTAXES["hermes"], trigger="e"))
-    monkeypatch.setitem(llm.tokenizer.chat_templates, "default", template + "{# <tool_call> e #}")
+    monkeypatch.setitem(SYNTAXES, "hermes", replace(SYNTAXES["hermes"], trigger="<|system|>"))
+    monkeypatch.setitem(llm.tokenizer.chat_templates, "default", template + "{# <tool_call> again #}")
     pet = {"type": "function", "function": {"name": "pet", "parameters": SCHEMA}}
-    for answer in llm.chat([ASKED] * 3, SamplingParams(max_tokens=150, seed=seed), tools=[pet]):
+    called = {llm.tokenizer.special_texts["<|system|>"]: 100.0}  # wherever the grammar allows it
+    for answer in llm.chat([ASKED] * 3, SamplingParams(max_tokens=150, seed=seed, logit_bias=called), tools=[pet]):
         call = answer.message["tool_calls"][0]["function"]
         jsonschema.validate(json.loads(call["arguments"]), SCHEMA)
 

@@ -374,7 +374,6 @@ def test_forms_come_in_any_pieces(seed: int) -> None:
         ({"purpose": "fine-tune"}, {"file": ("a", b"x")}, "purpose: Input should be 'batch'"),
         ({}, {"file": ("a", b"x")}, "purpose: Field required"),
         ({"purpose": "batch", "expires_after[seconds]": "60"}, {"file": ("a", b"x")}, "greater than or equal to 3600"),
-        ({"purpose": "batch", "expires_after[seconds]": "soon"}, {"file": ("a", b"x")}, "expires_after[seconds]"),
         ({"purpose": "batch", "expires_after[seconds]": "2000000"}, {"file": ("a", b"x")}, "--files-hours"),
         ({"purpose": "batch", "expires_after[anchor]": "now"}, {"file": ("a", b"x")}, "expires_after[anchor]"),
         ({"purpose": "batch", "expires_after[anchor]": "created_at"}, {"file": ("a", b"x")}, "expires_after[seconds]"),
@@ -428,7 +427,6 @@ def test_batches_that_are_refused(site: Callable[..., Site]) -> None:
         ({"metadata": dict.fromkeys(map(str, range(17)), "a")}, 400, "metadata"),
         ({"output_expires_after": {"anchor": "created_at", "seconds": 60}}, 400, "output_expires_after.seconds"),
         ({"output_expires_after": {"anchor": "created_at", "seconds": 2_000_000}}, 400, "--files-hours"),
-        ({"output_expires_after": {"seconds": 7200}}, 400, "output_expires_after.anchor"),
         ({"other": 1}, 400, "other"),
     ):
         assert words in server.refused("/v1/batches", {**good, **change}, status)["message"]

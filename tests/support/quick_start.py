@@ -50,13 +50,8 @@ IMPORTS = (
     "training.loop",
     "matplotlib.figure",
 )
-WORKER_IMPORTS = [
-    "engine.constrain.demand",
-    "server.workers",
-    "server.bounds",
-    "server.messages.bodies",
-    "server.responses.convert",
-]
+WORKER_IMPORTS = [f"server.{name}" for name in ("workers", "bounds", "messages.bodies", "responses.convert")]
+WORKER_IMPORTS.append("engine.constrain.demand")
 INTERPRETER = (
     "PYTHON",
     "TRITON_INTERPRET",
