@@ -146,17 +146,25 @@ class Family:
     name: str  # with which the names of its classes in transformers begin
     head_dim: int | None = None  # if config.json has none; None: hidden_size / num_attention_heads
     qk_norm: bool = False
+    wide_norm: bool = False  # q and k have a norm each over all heads
     attention_bias: bool = True  # whether config.json has this key
     qkv_bias: bool = False  # always a bias in q, k and v, and never one in o_proj
     mlp_bias: bool = False  # whether config.json has this key
-    windows: Literal["none", "where used", "all"] = "none"  # whose layers have one: "where used" by `use_sliding_window`
+    windows: Literal["none", "where used", "all", "every second"] = (
+        "none"  # whose layers have one: "where used" by `use_sliding_window`
+    )
+    sinks: bool = False  # each head's softmax has one more term (Xiao et al., arXiv:2309.17453), a parameter
+    scaled: bool = False  # config.json must say how RoPE is scaled, because transformers assumes a way of its own
     # what a missing key of config.json means
+    biased: bool = False
     window: int | None = 4096
     theta: float = 10000.0
     eps: float = 1e-6
     # of a sparse model: the key with the width of an expert, and whether chosen experts' weights add up to 1 (None: it has a key)
     expert_size: str = ""
     normalized: bool | None = None
+    sparse_bias: bool = False  # router and experts have biases
+    limit: float | None = None  # if config.json has none; see `Experts`
 
 
 FAMILIES = {
@@ -168,6 +176,11 @@ FAMILIES = {
     "mixtral": Family(
         "Mixtral", attention_bias=False, windows="all", window=None, theta=1e6, eps=1e-5,
         expert_size="intermediate_size", normalized=True,
+    ),
+    "olmoe": Family("Olmoe", wide_norm=True, eps=1e-5, expert_size="intermediate_size"),
+    "gpt_oss": Family(
+        "GptOss", head_dim=64, biased=True, windows="every second", window=128, theta=150000.0, eps=1e-5, sinks=True, scaled=True,
+        expert_size="intermediate_size", normalized=True, sparse_bias=True, limit=7.0,
     ),
 }  # fmt: skip
 
@@ -184,11 +197,13 @@ class Reduces:
 class Experts:
     """The MLPs of a layer of a sparse model (Shazeer et al., arXiv:1701.06538): a router chooses some of them for each token.
 
-    normalized: whether the weights of the chosen ones, their softmax over all experts, are divided by their sum."""
+    normalized: whether the weights of the chosen ones, their softmax over all experts, are divided by their sum.
+    limit: of gate and up in `kernels.activation.clamped_swiglu`, which is then the activation."""
 
     count: int
     chosen: int
     normalized: bool
+    limit: float | None = None
 
 
 @dataclass(frozen=True)
@@ -313,6 +328,8 @@ def validate(config: ModelConfig) -> ModelConfig:
     if config.experts:
         count, chosen = config.experts.count, config.experts.chosen
         require(1 <= chosen <= count, f"num_experts_per_tok is {chosen}, but a layer has {count} experts")
+        limit = config.experts.limit
+        require(limit is None or 0 < limit < math.inf, f"swiglu_limit must be a positive number, not {limit!r}")
     require(bool(FAMILIES[config.family].expert_size) == (config.experts is not None), "only a sparse family has experts")
     sizes = {w for w in config.windows if w is not None}
     require(len(config.windows) in (0, config.n_layers), "windows must name one sliding window a layer")
@@ -328,6 +345,10 @@ def validate(config: ModelConfig) -> ModelConfig:
             f"not {list(config.ladder_layers)}",
         )
     if config.variant == "desync":
+        require(
+            not FAMILIES[config.family].wide_norm,
+            f"a {config.family} model's norm over all heads would join the streams of desync",
+        )
         require(
             len(config.desync_pattern) == config.n_layers,
             f"desync_pattern has {len(config.desync_pattern)} entries for {config.n_layers} layers; give one a layer",

@@ -28,11 +28,11 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from comm import Communicator, Local, NoCommunication, Residual
-from config import ModelConfig
+from config import FAMILIES, ModelConfig
 from kernels import determinism
 from kernels.embedding import embedding_shard
 from kernels.norm import rms_norm
-from layers.attention import AttentionContext, Heads
+from layers.attention import AttentionContext, Heads, HeadsNorm
 from layers.experts import Beside, SparseMLP
 from layers.linear import ShardedLinear, StepAdapters
 from layers.rope import rope_frequencies
@@ -73,8 +73,13 @@ def marked(x: Tensor) -> Tensor:
 
 def attention_heads(config: ModelConfig, layer: int, slot: int, shard: Shard, factory: Factory) -> Heads:
     """This shard's heads of a layer, with their norms."""
-    counts = (len(shard.range(config, axis)) // config.head_dim for axis in ("heads", "kv_heads"))
-    heads = Heads(config, layer, slot, *counts)
+    own, keys = (shard.range(config, axis) for axis in ("heads", "kv_heads"))
+    size = config.head_dim
+    heads = Heads(config, layer, slot, range(own.start // size, own.stop // size), len(keys) // size)
+    if FAMILIES[config.family].sinks:
+        heads.sinks = nn.Parameter(torch.zeros(heads.n_heads, **factory))
+    if FAMILIES[config.family].wide_norm:
+        heads.norm = HeadsNorm(config, layer, shard, **factory)
     if config.qk_norm:
         heads.q_norm, heads.k_norm = (RMSNorm(config, part, layer, factory) for part in ("q_norm", "k_norm"))
     return heads
@@ -254,6 +259,9 @@ class Transformer(nn.Module):
         )
         self.norm = RMSNorm(config, "norm", None, factory)
         self.head = self.embedding if config.tie_embeddings else ShardedLinear(config, rank, ("lm_head",), **factory)
+        for module in self.modules():
+            if isinstance(module, HeadsNorm):
+                module.comm = self.comm
         self.frequencies: Tensor
         self.register_buffer("frequencies", rope_frequencies(config).to(device), persistent=False)
         self.step_adapters: StepAdapters | None = None  # of the blocks' linear layers, if they can have adapters

@@ -55,7 +55,7 @@ def split_of(part: str) -> Split:
     return SPLITS[part.rpartition(".")[2]]
 
 
-ATTENTION = ("q_proj", "k_proj", "v_proj", "o_proj", "q_norm", "k_norm")
+ATTENTION = ("q_proj", "k_proj", "v_proj", "o_proj", "q_norm", "k_norm", "sinks")
 
 
 def checkpoint_name(layer: int | None, part: str) -> str:

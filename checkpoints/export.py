@@ -47,6 +47,8 @@ def save_checkpoint(
         stop = min(place.rows.stop, place.shape[place.dim])
         size = stop - place.rows.start
         full.narrow(place.dim, place.rows.start, size).copy_(place.tensor.narrow(place.dim, 0, size))
+    if model.config.family == "gpt_oss":
+        tensors = _stacked(tensors)
     tensors = {published(name, model.config.family): tensor for name, tensor in tensors.items()}
     raw = config_to_hf(model.config) | {"torch_dtype": str(dtype).removeprefix("torch.")}
     with writing(directory):
@@ -54,6 +56,26 @@ def save_checkpoint(
         if tokenizer_from is not None and tokenizer_from.resolve() != directory.resolve():
             copy_tokenizer(tokenizer_from, directory)
         save_config(raw | add_modeling(directory, model.config), directory)
+
+
+def _stacked(tensors: dict[str, Tensor]) -> dict[str, Tensor]:
+    """The experts of each layer as one tensor, the opposite of `sources.stacked`."""
+    found, experts = dict[str, Tensor](), dict[str, list[Tensor]]()
+    for name, tensor in tensors.items():
+        layer, _, part = name.partition(".experts.")
+        if part:
+            experts.setdefault(f"{layer}.experts.{part.partition('.')[2]}", []).append(
+                tensor.mT if tensor.dim() == 2 else tensor
+            )
+        else:
+            found[name] = tensor
+    for name, each in experts.items():
+        if ".gate_proj." in name:
+            pairs = torch.stack([torch.stack(each), torch.stack(experts[name.replace(".gate_", ".up_")])], -1)
+            found[name.replace(".gate_", ".gate_up_").replace(".bias", "_bias").removesuffix(".weight")] = pairs.flatten(-2)
+        elif ".down_proj." in name:
+            found[name.replace(".bias", "_bias").removesuffix(".weight")] = torch.stack(each)
+    return found
 
 
 def save_head(head: EagleHead, directory: Path) -> None:

@@ -125,6 +125,8 @@ def config_from_hf(raw: dict[str, Any]) -> ModelConfig:
     theta = FAMILIES[family].theta
     for holder in (parameters, raw, rope):  # the last one that has the key takes precedence
         theta = positive(holder, "rope_theta", theta)
+    if FAMILIES[family].scaled and not rope:
+        raise UserError(f"rope_scaling is missing; a {family} model's config.json says how RoPE is scaled")
     scaling, length = read_scaling(raw, theta, head_dim)
     eos = one_or_list(raw, "eos_token_id")
     config = ModelConfig(
@@ -165,7 +167,13 @@ def _experts(raw: dict[str, Any], family: str) -> Experts | None:
     if get(raw, "mlp_only_layers", list, []) or get(raw, "decoder_sparse_step", int, 1) != 1:
         raise UserError("mlp_only_layers and decoder_sparse_step: a sparse model with some dense layers is not supported")
     normalized = get(raw, "norm_topk_prob", bool, False) if known.normalized is None else known.normalized
-    return Experts(counts.popitem()[1], count(raw, "num_experts_per_tok"), normalized)
+    chosen = count(raw, "num_experts_per_tok")
+    if raw.get("experts_per_token", chosen) != chosen:
+        raise UserError(
+            f"experts_per_token = {shown(raw['experts_per_token'])}, but num_experts_per_tok = {chosen}; correct one"
+        )
+    limit = known.limit and get(raw, "swiglu_limit", float, known.limit)
+    return Experts(counts.popitem()[1], chosen, normalized, limit)
 
 
 def _quantization(raw: dict[str, Any]) -> Quantization | None:
@@ -205,11 +213,12 @@ def _refuse_unsupported(*holders: dict[str, Any], known: Sequence[str]) -> None:
 def _biases(raw: dict[str, Any], family: str) -> dict[str, Any]:
     """Which layers have a bias: q, k, v and o_proj if `attention_bias` is true, unless the family has it always in the first three."""
     known = FAMILIES[family]
-    attention, mlp = get(raw, "attention_bias", bool, False), get(raw, "mlp_bias", bool, False)
+    attention, mlp = get(raw, "attention_bias", bool, known.biased), get(raw, "mlp_bias", bool, False)
     for key, value, allowed in (("attention_bias", attention, known.attention_bias), ("mlp_bias", mlp, known.mlp_bias)):
         if value and not allowed:
             raise UserError(f"{key} is true, but a {family} model has no such bias; set it to false if the weights have none")
-    return dict(qkv_bias=attention or known.qkv_bias, o_bias=attention and not known.qkv_bias, mlp_bias=mlp)
+    o_bias = attention and not known.qkv_bias
+    return dict(qkv_bias=attention or known.qkv_bias, o_bias=o_bias, mlp_bias=mlp or known.sparse_bias)
 
 
 def _windows(raw: dict[str, Any], family: str, n_layers: int) -> tuple[int | None, ...]:
@@ -224,9 +233,10 @@ def _windows(raw: dict[str, Any], family: str, n_layers: int) -> tuple[int | Non
         return ()
     window = count(raw, "sliding_window", default)
     kinds = get(raw, "layer_types", list, None)
-    if kinds is None:  # all layers, or those from max_window_layers on
-        first = 0 if windows == "all" else get(raw, "max_window_layers", int, 28)
-        kinds = ["sliding_attention" if i >= first else "full_attention" for i in range(n_layers)]
+    if kinds is None:  # all layers, the first and each second one, or those from max_window_layers on
+        first = get(raw, "max_window_layers", int, 28) if windows == "where used" else 0
+        step = 2 if windows == "every second" else 1
+        kinds = ["full_attention" if i < first or i % step else "sliding_attention" for i in range(n_layers)]
     for kind in kinds:
         if kind not in ("sliding_attention", "full_attention"):
             raise UserError(f"layer_types names {shown(kind)}, which is not supported; supported: full_, sliding_attention")
@@ -297,12 +307,14 @@ def config_to_hf(config: ModelConfig) -> dict[str, Any]:
         raw[family.expert_size] = config.intermediate_size
         if family.normalized is None:
             raw |= {"num_experts": config.experts.count, "norm_topk_prob": config.experts.normalized}
+        if config.experts.limit:
+            raw["swiglu_limit"] = config.experts.limit
     if any(config.windows):
         raw["sliding_window"] = next(w for w in config.windows if w)
         raw["use_sliding_window"] = True
         if family.windows != "all" or not all(config.windows):  # transformers reads a Mistral with this key as another model
             raw["layer_types"] = ["sliding_attention" if w else "full_attention" for w in config.windows]
-    elif family.windows == "all":
+    elif family.windows in ("all", "every second"):
         raw["sliding_window"] = None  # a missing key would mean Mistral's default of 4096
     if not plain:
         raw |= {"base_model_type": config.family, "residual_variant": config.variant}

@@ -33,7 +33,7 @@ def preset(name: str) -> ModelConfig:
         return config
     if not layers.isdecimal() or not 1 <= int(layers) <= config.n_layers:
         raise UserError(f"preset {name!r}: give a number of layers from 1 to {config.n_layers} behind the colon")
-    return replace(config, n_layers=int(layers))
+    return replace(config, n_layers=int(layers), windows=config.windows[: int(layers)])
 
 
 def instead(name: str) -> str:

@@ -3,12 +3,15 @@
 Only slices are read, which `checkpoints/weights.py` asks for.
 """
 
+import math
 import re
 import zlib
 from abc import ABC, abstractmethod
+from collections.abc import Iterator
+from itertools import product
 from pathlib import Path
 from pickle import UnpicklingError
-from typing import Protocol
+from typing import NamedTuple, Protocol
 
 import torch
 from safetensors import SafetensorError, safe_open
@@ -94,6 +97,10 @@ class Files(ABC):
     def read(self, name: str, dim: int, start: int, stop: int) -> Tensor:
         """As `Source.read`."""
 
+    @abstractmethod
+    def part(self, name: str, *index: int | slice) -> Tensor:
+        """What a tensor has at this index, on the CPU."""
+
     def shapes(self) -> dict[str, tuple[int, ...]]:
         return self._shapes
 
@@ -112,6 +119,11 @@ class SafetensorsSource(Files):
         if bad := next((name for name, kind in kinds.items() if kind in UNREADABLE), None):
             raise UserError(f"{bad} has data type {kinds[bad]}, which is not supported; convert it again")
         return shapes
+
+    def part(self, name: str, *index: int | slice) -> Tensor:
+        with safe_open(self.files[name], framework="pt") as file:
+            found: Tensor = file.get_slice(name)[index]
+            return found
 
     def read(self, name: str, dim: int, start: int, stop: int) -> Tensor:
         # The file is opened for each tensor, so that its mapped pages are released. A column slice touches every page of its
@@ -137,7 +149,18 @@ class PickledSource(Files):
         self.opened[file] = unpickled(file)
         return {name: tuple(tensor.shape) for name, tensor in self.opened[file].items()}
 
+    def part(self, name: str, *index: int | slice) -> Tensor:
+        found = self._mapped(name)[index]
+        self.touched += found.nbytes
+        return found
+
     def read(self, name: str, dim: int, start: int, stop: int) -> Tensor:
+        whole = self._mapped(name)
+        tensor = whole.narrow(dim, start, stop - start) if whole.dim() else whole
+        self.touched += tensor.nbytes if dim == 0 else whole.nbytes
+        return tensor
+
+    def _mapped(self, name: str) -> Tensor:
         # Pages that were read stay resident until the file is unmapped, so files are opened again after MAX_TOUCHED_BYTES. Doing
         # that for each tensor would be slow: opening a 70B takes 50 ms. A column slice touches every page of its tensor.
         if self.touched > MAX_TOUCHED_BYTES:
@@ -145,10 +168,7 @@ class PickledSource(Files):
         file = self.files[name]
         if file not in self.opened:
             self._open(file)
-        whole = self.opened[file][name]
-        tensor = whole.narrow(dim, start, stop - start) if whole.dim() else whole
-        self.touched += tensor.nbytes if dim == 0 else whole.nbytes
-        return tensor
+        return self.opened[file][name]
 
 
 def unpickled(path: Path) -> dict[str, Tensor]:
@@ -187,12 +207,57 @@ MIXED = re.compile(r"\.block_sparse_moe\.(?:(experts\.\d+)\.(w[123])|gate)\.")
 
 def unwrapped(name: str) -> str:
     """A tensor's name as a Llama's checkpoint has it, `model.layers.0.…`, of one that wrappers have changed."""
-    name = ENDS.sub("", BODY.sub("model.", WRAPPED.sub("", name)))
+    name = ENDS.sub("", BODY.sub("model.", WRAPPED.sub("", name))).replace(".mlp.router.", ".mlp.gate.")
     return MIXED.sub(lambda found: f".mlp.{found[1]}.{MIXTRAL[found[2]]}." if found[1] else ".mlp.gate.", name)
+
+
+class Stacked(NamedTuple):
+    """One expert's part of a tensor that gpt-oss's checkpoints have for all experts of a layer.
+
+    `weight` (experts, K, N), or without a transposition `bias` (experts, N), and of MXFP4 `scales` (experts, N, K / 32) and `blocks`
+    (experts, N, K / 32, 16). In those of gate and up, the features alternate: step 2, from the first or the second on."""
+
+    theirs: str
+    expert: int
+    first: int
+    step: int
+    kind: str
+
+    def read(self, files: Files, dim: int, start: int, stop: int) -> Tensor:
+        """As `Source.read`, of (N, …) with all that belongs to a row in one dim."""
+        first, step = self.first, self.step
+        rows = slice(first, None, step) if dim else slice(first + start * step, first + stop * step, step)
+        if self.kind == "weight":
+            return files.part(self.theirs, self.expert, slice(start, stop) if dim else slice(None), rows).T
+        if not dim:
+            found = files.part(self.theirs, self.expert, rows)
+            return found.flatten(1) if self.kind == "blocks" else found
+        blocks = slice(start // BLOCK, -(-stop // BLOCK))  # of bytes
+        return files.part(self.theirs, self.expert, rows, blocks).flatten(1)[:, start - blocks.start * BLOCK :][
+            :, : stop - start
+        ]
+
+
+BLOCK = 16  # bytes
+STACKED = re.compile(r"(.*\.mlp\.experts)\.(gate_up|down)_proj(?:_(bias|blocks|scales))?")
+
+
+def stacked(name: str, theirs: str, shape: tuple[int, ...]) -> Iterator[tuple[str, Stacked, tuple[int, ...]]]:
+    """The name, place and shape of each expert's part of the tensor `name`, which the files call `theirs`; none, if it is not stacked."""
+    found = STACKED.fullmatch(name)
+    if not found or len(shape) != {"bias": 2, "blocks": 4}.get(found[3], 3):
+        return
+    kind, parts = found[3] or "weight", ("gate", "up") if found[2] == "gate_up" else ("down",)
+    n, *others = shape[:0:-1] if kind == "weight" else shape[1:]
+    own = (n // len(parts), math.prod(others)) if others else (n // len(parts),)
+    for expert, (first, part) in product(range(shape[0]), enumerate(parts)):
+        yield f"{found[1]}.{expert}.{part}_proj.{kind}", Stacked(theirs, expert, first, len(parts), kind), own
 
 
 def published(name: str, family: str) -> str:
     """The name with which the family's checkpoints have a tensor."""
+    if family == "gpt_oss":
+        return name.replace(".mlp.gate.", ".mlp.router.")
     if family != "mixtral" or ".mlp." not in name:
         return name
     for theirs, ours in MIXTRAL.items():
@@ -222,6 +287,7 @@ class ModelSource:
         """Raises UserError if the files have tensors of both layouts, or two of the same name."""
         self.files, self.config, self.concurrent = files, config, files.concurrent
         self.names: dict[str, tuple[str, int]] = {}  # HF name: (name in the file, first row in that tensor)
+        self.stacked: dict[str, Stacked] = {}
         self._shapes: dict[str, tuple[int, ...]] = {}
         theirs = {name: unwrapped(name) for name in files.shapes()}
         first = [next(filter(layout.search, theirs.values()), None) for layout in (HF_LAYOUT, GPT_FAST_LAYOUT)]
@@ -230,8 +296,12 @@ class ModelSource:
         self.gpt_fast = first[1] is not None
         for name, hf_name in theirs.items():
             shape, inside = files.shapes()[name], re.sub(r"^model\.layers\.\d+\.", "", hf_name)
+            experts = list(stacked(hf_name, name, shape)) if config.family == "gpt_oss" else []
             if inside == "attention.wqkv.weight":
                 self._add_fused(name, hf_name.removesuffix(inside), shape)
+            elif experts:
+                self.stacked |= {own: place for own, place, _ in experts}
+                self._shapes |= {own: part for own, _, part in experts}
             else:
                 self._add(hf_name.removesuffix(inside) + self.GPT_FAST.get(inside, inside), name, 0, shape)
         if config.tie_embeddings and TABLES[0] not in self.names and TABLES[1] in self.names:  # one table, by its other name
@@ -266,6 +336,8 @@ class ModelSource:
         return self.packed[name].read(dim, start, stop) if name in self.packed else self._stored(name, dim, start, stop)
 
     def _stored(self, name: str, dim: int, start: int, stop: int) -> Tensor:
+        if name in self.stacked:
+            return self.stacked[name].read(self.files, dim, start, stop)
         theirs, first = self.names[name]
         tensor = self.files.read(theirs, dim, first + start, first + stop)
         if not self.gpt_fast or not name.endswith(("q_proj.weight", "k_proj.weight")):
@@ -305,10 +377,13 @@ def open_source(name: str, config: ModelConfig) -> ModelSource:
 def weights_fingerprint(source: Source, config: ModelConfig) -> str:
     """A hash that is another one once the model has been trained further, but reads little of each tensor.
 
-    Of embedding and head, whose rows may be trained alone, it has the first columns. Of any other tensor it has up to 4 blocks of
-    rows, the first and last ones among them. A block has the rows of a head: fewer cannot be read of a source that orders these."""
+    Of embedding and head, whose rows may be trained alone, it has the first columns; of a layer's experts it has the first one. Of any
+    other tensor it has up to 4 blocks of rows, the first and last ones among them. A block has the rows of a head: fewer cannot be read
+    of a source that orders these."""
     found, size = 0, config.head_dim
     for name, shape in sorted(source.shapes().items()):
+        if re.search(r"\.experts\.[1-9]", name):
+            continue
         blocks = range(0, shape[0] if shape else 1, size)
         pieces = [(0, first, first + size) for first in sorted({*blocks[:: len(blocks) // 3 + 1], *blocks[-1:]})]
         if name in TABLES:

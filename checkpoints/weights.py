@@ -24,6 +24,7 @@ from errors import UserError
 from files import CONFIG_BYTES, read_json
 from kernels import determinism
 from kernels.linear_host import multiplies_bf16
+from layers.attention import Heads, HeadsNorm
 from layers.experts import Router
 from layers.linear import ShardedLinear
 from model import RMSNorm, Transformer
@@ -94,7 +95,15 @@ def module_places(module: nn.Module) -> Iterator[Place]:
             part, _, kind = piece.rpartition(".")
             yield linear_place(module, piece, tensor, f"{checkpoint_name(module.layer, part)}.{kind}")
     elif isinstance(module, RMSNorm | Router):
-        yield whole_place(checkpoint_name(module.layer, module.part) + ".weight", module.weight)
+        for kind, tensor in module.named_parameters(recurse=False):
+            yield whole_place(f"{checkpoint_name(module.layer, module.part)}.{kind}", tensor)
+    elif isinstance(module, Heads) and module.sinks is not None:
+        heads = module.config.n_heads
+        yield Place(checkpoint_name(module.layer, "sinks"), module.sinks.data, (heads,), 0, module.own)
+    elif isinstance(module, HeadsNorm):
+        for part, tensor, axis in (("q_norm", module.q_norm, "heads"), ("k_norm", module.k_norm, "kv_heads")):
+            name, full = f"{checkpoint_name(module.layer, part)}.weight", Shard(0, 1).range(module.config, axis)
+            yield Place(name, tensor.data, (len(full),), 0, module.shard.range(module.config, axis))
 
 
 def linear_place(module: ShardedLinear, piece: str, tensor: Tensor, name: str) -> Place:

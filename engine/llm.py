@@ -34,7 +34,7 @@ from checkpoints.weights import DTYPES, chosen_dtype, load_model
 from cli import note
 from config import ModelConfig, require_causal
 from engine.adapters import ADAPTER, single_adapter
-from engine.calls.parser import call_reader
+from engine.calls.choice import call_reader
 from engine.calls.syntax import Marks
 from engine.constrain.demand import calls_grammar
 from engine.constrain.formats import format_grammar

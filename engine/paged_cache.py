@@ -16,7 +16,7 @@ from kernels import determinism, exact
 from kernels.dispatch import on_gpu
 from kernels.paged_attention import paged_decode, paged_prefill
 from kernels.rope_cache import rope_store, store
-from layers.attention import AttentionContext, Heads, attend_to_all, causal_mask
+from layers.attention import AttentionContext, Heads, attend_to_all, attend_with_sinks, causal_mask
 
 CODES = torch.float8_e4m3fn
 SCALES = torch.float32
@@ -145,7 +145,7 @@ class PagedContext(AttentionContext):
         keys, values = self.cache.rows(heads.slot)
         store(*keys, self.cache_rows, k[0])
         store(*values, self.cache_rows, v[0])
-        return spans.attend(q[0], keys, values, heads.window).flatten(1)[None]
+        return spans.attend(q[0], keys, values, heads.window, heads.sinks).flatten(1)[None]
 
 
 class _Spans:
@@ -176,27 +176,27 @@ class _Spans:
             if count > SHORT
         ]
 
-    def attend(self, q: Tensor, keys: Rows, values: Rows, window: int | None) -> Tensor:
+    def attend(self, q: Tensor, keys: Rows, values: Rows, window: int | None, sinks: Tensor | None) -> Tensor:
         """q (T, H, D) to (T, H, D)."""
         if len(self.short) == 1 and not self.long:
-            return self.short[0].attend(q, keys, values, window)
+            return self.short[0].attend(q, keys, values, window, sinks)
         out = torch.empty_like(q)
         for batch in self.short:
-            out[batch.rows] = batch.attend(q[batch.rows], keys, values, window)
+            out[batch.rows] = batch.attend(q[batch.rows], keys, values, window, sinks)
         for rows, read in self.long:
-            out[rows] = self._prefill(q[rows], read(keys, q.dtype), read(values, q.dtype), window)
+            out[rows] = self._prefill(q[rows], read(keys, q.dtype), read(values, q.dtype), window, sinks)
         return out
 
     @staticmethod
-    def _prefill(q: Tensor, keys: Tensor, values: Tensor, window: int | None) -> Tensor:
+    def _prefill(q: Tensor, keys: Tensor, values: Tensor, window: int | None, sinks: Tensor | None) -> Tensor:
         """q (n, H, D), the last n of L positions; keys and values (1, K, L, D)."""
         n, length = len(q), keys.shape[2]
         q = q[None].transpose(1, 2)  # (1, H, n, D)
-        if n == length and (window is None or window >= length) and not determinism.enabled():
+        if n == length and (window is None or window >= length) and sinks is None and not determinism.enabled():
             out = F.scaled_dot_product_attention(q, keys, values, is_causal=True, enable_gqa=True)
         else:
             mask = causal_mask(torch.arange(length - n, length), length, window)
-            out = _masked(q, keys, values, mask)
+            out = _masked(q, keys, values, mask, None if sinks is None else sinks[:, None])
         return out[0].transpose(0, 1)
 
 
@@ -209,7 +209,7 @@ class _Short:
         self.rows = [start + i for start in starts for i in range(count)]
         self._masks: dict[int | None, Tensor] = {}  # by window
 
-    def attend(self, q: Tensor, keys: Rows, values: Rows, window: int | None) -> Tensor:
+    def attend(self, q: Tensor, keys: Rows, values: Rows, window: int | None, sinks: Tensor | None) -> Tensor:
         """q (B * n, H, D), the last rows of each sequence, to (B * n, H, D)."""
         read, n_kv_heads, head_dim = self.read, keys.held.shape[1], q.shape[-1]
         # a KV head's query heads in the place of tokens, (B, K, n * G, D)
@@ -220,7 +220,9 @@ class _Short:
             first = 0 if window is None else max(0, read.length - window)
         else:
             mask = self._mask(window, grouped.shape[2] // self.count)
-        out = _masked(grouped, read(keys, q.dtype, first), read(values, q.dtype, first), mask)
+        if sinks is not None:  # of the rows of `grouped`
+            sinks = sinks.view(n_kv_heads, 1, -1).expand(-1, self.count, -1).flatten(1)
+        out = _masked(grouped, read(keys, q.dtype, first), read(values, q.dtype, first), mask, sinks)
         return out.unflatten(2, (self.count, -1)).transpose(1, 2).reshape(q.shape)
 
     def _mask(self, window: int | None, heads: int) -> Tensor:
@@ -232,7 +234,9 @@ class _Short:
         return self._masks[window]
 
 
-def _masked(q: Tensor, keys: Tensor, values: Tensor, mask: Tensor | None) -> Tensor:
+def _masked(q: Tensor, keys: Tensor, values: Tensor, mask: Tensor | None, sinks: Tensor | None) -> Tensor:
+    if sinks is not None:
+        return attend_with_sinks(q, keys, values, mask, sinks)
     if determinism.enabled():
         assert mask is not None
         return exact.attention(q, keys, values, mask)

@@ -11,13 +11,21 @@ PROMPT_END = 32  # tokens, at least a marker and spaces
 
 @dataclass(frozen=True)
 class ReasoningSyntax:
-    """What surrounds the reasoning. `begun`: an answer begins inside it, also if the prompt does not say so."""
+    """What surrounds the reasoning. `begun`: an answer begins inside it, also if the prompt does not say so. `sign`: a text in the chat
+    templates of the family; empty: `end`. `also`: further markers that the family's parser reads."""
 
     start: str
     end: str
     begun: bool = False
+    sign: str = ""
+    also: tuple[str, ...] = ()
+
+    @property
+    def markers(self) -> tuple[str, ...]:
+        return self.start, self.end, *self.also
 
 
+ANALYSIS = "<|channel|>analysis<|message|>"
 THINK = ReasoningSyntax("<think>", "</think>")
 REASONING = {
     "think": THINK,
@@ -27,12 +35,13 @@ REASONING = {
     "reasoning": ReasoningSyntax("<reasoning>", "</reasoning>"),
     "mistral": ReasoningSyntax("[THINK]", "[/THINK]"),
     "gemma4": ReasoningSyntax("<|channel>thought", "<channel|>"),
+    "harmony": ReasoningSyntax(ANALYSIS, "<|end|>", sign=ANALYSIS, also=("<|start|>",)),
 }
 
 
 def reasoning_of(template: str) -> ReasoningSyntax | None:
     """How a model with this chat template marks its reasoning; None: it marks none."""
-    return next((syntax for syntax in REASONING.values() if syntax.end in template), None)
+    return next((syntax for syntax in REASONING.values() if (syntax.sign or syntax.end) in template), None)
 
 
 def reasoning_after(

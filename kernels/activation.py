@@ -44,6 +44,14 @@ def swiglu_reference(gate_up: Tensor) -> Tensor:
     return plain(gate_up)
 
 
+def clamped_swiglu(gate_up: Tensor, limit: float) -> Tensor:
+    """gpt-oss's activation of gate_up (..., 2I): gate * sigmoid(1.702 * gate) * (up + 1), of values between -limit and limit; the gate
+    has no lower limit."""
+    gate, up = gate_up.chunk(2, dim=-1)
+    gate = gate.clamp(max=limit)
+    return gate * torch.sigmoid(1.702 * gate) * (up.clamp(-limit, limit) + 1)
+
+
 @triton.jit
 def _swiglu(gate_up, out, row_stride, size, BLOCK: tl.constexpr, PDL: tl.constexpr):
     row = tl.program_id(0).to(tl.int64)

@@ -13,11 +13,16 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
+from comm import Communicator
 from config import ModelConfig
+from errors import UserError
 from kernels import determinism, exact
 from kernels.lora import Groups
 from kernels.rope_cache import rope_store
 from layers.rope import rotate
+from tp import Shard
+
+SCORES = 1 << 24  # of `attend_with_sinks` at once
 
 
 class Heads(nn.Module):
@@ -25,17 +30,20 @@ class Heads(nn.Module):
 
     slot: the module's number on this rank; each has its own keys and values. window: a query sees only the last `window` tokens.
     causal: whether it sees only tokens before it and its own.
-    rope_factor: queries and keys are multiplied by it where they are rotated.
+    rope_factor: queries and keys are multiplied by it where they are rotated. sinks: see `attend_with_sinks`.
     """
 
-    def __init__(self, config: ModelConfig, layer: int, slot: int, n_heads: int, n_kv_heads: int) -> None:
-        """n_heads, n_kv_heads: of this rank."""
+    def __init__(self, config: ModelConfig, layer: int, slot: int, own: range, n_kv_heads: int) -> None:
+        """own: which of the layer's query heads this rank has. n_kv_heads: how many key-value heads."""
         super().__init__()
         self.slot, self.window, self.head_dim = slot, config.window(layer), config.head_dim
         self.rope_factor, self.causal = config.rope_factor, config.causal
-        self.n_heads, self.n_kv_heads = n_heads, n_kv_heads
+        self.config, self.layer, self.own = config, layer, own
+        self.n_heads, self.n_kv_heads = len(own), n_kv_heads
         self.q_norm: Any = None  # an RMSNorm of single heads; both or none
         self.k_norm: Any = None
+        self.sinks: nn.Parameter | None = None  # (H,)
+        self.norm: HeadsNorm | None = None
 
     def split(self, qkv: Tensor, rope: tuple[Tensor, Tensor]) -> tuple[Tensor, Tensor, Tensor]:
         """(B, T, (H + 2K) * D) to q (B, T, H, D), k and v (B, T, K, D), rotated by cosines and sines (T, 1, D / 2)."""
@@ -49,7 +57,38 @@ class Heads(nn.Module):
 
     def forward(self, qkv: Tensor, frequencies: Tensor, context: "AttentionContext") -> Tensor:
         """(B, T, (H + 2K) * D) to (B, T, H * D). frequencies: (D / 2,) fp32, radians a token."""
-        return context.attend(self, qkv, frequencies)
+        return context.attend(self, qkv if self.norm is None else self.norm(qkv), frequencies)
+
+
+class HeadsNorm(nn.Module):
+    """RMS norms of q and of k over all heads of the layer (OLMo 2, arXiv:2501.00656, section 3.2). Each shard has its heads' entries of
+    the weights; the sums of squares are added over the ranks exactly, whatever adds the partial sums of other layers.
+
+    comm: gathers the ranks' sums; `Transformer` sets it."""
+
+    comm: Communicator
+
+    def __init__(self, config: ModelConfig, layer: int, shard: Shard, device: torch.device, dtype: torch.dtype) -> None:
+        super().__init__()
+        if device.type == "cuda" and shard.count > 1:
+            raise UserError(f"{config.family} models run on one GPU only; start one rank, or use --device cpu")
+        self.config, self.layer, self.shard = config, layer, shard
+        self.q_norm, self.k_norm = (
+            nn.Parameter(torch.ones(len(shard.range(config, axis)), device=device, dtype=dtype))
+            for axis in ("heads", "kv_heads")
+        )
+
+    def forward(self, qkv: Tensor) -> Tensor:
+        """(B, T, (H + 2K) * D), q and k of it normed."""
+        config, size = self.config, len(self.q_norm)
+        parts = qkv.split((size, len(self.k_norm), len(self.k_norm)), -1)
+        sums = torch.stack([part.float().square().sum(-1) for part in parts[:2]], -1)
+        if self.comm.world_size > 1:
+            sums = self.comm.all_gather(sums).unflatten(-1, (-1, 2)).sum(-2)
+        heads = config.n_heads, max(config.n_kv_heads, self.shard.count)  # with copies of KV heads
+        scales = [(sums[..., i, None] / (count * config.head_dim) + config.norm_eps).rsqrt() for i, count in enumerate(heads)]
+        normed = [(part.float() * scale).to(qkv.dtype) for part, scale in zip(parts, scales, strict=False)]
+        return torch.cat((self.q_norm * normed[0], self.k_norm * normed[1], parts[2]), -1)
 
 
 class AttentionContext(ABC):
@@ -104,6 +143,30 @@ def causal_mask(positions: Tensor, length: int, window: int | None) -> Tensor:
     return seen if window is None else seen & (keys > positions[:, None] - window)
 
 
+def attend_with_sinks(q: Tensor, keys: Tensor, values: Tensor, mask: Tensor | None, sinks: Tensor) -> Tensor:
+    """Attention in which the softmax of each head has one more term, exp(sink), that belongs to no value (gpt-oss). In fp32.
+
+    q (B, H, T, D); keys and values (B, K, L, D); mask (T, L) or (B, 1, T, L) bool: which keys a query sees; sinks (H, T) or (H, 1).
+    Returns (B, H, T, D)."""
+    groups, pieces = (keys.shape[1], -1), []
+    queries, sinks = (
+        q.float().unflatten(1, groups) * q.shape[-1] ** -0.5,
+        sinks.float().expand(-1, q.shape[2]).unflatten(0, groups),
+    )
+    keys, values = keys.float()[:, :, None].mT, values.float()[:, :, None]
+    mask = mask[:, :, None] if mask is not None and mask.dim() == 4 else mask
+    size = max(1, SCORES // (q.shape[0] * q.shape[1] * keys.shape[-1]))
+    for first in range(0, q.shape[2], size):
+        rows = slice(first, first + size)
+        scores, sink = queries[..., rows, :] @ keys, sinks[..., rows, None]
+        if mask is not None:
+            scores.masked_fill_(~mask[..., rows, :], -torch.inf)
+        most = torch.maximum(scores.amax(-1, keepdim=True), sink)
+        shares = (scores - most).exp_()
+        pieces.append((shares @ values) / (shares.sum(-1, keepdim=True) + (sink - most).exp()))
+    return torch.cat(pieces, -2).flatten(1, 2).to(q.dtype)
+
+
 def attend_to_all(q: Tensor, keys: Tensor, values: Tensor) -> Tensor:
     """Attention of each token to all tokens: q (B, H, T, D), keys and values (B, K, T, D). Returns (B, H, T, D)."""
     plain = partial(F.scaled_dot_product_attention, enable_gqa=True)
@@ -123,6 +186,9 @@ class Causal(AttentionContext):
         q, k, v = (x.transpose(1, 2) for x in self.split(heads, qkv, frequencies))
         if not heads.causal:
             out = attend_to_all(q, k, v)
+        elif heads.sinks is not None:
+            mask = causal_mask(self.positions, len(self.positions), heads.window)
+            out = attend_with_sinks(q, k, v, mask, heads.sinks[:, None])
         elif determinism.enabled():
             mask = causal_mask(self.positions, len(self.positions), heads.window)
             plain = partial(F.scaled_dot_product_attention, attn_mask=mask, enable_gqa=True)

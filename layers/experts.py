@@ -6,9 +6,9 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from config import ModelConfig
+from config import FAMILIES, ModelConfig
 from errors import UserError
-from kernels.activation import swiglu
+from kernels.activation import clamped_swiglu, swiglu
 from kernels.dispatch import on_gpu
 from kernels.experts import route, sparse_mlp
 from layers.linear import ShardedLinear
@@ -16,24 +16,31 @@ from tp import Shard
 
 
 class Router(nn.Module):
-    """Which experts a token has, and with which weights. Every rank has all of it. `weight` (experts, hidden_size)."""
+    """Which experts a token has, and with which weights. Every rank has all of it. `weight` (experts, hidden_size); `bias` (experts,) or
+    None."""
 
     def __init__(self, config: ModelConfig, layer: int, device: torch.device | None, dtype: torch.dtype | None) -> None:
         super().__init__()
         assert config.experts is not None
         self.part, self.layer, self.experts = "gate", layer, config.experts
         self.weight = nn.Parameter(torch.empty(self.experts.count, config.hidden_size, device=device, dtype=dtype))
+        has_bias = FAMILIES[config.family].sparse_bias
+        bias = nn.Parameter(torch.zeros(self.experts.count, device=device, dtype=dtype)) if has_bias else None
+        self.bias: nn.Parameter | None
+        self.register_parameter("bias", bias)
         self.counter: Tensor  # of the kernel's programs
         self.register_buffer("counter", torch.zeros(1, dtype=torch.int32, device=device), persistent=False)
 
     def forward(self, x: Tensor) -> tuple[Tensor, Tensor]:
         """(T, C) to the experts (T, chosen) int64, the likeliest first, and their weights (T, chosen) fp32. Computed in fp32; of
         equally likely experts, those with the lowest numbers."""
-        return route(F.linear(x.float(), self.weight.float()), self.experts.chosen, self.experts.normalized)
+        bias = None if self.bias is None else self.bias.float()
+        return route(F.linear(x.float(), self.weight.float(), bias), self.experts.chosen, self.experts.normalized)
 
 
 class SparseMLP(nn.Module):
-    """h(x) = sum over the chosen experts e of p_e(x) · down_e · (silu(gate_e · x) * (up_e · x)), of the normed x.
+    """h(x) = sum over the chosen experts e of p_e(x) · down_e · (silu(gate_e · x) * (up_e · x)), of the normed x. Where the config has a
+    limit, the activation is `clamped_swiglu`.
 
     Each expert is split over the shards as a dense MLP is. A fused weight has the experts one after another. Communicators call it as a
     layer that is not fused with them (`comm.interface.Layer`).
@@ -45,9 +52,11 @@ class SparseMLP(nn.Module):
     def __init__(self, config: ModelConfig, layer: int, shard: Shard, device: torch.device, dtype: torch.dtype) -> None:
         super().__init__()
         assert config.experts is not None
+        self.count, self.limit, self.out_features = config.experts.count, config.experts.limit, config.hidden_size
+        if device.type == "cuda" and self.limit:
+            raise UserError(f"{config.family} models have no GPU kernels yet; use --device cpu")
         if device.type == "cuda" and config.quantization:
             raise UserError("experts in 8 or 4 bits have no GPU kernels yet; use a 16-bit checkpoint, without --quantize")
-        self.count, self.out_features = config.experts.count, config.hidden_size
         names = [f"experts.{i}" for i in range(self.count)]
         self.router = Router(config, layer, device, dtype)
         gate_up = tuple(f"{name}.{part}" for name in names for part in ("gate_proj", "up_proj"))
@@ -73,7 +82,8 @@ class SparseMLP(nn.Module):
         out = torch.zeros_like(x, dtype=torch.promote_types(x.dtype, torch.float32))
         for e in experts.unique().tolist():
             tokens, place = torch.where(experts == e)
-            hidden = swiglu(torch.cat([self.w_gate_up.expert(2 * e + i, x[tokens]) for i in range(2)], -1))
+            gate_up = torch.cat([self.w_gate_up.expert(2 * e + i, x[tokens]) for i in range(2)], -1)
+            hidden = clamped_swiglu(gate_up, self.limit) if self.limit else swiglu(gate_up)
             out.index_add_(0, tokens, self.w_down.expert(e, hidden) * weights[tokens, place, None])
         return out.to(x.dtype)
 

@@ -99,7 +99,7 @@ class ShardedLinear(nn.Module):
         weight = None if self.quantized else nn.Parameter(torch.empty(shape, device=device, dtype=dtype))
         self.register_parameter("weight", weight)
         # in a fused layer, either all parts have a bias, or the first ones, or the last ones
-        has = [part in biased_parts(config) for part in parts]
+        has = [part.rpartition(".")[2] in biased_parts(config) for part in parts]
         self.biased = [part for part, biased in zip(parts, has, strict=True) if biased]
         self.lengths = [
             length for length, biased in zip(self.rows, has, strict=True) if biased
@@ -149,11 +149,13 @@ class ShardedLinear(nn.Module):
         return linear(x, self.weight, self.whole_bias(), self.sum_parts)
 
     def expert(self, index: int, x: Tensor) -> Tensor:
-        """The product of x (..., in_features) with one part."""
+        """The product of x (..., in_features) with one part, all of which have equally many out_features, and its bias."""
+        rows, bias = slice(index * self.rows[0], (index + 1) * self.rows[0]), self.whole_bias()
+        bias = None if bias is None else bias[rows]
         if self.quantized:
             product: Tensor = self.quantized[index](x)
-            return product
-        return F.linear(x, self.weight.split(self.rows)[index])
+            return product if bias is None else product + bias
+        return F.linear(x, self.weight[rows], bias)
 
     def _quantized_tree(self, x: Tensor) -> Tensor:
         """The product with --deterministic."""

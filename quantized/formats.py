@@ -13,7 +13,7 @@ from torch import Tensor
 from errors import UserError
 from kernels import determinism
 from quantized.scheme import ON_LOAD, Scheme
-from quantized.weight import FP8, Quantized, local_group, pack, quantize, unpack
+from quantized.weight import FP4, FP8, Quantized, local_group, pack, quantize, unpack
 
 WIDE = (torch.bfloat16, torch.float16, torch.float32)
 INT32 = (torch.int32,)
@@ -341,6 +341,28 @@ class Awq:
         return integers(packed, 4).unflatten(1, (-1, 8))[:, :, list(AWQ_ORDER)].flatten(1)
 
 
+class Mxfp4:
+    """OCP's MXFP4: `blocks` (N, K / 2), the first of two e2m1 codes in a byte's low half; `scales` (N, K / 32), exponents with the
+    bias 127. A scale is half of its power of two, since codes are doubled."""
+
+    def shapes(self, part: Slice) -> Shapes:
+        n, k = part.shape
+        if k % 32:
+            raise UserError(
+                f"{part.name} has {k} input features, which groups of 32 do not divide; config.json describes another model"
+            )
+        return {"blocks": ((n, k // 2),), "scales": ((n, k // 32),)}
+
+    def read(self, tensors: Tensors) -> Quantized:
+        part, (dim, own) = tensors.part, tensors.part.cut
+        codes = tensors.read("blocks", (torch.uint8,), dim, range(own.start // 2, own.stop // 2) if dim else own)
+        exponents = tensors.read("scales", (torch.uint8,), 0, part.rows)
+        if bool((exponents == 255).any()):
+            raise UserError(f"{part.name}.scales has codes that are not numbers (NaN); quantize the model anew")
+        scales = torch.exp2(exponents.float() - 128).to(torch.bfloat16)  # exact, also as subnormals
+        return Quantized(codes.view(FP4), of_columns(scales, part))
+
+
 class OnLoad:
     """A weight in 16 or 32 bits, which each rank rounds for itself: its slice's scales depend on this slice only, but with
     --deterministic on whole rows, whatever the number of ranks."""
@@ -365,7 +387,7 @@ class OnLoad:
             return quantize(weight.to(tensors.device), tensors.part.scheme, tensors.part.name)
 
 
-FORMATS: dict[str, Plain | Packed | Gptq | Awq | OnLoad] = {
+FORMATS: dict[str, Plain | Packed | Gptq | Awq | Mxfp4 | OnLoad] = {
     "plain": Plain(),
     "fp8": Plain(("weight_scale_inv", "weight_scale"), ("activation_scale", "input_scale")),  # of transformers, of AutoFP8
     "bitsandbytes": RowInt8(),
@@ -373,6 +395,7 @@ FORMATS: dict[str, Plain | Packed | Gptq | Awq | OnLoad] = {
     "gptq": Gptq(less=1),
     "gptq-v2": Gptq(less=0),
     "awq": Awq(),
+    "mxfp4": Mxfp4(),
     ON_LOAD: OnLoad(),
 }
 

@@ -332,6 +332,13 @@ def _is_name(name: str) -> bool:
     return re.fullmatch(r"[\w.-]+", name) is not None
 
 
+def _mxfp4(raw: dict[str, Any]) -> Quantization:
+    """gpt-oss: experts in MXFP4, and nothing else."""
+    kept = tuple(_escaped(name).replace(r"\x{2a}", ".*") + r"(\.|$)" for name in _names(raw, "modules_to_not_convert"))
+    scheme = Scheme("mxfp4", 4, is_float=True, group=32)
+    return Quantization("mxfp4", (Rule(r"model\.layers\.\d+\.mlp\.experts\.", scheme),), kept)
+
+
 METHODS: dict[str, Callable[[dict[str, Any]], Quantization]] = {
     "compressed-tensors": _compressed,
     "fp8": _fp8,
@@ -341,4 +348,5 @@ METHODS: dict[str, Callable[[dict[str, Any]], Quantization]] = {
     "modelopt": _modelopt,
     "fbgemm_fp8": _fbgemm,
     "bitsandbytes": _bitsandbytes,
+    "mxfp4": _mxfp4,
 }

@@ -8,6 +8,7 @@ from pydantic_core import SchemaValidator, core_schema
 
 GROUPS = (16, 32, 64, 128)  # input features that share a scale; a whole row may, too
 LEAST_GROUP = GROUPS[0]
+FP4_VALUES = (0, 1, 2, 3, 4, 6, 8, 12)  # e2m1's values without a sign, doubled (OCP Microscaling Formats 1.0, section 5.3.3)
 ON_LOAD = "on-load"  # the format of a layer that the file has in 16 or 32 bits
 
 
@@ -16,7 +17,7 @@ class Scheme:
     """How one linear layer is quantized, and in which format its file has it.
 
     A weight (N, K) is codes times scales; integers may have a zero point that is subtracted from the code first. A scale belongs
-    to a block of `rows` output features by `group` input features; None stands for all of them.
+    to a block of `rows` output features by `group` input features; None stands for all of them. Codes of fp4 are twice its values.
 
     activations: `none` keeps the layer's input; `token` quantizes each row of it by its own largest value, `group` each `group`
     features of each row, both to the weight's data type; `static` divides by a scale of the checkpoint.
@@ -24,7 +25,7 @@ class Scheme:
 
     format: str  # a key of `formats.FORMATS`
     bits: int  # 8 or 4
-    is_float: bool = False  # fp8 e4m3 rather than integers
+    is_float: bool = False  # fp8 e4m3 or fp4 e2m1 rather than integers
     rows: int | None = 1
     group: int | None = None
     symmetric: bool = True  # no zero points
@@ -33,7 +34,9 @@ class Scheme:
     @property
     def largest(self) -> int:
         """No code less its zero point is larger in size."""
-        return 448 if self.is_float else 2 ** (self.bits - self.symmetric)
+        if self.is_float:
+            return 448 if self.bits == 8 else FP4_VALUES[-1]
+        return 2 ** (self.bits - self.symmetric)
 
     @property
     def name(self) -> str:

@@ -14,10 +14,11 @@ from torch import Tensor, nn
 from errors import UserError
 from kernels import linear_host, linear_quantized
 from kernels.linear import linear
-from quantized.scheme import LEAST_GROUP, Scheme
+from quantized.scheme import FP4_VALUES, LEAST_GROUP, Scheme
 
 FP8 = torch.float8_e4m3fn
 FP8_MAX = 448.0
+FP4 = torch.float4_e2m1fn_x2  # two codes in a byte
 PIECE = 1 << 24  # elements of a weight that are rounded at once
 PIECE_BYTES = 20  # of each of them meanwhile: values of fp32, in units of the scale, rounded, between bounds; codes
 
@@ -25,7 +26,7 @@ PIECE_BYTES = 20  # of each of them meanwhile: values of fp32, in units of the s
 class Quantized(NamedTuple):
     """w[n, k] = (codes[n, k] - zeros[n, g]) * scales[n, g], with g = groups[k], or k // (K / G) where `groups` is None.
 
-    codes: (N, K) float8_e4m3fn or int8; of 4 bits (N, K / 2) uint8, see `pack`. scales: (N, G), in the file's data type, above 0.
+    codes: (N, K) float8_e4m3fn or int8; of 4 bits (N, K / 2) uint8 or FP4, see `pack`. scales: (N, G), in the file's data type, above 0.
     zeros: (N, G) int8, None for 0. groups: (K,) int32, only where the groups are not neighbours (GPTQ's act-order).
     input_scale: () fp32, only for static activations.
     """
@@ -168,6 +169,8 @@ def quantized_input(x: Tensor, scheme: Scheme, tensors: Quantized, parts: int = 
 def _scale(largest: Tensor, scheme: Scheme) -> Tensor:
     """The scale of values up to `largest`, 1 for 0. A symmetric integer range has half a step more than its largest code, which
     uses the lowest code, too (compressed-tensors' definition)."""
+    if scheme.is_float and scheme.bits == 4:  # a power of two (OCP Microscaling Formats 1.0, section 6.3), halved
+        return torch.where(largest == 0, 1.0, torch.exp2(largest.clamp(min=2.0**-124).log2().floor() - 3))
     scale = _divided(largest, FP8_MAX if scheme.is_float else 2 ** (scheme.bits - 1) - 0.5)
     return scale + (scale == 0)
 
@@ -179,7 +182,12 @@ def _divided(x: Tensor, by: float) -> Tensor:
 
 
 def _codes(x: Tensor, scheme: Scheme) -> Tensor:
-    """x, in units of its scale, as float8 or int8."""
+    """x, in units of its scale, as float8 or int8, of fp4 the code. Where two are equally near, the even one."""
+    if scheme.is_float and scheme.bits == 4:
+        values = torch.tensor(FP4_VALUES, dtype=torch.float32, device=x.device)
+        middle = (values[1:] + values[:-1]) / 2
+        middle[1::2] = middle[1::2].nextafter(middle.new_zeros(()))  # below them an odd code
+        return (torch.bucketize(x.abs(), middle, out_int32=True) + 8 * x.signbit()).to(torch.int8)
     if scheme.is_float:
         return x.clamp(-FP8_MAX, FP8_MAX).to(FP8)
     half = 2 ** (scheme.bits - 1)
@@ -218,6 +226,8 @@ def rounding_bytes(n: int, k: int) -> int:
 def _quantize(groups: Tensor, scheme: Scheme, dtype: torch.dtype) -> Quantized:
     scales, zeros = group_scales(groups, scheme, dtype)
     codes = round_to(groups, scales.float()[:, :, None], None if zeros is None else zeros[:, :, None], scheme)
+    if scheme.is_float and scheme.bits == 4:
+        return Quantized(pack(codes.flatten(1) - 8, 4).view(FP4), scales)
     return Quantized(pack(codes.flatten(1), scheme.bits), scales, zeros)
 
 
@@ -229,6 +239,8 @@ def check_finite(scales: Tensor, name: str) -> None:
 
 def scale_dtype(weight: Tensor, scheme: Scheme) -> torch.dtype:
     """In which data type a weight's scales are made and stored: as the writers of compressed-tensors do, at most 32 bits."""
+    if scheme.is_float and scheme.bits == 4:
+        return torch.bfloat16
     return torch.float32 if scheme.is_float or weight.dtype == torch.float64 else weight.dtype
 
 
@@ -278,7 +290,12 @@ def pack(codes: Tensor, bits: int) -> Tensor:
 
 
 def unpack(codes: Tensor) -> Tensor:
-    """The inverse of `pack`: (N, K) int8 or float8."""
+    """The inverse of `pack`: (N, K) int8 or float8. Of FP4, in which the first code is in the low half of a byte, too, twice its
+    values."""
+    if codes.dtype == FP4:
+        values = torch.tensor([*FP4_VALUES, *(-value for value in FP4_VALUES)], dtype=torch.int8, device=codes.device)
+        pairs = torch.stack((values.repeat(16), values.repeat_interleave(16)), 1)  # by byte
+        return pairs[codes.view(torch.uint8).int()].flatten(1)
     if codes.dtype != torch.uint8:
         return codes
     halves = codes.new_empty(*codes.shape, 2)

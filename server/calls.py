@@ -8,7 +8,8 @@ from array import array
 from bisect import bisect_left
 from collections.abc import Sequence
 
-from engine.calls.parser import AnswerParser, Parser, Part, Text, Tools
+from engine.calls.choice import answer_parser
+from engine.calls.parser import Parser, Part, Text, Tools
 from engine.calls.syntax import JSON, SYNTAXES, CallSyntax, Marks, syntax_of
 from engine.constrain.demand import Demand, compile_demand
 from engine.constrain.grammars import Compiled, SchemaError
@@ -47,7 +48,7 @@ def parser_for(service: Service, body: ChatBody, prompt: Sequence[int] = ()) -> 
     if not reasoning and not tools:
         return Plain()
     markers = () if body.skip_special_tokens is False else _markers(reasoning, tools)
-    return AnswerParser(reasoning, inside, tools, frozenset(special_ids(service.tokenizer, markers)))
+    return answer_parser(reasoning, inside, tools, frozenset(special_ids(service.tokenizer, markers)))
 
 
 def kept_special_ids(service: Service, body: GenerationBody) -> list[int]:
@@ -164,7 +165,7 @@ def _continued(body: ChatBody) -> str:
 
 
 def _markers(reasoning: ReasoningSyntax | None, tools: Tools | None) -> tuple[str, ...]:
-    return (*((reasoning.start, reasoning.end) if reasoning else ()), *(tools.syntax.markers if tools else ()))
+    return (*(reasoning.markers if reasoning else ()), *(tools.syntax.markers if tools else ()))
 
 
 # --- the grammar -------------------------------------------------------------------------------------------------------------

@@ -137,7 +137,7 @@ def test_logits_equal_transformers(family: str, tmp_path: Path, seed: int) -> No
 def test_a_window_counts_from_its_own_length_on(seed: int) -> None:
     """Without a cache, for sequences that are about as long as the window."""
     shape = ModelConfig(11, 16, 1, 2, 1, 8, 8, 99, family="mistral", windows=(6,))
-    heads = Heads(shape, 0, 0, 2, 1)
+    heads = Heads(shape, 0, 0, range(2), 1)
     for length in range(5, 10):
         qkv, context = torch.randn(1, length, 32), Causal(length, torch.device("cpu"))
         found = heads(qkv, torch.ones(4), context)

@@ -29,7 +29,7 @@ def test_a_preset_is_valid_and_splits_over_eight_ranks_or_four(name: str) -> Non
     config = validate(preset(name))
     ranks = 4 if name == "llama-30b" else 8  # llama-30b has 52 heads
     assert config.n_heads % ranks == config.intermediate_size % ranks == 0
-    assert config.hidden_size == config.n_heads * config.head_dim or name in ("tiny", "qwen3-30b-a3b")
+    assert config.hidden_size == config.n_heads * config.head_dim or name.startswith(("tiny", "qwen3-30b-a3b", "gpt-oss"))
 
 
 @pytest.mark.parametrize(
@@ -39,6 +39,8 @@ def test_a_preset_is_valid_and_splits_over_eight_ranks_or_four(name: str) -> Non
         ("ladder-3b", 3.5, 0.03),
         ("llama-3.2-1b", 1.236, 0.001),  # from here on the numbers of the model cards
         ("llama-3.2-3b", 3.213, 0.001),
+        ("gpt-oss-20b", 20.9, 0.001),
+        ("gpt-oss-120b", 116.8, 0.001),
         ("llama-3-8b", 8.030, 0.001),
         ("llama-7b", 6.738, 0.001),
         ("llama-13b", 13.016, 0.001),

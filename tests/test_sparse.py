@@ -1,10 +1,12 @@
 """Sparse models: the logits of transformers, on every number of ranks and in every variant, what is refused, and what one serves."""
 
 import json
+import math
 import random
 import re
 from collections.abc import Callable
 from dataclasses import replace
+from itertools import product
 from pathlib import Path
 from typing import Any
 
@@ -14,24 +16,26 @@ import transformers
 from safetensors.torch import load_file, save_file
 from torch import Tensor
 from torch.nn.functional import linear, silu
+from transformers.integrations.mxfp4 import convert_moe_packed_tensors
 
 from checkpoints.export import save_checkpoint
 from checkpoints.hf_config import config_from_hf, config_to_hf, unread_keys
 from checkpoints.memory import weight_bytes
 from checkpoints.presets import model_config, preset
-from config import Experts, ModelConfig, with_variant
+from config import Experts, ModelConfig, YarnScaling, validate, with_variant
 from engine import LLM, SamplingParams, tuning
 from engine.limits import EngineLimits
 from errors import UserError
-from layers.attention import Causal
+from layers.attention import Causal, HeadsNorm
 from layers.experts import SparseMLP
-from quantized.weight import dequantize
+from quantized.scheme import Scheme, on_load
+from quantized.weight import dequantize, quantize
 from tests.support.adapters import merged, write_adapter
 from tests.support.gpus import most_ranks, torchrun
 from tests.support.models import ALONE, CPU, load, logits_of, save_random
 from tests.support.ranks import Ranks
 from tests.test_tensor_parallel import VARIANTS, assert_ranks_compute, base_config, variant_of
-from tp import World
+from tp import Shard, World
 
 SHAPE = dict(
     vocab_size=101, hidden_size=64, num_hidden_layers=3, num_attention_heads=4, num_key_value_heads=2, initializer_range=0.2
@@ -45,11 +49,24 @@ MODELS: dict[str, Callable[[], Any]] = {
         **SHAPE, intermediate_size=40, num_local_experts=4, num_experts_per_tok=random.randint(1, 4),
         sliding_window=random.choice([None, 4]),
     ),
+    "olmoe": lambda: transformers.OlmoeConfig(
+        **SHAPE, intermediate_size=24, num_experts=8, num_experts_per_tok=random.randint(1, 8),
+        norm_topk_prob=random.random() < 0.5, eos_token_id=2,
+    ),
+    "gpt_oss": lambda: transformers.GptOssConfig(
+        **SHAPE, intermediate_size=64, num_local_experts=6, num_experts_per_tok=random.randint(1, 6), head_dim=16,
+        sliding_window=random.randint(2, 6), swiglu_limit=0.5, max_position_embeddings=4096,
+    ),
 }  # fmt: skip
 
 
 def save_theirs(family: str, folder: Path) -> Any:
     model = transformers.AutoModelForCausalLM.from_config(MODELS[family](), attn_implementation="eager").eval()
+    for name, parameter in model.named_parameters():
+        if name.endswith(("bias", "sinks")):  # of which transformers makes zeros
+            torch.nn.init.normal_(parameter, 0.0, 0.5)
+        elif name.endswith(("q_norm.weight", "k_norm.weight")):  # and of these ones
+            torch.nn.init.uniform_(parameter, 0.5, 1.5)
     model.save_pretrained(folder)
     return model
 
@@ -80,35 +97,64 @@ def sparse(**more: Any) -> ModelConfig:
     return base_config(family="qwen3_moe", qk_norm=True, experts=experts, **more)
 
 
+def olmoe(**more: Any) -> ModelConfig:
+    return replace(sparse(**more), family="olmoe", qk_norm=False)
+
+
+def gpt_oss(**more: Any) -> ModelConfig:
+    count = random.randint(2, 9)
+    experts = Experts(count, random.randint(1, count), True, random.choice([0.5, 7.0]))
+    scaling = YarnScaling(4.0, more.get("max_seq_len", 64) // 4, 1.1, truncate=False)
+    biases = dict(qkv_bias=True, o_bias=True, mlp_bias=True)
+    windows = (random.randint(2, 5), None) * 2
+    return base_config(family="gpt_oss", experts=experts, rope_scaling=scaling, windows=windows, **biases, **more)
+
+
 @pytest.mark.parametrize("variant", VARIANTS)
 def test_ranks_compute_what_one_process_computes(
     variant: str, in_turn: Callable[..., Any], ranks: Ranks, tmp_path: Path, seed: int
 ) -> None:
-    config = variant_of(sparse(), variant)
-    n = in_turn([2, 4, 2], VARIANTS.index(variant))
+    place = VARIANTS.index(variant)
+    families = [sparse, gpt_oss] if variant.startswith("desync") else [sparse, gpt_oss, olmoe]
+    config = variant_of(in_turn(families, place)(), variant)
+    n = in_turn([2, 4, 2], place)
     assert_ranks_compute(ranks, n, save_random(config, tmp_path), config.vocab_size)
 
 
 def definition(mlp: SparseMLP, x: Tensor) -> Tensor:
     """Of each token, its likeliest experts one after another, in fp64."""
     experts, router = mlp.router.experts, mlp.router.weight.double()
+    bias = 0.0 if mlp.router.bias is None else mlp.router.bias.double()
     matrices = {name: tensor.double() for name, tensor in [*mlp.w_gate_up.pieces(), *mlp.w_down.pieces()]}
     out = torch.zeros_like(x, dtype=torch.float64)
     for place in torch.cartesian_prod(*map(torch.arange, x.shape[:-1])).view(-1, x.dim() - 1).tolist():
         row = x[tuple(place)].double()
-        shares = (router @ row).softmax(0)
+        shares = (router @ row + bias).softmax(0)
         best = sorted(range(experts.count), key=lambda e: -shares[e])[: experts.chosen]
         whole = sum(shares[e] for e in best) if experts.normalized else 1.0
         for e in best:
-            gate, up, down = (matrices[f"experts.{e}.{part}_proj.weight"] for part in ("gate", "up", "down"))
-            out[tuple(place)] += shares[e] / whole * linear(silu(linear(row, gate)) * linear(row, up), down)
+            gate, up, down = (
+                (matrices[f"experts.{e}.{part}_proj.weight"], matrices.get(f"experts.{e}.{part}_proj.bias"))
+                for part in ("gate", "up", "down")
+            )
+            hidden = activation(linear(row, *gate), linear(row, *up), experts.limit)
+            out[tuple(place)] += shares[e] / whole * linear(hidden, *down)
     return out
 
 
-@pytest.mark.parametrize("variant", ["standard", "parallel", "hybrid:2", "desync-2x:2"])
-def test_every_variant_s_mlp_is_the_definition_s(variant: str, tmp_path: Path, seed: int) -> None:
+def activation(gate: Tensor, up: Tensor, limit: float | None) -> Tensor:
+    """SwiGLU, or gpt-oss's (its model card, section 2.2)."""
+    if limit is None:
+        return silu(gate) * up
+    gate, up = gate.clamp(max=limit), up.clamp(-limit, limit)
+    return gate * (1 + (-1.702 * gate).exp()).reciprocal() * (up + 1)
+
+
+@pytest.mark.parametrize("variant", ["standard", "parallel", "hybrid:2", "desync-2x:1"])
+def test_every_variant_s_mlp_is_the_definition_s(variant: str, in_turn: Callable[..., Any], tmp_path: Path, seed: int) -> None:
     """The model's logits do not change when its sparse MLPs are replaced by their definition."""
-    model = load(ALONE, save_random(with_variant(sparse(), variant), tmp_path))
+    config = in_turn([sparse, gpt_oss], len(variant))()
+    model = load(ALONE, save_random(with_variant(config, variant), tmp_path))
     tokens = torch.randint(101, (2, 5))
     with torch.inference_mode():
         found = model(tokens, Causal(5, CPU))
@@ -116,6 +162,49 @@ def test_every_variant_s_mlp_is_the_definition_s(variant: str, tmp_path: Path, s
             if isinstance(module, SparseMLP):
                 module.forward = lambda x, own=module: definition(own, x).float()  # type: ignore[method-assign]
         assert (model(tokens, Causal(5, CPU)) - found).abs().max() < 1e-4
+
+
+MXFP4 = {"quantization_config": {"quant_method": "mxfp4", "modules_to_not_convert": ["model.layers.*.self_attn", "lm_head"]}}
+
+
+@pytest.mark.parametrize("n", [1, 2, 4])
+def test_experts_in_mxfp4_are_those_of_their_definition(n: int, ranks: Ranks, tmp_path: Path, seed: int) -> None:
+    """As transformers dequantizes them. Four ranks cut groups of 32 values that share a scale."""
+    save_random(gpt_oss(hidden_size=64, intermediate_size=64), tmp_path / "plain")
+    tensors = load_file(tmp_path / "plain" / "model.safetensors")
+    packed = dict(tensors)
+    for name in [name for name in tensors if name.endswith(("gate_up_proj", "down_proj"))]:
+        experts, k, columns = tensors[name].shape
+        blocks = torch.randint(256, (experts, columns, k // 32, 16), dtype=torch.uint8)
+        scales = torch.randint(120, 126, (experts, columns, k // 32), dtype=torch.uint8)
+        packed |= {f"{name}_blocks": blocks, f"{name}_scales": scales}
+        tensors[name] = convert_moe_packed_tensors(blocks, scales, dtype=torch.float32).contiguous()
+        del packed[name]
+    save_file(tensors, tmp_path / "plain" / "model.safetensors")
+    config = json.loads((tmp_path / "plain" / "config.json").read_text())
+    (tmp_path / "config.json").write_text(json.dumps(config | MXFP4))
+    save_file(packed, tmp_path / "model.safetensors")
+    tokens = torch.randint(101, (2, 9))
+    expected = logits_of(ALONE, tmp_path / "plain", tokens)
+    for logits in ranks.run(n, logits_of, tmp_path, tokens):
+        assert (logits - expected).abs().max() < 1e-4 * expected.abs().max()
+
+
+def test_random_experts_in_mxfp4_are_the_nearest(seed: int) -> None:
+    """Of all codes, with the scale that the specification chooses. Also of values in the middle of two codes."""
+    scheme = Scheme("mxfp4", 4, is_float=True, group=32)
+    weight = torch.cat([torch.randn(3, 64), torch.randint(-24, 25, (3, 64)) / 4.0])
+    weight[0, :32] = 0
+    found = dequantize(quantize(weight, scheme, "a layer"))
+    values = torch.tensor([0, 0.5, 1, 1.5, 2, 3, 4, 6])
+    for row, group in product(range(6), range(2)):
+        own = weight[row, 32 * group :][:32]
+        scale = 2.0 ** (math.floor(math.log2(own.abs().max())) - 2) if own.any() else 1.0
+        for value, rounded in zip(own.tolist(), found[row, 32 * group :][:32].tolist(), strict=True):
+            distance = (values * scale - abs(value)).abs()
+            nearest = [i for i in range(8) if distance[i] == distance.min()]
+            code = next((i for i in nearest if i % 2 == 0), nearest[0])
+            assert rounded == math.copysign(values[code].item() * scale, value)
 
 
 @pytest.mark.parametrize(("width", "allowed"), [("int8", 1e-5), ("int4", 1e-5), ("fp8", 0.1)])  # fp8: activations, too
@@ -133,8 +222,12 @@ def test_experts_are_quantized_as_they_are_loaded(width: str, allowed: float, tm
         assert (found - exact).norm() > 1e-4 * exact.norm()
 
 
-def test_an_engine_s_answers_do_not_depend_on_chunks_or_the_cache(tmp_path: Path, seed: int) -> None:
-    config = replace(sparse(), max_seq_len=128)
+@pytest.mark.parametrize("family", [sparse, gpt_oss, olmoe])
+def test_an_engine_s_answers_do_not_depend_on_chunks_or_the_cache(
+    family: Callable[[], ModelConfig], tmp_path: Path, seed: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("layers.attention.SCORES", random.choice([100, 1 << 24]))
+    config = replace(family(), max_seq_len=128)
     save_random(config, tmp_path)
     shared = torch.randint(101, (40,)).tolist()
     prompts = [shared + torch.randint(101, (random.randint(1, 9),)).tolist() for _ in range(4)]
@@ -213,6 +306,76 @@ def test_a_config_that_is_no_sparse_model_s(change: dict[str, Any], words: str) 
 
 
 @pytest.mark.parametrize(
+    ("change", "words"),
+    [
+        ({"rope_scaling": None}, "rope_scaling is missing"),
+        ({"experts_per_token": 3}, "experts_per_token = 3, but num_experts_per_tok = 4"),
+        ({"swiglu_limit": 0.0}, "swiglu_limit must be a positive number"),
+        ({"swiglu_alpha": 1.5}, "swiglu_alpha = 1.5 is not supported"),
+    ],
+)
+def test_a_published_config_of_gpt_oss(change: dict[str, Any], words: str, tmp_path: Path) -> None:
+    """As openai/gpt-oss-20b has it: what the preset says, and no key without effect."""
+    kinds = ["sliding_attention", "full_attention"]
+    scaling = {"factor": 32.0, "beta_fast": 32.0, "beta_slow": 1.0, "truncate": False, "original_max_position_embeddings": 4096}
+    kept = ["model.layers.*.self_attn", "model.layers.*.mlp.router", "model.embed_tokens", "lm_head"]
+    raw: dict[str, Any] = {
+        "architectures": ["GptOssForCausalLM"], "attention_bias": True, "attention_dropout": 0.0, "eos_token_id": 200002,
+        "experts_per_token": 4, "head_dim": 64, "hidden_act": "silu", "hidden_size": 2880, "initial_context_length": 4096,
+        "initializer_range": 0.02, "intermediate_size": 2880, "layer_types": kinds * 12, "max_position_embeddings": 131072,
+        "model_type": "gpt_oss", "num_attention_heads": 64, "num_experts_per_tok": 4, "num_hidden_layers": 24,
+        "num_key_value_heads": 8, "num_local_experts": 32, "output_router_logits": False, "pad_token_id": 199999,
+        "quantization_config": {"modules_to_not_convert": kept, "quant_method": "mxfp4"}, "rms_norm_eps": 1e-05,
+        "rope_scaling": {"rope_type": "yarn", **scaling}, "rope_theta": 150000, "router_aux_loss_coef": 0.9, "sliding_window": 128,
+        "swiglu_limit": 7.0, "tie_word_embeddings": False, "use_cache": True, "vocab_size": 201088,
+    }  # fmt: skip
+    found, ours = config_from_hf(raw), preset("gpt-oss-20b")
+    assert found.quantization is not None and ours.quantization is not None
+    assert replace(found, eos_token_ids=(), quantization=ours.quantization) == ours
+    assert found.quantization.rules == ours.quantization.rules
+    names = {
+        name: found.quantization.scheme(f"model.layers.3.{name}") for name in ("mlp.experts.7.up_proj", "self_attn.q_proj")
+    }
+    assert [scheme and scheme.name for scheme in names.values()] == ["fp4, group 32", None]
+    (tmp_path / "config.json").write_text(json.dumps(raw))
+    assert unread_keys(tmp_path / "config.json") == []
+    with pytest.raises(UserError, match=words):
+        config_from_hf(raw | change)
+
+
+@pytest.mark.parametrize(
+    ("spoil", "words"),
+    [
+        (lambda t: t.pop("model.layers.1.self_attn.sinks"), r"lacks model\.layers\.1\.self_attn\.sinks"),
+        (lambda t: t.pop("model.layers.0.mlp.router.bias"), r"lacks model\.layers\.0\.mlp\.gate\.bias"),
+        (
+            lambda t: t.pop("model.layers.2.mlp.experts.down_proj"),
+            r"lacks model\.layers\.2\.mlp\.experts\.0\.down_proj\.weight",
+        ),
+        (
+            lambda t: t.update(
+                {
+                    "model.layers.0.mlp.experts.gate_up_proj_bias": t["model.layers.0.mlp.experts.gate_up_proj_bias"][
+                        :, :7
+                    ].clone()
+                }
+            ),
+            r"gate_proj\.bias has shape \(3,\)",
+        ),
+        (lambda t: t.update({"model.layers.0.mlp.experts.gate_up_proj": torch.zeros(5)}), "unknown tensors|lacks"),
+    ],
+)
+def test_a_gpt_oss_checkpoint_without_its_tensors(
+    spoil: Callable[[dict[str, Tensor]], Any], words: str, tmp_path: Path, seed: int
+) -> None:
+    file = save_random(gpt_oss(), tmp_path) / "model.safetensors"
+    tensors = load_file(file)
+    spoil(tensors)
+    save_file(tensors, file)
+    assert re.search(words, failure(ALONE, tmp_path))
+
+
+@pytest.mark.parametrize(
     ("spoil", "words"),
     [
         (lambda t: t.pop("model.layers.1.mlp.experts.1.up_proj.weight"), r"lacks model\.layers\.1\.mlp\.experts\.1\.up_proj"),
@@ -230,6 +393,19 @@ def test_a_checkpoint_without_its_experts(
     save_file(tensors, file)
     errors = ranks.run(2, failure, tmp_path)
     assert re.search(words, errors[0]) and len(set(errors)) == 1
+
+
+def test_gpus_refuse_what_has_no_kernels_yet() -> None:
+    """Before they allocate anything, so that no GPU is needed here."""
+    gpu, shard = torch.device("cuda"), Shard(0, 2)
+    with pytest.raises(UserError, match="gpt_oss models have no GPU kernels yet"):
+        SparseMLP(gpt_oss(), 0, shard, gpu, torch.bfloat16)
+    with pytest.raises(UserError, match="experts in 8 or 4 bits have no GPU kernels yet"):
+        SparseMLP(replace(sparse(), quantization=on_load("int8")), 0, shard, gpu, torch.bfloat16)
+    with pytest.raises(UserError, match="olmoe models run on one GPU only"):
+        HeadsNorm(olmoe(), 0, shard, gpu, torch.bfloat16)
+    with pytest.raises(UserError, match="norm over all heads would join the streams"):
+        validate(with_variant(olmoe(), "desync-2x:2"))
 
 
 def failure(world: World, folder: Path) -> str:

@@ -11,18 +11,14 @@ import io
 import json
 import re
 import uuid
-from collections.abc import Callable, Generator, Mapping, Sequence
+from collections.abc import Generator, Sequence
 from dataclasses import dataclass, field
 from typing import Any, Protocol
 
 from engine.calls.reader import Markers, Reader, Sink, Truth, Word, ignore
-from engine.calls.syntax import JSON, SYNTAXES, ArgumentSyntax, CallSyntax, syntax_of
+from engine.calls.syntax import ArgumentSyntax, CallSyntax
 from engine.calls.values import WORD, json_word, parsed, quoted, types_of
-from engine.text import special_ids
-from engine.thinking import ReasoningSyntax, reasoning_after, reasoning_of
-from errors import UserError
-from files import shown
-from text.tokenizer import Tokenizer
+from engine.thinking import ReasoningSyntax
 
 SPACES = re.compile(r"\s*")
 NEWLINES = re.compile(r"\n*")
@@ -183,6 +179,7 @@ class AnswerParser:
         self._new: list[tuple[type[Reasoning | Text | Arguments], list[str]] | Call] = []
         self._text = _Trimmed(lambda text: self._add(Text, text), None)
         self._held: list[str] = []  # what may be a call
+        self._kinds = set[type[Reasoning | Text]]()  # that a `HarmonyParser` has found
         self._calls, self._shown, self._begun, self._name, self._id = 0, False, False, "", ""  # of the last call
         self._steps = self._answer()
 
@@ -574,24 +571,3 @@ class AnswerParser:
         except ValueError:
             return ""
         return value
-
-
-def call_reader(
-    tokenizer: Tokenizer, tools: Sequence[Mapping[str, Any]]
-) -> tuple[dict[str, int], Callable[[Sequence[int], str], tuple[dict[str, Any], bool]]]:
-    """The special tokens that texts with calls must have, with their ids, and a function: from a prompt's ids and its answer's text to the
-    message of /v1/chat/completions, and whether it ends with whole calls. tools: as there. Raises UserError for others."""
-    try:
-        schemas = {tool["function"]["name"]: dict(tool["function"].get("parameters") or {}) for tool in tools}
-    except (TypeError, KeyError, AttributeError, ValueError):
-        raise UserError(f"tools are dicts with type and function, which has a name; not {shown(tools)}") from None
-    template = tokenizer.pick_template(None, with_tools=True)
-    syntax, reasoning = SYNTAXES.get(syntax_of(template) or "") or JSON, reasoning_of(template)
-    special = special_ids(tokenizer, (*((reasoning.start, reasoning.end) if reasoning else ()), *syntax.markers))
-
-    def read(prompt: Sequence[int], text: str) -> tuple[dict[str, Any], bool]:
-        known = Tools(syntax, frozenset(schemas), schemas=schemas)
-        parser = AnswerParser(*reasoning_after(tokenizer, reasoning, prompt), known, frozenset(special))
-        return message_of(parser.push(text, final=True)), parser.complete
-
-    return special, read

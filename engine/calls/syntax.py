@@ -88,6 +88,10 @@ LLAMA = CallSyntax("<|python_tag|>", "object", between=";", plain=True, signs=('
 JSON = CallSyntax(plain=True)
 JSON_LIST = CallSyntax(opening="[", between=",", closing="]")
 PYTHON_LIST = replace(JSON_LIST, form="named", arguments=PYTHON)
+HARMONY = CallSyntax(
+    "<|channel|>commentary to=functions.", "named", "<|call|>", signs=("<|start|>assistant to=", "<|channel|>commentary"),
+    to_arguments=" <|constrain|>json<|message|>", also=("<|end|>", "<|start|>assistant"),
+)  # fmt: skip
 DEEPSEEK_SECTION = ("<｜tool▁calls▁begin｜>", "<｜tool▁calls▁end｜>")
 DEEPSEEK_31 = CallSyntax(
     "<｜tool▁call▁begin｜>", "named", "<｜tool▁call▁end｜>",
@@ -116,6 +120,7 @@ SYNTAXES = {  # the first whose signs are in a template is that of the model
     "glm45": GLM_CALL,
     "glm47": GLM_CALL,
     "hermes": HERMES,
+    "harmony": HARMONY,
     "kimi_k2": CallSyntax(
         "<|tool_call_begin|>", "named", "<|tool_call_end|>", signs=("<|tool_calls_section_begin|>",),
         section=("<|tool_calls_section_begin|>", "<|tool_calls_section_end|>"),
@@ -142,7 +147,7 @@ SYNTAXES = {  # the first whose signs are in a template is that of the model
 FOREIGN = (
     "<minimax:tool_call>", "<tool_calls>", "｜DSML｜", "<seed:tool_call>", "<longcat_tool_call>", "<use_mcp_tool>", "<function_call>",
     "<TOOLCALL>", "functools[", '"tool_name"', "<|START_ACTION|>", "<|tools_prefix|>", "<|action_start|>", "<|thought_start|>",
-    "<|close|>", "<|call|>", "'function call'",
+    "<|close|>", "'function call'",
 )  # fmt: skip
 # texts that tell a form if the signs of none are there; None: of no form here
 LATE = {

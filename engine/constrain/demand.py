@@ -14,7 +14,7 @@ from functools import lru_cache
 from typing import Any, Literal, NamedTuple
 
 from cli import note
-from engine.calls.syntax import JSON, JSON_LIST, SYNTAXES, CallSyntax, Marks, syntax_of
+from engine.calls.syntax import HARMONY, JSON, JSON_LIST, SYNTAXES, CallSyntax, Marks, syntax_of
 from engine.calls.values import regex
 from engine.constrain.arguments import ArgumentGrammar
 from engine.constrain.formats import compile_format, schema_of
@@ -146,13 +146,16 @@ def compile_demand(demand: Demand) -> Compiled:
 
 def _demanded(demand: Demand) -> Compiled:
     constraint, tools, syntax = demand.constraint, demand.tools, demand.syntax
+    has_tags = constraint is not None and constraint.kind == "structural_tag"
+    if has_tags and tools:
+        raise SchemaError("structural tags cannot be combined with tools")
+    if syntax == HARMONY:
+        return _in_harmony(demand)
     free = demand.calls == "may" and constraint is None
     rules = AnswerRules(demand.special, demand.reasoning, free_spelling() if free else forced_spelling(syntax))
     if free:
         return rules.finish(rules.free_with_calls(syntax, rules.callables(syntax, tools)))
-    if constraint and constraint.kind == "structural_tag":
-        if tools:
-            raise SchemaError("structural tags cannot be combined with tools")
+    if constraint and has_tags:
         return rules.finish(rules.free(rules.structures(constraint.value)))
     has_plain = bool(tools) and syntax.plain and not syntax.arguments
     if has_plain and constraint and constraint.kind == "json":  # one schema: both may begin alike
@@ -167,6 +170,31 @@ def _demanded(demand: Demand) -> Compiled:
     if len(whole) == 1 and not marked:
         return rules.finish_with(whole[0])
     return rules.finish(rules.after_reasoning(f"({' | '.join([*marked, *map(rules.part, whole)])})"))
+
+
+def _in_harmony(demand: Demand) -> Compiled:
+    """An answer in gpt-oss's format: messages of reasoning and text, then a call, or a last text, which a constraint is for."""
+    constraint, must = demand.constraint, demand.calls == "must"
+    rules = AnswerRules(demand.special, None, forced_spelling(HARMONY))
+    channel, constrain, message = (rules.literal(f"<|{name}|>") for name in ("channel", "constrain", "message"))
+    # the recipient is written behind the channel or in front of it
+    content = f"/ ?/ ({constrain})? /(json)?/ {message}"
+    ends = [
+        f'({channel} "commentary to=functions." {rules.literal(tool.name)} | " to=functions." {rules.literal(tool.name)} {channel} '
+        f'"commentary") {content} {tool.arguments} ({rules.literal("<|call|>")})?'
+        for tool in rules.callables(HARMONY, demand.tools, must)
+    ]
+    if not must:
+        text = "TEXT" if constraint is None else ""
+        if constraint and constraint.kind == "structural_tag":
+            text = rules.free(rules.structures(constraint.value))
+        elif constraint:
+            text = rules.part(compile_format(*constraint[:2], *constraint[3:]))
+        ends.append(f'{channel} "final" {content if constraint else message} {text}')
+    before = rules.rule(
+        f"{channel} /(analysis|commentary)/ {message} {rules.until('<|end|>')} {rules.literal('<|start|>assistant')}"
+    )
+    return rules.finish(f"{before}* ({' | '.join(ends)})")
 
 
 def _count_optional(tool: CallableTool) -> int:

@@ -20,7 +20,7 @@ import jsonschema
 import pytest
 
 from engine.calls.parser import AnswerParser, Arguments, Call, PartList, Reasoning, Text, Tools
-from engine.calls.syntax import HERMES, JSON, LLAMA, SYNTAXES, CallSyntax, Marks
+from engine.calls.syntax import HERMES, JSON, LLAMA, PYTHON, SYNTAXES, CallSyntax, Marks
 from engine.calls.values import types_of
 from engine.constrain.demand import Constraint, Demand, compile_demand
 from engine.constrain.grammars import SchemaError
@@ -290,7 +290,12 @@ CALLED = [case for case in CASES if case[2] and not all(isinstance(part, str) fo
 def test_calls_are_accepted_as_models_write_them(family: str, text: str, parts: list[Any]) -> None:
     """All calls that the parser finds; and none of them with other arguments or another tool's. Of what is no JSON, the parser reads
     more than the grammar lets a model write."""
-    if "(1, 2.5e3)" in text or (family == "qwen3_coder" and '{"name"' in text):
+    unlikely = {
+        "python": "(1, 2.5e3)",
+        "qwen3_coder": '{"name"',
+        "harmony": "now",
+    }  # a second call, behind the end of the first
+    if unlikely.get("python" if SYNTAXES[family].arguments is PYTHON else family, "\0") in text:
         return
     add = {"type": "object", "properties": {"x": {"type": "array"}, "z": {"type": "object"}}}
     tools = [*TOOLS, CallableTool(3, "add", add, False)]
@@ -415,7 +420,7 @@ def test_reasoning_before_the_answer_is_free() -> None:
         )
 
 
-@pytest.mark.parametrize("family", SYNTAXES)
+@pytest.mark.parametrize("family", [name for name in SYNTAXES if name != "harmony"])
 @pytest.mark.parametrize("marks", [None, INSIDE, THINK, "special"], ids=["no reasoning", "inside", "optional", "special"])
 def test_the_parser_reads_what_a_grammar_lets_the_model_write(family: str, marks: Any, seed: int) -> None:
     """Calls and formats after random reasoning, and calls in random text."""

@@ -14,6 +14,7 @@ from unittest.mock import Mock
 import pytest
 
 from engine.calls import syntax as call_syntax
+from engine.calls.choice import answer_parser
 from engine.calls.parser import AnswerParser, Arguments, Call, Part, PartList, Reasoning, Text, Tools
 from engine.calls.reader import Reader
 from engine.calls.syntax import GLM, PYTHON, QWEN, SYNTAXES, syntax_of
@@ -44,6 +45,7 @@ SCHEMAS: dict[str, Any] = {
 TYPED = '{"city": "12", "days": 3, "hours": [6, 18], "unit": "7", "flag": true, "more": "a \\"b\\" & {c}"}'  # of `weather`
 DEEPSEEK = "<｜tool▁calls▁begin｜>", "<｜tool▁call▁begin｜>", "<｜tool▁sep｜>", "<｜tool▁call▁end｜>", "<｜tool▁calls▁end｜>"
 BEGIN, CALL, SEPARATOR, END, CLOSE = DEEPSEEK
+CHANNEL = "<|channel|>commentary"
 KIMI = "<|tool_call_begin|>functions."
 TO_ARGUMENTS = "<|tool_call_argument_begin|>"
 
@@ -168,6 +170,18 @@ CASES: list[tuple[str, str, list[Any]]] = [
         "[add(x=[None, (1, 2.5e3), 'Zo\\xeb \\u00e9\\n\\'', False,], z={'a b': {}, \"c\": 'd'})]",
         [("add", '{"x": [null, [1, 2.5e3], "Zoë \\u00e9\\n\'", false], "z": {"a b": {}, "c": "d"}}')],
     ),
+    ("harmony", f"{CHANNEL} to=functions.weather <|constrain|>json<|message|>{ULM}<|call|>", [("weather", ULM)]),
+    ("harmony", f" to=functions.add<|channel|>commentary json<|message|>{NESTED}", [("add", NESTED)]),
+    (
+        "harmony",
+        f"{CHANNEL}<|message|>Let me look.<|end|><|start|>assistant{CHANNEL} to=weather<|message|> {ULM} <|call|>"
+        "<|start|>assistant to=functions.now<|channel|>commentary<|constrain|>json<|message|>{}<|call|>",
+        ["Let me look.", ("weather", ULM), ("now", "{}")],
+    ),
+    ("harmony", "<|start|>assistant<|channel|>final<|message|>to=weather {}<|return|>", ["to=weather {}"]),
+    ("harmony", f"{CHANNEL} to=functions.nothing <|constrain|>json<|message|>{{}}<|call|>", ["{}"]),
+    ("harmony", f"{CHANNEL} to=functions.weather code<|message|>look()<|call|>", ["look()"]),
+    ("harmony", "A text without a header to=functions.weather", None),
     ("pythonic", "[nothing(), 1] and [weather] are text", None),
     ("pythonic", "[weather (today)] is text", None),
     ("pythonic", f'[{{"name": "weather", "arguments": {ULM}}}]', [("weather", ULM)]),
@@ -190,7 +204,7 @@ def parser(name: str, reasoning: str | None = None, inside: bool = False, **tool
     hidden = [] if texts else [one for one in syntax.markers if one[0] in "<["]  # as in these families' vocabularies
     hidden += ["[THINK]", "[/THINK]"] if reasoning == "mistral" else []
     made = Tools(syntax, NAMES, schemas=SCHEMAS, **tools)
-    return AnswerParser(REASONING[reasoning] if reasoning else None, inside, made, frozenset(hidden))
+    return answer_parser(REASONING[reasoning] if reasoning else None, inside, made, frozenset(hidden))
 
 
 def joined(parser: AnswerParser, pieces: Sequence[str]) -> list[Part]:
@@ -236,7 +250,7 @@ def test_calls_however_they_are_cut(name: str, text: str, parts: list[Any] | Non
 THOUGHT = "Hm, <b>27</b> + 48?\n\nIt is 75."
 
 
-@pytest.mark.parametrize("name", REASONING)
+@pytest.mark.parametrize("name", [name for name in REASONING if name != "harmony"])
 @pytest.mark.parametrize("inside", [False, True])
 @pytest.mark.parametrize("repeated", [False, True], ids=["", "starts"])
 def test_reasoning_however_it_is_cut(name: str, inside: bool, repeated: bool) -> None:
@@ -254,6 +268,30 @@ def test_reasoning_however_it_is_cut(name: str, inside: bool, repeated: bool) ->
     assert joined(parser("hermes", name), [f" A {start} in the middle{end}"]) == [
         Text(f" A {start} in the middle{end}" if name != "mistral" else " A  in the middle")
     ]
+
+
+def test_harmony_s_messages_however_they_are_cut() -> None:
+    """Reasoning and text may come in several messages, and a message may be cut off."""
+    thoughts = f"<|channel|>analysis<|message|>{THOUGHT}<|end|><|start|>assistant{CHANNEL}<|message|>So:<|end|>"
+    thoughts += "<|start|>assistant<|channel|>analysis<|message|>More.<|end|>"
+    final = "<|start|>assistant<|channel|>final <|constrain|>json<|message|>"
+    call = f"<|start|>assistant{CHANNEL} to=functions.weather <|constrain|>json<|message|>"
+    parts = [Reasoning(THOUGHT), Text("So:"), Reasoning("\n\nMore.")]
+    for text, found, complete in (
+        (f"{final}7 5<|return|>", [Text("\n\n7 5")], False),
+        (f"{call}{ULM}<|call|>", expected([("weather", ULM)]), True),
+        (f"{call}{ULM[:5]}", expected([("weather", ULM[:5])]), False),
+        (call, [], False),
+        (final[:-4], [], False),
+    ):
+        for pieces in cuts(thoughts + text):
+            reader = parser("harmony", "harmony")
+            assert joined(reader, pieces) == [*parts, *found]
+            assert (reader.complete, reader.reasoned) == (complete, len(thoughts))
+    alone = answer_parser(REASONING["harmony"], False, None, frozenset())
+    assert joined(alone, [thoughts]) == parts, "without tools"
+    for pieces in cuts(thoughts.removesuffix("<|end|>")):
+        assert joined(reader := parser("harmony", "harmony"), pieces) == parts and reader.reasoned is None
 
 
 def texts_behind_a_call(parts: Sequence[Part]) -> str:
@@ -445,7 +483,6 @@ FOREIGN = {
     "DeepSeek-V3.2": '<｜DSML｜function_calls>\n<｜DSML｜invoke name="{{ name }}">',
     "Seed-OSS": "<seed:tool_call>\n<function={{ name }}>\n<parameter=a>",
     "Kimi-K3": "{{ '<|open|>' + tag }}{{ '<|close|>' + tag }}",
-    "gpt-oss": "<|start|>assistant to=functions.{{ name }}<|channel|>commentary json<|message|>{}<|call|>",
     "Command-R": '<|START_ACTION|>[{"tool_call_id": "0", "tool_name": "{{ name }}", "parameters": {}}]<|END_ACTION|>',
     "Command-R+": 'Action: ```json\n[{"tool_name": "{{ name }}", "parameters": {}}]```',
     "Nemotron": '<TOOLCALL>[{"name": "{{ name }}", "arguments": {}}]</TOOLCALL>',

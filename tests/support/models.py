@@ -33,7 +33,7 @@ def randomize(model: torch.nn.Module) -> None:
     for name, parameter in model.named_parameters():
         if "norm" in name:
             parameter.uniform_(0.5, 1.5)
-        elif name.endswith(".bias"):
+        elif name.endswith((".bias", "sinks")):
             parameter.normal_(0.0, 0.5)
         else:
             parameter.normal_(0.0, parameter.shape[1] ** -0.5)
