@@ -3,7 +3,6 @@
 import argparse
 import re
 import runpy
-import subprocess
 import sys
 import tomllib
 from pathlib import Path
@@ -17,6 +16,7 @@ from cli import PEERS, Parser, run
 from errors import RankError, UserError
 from server.settings import build_parser, load_settings
 from tests import ROOT
+from tests.support import quick_start
 from tests.support.command_line import HYBRID
 
 GUARD = 'if __name__ == "__main__":'
@@ -122,7 +122,7 @@ run(main)
 
 
 def test_a_rank_with_an_unexpected_error_ends() -> None:
-    ended = subprocess.run([sys.executable, "-c", BROKEN_RANK], cwd=ROOT, capture_output=True, text=True, timeout=300)
+    ended = quick_start.run([sys.executable, "-c", BROKEN_RANK], cwd=ROOT, capture_output=True, text=True, timeout=300)
     assert ended.returncode == 1 and ended.stderr.rstrip().endswith("ZeroDivisionError: division by zero")
 
 

@@ -23,6 +23,7 @@ from files import model_name
 from server.downloading import answering
 from server.settings import Settings, load_settings
 from tests import MODELS, ROOT
+from tests.support import quick_start
 from tests.support.adapters import write_adapter
 from tests.support.command_line import environment, launch
 from tests.support.hub import Hub
@@ -118,27 +119,21 @@ def test_what_is_a_name_on_the_hub(name: str, kept: bool, monkeypatch: pytest.Mo
     assert not kept or hub.fetched(name) == name
 
 
-def test_folders_need_neither_the_network_nor_its_library() -> None:
-    code = "import sys; from checkpoints.hub import fetched; fetched('models/tiny-hybrid'); print('huggingface_hub' in sys.modules)"
-    assert subprocess.run([sys.executable, "-c", code], cwd=ROOT, capture_output=True, text=True).stdout == "False\n"
-
-
-@pytest.mark.long
 def test_a_server_and_python_serve_folders_without_it(tmp_path: Path) -> None:
-    """No process of theirs imports it."""
+    """No process of theirs imports the hub's library or asks the network."""
     stub, mark = tmp_path / "huggingface_hub.py", tmp_path / "mark"
     stub.write_text(f"open({str(mark)!r}, 'w').close()\nraise ImportError('not to be imported')")
     away: dict[str, object] = {"PYTHONPATH": f"{tmp_path}:{ROOT}", "HF_ENDPOINT": "http://127.0.0.1:9"}
     code = f"from engine import LLM; assert LLM({str(MODEL)!r}, tp=2, speculate='auto').generate('Once')[0].text"
-    subprocess.run([sys.executable, "-c", code], env=environment(**away), check=True)
-    with ServerProcess("--model", MODEL, "--speculate", "auto", ranks=2, environ=away, forked=False) as server:
+    quick_start.run([sys.executable, "-c", code], env=environment(**away), check=True)
+    with ServerProcess("--model", MODEL, "--speculate", "auto", ranks=2, environ=away) as server:
         asked = [{"role": "user", "content": "Hi " * 1000}]  # long enough for a worker
         with pytest.raises(openai.BadRequestError, match="tokens"):
             server.ready().client().chat.completions.create(model="tiny-standard", messages=asked)  # type: ignore[arg-type]
         asked = [{"role": "user", "content": "Hi"}]
         assert server.client().chat.completions.create(model="tiny-standard", messages=asked, max_tokens=2)  # type: ignore[arg-type]
     assert not mark.exists()
-    assert subprocess.run(
+    assert quick_start.run(
         [sys.executable, "-c", "import huggingface_hub"], env=environment(**away), capture_output=True
     ).returncode
     assert mark.exists()
@@ -257,9 +252,9 @@ def test_two_processes_at_once_fetch_each_file_once(site: Hub) -> None:
     code = "from checkpoints.hub import fetched; print(fetched('org/tiny'))"
     site.open.clear()
     pipes: Any = {"stdout": subprocess.PIPE, "text": True, "cwd": ROOT}
-    first = subprocess.Popen([sys.executable, "-c", code], **pipes)
+    first = quick_start.Popen([sys.executable, "-c", code], **pipes)
     wait_until(lambda: any(file == "tokenizer.json" for file, _ in site.contents), START_SECONDS, "a file")
-    second = subprocess.Popen([sys.executable, "-c", code], stderr=subprocess.PIPE, **pipes)
+    second = quick_start.Popen([sys.executable, "-c", code], stderr=subprocess.PIPE, **pipes)
     assert second.stderr is not None and "waiting for another process" in second.stderr.readline()
     site.open.set()
     assert first.communicate()[0] == second.communicate()[0] != "" and len({file for file, _ in site.contents}) == len(
@@ -320,7 +315,7 @@ def test_bytes_that_are_here_are_told(monkeypatch: pytest.MonkeyPatch) -> None:
 def test_the_planner_fetches_the_config_alone(site: Hub) -> None:
     command = [sys.executable, "-m", "deploy.plan", "--model", "org/tiny", "--gpus", "2", "--ttft", "500", "--itl", "20"]
     command += ["--prompt", "100", "--answer", "50"]
-    done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True)
+    done = quick_start.run(command, cwd=ROOT, capture_output=True, text=True)
     assert [file for file, _ in site.contents] == ["config.json"]
     assert "--model org/tiny" in done.stdout, done.stderr
 

@@ -16,6 +16,7 @@ import torch
 from engine import LLM, SamplingParams
 from errors import UserError
 from tests import MODELS, ROOT
+from tests.support import quick_start
 from tests.support.command_line import environment
 from tests.support.server_process import START_SECONDS, children, command_line, runs, wait_until
 
@@ -80,14 +81,12 @@ print(told(calls["generate"]), flush=True)
 
 
 def test_it_computes_what_one_process_computes(in_turn: Callable[..., Any], tmp_path: Path) -> None:
-    """From a folder with modules of the names of ours; and once more after it was closed."""
-    for name in ("engine", "model", "errors"):
-        (tmp_path / f"{name}.py").write_text("raise SystemExit('the wrong module')")
+    """And once more after it was closed."""
     program = tmp_path / "program.py"
     program.write_text(HEAD + ALL)
     ranks = in_turn([2, 4], 0)
     command = [sys.executable, str(program), str(MODEL), "1", str(ranks), "2"]
-    done = subprocess.run(command, cwd=tmp_path, env=environment(), capture_output=True, text=True)
+    done = quick_start.run(command, cwd=tmp_path, env=environment(), capture_output=True, text=True)
     assert done.returncode == 0, done.stderr
     alone, *others = json.loads(done.stdout)
     assert alone["texts"][1] == alone["stream"] and "42" in alone["chat"][0]
@@ -104,10 +103,12 @@ def test_it_computes_what_one_process_computes(in_turn: Callable[..., Any], tmp_
 
 
 @contextmanager
-def running(how: str = "") -> Iterator[tuple[subprocess.Popen[str], int]]:
+def running(
+    how: str = "", folder: str | Path = "/", popen: type["subprocess.Popen[str]"] = quick_start.Popen
+) -> Iterator[tuple["subprocess.Popen[str]", int]]:
     """A program amid a call on two ranks, and the process of its other rank. how: the call that gets SIGINT, if any."""
     command = [sys.executable, "-c", HEAD + WAIT, str(MODEL), how]
-    program = subprocess.Popen(command, cwd="/", env=environment(), stdout=subprocess.PIPE, text=True, stderr=subprocess.STDOUT)
+    program = popen(command, cwd=folder, env=environment(), stdout=subprocess.PIPE, text=True, stderr=subprocess.STDOUT)
     try:
         other = int(program.stdout.readline()) if program.stdout else 0
         yield program, other
@@ -117,8 +118,11 @@ def running(how: str = "") -> Iterator[tuple[subprocess.Popen[str], int]]:
         program.wait()
 
 
-def test_a_killed_program_leaves_no_rank() -> None:
-    with running() as (program, _):
+def test_a_killed_program_leaves_no_rank(tmp_path: Path) -> None:
+    """Also in a folder with modules of the names of ours, which new processes must not import."""
+    for name in ("engine", "model", "errors"):
+        (tmp_path / f"{name}.py").write_text("raise SystemExit('the wrong module')")
+    with running(folder=tmp_path, popen=subprocess.Popen) as (program, _):
         program.kill()
 
 

@@ -123,7 +123,7 @@ def test_files_that_are_refused(tmp_path: Path, here: Here, data: bytes | None, 
     assert not (tmp_path / "out").exists()
 
 
-@pytest.mark.long
+@pytest.mark.usefixtures("forked_commands")
 def test_commands_that_are_refused(tmp_path: Path, here: Here, monkeypatch: pytest.MonkeyPatch) -> None:
     given, out = tmp_path / "in", tmp_path / "out"
     given.write_bytes(jsonl(prompts(1)))

@@ -4,7 +4,6 @@ import asyncio
 import gc
 import json
 import random
-import subprocess
 import sys
 from collections.abc import AsyncIterator, Awaitable, Callable, Sequence
 from contextlib import suppress
@@ -23,6 +22,7 @@ from scripts.lib.load_generator import Answer, Request, keep_busy, keeps, offer,
 from scripts.lib.sse_client import StreamClient
 from server.metrics import Metrics
 from tests import MODELS
+from tests.support import quick_start
 from tests.support.command_line import environment
 from tests.support.ports import free_port
 from tests.support.server_process import ServerProcess
@@ -351,7 +351,7 @@ def test_what_the_frontend_costs() -> None:
     """All tokens of the stand-in engine pass through the real frontend, no faster than its steps. Every figure is present."""
     command = [sys.executable, "-m", "scripts.bench.serving.frontend", "--streams", "6", "--rate", "50", "--step", "20"]
     command += ["--new-tokens", "50", "--prompt-length", "40"]  # CPU time is counted in 10 ms, which few tokens may not take
-    done = subprocess.run(command, cwd=MODELS.parent, env=environment(), capture_output=True, text=True, timeout=600)
+    done = quick_start.run(command, cwd=MODELS.parent, env=environment(), capture_output=True, text=True, timeout=600)
     assert done.returncode == 0, done.stderr
     found = json.loads(done.stdout.splitlines()[-1])
     assert found["requests"] == 6 and not found["failed"]

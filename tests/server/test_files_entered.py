@@ -9,6 +9,7 @@ from tests import MODELS, ROOT
 from tests.support.server_process import ServerProcess
 
 SECONDS = 3.0  # for what a server does now and then, so that every run has it
+TRACED = "import sitecustomize; from cli import run; from server.__main__ import main; run(main)"  # whose processes are forked
 
 
 def ask(server: ServerProcess) -> None:
@@ -24,7 +25,7 @@ def test_files_that_a_streamed_chat_request_enters(tmp_path: Path) -> None:
     on = tmp_path / "on"
     on.write_bytes(b"\0")
     tracing = {"PYTHONPATH": ROOT / "tests" / "support" / "entered", "ENTERED": tmp_path}
-    with ServerProcess("--model", MODELS / "tiny-hybrid", ranks=1, environ=tracing, forked=False) as server:
+    with ServerProcess("--model", MODELS / "tiny-hybrid", ranks=1, program=("-c", TRACED), environ=tracing) as server:
         server.ready()
         ask(server)
         ask(server)
