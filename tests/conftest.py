@@ -107,7 +107,7 @@ def seed(session_seed: int, request: pytest.FixtureRequest) -> int:
     return number
 
 
-@pytest.fixture
+@pytest.fixture(scope="session")
 def in_turn(session_seed: int) -> Callable[..., Any]:
     """`in_turn(choices, place)`: one of the choices for the case with this number. In a run, successive cases get successive
     choices. The first one differs in each run, so over the runs each case gets every choice."""

@@ -4,11 +4,11 @@ import json
 import os
 import random
 import re
-import shutil
 import subprocess
 import sys
 from collections.abc import Callable
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -30,6 +30,7 @@ from scripts.corpus.documents import documents
 from server import launch as launch_server
 from server.settings import load_settings
 from tests import ROOT
+from tests.support import quick_start
 from tests.support.command_line import HYBRID, MODELS, Here, environment, launch
 from text.tokenizer import Tokenizer
 from text.tokenizer_files import load_tokenizer
@@ -193,7 +194,7 @@ def test_a_pipe_that_ranks_of_torchrun_would_share_is_refused() -> None:
     read, write = os.pipe()
     os.close(write)
     command = [sys.executable, "generate.py", HYBRID, "--device", "cpu"]
-    done = subprocess.run(
+    done = quick_start.run(
         command, stdin=read, cwd=ROOT, env=environment(RANK=0, WORLD_SIZE=1), capture_output=True, text=True, timeout=300
     )
     os.close(read)
@@ -405,10 +406,10 @@ def test_profile_writes_a_trace_with_module_names(here: Here, tmp_path: Path) ->
     assert {f"layer {layer} {part}" for layer in range(8) for part in ("attention", "mlp")} <= names
 
 
-@pytest.mark.long
-@pytest.mark.skipif(shutil.which("c++") is None, reason="torch.compile on a CPU needs a C++ compiler")
-def test_compiled_modules_say_the_same(here: Here, story: tuple[str, list[int]]) -> None:
-    """Two functions, each compiled for the prompt's many tokens and again for one, and never for another layer."""
+def test_compiled_modules_say_the_same(here: Here, story: tuple[str, list[int]], monkeypatch: pytest.MonkeyPatch) -> None:
+    """Two functions, each compiled for the prompt's many tokens and again for one, and never for another layer. Without the code of
+    the default backend, which takes the most time and which tests/training/test_executor.py runs."""
+    monkeypatch.setattr(torch, "compile", partial(torch.compile, backend="aot_eager"))
     prompt, ids = story
     torch._dynamo.reset()
     torch._dynamo.utils.counters.clear()

@@ -515,10 +515,10 @@ def test_blocks_are_read_where_they_are(seed: int) -> None:
 # --- log-probabilities -------------------------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("name", ["ladder", "desync-2x:4", "mistral"])
-def test_logprobs(name: str, seed: int) -> None:
+@pytest.mark.parametrize("place", range(2))
+def test_logprobs(place: int, in_turn: Callable[..., str], seed: int) -> None:
     """Log-probabilities of prompts and answers, with prompts computed at once, in chunks, and interrupted by a preemption."""
-    model = random_model(config_of(name))
+    model = random_model(config_of(in_turn(("ladder", "desync-2x:4", "mistral"), place)))
     submits = []
     for submit in random_submits(4):
         wanted = dict(prompt_logprobs=random.choice([None, 0, 1, 5]), logprobs=random.choice([None, 0, 3]))

@@ -231,7 +231,7 @@ def test_digits_of_a_number_have_an_end(engine: Engine, kind: str, in_turn: Call
     late, tokenizer = in_turn((False, True), kind == "number"), load_tokenizer(TINY)
     begun = [*tokenizer.encode('{"a":', add_special_tokens=False)]
     digits = {i: 30.0 for i in range(tokenizer.vocab_size) if tokenizer.token_bytes(i).isdigit()}
-    for schema in ({"type": kind}, {"type": "string"}):
+    for schema in ({"type": kind}, {"type": "string"})[: 1 + (kind == "number")]:
         grammar = grammar_of({"type": "object", "properties": {"a": schema}, "required": ["a"], "additionalProperties": False})
         params = SamplingParams(max_tokens=180, grammar=grammar, stop_token_ids=[1], logit_bias=digits, late_grammar=late)
         assert engine.submit(Submit("d", [5, 6, 7], params, begun)) is None

@@ -565,14 +565,15 @@ ENDS = ["</parameter>", "a</arg_value>b", "</tool_call>", '<|"|>', "'\"", "a\nb\
 CONSTANTS = [*ENDS, [ENDS[0], ENDS[1]], {'a "b"': [None, True, 1.5, {"<|": '"x"'}]}, {ENDS[3]: 1}, {}, [[]], 7, False, None]
 
 
-@pytest.mark.parametrize("family", NO_JSON)
-def test_no_value_or_name_ends_a_call_early(family: str) -> None:
+@pytest.mark.parametrize(("place", "family"), list(enumerate(NO_JSON)))
+def test_no_value_or_name_ends_a_call_early(place: int, family: str, in_turn: Callable[..., list[Any]]) -> None:
     """It is written so that the parser reads it back, or refused."""
     refused, syntax = list[Any](), SYNTAXES[family]
     listed = [{name: {"const": 1}} for name in ENDS]
     values = ("5", "true", "None", "", ENDS[0], ENDS[1])
     mixed = [*({"a": {"enum": [value, 8]}} for value in values), {"a": {"enum": [ENDS[:2], "x"]}}]
-    for one in (*({"a": {"enum": [value]}} for value in CONSTANTS), *mixed, *listed):
+    asked = [*({"a": {"enum": [value]}} for value in CONSTANTS), *mixed, *listed]
+    for one in in_turn((asked[::2], asked[1::2]), place):
         schema = {"type": "object", "properties": one, "required": [*one]}
         tool = CallableTool(0, "f", schema, True)
         try:
@@ -585,12 +586,12 @@ def test_no_value_or_name_ends_a_call_early(family: str) -> None:
             refused.append(one)
             continue
         jsonschema.validate(arguments_of(text, syntax, schema), {**schema, "additionalProperties": False})
-    assert 0 < len(refused) < len(CONSTANTS), refused
+    assert (family == "gemma4" or refused) and len(refused) < len(CONSTANTS) / 2, refused  # that family writes most of them
 
 
 @pytest.mark.parametrize("family", NO_JSON)
 def test_many_constants_are_one_item_of_the_parser(family: str) -> None:
-    values = [f"{i} {''.join(random.choices(string.ascii_letters, k=10))}" for i in range(3000)]
+    values = [f"{i} {''.join(random.choices(string.ascii_letters, k=10))}" for i in range(2100)]
     schema = {"properties": {"a": {"type": "string", "enum": values}}, "required": ["a"]}
     found = compile_demand(Demand(tools=[CallableTool(0, "f", schema, True)], calls="must", syntax=SYNTAXES[family])).grammar
     assert arguments_of(write(found), SYNTAXES[family], schema)["a"] in values

@@ -144,7 +144,7 @@ def server() -> Iterator[ServerProcess]:
 
 
 ALL = {**HOSTILE, **HOSTILE_GRAMMARS, **MANY, **KEPT_LOGPROBS}
-OF = 6  # a run tries one of so many neighbours, because each keeps the server busy for seconds
+OF = 8  # a run tries one of so many neighbours, because each keeps the server busy for seconds
 
 
 @pytest.mark.parametrize("place", range(-(-len(ALL) // OF)))

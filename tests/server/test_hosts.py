@@ -160,12 +160,12 @@ def test_two_hosts_end_within_seconds_when_one_is_killed(
 
 
 def test_sigterm_at_the_second_host_drains(two_hosts: TwoHosts) -> None:
-    short = LONG | {"max_tokens": 100, "n": 2}
+    short = LONG | {"max_tokens": 50, "n": 2}
     with Server(two_hosts, "launch.py", "--drain-timeout", 2 * END_SECONDS) as server, ThreadPoolExecutor(1) as pool:
         answer = pool.submit(server.complete, **short)
         wait_until(lambda: server.metric("num_requests_running"), END_SECONDS, "the request runs")
         server.processes[1].send_signal(signal.SIGTERM)
-        assert answer.result()["usage"]["completion_tokens"] == 200
+        assert answer.result()["usage"]["completion_tokens"] == 100
         assert [code for code, _ in ended(server.processes)] == [0, 0]
 
 

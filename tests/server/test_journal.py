@@ -998,7 +998,7 @@ def test_a_full_disk_does_not_stop_the_server(sites: Sites, caplog: pytest.LogCa
 def test_kills_of_everything(tmp_path: Path) -> None:
     """All processes of a real server are killed while it streams, then the frontend of the next one."""
     flags = ("--model", MODELS / "tiny-hybrid", "--journal", tmp_path / "journal", "--api-key", "one", "--api-key", "two")
-    body = {"prompt": "Once upon a time", "max_tokens": 100, "ignore_eos": True, "seed": 5, "temperature": 0.9, "logprobs": 1}
+    body = {"prompt": "Once upon a time", "max_tokens": 60, "ignore_eos": True, "seed": 5, "temperature": 0.9, "logprobs": 1}
     with ServerProcess(*flags) as server:
         server.ready()
         wanted = server.http.post("/v1/completions", json=body, headers=as_client("one")).json()["choices"]

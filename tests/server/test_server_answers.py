@@ -1,4 +1,4 @@
-"""The layouts of answers of the whole server: streams, chats, schemas and tools, with the `openai` client against two gloo ranks."""
+"""The layouts of answers of the whole server: streams, chats, schemas and tools, with the `openai` client against one or two ranks."""
 
 import json
 import os

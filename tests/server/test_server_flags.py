@@ -53,7 +53,7 @@ def test_the_cache_limits_the_length(in_turn: Callable[..., Any]) -> None:
         assert response.status_code == 200, response.text
 
 
-# --- one process with a key, a short queue and a small body limit ----------------------------------------------------------
+# --- one process with a key and a short queue -----------------------------------------------------------------------------
 
 GATED = """
 import os, sys, time
@@ -74,7 +74,7 @@ KEY = "sk-rung-test"
 def narrow(tmp_path_factory: pytest.TempPathFactory) -> Iterator[ServerProcess]:
     """A server whose model loads only after the requests that test_loading checks."""
     gate = tmp_path_factory.mktemp("gate") / "open"
-    flags = ["--model", HYBRID, "--max-num-seqs", 1, "--max-queue", 1, "--max-body-mb", 0.1]
+    flags = ["--model", HYBRID, "--max-num-seqs", 1, "--max-queue", 1]
     with ServerProcess(*flags, program=("-c", GATED), environ={"TEST_GATE": gate, "RUNG_API_KEY": KEY}) as server:
         wait_until(lambda: server.health(), 300, "an answer from /health")
         server.while_loading = [  # type: ignore[attr-defined]
@@ -104,12 +104,6 @@ def test_a_wrong_key(narrow: ServerProcess) -> None:
     assert narrow.http.get("/v1/models").status_code == 401
     assert [narrow.http.get(path).status_code for path in ("/health", "/metrics", "/stats", "/docs", "/")] == [200] * 5
     assert KEY not in narrow.log
-
-
-def test_a_large_body(narrow: ServerProcess) -> None:
-    with pytest.raises(openai.APIStatusError) as caught:
-        narrow.client(KEY).completions.create(model=NAME, prompt="x" * 200_000)
-    assert (caught.value.status_code, caught.value.code) == (413, "body_too_large")
 
 
 def test_a_full_queue(narrow: ServerProcess) -> None:
@@ -175,7 +169,7 @@ def test_desync_and_a_drain() -> None:
 
         with socket.create_connection(("127.0.0.1", server.port)) as unfinished:
             unfinished.sendall(raw_request({"prompt": PROMPT})[:-1])  # the drain lasts until this client leaves
-            stream = ask(server, True, max_tokens=60)
+            stream = ask(server, True, max_tokens=30)
             assert stream.begun.wait(120)
             server.process.send_signal(signal.SIGTERM)
             wait_until(lambda: server.health() == 503, 60, "a /health that says no")
@@ -199,14 +193,14 @@ def test_ranks_that_all_get_the_signal() -> None:
             for r in (0, 1)
         )
         first.ready()
-        stream = ask(first, True, max_tokens=60)
+        stream = ask(first, True, max_tokens=30)
         assert stream.begun.wait(120)
         for rank in (first, second):
             rank.process.send_signal(signal.SIGTERM)
         choices = [event["choices"][0] for event in events_of(stream)]
         assert choices[-1]["finish_reason"] == "length"
         alone = Reference(path)
-        wanted = alone.generate(alone.encode(PROMPT), 60)
+        wanted = alone.generate(alone.encode(PROMPT), 30)
         assert PROMPT + "".join(choice["text"] for choice in choices) == alone.tokenizer.decode(alone.encode(PROMPT) + wanted)
         assert [first.wait(120), second.wait(120)] == [0, 0], (first.log, second.log)
 
