@@ -15,7 +15,7 @@ LINES = {  # of Python, by package
     "comm": 3_716,
     "training": 5_782,
     "scripts": 10_124,
-    "tests": 56_433,
+    "tests": 56_429,
 }
 INFERENCE_LINES = 46_035
 ROOT_FILES = 9
