@@ -183,7 +183,7 @@ def test_a_frozen_frontend_ends_with_its_engine(tmp_path: Path) -> None:
     script = tmp_path / "program.py"  # a file, because the spawned process imports it, too
     script.write_text(FROZEN)
     env = environment(PYTHONPATH=ROOT, TMPDIR=tmp_path)
-    with quick_start.Popen([sys.executable, str(script)], cwd=ROOT, env=env, stdout=subprocess.PIPE, text=True) as parent:
+    with subprocess.Popen([sys.executable, str(script)], cwd=ROOT, env=env, stdout=subprocess.PIPE, text=True) as parent:
         assert parent.stdout
         frontend = int(parent.stdout.readline())
         wait_until((tmp_path / "frozen").exists, START_SECONDS, "the frontend")
@@ -503,7 +503,7 @@ def test_ranks_that_ignore_a_signal_are_killed_in_time(tmp_path: Path) -> None:
     # one write a rank: two ranks' `print`s, which write a line and its end apart, may mix
     script.write_text("import signal, sys, time; signal.signal(15, signal.SIG_IGN); sys.stdout.write('up\\n'); time.sleep(600)")
     start = f"import launch, sys; sys.exit(launch.start_ranks(2, [{str(script)!r}], patience=1.0))"
-    with quick_start.Popen(
+    with subprocess.Popen(
         [sys.executable, "-c", start], cwd=ROOT, env=environment(), stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True
     ) as process:
         assert process.stdout and process.stderr
