@@ -44,7 +44,8 @@ class ArgumentGrammar:
     def _pairs(self, schema: dict[str, Any], path: str, depth: int) -> str:
         schema = resolved(schema, self._root)
         listed, required = schema.get("properties"), schema.get("required", [])
-        properties = {name: {} for name in required} | (listed or {})
+        unlisted = schema.get("additionalProperties")
+        properties = {name: unlisted if isinstance(unlisted, dict) else {} for name in required} | (listed or {})
         found = [
             (self._pair(name, self._value(one, f"{path}/properties/{name}", depth + 1, name), depth), name in required)
             for name, one in properties.items()

@@ -613,6 +613,14 @@ def test_a_listed_name_comes_once(family: str) -> None:
             assert accepts(found, text) and not accepts(found, text.replace("bb", "a")), text
 
 
+@pytest.mark.parametrize("family", NO_JSON)
+def test_a_required_name_that_is_not_listed_has_the_schema_of_such_names(family: str) -> None:
+    syntax, schema = SYNTAXES[family], {"properties": {"a": {}}, "required": ["z"], "additionalProperties": {"type": "integer"}}
+    found = compile_demand(Demand(tools=[CallableTool(0, "f", schema, True)], calls="must", syntax=syntax))
+    for value, fits in ((5, True), ("x", False)):
+        assert accepts(found.grammar, written(syntax, "f", json.dumps({"z": value}))) == fits
+
+
 @pytest.mark.parametrize(("family", "end"), [("qwen3_coder", "</parameter>"), ("glm45", "</arg_value>")])
 def test_a_text_in_tags_has_no_closing_tag(family: str, end: str) -> None:
     for bounds in ({}, {"minLength": 20, "maxLength": 60}):
