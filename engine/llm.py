@@ -507,17 +507,15 @@ def _one_each(params: SamplingParams | Sequence[SamplingParams] | None, count: i
     return [_with_checked_ids(one) for one in params]
 
 
-def _with_calls(
-    tokenizer: Tokenizer, tools: Sequence[Mapping[str, Any]], prompt: Sequence[int], params: SamplingParams
-) -> SamplingParams:
+def _with_calls(tokenizer: Tokenizer, tools: Sequence[Any], prompt: list[int], params: SamplingParams) -> SamplingParams:
     """With the grammar of the tools' calls, unless the answer has a format of its own, or does not end. prompt: its token ids."""
     if params.ignore_eos or params.grammar or any(getattr(params, name) is not None for name in FORMATS):
         return params
     template = tokenizer.pick_template(None, with_tools=True)
     reasoning, inside = reasoning_after(tokenizer, reasoning_of(template), prompt)
     marks = Marks(reasoning.start, reasoning.end, inside) if reasoning else None
-    grammar = calls_grammar(tokenizer, template, json.dumps(tools), marks)
-    return replace(params, grammar=grammar, late_grammar=grammar is not None, grammar_optional=grammar is not None)
+    grammar, strict = calls_grammar(tokenizer, template, json.dumps(tools), marks)
+    return replace(params, grammar=grammar, late_grammar=bool(grammar), grammar_optional=bool(grammar) and not strict)
 
 
 def _with_checked_ids(params: SamplingParams) -> SamplingParams:

@@ -204,25 +204,25 @@ def _count_optional(tool: CallableTool) -> int:
 
 
 @lru_cache(maxsize=32)  # for many prompts
-def calls_grammar(tokenizer: Tokenizer, template: str, tools: str, reasoning: Marks | None) -> str | None:
-    """The grammar of free text with calls of the tools, a JSON list as in /v1/chat/completions; None if they stay free: where the template
-    does not tell how they are written, and where a schema is wrong, which a note says. Raises UserError if that one is strict."""
+def calls_grammar(tokenizer: Tokenizer, template: str, tools: str, reasoning: Marks | None) -> tuple[str | None, bool]:
+    """The grammar of free text with calls of the tools, a JSON list as in /v1/chat/completions, and whether one is strict. None: they stay
+    free, as the template does not tell how they are written, or a schema is wrong, which a note says. Raises UserError if it is strict."""
     functions = [tool["function"] for tool in json.loads(tools)]
     found = [CallableTool(i, f["name"], f.get("parameters"), f.get("strict") is True) for i, f in enumerate(functions)]
     strict = any(tool.strict for tool in found)
     syntax = SYNTAXES.get(syntax_of(template) or "")
     if tokenizer.no_grammars or syntax is None or (syntax is JSON and not strict):  # as JSON is only a guess
-        return None
+        return None, strict
     try:
         compiled = compile_demand(Demand(tools=found, syntax=syntax, reasoning=reasoning).with_special(tokenizer))
     except SchemaError as e:
         if strict:
             raise UserError(f"tools have a schema that cannot be enforced: {e}") from None
         note(f"the arguments of calls are not constrained: {e}")
-        return None
+        return None, strict
     if compiled.not_enforced:
         note(f"not enforced of tools: {', '.join(compiled.not_enforced)}")
-    return compiled.grammar
+    return compiled.grammar, strict
 
 
 class AnswerRules(Rules):

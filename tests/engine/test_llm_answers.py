@@ -76,15 +76,16 @@ def test_arguments_of_calls_fit_their_schemas(llm: LLM, tmp_path: Any, monkeypat
     stream = llm.stream
     monkeypatch.setattr(llm, "stream", lambda ids, params, **more: asked.extend(params) or stream(ids, params, **more))
     base = llm.tokenizer.chat_templates["default"]
-    for marks in ("{# <tool_call> #}", "{# <tool_call> <think></think> #}", "{# [TOOL_CALLS] #}", ""):
-        template = base + marks
+    strict = [{**TOOLS[0], "function": {**TOOLS[0]["function"], "strict": True}}]
+    for marks in ("<tool_call>", "<tool_call> <think></think>", "[TOOL_CALLS]", "<tool_call> strict", ""):
+        template, given["tools"] = base + f"{{# {marks} #}}", strict if "strict" in marks else TOOLS
         monkeypatch.setitem(llm.tokenizer.chat_templates, "default", template)
         (file := tmp_path / "template").write_text(template)
         site = Site(tmp_path, chat_template=str(file)).start()
         assert site.http.post("/v1/chat/completions", json=given).status_code == 200
         (http,) = site.engine.submits
         site.close()
-        llm.chat([ASKED] * 2, SamplingParams(max_tokens=2), tools=TOOLS)
+        llm.chat([ASKED] * 2, SamplingParams(max_tokens=2), tools=given["tools"])
         names = ("grammar", "late_grammar", "grammar_optional", "kept_special")
         for one in asked[-2:]:
             assert [getattr(one, name) for name in names] == [getattr(http.params, name) for name in names]
@@ -112,13 +113,12 @@ def test_odd_schemas_of_tools(llm: LLM, monkeypatch: pytest.MonkeyPatch, capfd: 
     template = llm.tokenizer.chat_templates["default"] + f"{{# <tool_call> {random.random()} #}}"
     monkeypatch.setitem(llm.tokenizer.chat_templates, "default", template)
     odd, short = {"properties": {"a": {"type": "string"}}, "not": {}}, SamplingParams(max_tokens=2)
-    tool = {"type": "function", "function": {"name": "x", "parameters": odd}}
+    free, strict = ([{"function": {"name": "x", "parameters": odd, "strict": strict}}] for strict in (False, True))
     capfd.readouterr()
-    llm.chat([ASKED] * 3, short, tools=[tool])
+    llm.chat([ASKED] * 3, short, tools=free)
     assert capfd.readouterr().err == "not enforced of tools: tools.0.function.parameters#/not\n"
-    tool["function"] = {**tool["function"], "strict": True}  # type: ignore[dict-item]
     with pytest.raises(UserError, match=r"^tools have a schema that cannot be enforced: "):
-        llm.chat(ASKED, short, tools=[tool])
+        llm.chat(ASKED, short, tools=strict)
 
 
 def test_what_is_not_enforced_is_said_once(llm: LLM, capfd: pytest.CaptureFixture[str], seed: int) -> None:
