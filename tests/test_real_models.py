@@ -131,10 +131,9 @@ def test_two_models_are_compared_as_defined(seed: int) -> None:
     new, old = (LLM(MODELS / name, dtype="float32") for name in ("tiny-hybrid", "tiny-standard"))
     chat = [{"role": "user", "content": "What did Tom find?"}, {"role": "assistant", "content": random.choice(THINGS)}]
     found = compare(new, old, read := f"There was a {random.choice(THINGS)} and a {random.choice(THINGS)}.", [chat])
-    ids = encode_chat(new.tokenizer, chat, add_generation_prompt=False)
+    ids = torch.tensor([encode_chat(new.tokenizer, chat, add_generation_prompt=False)])
     with torch.inference_mode():
-        given = torch.tensor([ids]), Causal(len(ids), new.world.device)
-        p, q = (one.model(*given)[0].double().softmax(-1) for one in (old, new))
+        p, q = (one.model(ids, Causal(ids.shape[1], ids.device))[0].double().softmax(-1) for one in (old, new))
     assert found["kl"] == pytest.approx(float((p * (p / q).log()).sum(-1).mean()), rel=1e-3) and found["kl"] > 1e-3
     assert found["same"] == pytest.approx(float((p.argmax(-1) == q.argmax(-1)).double().mean()))
     assert math.log(found["perplexity"]) == pytest.approx(-fmean(new.score(read).logprobs[1:]), rel=1e-5)

@@ -62,9 +62,9 @@ def write(llm: LLM, args: argparse.Namespace) -> None:
         known = [json.loads(line) for line in whole]
         done, number = sum(row["tokens"] for row in known), known[-1]["batch"] + 1 if known else args.first
         bar = tqdm(total=args.tokens, initial=done, unit="token", unit_scale=True)
-        for rows in batches(llm, args.length, args.batch, args.temperature, number):
-            if done >= args.tokens:
-                return
+        source = batches(llm, args.length, args.batch, args.temperature, number)
+        while done < args.tokens:
+            rows = next(source)
             file.write(b"".join(json.dumps(row).encode() + b"\n" for row in rows))
             file.flush()
             done += sum(row["tokens"] for row in rows)
