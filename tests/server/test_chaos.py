@@ -106,7 +106,7 @@ def test_a_replay_has_the_same_bits_with_the_deterministic_mode(seed: int) -> No
     """A rank is killed in the middle of an answer. The ranks that go on compute in one step what was generated one by one, and the text
     and all log-probabilities are those of an undisturbed answer."""
     flags = ("--model", MODELS / "tiny-hybrid", "--dtype", "bfloat16", "--deterministic", "--max-restarts", 1000)
-    body = {"prompt": "Once upon a time", "max_tokens": 30, "ignore_eos": True, "seed": seed, "logprobs": 3}
+    body = {"prompt": "Once upon a time", "max_tokens": 60, "ignore_eos": True, "seed": seed, "logprobs": 3}
     with ServerProcess(*flags, ranks=2) as server:
         server.ready()
         (wanted,) = server.http.post("/v1/completions", json=body).json()["choices"]
@@ -118,12 +118,12 @@ def test_a_replay_has_the_same_bits_with_the_deterministic_mode(seed: int) -> No
                 (choice,) = json.loads(line.removeprefix("data: "))["choices"]
                 text, received = text + choice["text"], received + 1
                 logprobs += zip(*(choice["logprobs"][name] for name in LOGPROBS), strict=True) if choice["logprobs"] else []
-                if received == 10:
+                if received == 20:
                     os.kill(random.choice(server.rank_pids()), signal.SIGKILL)
         wait_until(lambda: server.metrics()["rung:recoveries_total"] == 1, 60, "a recovery")  # if the answer ended before
         assert text == wanted["text"]
         assert logprobs == list(zip(*(wanted["logprobs"][name] for name in LOGPROBS), strict=True))
-        assert len(logprobs) == 30
+        assert len(logprobs) == 60
 
 
 def test_torchrun_starts_the_whole_server_again(in_turn: Callable[..., int]) -> None:
