@@ -15,7 +15,7 @@ LINES = {  # of Python, by package
     "comm": 3_716,
     "training": 5_782,
     "scripts": 10_124,
-    "tests": 56_437,
+    "tests": 56_453,
 }
 INFERENCE_LINES = 46_034
 ROOT_FILES = 9

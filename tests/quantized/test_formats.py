@@ -17,7 +17,7 @@ from torch import Tensor
 from checkpoints.memory import weight_bytes
 from checkpoints.presets import model_config
 from checkpoints.weights import load_model
-from config import ModelConfig, with_variant
+from config import Experts, ModelConfig, with_variant
 from errors import UserError
 from kernels import determinism
 from layers.attention import Causal
@@ -137,6 +137,18 @@ def test_variants_read_quantized_checkpoints(variant: str, ranks: Ranks, tmp_pat
     for count in (1, 2, 4):
         for found in ranks.run(count, logits_of, tmp_path, tokens):
             assert error(found, expected) < NEAR, name
+
+
+def test_experts_are_read_in_each_format(ranks: Ranks, in_turn: Callable[..., Any], tmp_path: Path, seed: int) -> None:
+    """Where activations are rounded, too, only the reading is looked at."""
+    shape = replace(SHAPE, family="mixtral", experts=Experts(3, 2, True))
+    names = in_turn((list(FORMATS)[::3], list(FORMATS)[1::3], list(FORMATS)[2::3]), 0)
+    for name in names:
+        write(shape, FORMATS[name], tmp_path / name, tmp_path / "plain" / name)
+        tokens = torch.randint(0, shape.vocab_size, (1, 7))
+        expected = logits_of(ALONE, tmp_path / "plain" / name, tokens)
+        for found in ranks.run(in_turn((1, 2), 0), logits_of, tmp_path / name, tokens):
+            assert error(found, expected) < (NEAR if FORMATS[name].activations == "none" else 1), name
 
 
 @pytest.mark.parametrize(

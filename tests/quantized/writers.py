@@ -43,7 +43,8 @@ def linear_shapes(config: ModelConfig) -> dict[str, tuple[int, int]]:
     found = {}
     for i in range(config.n_layers):
         found |= {f"model.layers.{i}.self_attn.{name}_proj": shape for name, shape in shapes.items()}
-        found |= {f"model.layers.{i}.mlp.{name}_proj": shape for name, shape in mlp.items()}
+        for of in [f"experts.{e}." for e in range(config.experts.count)] if config.experts else [""]:
+            found |= {f"model.layers.{i}.mlp.{of}{name}_proj": shape for name, shape in mlp.items()}
     return found
 
 
@@ -54,6 +55,9 @@ def write(config: ModelConfig, format: Format, quantized: Path, plain: Path) -> 
     norms = ("input",) if config.variant == "parallel" else ("input", "post_attention")
     names = [f"model.layers.{i}.{norm}_layernorm" for i in range(config.n_layers) for norm in norms]
     common |= {f"{name}.weight": torch.rand(config.hidden_size) + 0.5 for name in (*names, "model.norm")}
+    if config.experts:
+        routers = [f"model.layers.{i}.mlp.gate.weight" for i in range(config.n_layers)]
+        common |= {name: torch.randn(config.experts.count, config.hidden_size) for name in routers}
     ours, theirs = dict(common), dict(common)
     for name, (n, k) in linear_shapes(config).items():
         if any(kept in name for kept in format.kept):
