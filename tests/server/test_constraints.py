@@ -591,7 +591,7 @@ def test_no_value_or_name_ends_a_call_early(place: int, family: str, in_turn: Ca
 
 @pytest.mark.parametrize("family", NO_JSON)
 def test_many_constants_are_one_item_of_the_parser(family: str) -> None:
-    values = [f"{i} {''.join(random.choices(string.ascii_letters, k=10))}" for i in range(2100)]
+    values = [f"{i} {''.join(random.choices(string.ascii_letters, k=10))}" for i in range(3000)]
     schema = {"properties": {"a": {"type": "string", "enum": values}}, "required": ["a"]}
     found = compile_demand(Demand(tools=[CallableTool(0, "f", schema, True)], calls="must", syntax=SYNTAXES[family])).grammar
     assert arguments_of(write(found), SYNTAXES[family], schema)["a"] in values
