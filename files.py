@@ -25,7 +25,7 @@ JSON_KINDS = {
     list: "a list",
     dict: "an object",
 }
-FOLDERS = "", "checkpoints/", "comm/", "engine/", "engine/*/", "kernels/", "layers/", "quantized/", "ranks/", "text/"
+FOLDERS = "", "checkpoints/", "comms/", "engine/", "engine/*/", "kernels/", "layers/", "quantized/", "ranks/", "text/"
 ENGINE = (*(f"{folder}*.py" for folder in FOLDERS), "checkpoints/*.toml")  # the files that decide what a model computes
 WEIGHTS = "model.safetensors", "model.safetensors.index.json", "pytorch_model.bin", "pytorch_model.bin.index.json", "model.pth"
 AUTOGPTQ = "gptq_model-*.safetensors"  # what AutoGPTQ calls its only file. Of those above the first counts, as in transformers

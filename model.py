@@ -15,7 +15,7 @@ partial sum of h_i; AR is the all-reduce, the sum over ranks.
 Where only some tokens are wanted, as at the end of a prompt, the last block goes on with these `rows` after its attention: all
 tokens need keys and values there, and nothing more.
 
-Blocks pass on a `Residual` stream (`comm/residual.py`). A module reads it when all of its all-reduces but the newest `lag` have
+Blocks pass on a `Residual` stream (`comms/residual.py`). A module reads it when all of its all-reduces but the newest `lag` have
 been added: 0 is standard, 1 a ladder. So a hybrid can mix the two; its first ladder layer, too, reads the stream without the output
 of the module before it, the MLP of the last standard layer.
 """
@@ -27,7 +27,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from comm import Communicator, Local, NoCommunication, Residual
+from comms import Communicator, Local, NoCommunication, Residual
 from config import FAMILIES, ModelConfig
 from kernels import determinism
 from kernels.embedding import embedding_shard

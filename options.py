@@ -7,13 +7,13 @@ from collections.abc import Callable, Collection
 from dataclasses import MISSING, dataclass, field, fields
 from typing import Any
 
-from comm.registry import KNOWN
+from comms.registry import KNOWN
 from config import usage
 from quantized.scheme import QUANTIZATIONS
 
 DTYPE_NAMES = ("float32", "bfloat16", "float16")
 KV_DTYPES = ("auto", "fp8")
-OVERLAPS = ("auto", "overlapped", "few-sms", "deferred", "copy-engines")  # `auto`, and `comm.interface.SCHEDULES`
+OVERLAPS = ("auto", "overlapped", "few-sms", "deferred", "copy-engines")  # `auto`, and `comms.interface.SCHEDULES`
 TUNE_SECONDS = 30  # at a model's first start on a GPU, at most, to find its fastest kernels
 MOST_DRAFT_TOKENS = 64
 LARGEST = 1e9  # of the numbers that flags take; a thread can wait for at most 9.2e9 seconds

@@ -16,10 +16,10 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.distributed import FileStore, PrefixStore, Store  # type: ignore[attr-defined]
 
-from comm import Communicator, Local
-from comm.private_gloo import PRIVATE_GLOO
-from comm.process_group import SHARE_GPUS, may_share_gpus, prepare_shared_gpus
-from comm.registry import choose
+from comms import Communicator, Local
+from comms.private_gloo import PRIVATE_GLOO
+from comms.process_group import SHARE_GPUS, may_share_gpus, prepare_shared_gpus
+from comms.registry import choose
 from config import ModelConfig, require_dense
 from errors import UserError
 from kernels import determinism

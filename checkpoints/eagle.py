@@ -30,7 +30,7 @@ from torch import Tensor, nn
 from checkpoints.hf_config import config_from_hf
 from checkpoints.sources import Source, open_files
 from checkpoints.weights import Place, check_names, fill_all, linear_place, whole_place
-from comm import Communicator, Local, Residual
+from comms import Communicator, Local, Residual
 from config import ModelConfig
 from errors import UserError
 from files import CONFIG_BYTES, count, get, read_json, shown

@@ -13,7 +13,7 @@ from checkpoints.eagle import EagleConfig, EagleHead, check_head, is_head, load_
 from checkpoints.memory import weight_bytes
 from checkpoints.presets import has_random_weights, model_config
 from checkpoints.weights import load_model
-from comm import Local
+from comms import Local
 from config import ModelConfig
 from errors import UserError
 from files import model_folder

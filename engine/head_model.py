@@ -4,7 +4,7 @@ import torch
 from torch import Tensor
 
 from checkpoints.eagle import EagleHead
-from comm import Local
+from comms import Local
 from engine.step_inputs import ROUND
 from model import Transformer
 

@@ -22,8 +22,8 @@ import torch
 from torch import Tensor
 from tqdm import tqdm
 
-from comm.interface import fault_word, raise_fault
-from comm.table import bucket
+from comms.interface import fault_word, raise_fault
+from comms.table import bucket
 from engine.head_model import HeadModel
 from engine.paged_cache import PagedCache
 from engine.protocol import SamplingParams, TokenLogprobs
@@ -82,7 +82,9 @@ class InFlightStep:
     streams: list[Tensor] = field(default_factory=list)  # (T, C) each, of all rows; a later launch may overwrite them
     drawn: Tensor | None = None  # (W,) int64, on the device
     tokens: Tensor | None = None  # the same in host memory, valid after `ready`
-    fault: Tensor | None = None  # of the waits for other ranks until then, valid after `ready`; see `comm.interface.fault_word`
+    fault: Tensor | None = (
+        None  # of the waits for other ranks until then, valid after `ready`; see `comms.interface.fault_word`
+    )
     scored: list[int] = field(default_factory=list)  # the draws whose requests ask for log-probabilities
     logprobs: PendingLogprobs | None = None  # of these, valid after `ready`
     pooled: Pooled | None = None  # valid after `ready`

@@ -1,8 +1,8 @@
-"""Chooses how a ladder's all-reduces are computed in steps of each size (`comm.interface.Schedule`).
+"""Chooses how a ladder's all-reduces are computed in steps of each size (`comms.interface.Schedule`).
 
 An all-reduce that is hidden behind the next module takes SMs from it, and one that is not hidden can be fused with what follows.
 Which is faster depends on the sizes of both, so the whole step is measured, with each schedule, on invented inputs. The times are
-kept in a file, as those of all-reduces (`comm/table.py`). All ranks take the same choices, because the time of the slowest rank
+kept in a file, as those of all-reduces (`comms/table.py`). All ranks take the same choices, because the time of the slowest rank
 counts.
 """
 
@@ -19,8 +19,8 @@ from typing import Any, NamedTuple, cast
 
 import torch
 
-from comm.interface import LEAST_COPIED, SCHEDULES, Communicator, Schedule
-from comm.table import Table, load, machine_key, save
+from comms.interface import LEAST_COPIED, SCHEDULES, Communicator, Schedule
+from comms.table import Table, load, machine_key, save
 from engine.head_model import HeadModel
 from kernels.dispatch import successive_seconds
 from model import Transformer
@@ -82,7 +82,7 @@ class Graphs:
 
 
 CODE = (  # files that decide how long a step takes
-    "comm/*.py",
+    "comms/*.py",
     "kernels/*.py",
     "quantized/weight.py",
     "engine/runner.py",
@@ -201,7 +201,7 @@ class Schedules:
 
 def table_key(model: Transformer | HeadModel, world: World, kv_dtype: str) -> dict[str, str]:
     """What the times of a model's steps depend on: the machine, the links between the ranks, and the model. Collective, on GPUs."""
-    from comm.workspace import links  # imports Triton, which a machine without a GPU need not have
+    from comms.workspace import links  # imports Triton, which a machine without a GPU need not have
 
     adapted = " adapters" if getattr(model, "step_adapters", None) else ""  # which changes what is fused
     shape = f"{model.config!r} {model.comm.name} {kv_dtype}{adapted}"

@@ -17,7 +17,7 @@ from torch import Tensor
 from tqdm import tqdm
 
 from checkpoints.eagle import EagleHead
-from comm.table import PLAUSIBLE, Table, Times, from_rank_0, machine_key, read, write
+from comms.table import PLAUSIBLE, Table, Times, from_rank_0, machine_key, read, write
 from kernels.linear_config import MAX_ROWS, PROMPT_ROWS, Config, Shape, format_config, shipped_now, use
 from kernels.linear_quantized import Packed, has_scaled_product
 from kernels.linear_tuning import (

@@ -5,7 +5,7 @@ BLOCKS) int64, `ready_flags` (N, BLOCKS) int64, `partials` (N, R, C) and `rows` 
 An arrival flag is the epoch in which a block of BLOCK_ROWS rows of its source has arrived. A ready flag is the epoch in which
 the rows of its source may be copied from the source; it is stored BLOCKS times. Epochs only increase, so a reader waits until
 the flag is at least the epoch. The epoch is in device memory and `advance` increments it, so a CUDA graph may replay all of
-this any number of times. `comm/row_buffers.py` writes the partial sums and rows; its docstring says when they may be
+this any number of times. `comms/row_buffers.py` writes the partial sums and rows; its docstring says when they may be
 overwritten.
 """
 

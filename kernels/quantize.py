@@ -1,6 +1,6 @@
 """Triton kernels of the quantized all-reduce: quantize and pack; unpack, dequantize and add.
 
-`comm/quantize.py` defines the records and their arithmetic in PyTorch. These kernels give bitwise the same bytes and sums.
+`comms/quantize.py` defines the records and their arithmetic in PyTorch. These kernels give bitwise the same bytes and sums.
 Formats are passed as (bits, symmetric, floating), so that nothing is imported from `comm`. `kernels/quantized_all_reduce.py`
 uses the same device functions. The kernels also run in Triton's interpreter (TRITON_INTERPRET=1). This module requires Triton.
 """
@@ -240,7 +240,7 @@ def _dequantize_sum(
 
 
 def quantize(x: Tensor, bits: int, symmetric: bool, floating: bool) -> Tensor:
-    """(G, group) fp32, bf16 or fp16 to (G, record bytes) uint8 records: `comm.quantize.quantize_reference` defines it."""
+    """(G, group) fp32, bf16 or fp16 to (G, record bytes) uint8 records: `comms.quantize.quantize_reference` defines it."""
     groups, group = x.shape
     record = (2 if symmetric or floating else 4) + group * bits // 8
     records = torch.empty(groups, record, dtype=torch.uint8, device=x.device)
@@ -252,7 +252,7 @@ def quantize(x: Tensor, bits: int, symmetric: bool, floating: bool) -> Tensor:
 
 
 def dequantize_sum(records: Tensor, bits: int, symmetric: bool, floating: bool) -> Tensor:
-    """(N, G, record bytes) uint8 to the sum (G, group) fp32: `comm.quantize.dequantize_sum_reference` defines it."""
+    """(N, G, record bytes) uint8 to the sum (G, group) fp32: `comms.quantize.dequantize_sum_reference` defines it."""
     ranks, groups, record = records.shape
     group = (record - (2 if symmetric or floating else 4)) * 8 // bits
     sums = torch.empty(groups, group, dtype=torch.float32, device=records.device)

@@ -15,7 +15,7 @@ Codes and headers are in separate planes of a buffer, so that both are stored as
 bits (bf16) and, in the upper half, the zero point (int16). Two 4-bit codes share a byte: value j of a group's first half in the
 low bits, value j of its second half in the high ones.
 
-A group's bytes depend on its own values only. So the result is bitwise that of `comm.quantized.quantized_all_reduce`, wherever
+A group's bytes depend on its own values only. So the result is bitwise that of `comms.quantized.quantized_all_reduce`, wherever
 the two cut the message. In particular, both pad the last group with its last value.
 """
 
@@ -46,7 +46,7 @@ _FLAG_BYTES = tl.constexpr(flag_bytes(1))
 @dataclass(frozen=True)
 class WireFormat:
     """How messages are encoded: groups of `group` values (a power of two from 16 to 4096), with 4 or 8 bits a value in each
-    of the two exchanges. symmetric, floating: as in `comm.quantize.Format`."""
+    of the two exchanges. symmetric, floating: as in `comms.quantize.Format`."""
 
     group: int
     reduce_bits: int

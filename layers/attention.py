@@ -13,7 +13,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from comm import Communicator
+from comms import Communicator
 from config import ModelConfig
 from errors import UserError
 from kernels import determinism, exact

@@ -43,7 +43,7 @@ class SparseMLP(nn.Module):
     limit, the activation is `clamped_swiglu`.
 
     Each expert is split over the shards as a dense MLP is. A fused weight has the experts one after another. Communicators call it as a
-    layer that is not fused with them (`comm.interface.Layer`).
+    layer that is not fused with them (`comms.interface.Layer`).
     """
 
     only_called = True

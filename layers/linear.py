@@ -48,7 +48,7 @@ class LayerAdapters(NamedTuple):
 class ShardedLinear(nn.Module):
     """This shard's part of one linear layer, or of several layers with the same input, fused into one weight.
 
-    What communicators read of it (`only_called`, `multiplied`, …) is explained in `comm.interface.Linear`.
+    What communicators read of it (`only_called`, `multiplied`, …) is explained in `comms.interface.Linear`.
 
     layer: the number of the block, which is part of the layer's name; None for the embedding and the output layer.
 

@@ -38,7 +38,7 @@ from checkpoints.presets import has_random_weights, model_config
 from checkpoints.sources import INDEX, Source, weights_fingerprint
 from checkpoints.weights import DTYPES, check_plain, check_source, fill, full_shape, module_places, places
 from cli import Parser, note, run
-from comm import Local, Residual
+from comms import Local, Residual
 from config import ModelConfig, require_dense
 from engine.draft_models import EMBEDDED
 from engine.llm import encode_texts

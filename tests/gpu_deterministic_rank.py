@@ -17,9 +17,9 @@ from torch import Tensor
 from checkpoints.presets import model_config
 from checkpoints.weights import load_model
 from cli import run
-from comm import Communicator, Local
-from comm.interface import SCHEDULES
-from comm.registry import choose
+from comms import Communicator, Local
+from comms.interface import SCHEDULES
+from comms.registry import choose
 from engine import LLM
 from engine.limits import EngineLimits
 from engine.schedules import Graphs

@@ -22,7 +22,7 @@ from checkpoints.hf_config import config_from_hf, config_to_hf
 from checkpoints.presets import model_config, preset
 from checkpoints.sources import INDEX, PTH, SINGLE, open_source, weights_fingerprint
 from checkpoints.weights import build_model, check_source, load_model, places
-from comm import Communicator, Local, NoCommunication
+from comms import Communicator, Local, NoCommunication
 from config import ModelConfig, with_variant
 from errors import UserError
 from layers.attention import Causal
@@ -713,7 +713,7 @@ MEASURE = """
 import sys, torch
 sys.path.insert(0, sys.argv[1])
 from checkpoints import sources, weights
-from comm import NoCommunication
+from comms import NoCommunication
 from checkpoints.presets import model_config
 from tp import World
 

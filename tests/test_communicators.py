@@ -3,9 +3,9 @@
 import pytest
 import torch
 
-from comm.private_gloo import PRIVATE_GLOO
-from comm.quantize import WIDTHS
-from comm.registry import COMMUNICATORS, KNOWN, choose, is_quantized
+from comms.private_gloo import PRIVATE_GLOO
+from comms.quantize import WIDTHS
+from comms.registry import COMMUNICATORS, KNOWN, choose, is_quantized
 from errors import UserError
 from tests.support.ranks import Ranks
 from tp import World

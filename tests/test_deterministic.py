@@ -19,8 +19,8 @@ import generate
 from checkpoints import weights
 from checkpoints.export import save_checkpoint
 from checkpoints.presets import model_config
-from comm import Local, TreeCommunicator
-from comm.registry import choose
+from comms import Local, TreeCommunicator
+from comms.registry import choose
 from engine.core import Engine
 from engine.draft_costs import Costs
 from engine.limits import EngineLimits

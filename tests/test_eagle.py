@@ -16,8 +16,8 @@ from torch import Tensor
 from checkpoints import eagle
 from checkpoints.eagle import check_head, is_head, read_head
 from checkpoints.hf_config import config_to_hf
-from comm import Local
-from comm.interface import SCHEDULES, Schedule
+from comms import Local
+from comms.interface import SCHEDULES, Schedule
 from config import ModelConfig, with_variant
 from errors import UserError
 from layers.attention import Causal

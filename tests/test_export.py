@@ -16,7 +16,7 @@ from checkpoints.export import add_modeling, save_checkpoint
 from checkpoints.hf_config import config_from_hf, read_config
 from checkpoints.presets import preset
 from checkpoints.weights import load_model, random_weights
-from comm import Local
+from comms import Local
 from config import FAMILIES, ModelConfig, with_variant
 from layers.attention import Causal
 from model import Transformer

@@ -20,7 +20,7 @@ import transformers
 import generate as command_module
 from checkpoints.presets import model_config, preset
 from checkpoints.weights import build_model
-from comm import Local
+from comms import Local
 from engine import LLM, SamplingParams
 from engine.llm import Timing
 from errors import UserError

@@ -8,7 +8,7 @@ import torch
 
 from checkpoints.presets import PRESETS
 from checkpoints.weights import load_model
-from comm import Local
+from comms import Local
 from config import with_variant
 from layers.attention import Causal
 from tests.support.gpus import most_ranks, torchrun

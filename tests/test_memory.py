@@ -14,7 +14,7 @@ from checkpoints.lora import LoraLimits, adapted_layers
 from checkpoints.memory import cache_bytes, check_memory, weight_bytes
 from checkpoints.presets import has_random_weights, model_config, preset
 from checkpoints.weights import load_model
-from comm import Local
+from comms import Local
 from config import with_variant
 from engine.adapters import Adapters
 from engine.paged_cache import CODES, PagedCache

@@ -7,7 +7,7 @@ from dataclasses import MISSING, dataclass, fields
 import pytest
 
 from cli import Parser
-from comm.interface import SCHEDULES
+from comms.interface import SCHEDULES
 from errors import UserError
 from generate import parse_args
 from options import OVERLAPS, ModelOptions, above_zero, add_options, count, option, zero_or_more

@@ -16,7 +16,7 @@ from checkpoints.export import save_checkpoint
 from checkpoints.hf_config import read_config
 from checkpoints.sources import INDEX, SINGLE, open_source
 from checkpoints.weights import random_weights
-from comm import Local, NoCommunication
+from comms import Local, NoCommunication
 from config import with_variant
 from errors import UserError
 from model import Transformer

@@ -14,9 +14,9 @@ import torch.distributed as dist
 from safetensors.torch import load_file
 from torch import Tensor
 
-import comm
+import comms
 from checkpoints import sources
-from comm.interface import SCHEDULES
+from comms.interface import SCHEDULES
 from config import ModelConfig, with_variant
 from errors import UserError
 from layers.attention import Causal
@@ -169,7 +169,7 @@ def upper_bound_logits(world: World, directory: Path, tokens: Tensor) -> tuple[T
     with pytest.MonkeyPatch.context() as patch:
         for name in "all_reduce", "all_to_all_single":  # of long sums and of short ones
             patch.setattr(dist, name, counted("sum", getattr(dist, name)))
-        patch.setattr(comm.process_group, "all_gather", counted("gather", comm.process_group.all_gather))
+        patch.setattr(comms.process_group, "all_gather", counted("gather", comms.process_group.all_gather))
         return model(tokens, Causal(tokens.shape[1], CPU)), sent
 
 

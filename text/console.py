@@ -26,7 +26,7 @@ from prompt_toolkit.output import create_output
 from prompt_toolkit.output.vt100 import Vt100_Output
 
 from cli import note
-from comm.private_gloo import PRIVATE_GLOO
+from comms.private_gloo import PRIVATE_GLOO
 from tp import World
 
 PATIENCE = timedelta(days=30)  # how long ranks wait for a line

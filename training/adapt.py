@@ -21,7 +21,7 @@ from checkpoints.hub import fetch_checkpoint
 from checkpoints.sources import open_source, weights_fingerprint
 from checkpoints.weights import build_model
 from cli import Parser, run
-from comm import Local
+from comms import Local
 from config import ModelConfig, require_causal, require_dense
 from errors import UserError
 from kernels import determinism

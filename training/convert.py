@@ -27,7 +27,7 @@ from checkpoints.hub import fetch_checkpoint
 from checkpoints.sources import open_files
 from checkpoints.weights import check_source
 from cli import Parser, run
-from comm import Local
+from comms import Local
 from config import ModelConfig, require_causal, validate
 from errors import UserError
 from files import WEIGHTS

@@ -37,7 +37,7 @@ from checkpoints.presets import has_random_weights, model_config
 from checkpoints.sources import open_source, weights_fingerprint
 from checkpoints.weights import load_model
 from cli import Parser, note, run
-from comm import Local
+from comms import Local
 from config import ModelConfig, require_causal, require_dense
 from errors import UserError, first_line
 from files import check_folder, model_folder

@@ -8,7 +8,7 @@ from torch import nn
 
 from checkpoints.sources import Source
 from checkpoints.weights import check_names, fill, module_places, places, randomize
-from comm import Local
+from comms import Local
 from config import ModelConfig
 from errors import UserError
 from layers.rope import rope_frequencies

@@ -14,7 +14,7 @@ import torch.distributed as dist
 from checkpoints.hf_config import config_to_hf
 from checkpoints.sources import Source
 from cli import note
-from comm.cluster import Cluster, load_cluster, shipped_clusters
+from comms.cluster import Cluster, load_cluster, shipped_clusters
 from config import ModelConfig
 from errors import RankError, UserError, first_line
 from files import check_folder

@@ -9,7 +9,7 @@ from typing import Any
 import torch
 
 from checkpoints.weights import DTYPES
-from comm.cluster import shipped_clusters
+from comms.cluster import shipped_clusters
 from errors import UserError
 from options import above_zero, dtype_name
 from training.executor import BUCKET_BYTES

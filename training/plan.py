@@ -22,7 +22,7 @@ from typing import Any
 from checkpoints.hub import fetch_named
 from checkpoints.presets import PRESETS, model_config
 from cli import Parser, run
-from comm.cluster import load_cluster, shipped_clusters
+from comms.cluster import load_cluster, shipped_clusters
 from config import require_dense
 from errors import UserError
 from files import model_name

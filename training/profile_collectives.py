@@ -23,7 +23,7 @@ from torch import Tensor
 from tqdm import tqdm
 
 from cli import Parser, note, run
-from comm.process_group import all_gather
+from comms.process_group import all_gather
 from errors import UserError
 from ranks.processes import rank
 from tp import World, init_world, together

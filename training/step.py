@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 
 from checkpoints.export import save_checkpoint
-from comm import Local
+from comms import Local
 from errors import UserError
 from model import Transformer
 from training.batches import Batch, GlobalBatches

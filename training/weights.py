@@ -11,7 +11,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
-from comm.process_group import all_gather
+from comms.process_group import all_gather
 from training.groups import Groups
 
 # torch 2.13 renamed this function and warns about the old name; torch 2.11 has only the old name

@@ -25,7 +25,7 @@ import torch
 
 from checkpoints.memory import cache_bytes, weight_bytes
 from checkpoints.presets import is_preset, model_config, named_config
-from comm.cluster import load_cluster
+from comms.cluster import load_cluster
 from config import ModelConfig
 from engine.runner import LARGEST_GRAPH, decode_buckets, prefill_buckets
 from errors import UserError

@@ -23,7 +23,7 @@ from tqdm import tqdm
 from checkpoints.eagle import EagleHead, read_head
 from checkpoints.weights import DTYPES
 from cli import Parser, note, run
-from comm import Local
+from comms import Local
 from engine.llm import LLM
 from engine.protocol import SamplingParams
 from layers.attention import Causal

@@ -22,8 +22,8 @@ from tqdm import tqdm
 from checkpoints.presets import model_config
 from checkpoints.weights import load_model
 from cli import Parser, run
-from comm.quantize import WIDTHS
-from comm.registry import choose
+from comms.quantize import WIDTHS
+from comms.registry import choose
 from config import TRAINABLE
 from engine import LLM
 from errors import UserError

@@ -36,7 +36,7 @@ from checkpoints.export import save_checkpoint
 from checkpoints.presets import has_random_weights, model_config
 from checkpoints.weights import DTYPES, build_model, load_model
 from cli import Parser, run
-from comm import Local
+from comms import Local
 from engine import LLM, SamplingParams
 from engine.core import Engine
 from engine.draft_costs import FREE

@@ -20,15 +20,15 @@ from scripts.report.budgets import over_budget
 
 ROOT = Path(__file__).resolve().parents[2]
 ORDER = (
-    "errors", "files", "kernels", "ranks", "quantized", "comm", "cli", "config", "options", "tp", "layers", "model",
+    "errors", "files", "kernels", "ranks", "quantized", "comms", "cli", "config", "options", "tp", "layers", "model",
     "checkpoints", "text", "engine", "launch", "server", "generate", "training", "deploy", "scripts",
 )  # fmt: skip
 NO_TRITON = "a CPU machine may lack Triton"
 LATE = {
     ("checkpoints.hub", "ranks.hosts"): "it needs torch, for which nobody waits on one host",
-    ("comm.quantize", "kernels.quantize"): NO_TRITON,
-    ("comm.relay", "kernels.relay"): NO_TRITON,
-    ("engine.schedules", "comm.workspace"): NO_TRITON,
+    ("comms.quantize", "kernels.quantize"): NO_TRITON,
+    ("comms.relay", "kernels.relay"): NO_TRITON,
+    ("engine.schedules", "comms.workspace"): NO_TRITON,
     ("generate", "launch"): "the ranks do not need torch's agent",
     ("generate", "server.examples"): "only the terminal needs it",
     ("generate", "text.console"): "only the terminal needs its library",

@@ -21,7 +21,7 @@ from pathlib import Path
 from typing import Any
 
 from cli import Parser, note, run
-from comm.quantize import WIDTHS
+from comms.quantize import WIDTHS
 from errors import UserError
 from scripts.bench.serving.load import table as load_table
 from scripts.lib.machine import describe

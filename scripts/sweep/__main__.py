@@ -29,7 +29,7 @@ from tqdm import tqdm
 
 from checkpoints.presets import PRESETS
 from cli import Parser, note, run
-from comm.registry import KNOWN
+from comms.registry import KNOWN
 from errors import UserError
 from options import ModelOptions, add_options
 from scripts.lib.results import ROOT

@@ -10,7 +10,7 @@ import torch
 
 from checkpoints.presets import has_random_weights, model_config
 from checkpoints.sources import open_source
-from comm.registry import choose
+from comms.registry import choose
 from errors import UserError
 from scripts.lib.vllm_model import QUANTIZES
 from scripts.sweep.rows import VLLM, Setting, interconnect

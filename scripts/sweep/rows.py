@@ -10,7 +10,7 @@ from pathlib import Path
 from statistics import median
 from typing import Any
 
-from comm import parse_link
+from comms import parse_link
 from config import VARIANTS
 from errors import UserError
 

@@ -28,9 +28,9 @@ from checkpoints.memory import SHORT, free_bytes, weight_bytes
 from checkpoints.presets import model_config
 from checkpoints.weights import DTYPES, load_model
 from cli import run
-from comm import Communicator, PendingAllReduce, SimulatedLink, parse_link
-from comm.registry import choose
-from comm.simulated import sent_bytes
+from comms import Communicator, PendingAllReduce, SimulatedLink, parse_link
+from comms.registry import choose
+from comms.simulated import sent_bytes
 from engine import LLM
 from engine.llm import MAX_SEQUENCES, Timing
 from engine.profiling import read_trace

@@ -13,9 +13,9 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from comm.quantize import WIDTHS, parse_scheme
-from comm.quantized import quantized_all_reduce
-from comm.symmetric import KINDS, OVERLAP_CAPACITY
+from comms.quantize import WIDTHS, parse_scheme
+from comms.quantized import quantized_all_reduce
+from comms.symmetric import KINDS, OVERLAP_CAPACITY
 from kernels.row_codes import RowCodes, quantize_rows
 from scripts.bench.comm.all_reduce import SIDE_STREAM_WIDTHS, WIDTH, Bench
 from scripts.bench.comm.parts import join_ranks

@@ -10,8 +10,8 @@ import torch.distributed as dist
 from torch.profiler import ProfilerActivity, profile
 
 from cli import run
-from comm.interface import LEAST_COPIED
-from comm.symmetric import COPIED, SymmetricCommunicator
+from comms.interface import LEAST_COPIED
+from comms.symmetric import COPIED, SymmetricCommunicator
 from tp import World, init_world
 
 CASES = ((LEAST_COPIED, torch.bfloat16), (16 << 20, torch.bfloat16), (COPIED + 12344, torch.float16), (32 << 20, torch.float32))

@@ -14,9 +14,9 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from comm.fused import FusedAllReduce, FusedCommunicator
-from comm.process_group import all_gather
-from comm.row_buffers import GATHERS, TILED, UNTILED, Gather, RowShard, Split, Strategy
+from comms.fused import FusedAllReduce, FusedCommunicator
+from comms.process_group import all_gather
+from comms.row_buffers import GATHERS, TILED, UNTILED, Gather, RowShard, Split, Strategy
 from kernels import fused_rows
 from scripts.bench.comm.parts import Parts, join_ranks
 from tests.support.gpu_checks import Replays

@@ -14,8 +14,8 @@ import torch.distributed as dist
 from torch import Tensor
 
 from cli import run
-from comm.hierarchical import HOST_ID
-from comm.registry import choose
+from comms.hierarchical import HOST_ID
+from comms.registry import choose
 from tp import World, init_world
 
 DTYPES = (torch.float32, torch.float16, torch.bfloat16)

@@ -15,7 +15,7 @@ from torch import Tensor
 from checkpoints.presets import model_config
 from checkpoints.weights import load_model
 from cli import run
-from comm.registry import choose
+from comms.registry import choose
 from layers.attention import Causal
 from model import Transformer
 from tp import World, init_world

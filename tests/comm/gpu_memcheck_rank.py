@@ -11,11 +11,11 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from comm.interface import Communicator, check_faults
-from comm.quantize import WIDTHS, parse_scheme
-from comm.relay import RelayCommunicator
-from comm.row_buffers import UNTILED, Gather, RowBuffers, RowShard
-from comm.symmetric import KINDS, QuantizedSymmetricCommunicator, SymmetricCommunicator
+from comms.interface import Communicator, check_faults
+from comms.quantize import WIDTHS, parse_scheme
+from comms.relay import RelayCommunicator
+from comms.row_buffers import UNTILED, Gather, RowBuffers, RowShard
+from comms.symmetric import KINDS, QuantizedSymmetricCommunicator, SymmetricCommunicator
 from kernels import fused_rows, linear_push, linear_quantized
 from quantized.scheme import SCHEMES
 from quantized.weight import quantize

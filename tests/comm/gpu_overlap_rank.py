@@ -15,8 +15,8 @@ import torch.distributed as dist
 from checkpoints.presets import PRESETS
 from checkpoints.weights import load_model
 from cli import run
-from comm import Residual
-from comm.registry import choose
+from comms import Residual
+from comms.registry import choose
 from config import with_variant
 from layers.attention import Causal
 from model import Transformer

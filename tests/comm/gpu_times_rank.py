@@ -11,8 +11,8 @@ import torch
 import torch.distributed as dist
 
 from cli import run
-from comm.registry import choose
-from comm.table import graph_microseconds
+from comms.registry import choose
+from comms.table import graph_microseconds
 from tp import init_world
 
 SIZE = 4096  # values of bf16: 8 KiB

@@ -20,10 +20,10 @@ from tp import World
 
 pytest.importorskip("triton", reason="Triton is not installed; pip install triton")
 
-from comm.auto import MEASURED_SIZES, SIZES, TOLERANCE, fastest, microseconds, size_table
-from comm.interface import LEAST_COPIED
-from comm.symmetric import KINDS
-from comm.table import Table, read, write
+from comms.auto import MEASURED_SIZES, SIZES, TOLERANCE, fastest, microseconds, size_table
+from comms.interface import LEAST_COPIED
+from comms.symmetric import KINDS
+from comms.table import Table, read, write
 from errors import UserError
 
 KEY = {"gpu": "test", "ranks": "8"}
@@ -277,7 +277,7 @@ def test_another_machine_has_another_file(monkeypatch: pytest.MonkeyPatch, tmp_p
 
 
 def chosen(world: World, seed: int) -> list[str]:
-    from comm.auto import AutoCommunicator
+    from comms.auto import AutoCommunicator
 
     class Named(type(world.comm)):  # type: ignore[misc]
         def __init__(self, name: str) -> None:
@@ -310,7 +310,7 @@ def test_the_communicator_follows_the_table(ranks: Ranks, seed: int) -> None:
 
 
 def chosen_with(world: World, schedule: Any, seed: int) -> list[str]:
-    import comm.auto as module
+    import comms.auto as module
 
     class Named(type(world.comm)):  # type: ignore[misc]
         pass
@@ -335,7 +335,7 @@ def test_few_sms_do_without_nccl_and_copy_engines_take_long_messages(ranks: Rank
 
 
 def within(world: World, budget: float) -> list[str]:
-    from comm.build import schemes_within
+    from comms.build import schemes_within
 
     return [scheme.name for scheme in schemes_within(budget)]
 
@@ -349,7 +349,7 @@ def test_widths_within_an_error_budget(ranks: Ranks, budget: float, names: list[
 
 def without_memory(world: World) -> str:
     """The communicator of --deterministic on two GPUs with peer access that cannot map each other's memory."""
-    from comm import build
+    from comms import build
 
     def fails(*_: Any) -> Any:
         raise UserError("no memory can be mapped")
@@ -366,9 +366,9 @@ def test_deterministic_sums_use_the_process_group_without_memory(ranks: Ranks) -
 
 def built_over(world: World, memory: str) -> list[str]:
     """The types of the exact and the quantized communicators of GPUs that have this memory. A relay's sums are right."""
-    from comm import build
-    from comm.quantize import parse_scheme
-    from comm.relay import RelayCommunicator
+    from comms import build
+    from comms.quantize import parse_scheme
+    from comms.relay import RelayCommunicator
 
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(build, "memory_between", lambda *_: memory)

@@ -18,9 +18,9 @@ CAPACITY = 4 << 10
 
 def sent_by_copies(world: World, seed: int) -> list[tuple[str, bool, int]]:
     """Of messages of a two-shot communicator with each schedule, whether overlapped or not: those that copies sent."""
-    import comm.symmetric as module
-    from comm.interface import SCHEDULES
-    from comm.symmetric import CopyEngines
+    import comms.symmetric as module
+    from comms.interface import SCHEDULES
+    from comms.symmetric import CopyEngines
 
     sent: list[tuple[str, bool, int]] = []
 
@@ -50,8 +50,8 @@ def test_long_overlapped_messages_are_copied(interpreters: Ranks, seed: int) -> 
 
 def unanswered(world: World) -> Any:
     """What a rank says whose flags nobody sets."""
-    from comm.interface import check_faults
-    from comm.symmetric import SUM, CopyEngines
+    from comms.interface import check_faults
+    from comms.symmetric import SUM, CopyEngines
 
     engines = CopyEngines(CPU, CAPACITY)
     if world.rank == 0:

@@ -17,11 +17,11 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from comm import GlooCommunicator, HierarchicalCommunicator, parse_scheme
-from comm.process_group import gather_objects
-from comm.quantize import Scheme
-from comm.quantized import QuantizedGlooCommunicator, quantized_all_reduce
-from comm.relay import ALIGNMENT, CHUNKS, RelayCommunicator
+from comms import GlooCommunicator, HierarchicalCommunicator, parse_scheme
+from comms.process_group import gather_objects
+from comms.quantize import Scheme
+from comms.quantized import QuantizedGlooCommunicator, quantized_all_reduce
+from comms.relay import ALIGNMENT, CHUNKS, RelayCommunicator
 from tests.support.ranks import Ranks
 from tests.support.sums import CPU, STEPS, close, partials, same_bits, same_on_all_ranks, symmetric
 from tp import World
@@ -36,8 +36,8 @@ TOKEN = 96  # values of a token
 @contextmanager
 def opened(world: World, kind: str, scheme: Scheme | None) -> Iterator[Any]:
     """The communicator, whose messages are sent in several chunks, pieces and rounds."""
-    import comm.relay
-    import comm.symmetric as module
+    import comms.relay
+    import comms.symmetric as module
 
     with pytest.MonkeyPatch.context() as patch:
         if kind == "gloo":
@@ -46,8 +46,8 @@ def opened(world: World, kind: str, scheme: Scheme | None) -> Iterator[Any]:
             patch.setitem(os.environ, "NCCL_HOSTID", "abab"[world.rank])
             made = HierarchicalCommunicator(CPU)
         elif kind == "relay":
-            patch.setattr(comm.relay, "MIN_CHUNK", 64)
-            patch.setattr(comm.relay, "MAX_CHUNK", 3000)
+            patch.setattr(comms.relay, "MIN_CHUNK", 64)
+            patch.setattr(comms.relay, "MAX_CHUNK", 3000)
             made = RelayCommunicator(scheme, CPU, capacity=CHUNKS * ALIGNMENT + (1 << 13))
         elif scheme is not None:
             made = module.QuantizedSymmetricCommunicator(scheme, CPU)
@@ -254,11 +254,11 @@ def test_a_sum_with_addition_and_norm(
 
 def lone_wait(world: World, name: str) -> None:
     """Rank 1 does not take part; rank 0 times out."""
-    import comm.relay
+    import comms.relay
 
     kind, _, text = name.partition(" ")
     with pytest.MonkeyPatch.context() as patch, opened(world, kind, parse_scheme(text) if text else None) as comm_:
-        patch.setattr(comm.relay, "TIMEOUT", 0.1)
+        patch.setattr(comms.relay, "TIMEOUT", 0.1)
         if kind != "relay":
             comm_.blocking.workspace.exchange = replace(comm_.blocking.workspace.exchange, max_polls=20)
         if world.rank == 0:

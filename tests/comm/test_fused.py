@@ -28,7 +28,7 @@ TOLERANCE = {torch.float32: 1e-5, torch.float16: 4e-3, torch.bfloat16: 4e-2}
 
 
 def fused(world: World, **options: Any) -> Any:
-    from comm.fused import FusedCommunicator
+    from comms.fused import FusedCommunicator
 
     return FusedCommunicator(world.comm, world.device, **({"capacity": 1 << 17, "min_rows": 1} | options))
 
@@ -119,7 +119,7 @@ def wrong_pairs(
 ) -> list[str]:
     """Streams (batch, length) through some pairs of layers, as in a model: all-reduce, norm and layer, and at the end the
     whole stream. Returns the wrong results."""
-    from comm.row_buffers import Gather, Strategy
+    from comms.row_buffers import Gather, Strategy
 
     comm, draw, found = fused(world, strategy=Strategy(scatter, Gather(*gather))), random.Random(seed), []
     tiled = "tiles" in scatter + gather[0]
@@ -195,7 +195,7 @@ def test_rows_of_several_flags(interpreters: Ranks, in_turn: Callable[..., Any],
 def late_copies(world: World, rows: list[int], seed: int) -> list[str]:
     """Pairs of random strategies, one after another. Each rank starts its copies late, chunk by chunk, and in a pull after
     the ready flags. Returns the wrong results."""
-    import comm.row_buffers as module
+    import comms.row_buffers as module
 
     draw, late, found, split = random.Random(seed), random.Random(f"{seed} {world.rank}"), [], module.chunks_of
 
@@ -228,7 +228,7 @@ def test_late_copies_lose_no_rows(interpreters: Ranks, in_turn: Callable[..., tu
 def flags_by_chunk(world: World, pull: bool, seed: int) -> list[int]:
     """The number of flags of 500 rows that are set at the reading rank before each chunk is copied, and after all have been
     copied."""
-    import comm.row_buffers as module
+    import comms.row_buffers as module
     from kernels.fused_rows import BLOCKS, advance
 
     buffers, split, counts = fused(world, capacity=1 << 18).buffers, module.chunks_of, []
@@ -260,7 +260,7 @@ def test_a_chunk_is_announced_when_it_is_there(interpreters: Ranks, pull: bool, 
 
 def test_chunks_are_whole_blocks(seed: int) -> None:
     """Every row is in one chunk, in order; no chunk is empty, and no block is in two chunks."""
-    from comm.row_buffers import chunks_of
+    from comms.row_buffers import chunks_of
     from kernels.fused_rows import BLOCK_ROWS
 
     for _ in range(200):
@@ -312,7 +312,7 @@ def test_each_way_to_read_the_result(interpreters: Ranks, in_turn: Callable[...,
 @torch.inference_mode()
 def wrong_ladders(world: World, shapes: list[tuple[int, int]], seed: int) -> list[str]:
     """Streams through modules of a ladder whose all-reduces are deferred: fused with both layers, one module later."""
-    from comm import Residual
+    from comms import Residual
 
     comm, layers, found = fused(world), Layers(world, seed), []
     comm.use("deferred")
@@ -407,7 +407,7 @@ def lone_wait(world: World, seed: int) -> list[str]:
 @torch.inference_mode()
 def lone_barrier(world: World, seed: int) -> list[str]:
     """Rank 1 does not signal that its rows are ready; rank 0 times out."""
-    from comm.interface import check_faults
+    from comms.interface import check_faults
     from kernels.fused_rows import ready_barrier
 
     buffers = fused(world).buffers
@@ -434,7 +434,7 @@ CALLS: list[str] = []  # keys of the pairs for which `invented_times` was called
 
 def invented_times(comm: Any, pair: Any, first: Tensor, second: Tensor) -> dict[str, float]:
     """Made-up times: unfused is faster below 16 rows; the fastest scatter is `owners`, the fastest gather `owners-pull`."""
-    from comm.row_buffers import names_of
+    from comms.row_buffers import names_of
 
     CALLS.append(pair.key)
     times = dict.fromkeys(names_of(pair.key), 40.0) | {
@@ -484,7 +484,7 @@ def test_a_step_that_is_faster_unfused_is_so_from_then_on(interpreters: Ranks, t
 
 def times_by_second_layer(comm: Any, pair: Any, first: Tensor, second: Tensor) -> dict[str, float]:
     """Made-up times, in which the fastest gather depends on the second layer."""
-    from comm.row_buffers import names_of
+    from comms.row_buffers import names_of
 
     fastest = "spans+owners" if pair.m > 56 else "spans+owners-pull"
     return dict.fromkeys(names_of(pair.key), 40.0) | {"unfused": 50.0, fastest: 20.0}
@@ -513,7 +513,7 @@ def test_each_pair_has_its_own_strategy(interpreters: Ranks, tmp_path: Path, see
 
 def test_buckets_of_rows(seed: int) -> None:
     """Powers of two, and their quarters from 1,024 to 4,096: a bucket holds the rows up to itself and above the one before."""
-    from comm.row_buffers import Pair, bucket
+    from comms.row_buffers import Pair, bucket
 
     powers = [2**i for i in range(20)]
     buckets = [power + i * power // 4 for power in powers for i in range(4 if 1024 <= power < 4096 else 1)]
@@ -527,7 +527,7 @@ def test_buckets_of_rows(seed: int) -> None:
 def test_the_best_of_random_times(seed: int) -> None:
     """The fastest scatter and the fastest gather, among all that are measured."""
 
-    from comm.row_buffers import SCATTERS, Gather, Pair, Strategy, best_strategy, names_of
+    from comms.row_buffers import SCATTERS, Gather, Pair, Strategy, best_strategy, names_of
 
     pair = Pair(random.choice([1000, 1100, 2048]), 64, 128, 32, torch.bfloat16)
     times = {name: random.uniform(10, 100) for name in sorted(names_of(pair.key))}
@@ -554,7 +554,7 @@ def difference_from_one_rank(world: World, name: str, ids: list[int]) -> tuple[f
     fused."""
     from checkpoints.presets import model_config
     from checkpoints.weights import load_model
-    from comm import Local
+    from comms import Local
     from layers.attention import Causal
 
     path = str(MODELS / name)
@@ -585,8 +585,8 @@ def test_models_with_fused_all_reduces(interpreters: Ranks, name: str, all_reduc
 
 def communicators(world: World) -> dict[str, Any]:
     """Every exact communicator that runs on CPU ranks."""
-    from comm.relay import RelayCommunicator
-    from comm.simulated import Link, SimulatedLink
+    from comms.relay import RelayCommunicator
+    from comms.simulated import Link, SimulatedLink
 
     return {
         "gloo": world.comm,
@@ -603,7 +603,7 @@ def biased_differences_from_one_rank(world: World, folders: list[Path], ids: lis
     """The largest difference of each checkpoint's logits from one rank's, by checkpoint and communicator."""
     from checkpoints.presets import model_config
     from checkpoints.weights import load_model
-    from comm import Local
+    from comms import Local
     from layers.attention import Causal
 
     tokens, context, found = torch.tensor([ids]), Causal(len(ids), world.device), {}

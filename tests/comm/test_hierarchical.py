@@ -9,10 +9,10 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from comm import GlooCommunicator, HierarchicalCommunicator, fastest_between_hosts
-from comm.hierarchical import HOST_ID, BySize, host_of_each_rank
-from comm.process_group import SHARE_GPUS
-from comm.registry import choose
+from comms import GlooCommunicator, HierarchicalCommunicator, fastest_between_hosts
+from comms.hierarchical import HOST_ID, BySize, host_of_each_rank
+from comms.process_group import SHARE_GPUS
+from comms.registry import choose
 from errors import UserError
 from tests.support.ranks import Ranks
 from tp import World

@@ -9,8 +9,8 @@ import torch
 from torch import Tensor, nn
 
 from checkpoints.weights import random_weights
-from comm import Communicator, Local, NoCommunication, PendingAllReduce
-from comm.interface import Schedule
+from comms import Communicator, Local, NoCommunication, PendingAllReduce
+from comms.interface import Schedule
 from config import ModelConfig, Reduces, with_variant
 from layers.attention import Causal
 from layers.linear import ShardedLinear

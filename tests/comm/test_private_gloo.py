@@ -16,7 +16,7 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from comm import private_gloo
+from comms import private_gloo
 from errors import UserError
 from tests.support.ranks import Ranks
 from tp import World

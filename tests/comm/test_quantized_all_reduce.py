@@ -13,10 +13,10 @@ from torch import Tensor
 
 from checkpoints.presets import PRESETS
 from checkpoints.weights import load_model
-from comm import QuantizedGlooCommunicator, parse_scheme
-from comm.quantize import hadamard_transform
-from comm.quantized import CHUNK, Worker, quantized_all_reduce
-from comm.registry import choose
+from comms import QuantizedGlooCommunicator, parse_scheme
+from comms.quantize import hadamard_transform
+from comms.quantized import CHUNK, Worker, quantized_all_reduce
+from comms.registry import choose
 from config import with_variant
 from errors import UserError
 from layers.attention import Causal

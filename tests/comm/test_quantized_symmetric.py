@@ -7,9 +7,9 @@ from pathlib import Path
 import pytest
 import torch
 
-from comm import parse_scheme
-from comm.quantized import quantized_all_reduce
-from comm.registry import choose
+from comms import parse_scheme
+from comms.quantized import quantized_all_reduce
+from comms.registry import choose
 from errors import UserError
 from tests.comm.test_every_sum import values
 from tests.support.gpus import gpu_report, needs_two
@@ -22,8 +22,8 @@ pytest.importorskip("triton", reason="Triton is not installed; pip install trito
 
 def wrong_pieces(world: World, seed: int) -> list[str]:
     """Sizes whose all-reduce is wrong. Some take several launches, which leave old bytes in the buffers for later ones."""
-    from comm.symmetric import wire_format_of
-    from comm.workspace import open_workspace
+    from comms.symmetric import wire_format_of
+    from comms.workspace import open_workspace
     from kernels.quantized_all_reduce import BLOCKING, quantized_sum
 
     scheme, generator, found = parse_scheme("int6:64"), torch.Generator().manual_seed(seed), []
@@ -47,7 +47,7 @@ def test_messages_longer_than_the_workspace(interpreters: Ranks, n: int, seed: i
 
 def bf16_errors(world: World, seed: int) -> list[str]:
     """bf16 in, bf16 out. The tolerance is one bf16 step, because the interpreter truncates where it should round."""
-    from comm.symmetric import QuantizedSymmetricCommunicator
+    from comms.symmetric import QuantizedSymmetricCommunicator
 
     scheme, generator = parse_scheme("int8"), torch.Generator().manual_seed(seed)
     comm = QuantizedSymmetricCommunicator(scheme, CPU)
@@ -62,8 +62,8 @@ def test_bf16_goes_in_and_comes_out(interpreters: Ranks, seed: int) -> None:
 
 
 def refusals(world: World) -> list[str]:
-    from comm.symmetric import QuantizedSymmetricCommunicator, wire_format_of
-    from comm.workspace import open_workspace
+    from comms.symmetric import QuantizedSymmetricCommunicator, wire_format_of
+    from comms.workspace import open_workspace
     from kernels.quantized_all_reduce import BLOCKING, quantized_add_norm, quantized_sum
 
     wire = wire_format_of(parse_scheme("int8:64"))
@@ -111,7 +111,7 @@ def fewest_free_slots(sms: int, first: int, first_warps: int, warps: int) -> int
 
 @pytest.mark.parametrize("sms", [8, 56, 84, 108, 114, 132, 144])
 def test_kernels_that_wait_fit_a_gpu_in_any_distribution(sms: int) -> None:
-    from comm.symmetric import launch_tilings
+    from comms.symmetric import launch_tilings
     from kernels.quantized_all_reduce import MAX_REGISTERS, WARPS_OF_SM
 
     assert WARPS_OF_SM * 32 * MAX_REGISTERS == 65536  # the registers of an SM

@@ -9,9 +9,9 @@ from typing import Any
 import pytest
 import torch
 
-from comm.quantize import parse_scheme
-from comm.quantized import quantized_all_reduce
-from comm.relay import Relay, RelayCommunicator
+from comms.quantize import parse_scheme
+from comms.quantized import quantized_all_reduce
+from comms.relay import Relay, RelayCommunicator
 from errors import UserError
 from tests.support.gpus import gpu_report, needs_two
 from tests.support.ranks import Ranks
@@ -77,7 +77,7 @@ def test_on_gpus_that_may_not_reach_each_other(tmp_path: Path) -> None:
 
 def test_shared_memory_has_no_name(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, seed: int) -> None:
     """So nothing of it is left when its processes are killed, whenever that is."""
-    from comm.workspace import _shared_file
+    from comms.workspace import _shared_file
 
     monkeypatch.setattr("os.access", lambda *_: False)  # /dev/shm
     monkeypatch.setattr("tempfile.tempdir", str(tmp_path))

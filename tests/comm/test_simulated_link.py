@@ -6,7 +6,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from comm import (
+from comms import (
     Communicator,
     GlooCommunicator,
     Link,
@@ -16,8 +16,8 @@ from comm import (
     parse_link,
     parse_scheme,
 )
-from comm.registry import choose
-from comm.simulated import sent_bytes
+from comms.registry import choose
+from comms.simulated import sent_bytes
 from errors import UserError
 from tests.support.command_line import HYBRID, Here
 from tests.support.ranks import Ranks

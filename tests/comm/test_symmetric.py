@@ -86,7 +86,7 @@ def test_a_message_larger_than_the_workspace(interpreters: Ranks, kind: str, see
 def sums_around(world: World, epoch: int, memory: Any, seed: int) -> list[str]:
     """Messages whose all-reduce is wrong while the launch counters pass `epoch`. The buffers hold old words with the flags of
     later launches."""
-    from comm.workspace import open_workspace
+    from comms.workspace import open_workspace
     from kernels.all_reduce import one_shot, one_shot_bytes
 
     workspace = open_workspace(one_shot_bytes, 4096, CPU, memory=memory)
@@ -151,7 +151,7 @@ def wrong_gathers_with_a_late_program(world: World, memory: Any, blocks: int, fi
     the end."""
     from triton.runtime import interpreter
 
-    from comm.workspace import open_workspace
+    from comms.workspace import open_workspace
     from kernels.all_reduce import Tiling, one_shot_bytes, one_shot_gather
 
     block, launches, builder = 64, range(first, first + 6), interpreter.interpreter_builder
@@ -252,7 +252,7 @@ def run_programs_in_threads() -> None:
 
 def wrong_split_rows(world: World, seed: int) -> list[str]:
     """Cases with a wrong result. Several programs share a row and exchange their sums of squares and largest values."""
-    from comm.workspace import open_workspace
+    from comms.workspace import open_workspace
     from kernels.all_reduce import Tiling, one_shot_add_norm, one_shot_bytes
     from tests.support.kernels import codes_as_on_a_gpu
 
@@ -288,7 +288,7 @@ def test_programs_that_share_a_row(interpreters: Ranks, seed: int) -> None:
 
 
 def refusals(world: World) -> list[str]:
-    from comm.workspace import open_workspace
+    from comms.workspace import open_workspace
     from kernels.all_reduce import Tiling, one_shot, one_shot_add_norm, one_shot_bytes, two_shot, two_shot_bytes
 
     said = []
@@ -321,7 +321,7 @@ def test_what_does_not_fit_is_refused(interpreters: Ranks) -> None:
 
 
 def dies_before_the_workspace(world: World) -> None:
-    from comm.workspace import open_workspace
+    from comms.workspace import open_workspace
 
     if world.rank == 1:
         raise ValueError("gone")

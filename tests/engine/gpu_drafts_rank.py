@@ -16,7 +16,7 @@ from checkpoints.eagle import EagleHead
 from checkpoints.presets import model_config
 from checkpoints.weights import load_model
 from cli import run
-from comm.registry import choose
+from comms.registry import choose
 from engine import SamplingParams, draft_models
 from engine.core import Engine
 from engine.draft_costs import Costs

@@ -10,7 +10,7 @@ import torch
 from checkpoints.presets import model_config
 from checkpoints.weights import load_model
 from cli import run
-from comm.registry import choose
+from comms.registry import choose
 from engine import LLM, SamplingParams
 from tests import MODELS
 from text.tokenizer_files import load_tokenizer

@@ -11,7 +11,7 @@ import torch
 from checkpoints.presets import model_config
 from checkpoints.weights import load_model
 from cli import run
-from comm.registry import choose
+from comms.registry import choose
 from engine import LLM, SamplingParams
 from engine.limits import EngineLimits
 from options import OVERLAPS
@@ -27,7 +27,7 @@ ROWS = 4  # of these replays
 
 
 def main() -> None:
-    from comm.fused import FusedCommunicator  # needs Triton, and a test without a GPU imports this file
+    from comms.fused import FusedCommunicator  # needs Triton, and a test without a GPU imports this file
 
     world = init_world("cuda", "nccl")
     greedy = SamplingParams(max_tokens=NEW_TOKENS, temperature=0, ignore_eos=True)

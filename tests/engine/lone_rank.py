@@ -9,7 +9,7 @@ import torch
 from checkpoints.presets import model_config
 from checkpoints.weights import load_model
 from cli import run
-from comm.registry import choose
+from comms.registry import choose
 from engine.core import Engine
 from engine.limits import EngineLimits
 from engine.protocol import SamplingParams, Submit

@@ -15,7 +15,7 @@ import msgspec
 import pytest
 import torch
 
-import comm
+import comms
 from checkpoints.lora import LoraLimits
 from checkpoints.presets import model_config
 from checkpoints.weights import load_model
@@ -202,5 +202,5 @@ def test_requests_that_wait_for_an_adapter_end_with_all_others(tmp_path: Path, s
 @pytest.mark.parametrize("name", ["hybrid:2", "parallel", "desync-2x:4"])
 def test_mixed_batches_on_a_gpu(name: str, tmp_path: Path, seed: int) -> None:
     base, adapters, models = save_all(tmp_path, name)
-    world = World(0, 1, torch.device("cuda"), comm.Local())
+    world = World(0, 1, torch.device("cuda"), comms.Local())
     check_answers(engine_with(world, base, adapters, random.choice([0, 3])), models, mixed(list(models)), 1e-4)

@@ -6,7 +6,7 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
-from comm.registry import choose
+from comms.registry import choose
 from engine import LLM, SamplingParams
 from engine.draft_costs import Costs
 from engine.protocol import Submit

@@ -19,7 +19,7 @@ import torch
 from checkpoints.eagle import EagleConfig, EagleHead
 from checkpoints.export import save_checkpoint
 from checkpoints.presets import model_config
-from comm import Local
+from comms import Local
 from engine import LLM, draft_models
 from engine.core import Engine
 from engine.draft_costs import LEAST_GAIN, LEAST_PRICE, SHARE, Acceptance, Costs

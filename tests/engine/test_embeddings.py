@@ -18,7 +18,7 @@ from torch import Tensor
 from checkpoints.export import save_checkpoint
 from checkpoints.presets import model_config
 from checkpoints.weights import check_source, fill_model
-from comm import Local
+from comms import Local
 from engine import LLM
 from engine.core import Engine
 from engine.pooling_file import checkpoint_embedder

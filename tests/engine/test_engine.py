@@ -18,7 +18,7 @@ import pytest
 import torch
 from torch import Tensor
 
-import comm
+import comms
 from checkpoints import weights
 from checkpoints.eagle import EagleHead
 from checkpoints.export import save_checkpoint
@@ -43,7 +43,7 @@ from text.tokenizer_files import load_tokenizer
 from tp import World
 
 CPU = torch.device("cpu")
-ALONE = World(0, 1, CPU, comm.Local())
+ALONE = World(0, 1, CPU, comms.Local())
 TOLERANCE = 1e-4  # of log-probabilities
 PLENTY = 4096  # KV-cache blocks
 TINY = MODELS / "tiny-hybrid"
@@ -105,7 +105,7 @@ def config_of(name: str) -> ModelConfig:
 @torch.no_grad()
 def random_model(config: ModelConfig) -> Transformer:
     """A model in which every weight and norm changes the output. Logits are about 1 in size."""
-    model = Transformer(config, comm.Local(), CPU, torch.float32).eval().requires_grad_(False)
+    model = Transformer(config, comms.Local(), CPU, torch.float32).eval().requires_grad_(False)
     for name, parameter in model.named_parameters():
         if "norm" in name:
             parameter.uniform_(0.5, 1.5)

@@ -14,11 +14,11 @@ import torch
 import torch.nn.functional as F
 from msgspec import structs
 
-import comm
+import comms
 from checkpoints.presets import PRESETS, model_config
 from checkpoints.weights import load_model
-from comm.interface import SCHEDULES
-from comm.process_group import may_share_gpus
+from comms.interface import SCHEDULES
+from comms.process_group import may_share_gpus
 from config import with_variant
 from engine import LLM, SamplingParams
 from engine.core import Engine
@@ -60,15 +60,15 @@ from tp import World
 
 GPUS = most_ranks()
 CUDA = torch.device("cuda")
-ALONE = World(0, 1, CUDA, comm.Local())
-ON_CPU = World(0, 1, torch.device("cpu"), comm.Local())
+ALONE = World(0, 1, CUDA, comms.Local())
+ON_CPU = World(0, 1, torch.device("cpu"), comms.Local())
 ROUNDING = 1e-4  # rounding error of logits of size 1 that are summed in another order
 
 pytestmark = pytest.mark.skipif(GPUS == 0, reason="needs a GPU")
 
 
 def on_gpu(model: Transformer) -> Transformer:
-    copy = Transformer(model.config, comm.Local(), CUDA, torch.float32).eval().requires_grad_(False)
+    copy = Transformer(model.config, comms.Local(), CUDA, torch.float32).eval().requires_grad_(False)
     copy.load_state_dict(model.state_dict())
     return copy
 
@@ -178,7 +178,7 @@ def test_prompts_with_the_kernel_for_hopper(head_dim: int, seed: int, monkeypatc
 
     config = replace(config_of(random.choice(["standard", "hybrid:2"])), hidden_size=256, head_dim=head_dim, max_seq_len=1100)
     model = random_model(config)
-    twin = Transformer(config, comm.Local(), CUDA, torch.bfloat16).eval().requires_grad_(False)
+    twin = Transformer(config, comms.Local(), CUDA, torch.bfloat16).eval().requires_grad_(False)
     twin.load_state_dict(model.state_dict())
     model.load_state_dict(twin.state_dict())  # the same weights
     submits = [
@@ -353,7 +353,7 @@ def test_drafts_with_every_communicator_give_the_cpu_s_greedy_tokens() -> None:
 
 def cpu_tokens(name: str) -> list[int]:
     """The greedy answer of an embedded model."""
-    cpu = World(0, 1, torch.device("cpu"), comm.Local())
+    cpu = World(0, 1, torch.device("cpu"), comms.Local())
     path = str(MODELS / f"tiny-{name}")
     model = load_model(path, model_config(path, None, 1), cpu, torch.float32)
     prompt = load_tokenizer(Path(path)).encode(PROMPT)

@@ -16,7 +16,7 @@ import torch
 
 from checkpoints import weights
 from checkpoints.presets import model_config
-from comm import Local
+from comms import Local
 from engine import grammars as grammars_module
 from engine.core import Engine
 from engine.grammars import CACHED, CACHED_TEXT, MAX_COMPILING, MAX_DIGITS, MAX_TEXT, Grammars

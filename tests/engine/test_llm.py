@@ -15,7 +15,7 @@ import pytest
 import torch
 from pydantic import ValidationError
 
-import comm.fused
+import comms.fused
 import engine.llm
 import engine.runner
 import engine.speculation
@@ -299,7 +299,7 @@ def test_an_engine_is_kept_while_calls_need_the_same(seed: int) -> None:
 
 def test_steps_of_several_ranks_are_as_large_as_all_reduces_are_measured_for() -> None:
     """And for a model of 8,192 features in 16 bits as large as they can be fused. Those of more than two ranks have a graph."""
-    assert engine.runner.LARGEST_MEASURED == comm.fused.CAPACITY // (8192 * 2)
+    assert engine.runner.LARGEST_MEASURED == comms.fused.CAPACITY // (8192 * 2)
     model, prompts = random_model(config_of("standard")), [[1] * 5000] * 20
     assert [LLM(model, None, replace(ALONE, world_size=n)).step_tokens(prompts) for n in (1, 2, 4, 8)] == [
         1 << 16,

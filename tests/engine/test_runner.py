@@ -19,7 +19,7 @@ import engine.paged_cache
 import engine.runner
 import engine.speculation
 from checkpoints.export import save_checkpoint
-from comm.table import bucket
+from comms.table import bucket
 from engine.core import Engine
 from engine.draft_costs import Costs
 from engine.limits import EngineLimits

@@ -13,15 +13,15 @@ import pytest
 import torch
 from torch import Tensor
 
-import comm.workspace
+import comms.workspace
 import engine.core
 import engine.runner
 import engine.schedules
 import engine.step_inputs
 from checkpoints.export import save_checkpoint
-from comm import GlooCommunicator, PendingAllReduce
-from comm.interface import LEAST_COPIED, SCHEDULES, Schedule
-from comm.table import Table
+from comms import GlooCommunicator, PendingAllReduce
+from comms.interface import LEAST_COPIED, SCHEDULES, Schedule
+from comms.table import Table
 from engine.core import Engine
 from engine.limits import EngineLimits
 from engine.paged_cache import PagedCache, PagedContext
@@ -122,7 +122,7 @@ def key_with(world: World, environment: dict[str, str]) -> tuple[dict[str, str],
     """The keys on two GPUs that could address each other: without the environment, and with it on rank 1."""
     model, there = random_model(config_of("ladder")), replace(world, device=torch.device("cuda", world.rank))
     with (
-        patch.object(comm.workspace, "_reaches", lambda *_: True),
+        patch.object(comms.workspace, "_reaches", lambda *_: True),
         patch.object(engine.schedules, "machine_key", lambda *_: {}),
     ):
         without = table_key(model, there, "auto")

@@ -14,7 +14,7 @@ import torch
 from checkpoints.eagle import EagleHead
 from checkpoints.presets import model_config
 from checkpoints.weights import load_model
-from comm.table import Times
+from comms.table import Times
 from engine import tuning
 from engine.tuning import FAILED, name_of, names_of, problem_of, quantized_shapes, tune
 from kernels import linear_config

@@ -14,8 +14,8 @@ import torch.distributed as dist
 import torch.nn.functional as F
 from torch import Tensor
 
-from comm.interface import check_faults
-from comm.workspace import open_workspace
+from comms.interface import check_faults
+from comms.workspace import open_workspace
 from kernels.all_reduce import one_shot, one_shot_add_norm, one_shot_bytes
 from kernels.linear import linear_with
 from kernels.linear_config import Config, Gemv, Mma

@@ -73,7 +73,7 @@ def far_from_exact(total: Tensor, x: Tensor, weight: Tensor, residual: Tensor) -
 
 def wrong_sums(world: World, cases: list[tuple[int, int, int, torch.dtype, Config | None]], seed: int) -> list[str]:
     """Pushed all-reduces, with and without a norm, and one-shot all-reduces between them on the same workspace."""
-    from comm.workspace import open_workspace
+    from comms.workspace import open_workspace
     from kernels.all_reduce import one_shot, one_shot_add_norm, one_shot_bytes
     from kernels.linear import linear_with
     from kernels.linear_push import linear_push, push_config, receive, receive_add_norm
@@ -154,7 +154,7 @@ def quantized_case(dice: random.Random, scheme: str) -> Case:
 def wrong_quantized_sums(world: World, cases: list[Case], seed: int) -> list[str]:
     """As `wrong_sums`, also by the config that a layer takes by default; and whether the receiver may start only after the wait for
     what came before the push."""
-    from comm.workspace import open_workspace
+    from comms.workspace import open_workspace
     from kernels.all_reduce import one_shot, one_shot_add_norm, one_shot_bytes
     from kernels.linear_push import linear_push, quantized_push_config, receive, receive_add_norm
 
@@ -215,7 +215,7 @@ class Layer(NamedTuple):
 @torch.no_grad()
 def wrong_choices(world: World, seed: int) -> list[str]:
     """What a communicator pushes although it should not, or does not although it should, or sums wrongly."""
-    import comm.symmetric as module
+    import comms.symmetric as module
 
     comm, found = symmetric("one-shot"), []
     torch.manual_seed(seed * 8 + world.rank)
@@ -285,7 +285,7 @@ def has_old_words(workspace: Any, epoch: int) -> bool:
 
 def sums_around(world: World, epoch: int, seed: int) -> list[str]:
     """Check all-reduces while the epoch passes `epoch`. The buffers contain old words with the flags of later launches."""
-    from comm.workspace import open_workspace
+    from comms.workspace import open_workspace
     from kernels.all_reduce import one_shot, one_shot_bytes
     from kernels.linear_push import linear_push, receive
 
@@ -327,7 +327,7 @@ def test_flags_wrap_around(interpreters: Ranks, in_turn: Callable[..., int], see
 
 def lone_wait(world: World) -> list[int]:
     """Rank 1 does not take part. Rank 0 stops waiting and sets the fault."""
-    from comm.workspace import open_workspace
+    from comms.workspace import open_workspace
     from kernels.all_reduce import one_shot_bytes
     from kernels.linear_push import linear_push, receive
 
@@ -347,7 +347,7 @@ def test_a_rank_that_times_out_says_so(interpreters: Ranks) -> None:
 
 def wrong_split_rows(world: World, seed: int) -> list[str]:
     """Check rows that several programs share. The programs exchange their sums of squares."""
-    from comm.workspace import open_workspace
+    from comms.workspace import open_workspace
     from kernels.all_reduce import Tiling, one_shot_add_norm, one_shot_bytes
     from kernels.linear import linear_with
     from kernels.linear_push import linear_push, receive_add_norm
@@ -376,7 +376,7 @@ def test_programs_that_share_a_row(interpreters: Ranks, seed: int) -> None:
 
 
 def refusals(world: World) -> int:
-    from comm.workspace import open_workspace
+    from comms.workspace import open_workspace
     from kernels.all_reduce import one_shot_bytes
     from kernels.linear_push import fits, linear_push
 

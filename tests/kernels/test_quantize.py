@@ -9,8 +9,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor
 
-from comm import parse_scheme
-from comm.quantize import (
+from comms import parse_scheme
+from comms.quantize import (
     Format,
     dequantize_sum,
     dequantize_sum_reference,
@@ -50,7 +50,7 @@ def nearest_e4m3(x: np.float32) -> float:
 
 def define(x: np.ndarray, width: Format) -> tuple[np.ndarray, float]:
     """(A group of fp32 values quantized and dequantized, its scale), by the paper's appendix A.3 and the two additions that
-    `comm.quantize` documents."""
+    `comms.quantize` documents."""
     f32, n = np.float32, width.bits
     if not np.isfinite(x).all():
         return np.full_like(x, np.nan), np.nan

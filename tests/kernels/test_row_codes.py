@@ -8,7 +8,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from comm import Local, Residual
+from comms import Local, Residual
 from config import ModelConfig
 from kernels import activation, linear_quantized, norm
 from kernels.linear_config import Format

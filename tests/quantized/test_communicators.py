@@ -11,7 +11,7 @@ import torch
 
 from checkpoints.presets import model_config
 from checkpoints.weights import load_model
-from comm.interface import SCHEDULES
+from comms.interface import SCHEDULES
 from config import ModelConfig, with_variant
 from layers.attention import Causal
 from tests.quantized.writers import FORMATS, write

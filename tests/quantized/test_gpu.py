@@ -13,7 +13,7 @@ import torch
 
 from checkpoints.presets import model_config
 from checkpoints.weights import load_model
-from comm import Local
+from comms import Local
 from config import ModelConfig
 from engine import LLM, SamplingParams
 from layers.attention import Causal

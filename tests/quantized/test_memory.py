@@ -13,7 +13,7 @@ from checkpoints.memory import cache_bytes, check_memory, loading_bytes, weight_
 from checkpoints.presets import model_config, preset
 from checkpoints.sources import open_files
 from checkpoints.weights import READERS, all_places, fill_all, random_weights
-from comm import Local
+from comms import Local
 from errors import UserError
 from model import Transformer
 from quantized import formats

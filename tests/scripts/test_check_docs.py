@@ -106,15 +106,15 @@ def test_tables_and_plots_that_are_not_their_raw_files(tmp_path: Path, monkeypat
 
 
 def test_parts_that_are_larger_than_their_budgets_are_named(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    for name in ("docs/results/gpu", "server/routes", "comm", "tests"):
+    for name in ("docs/results/gpu", "server/routes", "comms", "tests"):
         (tmp_path / name).mkdir(parents=True)
     files = {"README.md": "one\ntwo\n", "docs/page.md": "| three | four |", "docs/results/gpu/x.json": "12345"}
-    files |= {"model.py": "a\nb\n", "cli.py": "c\n", "server/routes/a.py": "d\ne\n", "comm/b.py": "f\n", "tests/c.py": "g\n"}
+    files |= {"model.py": "a\nb\n", "cli.py": "c\n", "server/routes/a.py": "d\ne\n", "comms/b.py": "f\n", "tests/c.py": "g\n"}
     for name, text in files.items():
         (tmp_path / name).write_text(text)
     found = {
         "lines of server/": 2,
-        "lines of comm/": 1,
+        "lines of comms/": 1,
         "lines of tests/": 1,
         "lines of inference": 6,
         "Python files in the root": 2,

@@ -6,14 +6,15 @@ from pathlib import Path
 import pytest
 
 from scripts.report.check_structure import faults, imports
+from tests import ROOT
 
 GOOD = {
     "errors.py": "",
     "kernels/linear.py": "import errors\n",
-    "comm/quantize.py": "from kernels import linear\nif True:\n    from comm import other\n",
-    "comm/other.py": "def f():\n    import comm.third\n",
-    "comm/third.py": "import os\n",
-    "tests/test_any.py": "import comm.quantize\n",
+    "comms/quantize.py": "from kernels import linear\nif True:\n    from comms import other\n",
+    "comms/other.py": "def f():\n    import comms.third\n",
+    "comms/third.py": "import os\n",
+    "tests/test_any.py": "import comms.quantize\n",
 }
 
 
@@ -25,6 +26,13 @@ def found_in(folder: Path, files: dict[str, str]) -> list[str]:
     return list(faults(imports(folder)))
 
 
+def test_no_module_has_the_name_of_one_that_a_notebook_has_imported() -> None:
+    """Jupyter's kernel imports these before a cell can import ours, which then would be theirs."""
+    theirs = {"IPython", "comm", "debugpy", "decorator", "jedi", "packaging", "parso", "psutil", "tornado", "traitlets", "zmq"}
+    ours = {path.stem for path in ROOT.iterdir() if path.suffix == ".py" or (path / "__init__.py").exists()}
+    assert {"engine", "comms", "tp"} <= ours and not ours & theirs
+
+
 def test_nothing_is_found_where_all_is_well(tmp_path: Path) -> None:
     assert found_in(tmp_path, GOOD) == []
 
@@ -32,14 +40,18 @@ def test_nothing_is_found_where_all_is_well(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("file", "text", "words"),
     [
-        ("kernels/linear.py", "import comm.other\n", ["kernels.linear, line 1: kernels imports comm, which comes after it"]),
+        ("kernels/linear.py", "import comms.other\n", ["kernels.linear, line 1: kernels imports comm, which comes after it"]),
         (
-            "comm/third.py",
+            "comms/third.py",
             "def f():\n    from kernels.linear import x\n",
-            ["comm.third, line 2: imports kernels.linear inside"],
+            ["comms.third, line 2: imports kernels.linear inside"],
         ),
-        ("comm/third.py", "class A:\n    async def f(self):\n        import errors\n", ["comm.third, line 3: imports errors"]),
-        ("comm/third.py", "from comm import quantize\n", ["import each other", "comm.third"]),
+        (
+            "comms/third.py",
+            "class A:\n    async def f(self):\n        import errors\n",
+            ["comms.third, line 3: imports errors"],
+        ),
+        ("comms/third.py", "from comms import quantize\n", ["import each other", "comms.third"]),
         ("other/new.py", "import errors\n", ["other has no place in ORDER"]),
     ],
 )

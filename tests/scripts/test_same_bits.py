@@ -11,7 +11,7 @@ import pytest
 import torch
 
 from checkpoints.export import save_checkpoint
-from comm import Local, TreeCommunicator
+from comms import Local, TreeCommunicator
 from kernels import determinism
 from scripts.quality import same_bits
 from tests.engine.test_engine import config_of, random_model

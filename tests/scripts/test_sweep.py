@@ -16,7 +16,7 @@ import pytest
 import torch
 from tqdm import tqdm
 
-from comm import Local, parse_link
+from comms import Local, parse_link
 from engine import LLM
 from errors import UserError
 from scripts.lib.process_tree import end, kill

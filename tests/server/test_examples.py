@@ -9,7 +9,7 @@ import torch
 
 from checkpoints.presets import model_config
 from checkpoints.weights import build_model
-from comm import Local
+from comms import Local
 from engine import LLM, SamplingParams
 from scripts.corpus.train_tiny import EXAMPLES
 from server.examples import MAX_BYTES, read_examples

@@ -23,7 +23,7 @@ import torch
 from torch.distributed import HashStore, PrefixStore  # type: ignore[attr-defined]
 
 import launch
-from comm import Local
+from comms import Local
 from engine.llm import LLM
 from engine.protocol import SamplingParams
 from errors import UserError

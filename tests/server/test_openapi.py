@@ -13,7 +13,7 @@ import torch
 from checkpoints.export import save_checkpoint
 from checkpoints.hf_config import read_config
 from checkpoints.weights import random_weights
-from comm import Local
+from comms import Local
 from model import Transformer
 from tests import MODELS
 from tests.support.command_line import environment

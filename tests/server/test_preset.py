@@ -20,8 +20,8 @@ from checkpoints.export import save_checkpoint
 from checkpoints.presets import model_config, preset
 from checkpoints.sources import SafetensorsSource, open_files
 from checkpoints.weights import fill_all, load_model, places
-from comm import Local
-from comm.table import Table
+from comms import Local
+from comms.table import Table
 from engine import LLM, SamplingParams
 from errors import UserError
 from model import Transformer

@@ -7,7 +7,7 @@ from typing import Any
 
 import torch
 
-import comm
+import comms
 from checkpoints.lora import LoraLimits
 from config import ModelConfig
 from engine.adapters import Adapter, Adapters
@@ -26,7 +26,7 @@ from tp import World
 
 VOCAB = 6  # few ids, so that unrelated texts share prefixes
 CPU = torch.device("cpu")
-ALONE = World(0, 1, CPU, comm.Local())
+ALONE = World(0, 1, CPU, comms.Local())
 EMPTY = 1
 FORBIDDEN = 3  # the token that late grammars forbid
 ADAPTERS = ("1", "2")  # their names are their numbers, with which their texts begin
@@ -275,7 +275,7 @@ class FakeRunner:
 @cache
 def smallest_model() -> Transformer:
     shape = dict(vocab_size=VOCAB, hidden_size=4, n_layers=1, n_heads=1, n_kv_heads=1, head_dim=4, intermediate_size=4)
-    return Transformer(ModelConfig(**shape, max_seq_len=512), comm.Local(), CPU, torch.float32)
+    return Transformer(ModelConfig(**shape, max_seq_len=512), comms.Local(), CPU, torch.float32)
 
 
 def fake_engine(limits: EngineLimits, n_blocks: int, look_ahead: bool, now: Callable[[], int], check: Any) -> Engine:

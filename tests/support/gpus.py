@@ -13,7 +13,7 @@ from typing import Any, TextIO
 import pytest
 import torch
 
-from comm.process_group import may_share_gpus
+from comms.process_group import may_share_gpus
 from tests import ROOT
 
 MOST = 4

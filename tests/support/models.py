@@ -10,7 +10,7 @@ from torch import Tensor
 from checkpoints.export import save_checkpoint
 from checkpoints.presets import model_config
 from checkpoints.weights import load_model
-from comm import Local
+from comms import Local
 from config import ModelConfig, Reduces
 from layers.attention import Causal
 from model import Transformer

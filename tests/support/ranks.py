@@ -21,8 +21,8 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from comm import GlooCommunicator
-from comm.interface import check_faults
+from comms import GlooCommunicator
+from comms.interface import check_faults
 from tests import ROOT
 from tests.support import quick_start
 from tp import World

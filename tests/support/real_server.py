@@ -8,7 +8,7 @@ import torch
 
 from checkpoints.presets import model_config
 from checkpoints.weights import load_model
-from comm import Local
+from comms import Local
 from engine import LLM, SamplingParams
 from tests import ROOT
 from text.tokenizer import Tokenizer

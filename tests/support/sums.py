@@ -44,7 +44,7 @@ def same_on_all_ranks(x: Tensor) -> bool:
 
 def symmetric(kind: Any, memory: Any = "peer") -> Any:
     """A communicator whose workspaces are only as large as tests need, because the first launch clears all of them."""
-    import comm.symmetric as module
+    import comms.symmetric as module
 
     with pytest.MonkeyPatch.context() as patch:
         for name in ("CAPACITY", "OVERLAP_CAPACITY", "FEW_SMS_CAPACITY"):

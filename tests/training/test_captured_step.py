@@ -9,7 +9,7 @@ import pytest
 import torch
 from safetensors.torch import load_file
 
-from comm import Local
+from comms import Local
 from errors import RankError, UserError
 from tests import ROOT
 from tp import World

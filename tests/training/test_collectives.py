@@ -10,7 +10,7 @@ from typing import Any
 
 import pytest
 
-from comm.cluster import CLUSTERS, FIGURES, Cluster, load_cluster, shipped_clusters
+from comms.cluster import CLUSTERS, FIGURES, Cluster, load_cluster, shipped_clusters
 from errors import UserError
 from tests.support.ranks import Ranks
 from tp import World

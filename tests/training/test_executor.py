@@ -17,7 +17,7 @@ from torch import Tensor
 from checkpoints.hf_config import read_config
 from checkpoints.presets import preset
 from checkpoints.weights import load_model
-from comm import Local
+from comms import Local
 from config import ModelConfig, with_variant
 from errors import UserError
 from layers.attention import Causal

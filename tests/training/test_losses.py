@@ -10,7 +10,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from checkpoints.presets import preset
-from comm import Local
+from comms import Local
 from model import Transformer
 from training import losses
 from training.batches import IGNORED, Batch

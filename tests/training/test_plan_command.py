@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 
 from checkpoints.presets import preset
-from comm.cluster import load_cluster
+from comms.cluster import load_cluster
 from errors import UserError
 from ranks.processes import on_ranks
 from tests import ROOT

@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 
 from checkpoints.presets import preset
-from comm.cluster import load_cluster
+from comms.cluster import load_cluster
 from tests import ROOT
 from training.planner.collectives import synthesize
 from training.planner.cost import predict

@@ -11,8 +11,8 @@ import torch
 from torch import Tensor
 
 from checkpoints.presets import preset
-from comm import Done, Local, Residual
-from comm.cluster import load_cluster
+from comms import Done, Local, Residual
+from comms.cluster import load_cluster
 from config import ModelConfig, with_variant
 from errors import UserError
 from layers.attention import Causal

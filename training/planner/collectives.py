@@ -16,7 +16,7 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from comm.cluster import Cluster
+from comms.cluster import Cluster
 from errors import UserError
 from training.sharding import Mesh
 

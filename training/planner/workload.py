@@ -5,7 +5,7 @@ from dataclasses import asdict, dataclass, field
 from functools import cached_property
 from typing import NamedTuple
 
-from comm.cluster import Cluster
+from comms.cluster import Cluster
 from config import ModelConfig
 from errors import UserError
 from training.planner.collectives import Profile

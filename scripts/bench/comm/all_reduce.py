@@ -4,7 +4,7 @@
 
 Parts are independent: a failed part is reported, and the others still run. A part that hangs ends the process with a traceback.
 `--parts quantized` runs only the quantized all-reduces. With NCCL_P2P_DISABLE=1 all of them use host memory. Whether the sums are
-right is what the tests of `comm/` check on GPUs.
+right is what the tests of `comms/` check on GPUs.
 """
 
 import re
@@ -20,14 +20,14 @@ import torch.distributed as dist
 from torch import Tensor
 
 from cli import Parser, run
-from comm.build import exact
-from comm.interface import Communicator
-from comm.process_group import NcclCommunicator
-from comm.quantize import WIDTHS, parse_scheme
-from comm.quantized import QuantizedNcclCommunicator
-from comm.relay import RelayCommunicator
-from comm.symmetric import CAPACITY, KINDS, KernelCommunicator, Kind, QuantizedSymmetricCommunicator, SymmetricCommunicator
-from comm.table import graph_microseconds
+from comms.build import exact
+from comms.interface import Communicator
+from comms.process_group import NcclCommunicator
+from comms.quantize import WIDTHS, parse_scheme
+from comms.quantized import QuantizedNcclCommunicator
+from comms.relay import RelayCommunicator
+from comms.symmetric import CAPACITY, KINDS, KernelCommunicator, Kind, QuantizedSymmetricCommunicator, SymmetricCommunicator
+from comms.table import graph_microseconds
 from errors import UserError
 from kernels.norm import add_rms_norm, add_rms_norm_codes
 from scripts.bench.comm.parts import Parts, join_ranks

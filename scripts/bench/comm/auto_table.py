@@ -10,12 +10,12 @@ import time
 import torch
 
 from cli import Parser, run
-from comm.auto import SIZES, AutoCommunicator, fastest
-from comm.build import auto
-from comm.fused import FusedCommunicator
-from comm.registry import choose
-from comm.row_buffers import UNFUSED, best_strategy
-from comm.table import Table
+from comms.auto import SIZES, AutoCommunicator, fastest
+from comms.build import auto
+from comms.fused import FusedCommunicator
+from comms.registry import choose
+from comms.row_buffers import UNFUSED, best_strategy
+from comms.table import Table
 from scripts.bench.comm.parts import join_ranks
 from scripts.lib.markdown import size_text
 

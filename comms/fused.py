@@ -2,7 +2,7 @@
 
 A row-parallel layer, the all-reduce of its partial sums, residual addition, norm, and the next column-parallel layer become
 GEMM + reduce-scatter over token rows, addition and norm of this rank's rows, and all-gather + GEMM. Each of N ranks owns
-R = T / N of T rows, and only the owner of a row has its sum before the gather. `comm/row_buffers.py` lists the
+R = T / N of T rows, and only the owner of a row has its sum before the gather. `comms/row_buffers.py` lists the
 strategies for both GEMMs, and runs them.
 """
 
@@ -13,20 +13,20 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from comm.auto import AutoCommunicator
-from comm.interface import Communicator, Input, Linear, Norm, PendingAllReduce, Schedule
-from comm.process_group import all_gather
-from comm.row_buffers import UNFUSED, Pair, RowBuffers, RowShard, Strategy, best_strategy, names_of, strategies
-from comm.table import Table, bucket, graph_microseconds, load, machine_key, save
+from comms.auto import AutoCommunicator
+from comms.interface import Communicator, Input, Linear, Norm, PendingAllReduce, Schedule
+from comms.process_group import all_gather
+from comms.row_buffers import UNFUSED, Pair, RowBuffers, RowShard, Strategy, best_strategy, names_of, strategies
+from comms.table import Table, bucket, graph_microseconds, load, machine_key, save
 from kernels import fused_rows
 from kernels.fused_rows import BLOCK_ROWS, BLOCKS
 from kernels.linear import linear
 from kernels.norm import rms_norm
 
 CODE = (  # files that decide how long a pair of layers takes
-    "comm/fused*.py",
-    "comm/row_buffers.py",
-    "comm/table.py",
+    "comms/fused*.py",
+    "comms/row_buffers.py",
+    "comms/table.py",
     "kernels/fused_rows.py",
     "kernels/tile_gemm*.py",
 )

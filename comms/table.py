@@ -18,7 +18,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from comm.process_group import gather_objects
+from comms.process_group import gather_objects
 from files import source_digest
 from kernels.dispatch import replay_seconds
 
@@ -31,7 +31,7 @@ Times = dict[str, dict[str, float]]  # µs by case and algorithm
 
 @dataclass
 class Table:
-    """Measured times, the same on all ranks. A case is a message size (`comm/auto.py`) or a pair of layers (`comm/fused.py`).
+    """Measured times, the same on all ranks. A case is a message size (`comms/auto.py`) or a pair of layers (`comms/fused.py`).
 
     kind: prefix of the file's name. key: what the times depend on. times: on the slowest rank. made: Unix time, seconds.
     """

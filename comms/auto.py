@@ -7,22 +7,22 @@ from collections.abc import Callable, Iterable
 import torch
 from torch import Tensor
 
-from comm.interface import LEAST_COPIED, Communicator, Input, Linear, PendingAllReduce, Schedule
-from comm.quantize import WIDTHS
-from comm.relay import RelayCommunicator
-from comm.symmetric import CAPACITY, SymmetricCommunicator
-from comm.table import Table, Times, from_rank_0, graph_microseconds, load, plausible, save
+from comms.interface import LEAST_COPIED, Communicator, Input, Linear, PendingAllReduce, Schedule
+from comms.quantize import WIDTHS
+from comms.relay import RelayCommunicator
+from comms.symmetric import CAPACITY, SymmetricCommunicator
+from comms.table import Table, Times, from_rank_0, graph_microseconds, load, plausible, save
 
 CODE = (  # files that decide how long an all-reduce takes
     "kernels/*all_reduce.py",
     "kernels/quantize.py",
     "kernels/relay.py",
-    "comm/symmetric.py",
-    "comm/quantized.py",
-    "comm/relay.py",
-    "comm/workspace.py",
-    "comm/interface.py",
-    "comm/table.py",
+    "comms/symmetric.py",
+    "comms/quantized.py",
+    "comms/relay.py",
+    "comms/workspace.py",
+    "comms/interface.py",
+    "comms/table.py",
 )
 SIZES = tuple(1 << i for i in range(10, 27))  # bytes of a message: 1 KiB to 64 MiB
 TOLERANCE = 1.03  # the longest time of a choice, relative to nccl

@@ -1,5 +1,5 @@
 """Quantized all-reduces in two steps (Li et al., "Flash Communication", arXiv:2412.04964, Algorithm 1): a reduce-scatter by an all-to-all
-and local sums, then an all-gather of the sums. The steps also serve exact values, and other transports than process groups (`comm/relay.py`).
+and local sums, then an all-gather of the sums. The steps also serve exact values, and other transports than process groups (`comms/relay.py`).
 
 The message is cut into chunks, and each chunk into N slices of whole groups of values, one for each rank:
 
@@ -21,9 +21,9 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from comm.interface import Done, PendingAllReduce, on_side_stream
-from comm.process_group import HostAllReduce, ProcessGroupCommunicator, all_gather
-from comm.quantize import PER_TOKEN, Scheme, dequantize_sum, hadamard_transform, quantize
+from comms.interface import Done, PendingAllReduce, on_side_stream
+from comms.process_group import HostAllReduce, ProcessGroupCommunicator, all_gather
+from comms.quantize import PER_TOKEN, Scheme, dequantize_sum, hadamard_transform, quantize
 from errors import UserError
 
 EXACT_GROUP = 64  # values; slices are multiples of it, which copy engines copy fast

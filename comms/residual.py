@@ -8,7 +8,7 @@ from typing import Any, NamedTuple, cast
 import torch
 from torch import Tensor
 
-from comm.interface import Communicator, DeferredAllReduce, Input, Layer, Linear, Norm, PendingAllReduce, SelectedRows
+from comms.interface import Communicator, DeferredAllReduce, Input, Layer, Linear, Norm, PendingAllReduce, SelectedRows
 
 
 class Residual(NamedTuple):

@@ -15,8 +15,8 @@ from dataclasses import dataclass
 
 from torch import Tensor
 
-from comm.interface import Communicator, PendingAllReduce, Schedule
-from comm.quantized import QuantizedCommunicator
+from comms.interface import Communicator, PendingAllReduce, Schedule
+from comms.quantized import QuantizedCommunicator
 from errors import UserError
 
 TIMES = {"ns": 1e-9, "us": 1e-6, "µs": 1e-6, "ms": 1e-3, "s": 1.0}

@@ -16,9 +16,9 @@ import torch.distributed as dist
 import torch.nn.functional as F
 from torch import Tensor
 
-from comm.interface import Communicator, Done, PendingAllReduce, Schedule, on_side_stream
-from comm.process_group import HostAllReduce, ProcessGroupCommunicator, all_gather, gather_objects, may_share_gpus
-from comm.quantized import Worker
+from comms.interface import Communicator, Done, PendingAllReduce, Schedule, on_side_stream
+from comms.process_group import HostAllReduce, ProcessGroupCommunicator, all_gather, gather_objects, may_share_gpus
+from comms.quantized import Worker
 from errors import UserError
 from ranks.processes import boot_id
 

@@ -39,9 +39,9 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from comm.interface import fault_word
-from comm.table import bucket
-from comm.workspace import SharedBuffer, open_shared
+from comms.interface import fault_word
+from comms.table import bucket
+from comms.workspace import SharedBuffer, open_shared
 from kernels import fused_rows
 from kernels.dispatch import rejoin
 from kernels.fused_rows import BLOCK_ROWS, BLOCKS, BufferLayout

@@ -9,23 +9,23 @@ import sys
 import torch
 import torch.distributed as dist
 
-from comm.auto import CODE, AutoCommunicator, measure_times, size_table
-from comm.fused import FusedCommunicator
-from comm.hierarchical import HierarchicalCommunicator, fastest_between_hosts
-from comm.interface import Communicator
-from comm.process_group import NcclCommunicator, TreeCommunicator
-from comm.quantize import WIDTHS, Scheme, parse_scheme, relative_error
-from comm.quantized import QuantizedNcclCommunicator
-from comm.relay import RelayCommunicator
-from comm.symmetric import KINDS, Kind, QuantizedSymmetricCommunicator, SymmetricCommunicator, wire_format_of
-from comm.table import from_rank_0, machine_key
-from comm.workspace import Memory, check_reachable, memory_between, on_several_hosts
+from comms.auto import CODE, AutoCommunicator, measure_times, size_table
+from comms.fused import FusedCommunicator
+from comms.hierarchical import HierarchicalCommunicator, fastest_between_hosts
+from comms.interface import Communicator
+from comms.process_group import NcclCommunicator, TreeCommunicator
+from comms.quantize import WIDTHS, Scheme, parse_scheme, relative_error
+from comms.quantized import QuantizedNcclCommunicator
+from comms.relay import RelayCommunicator
+from comms.symmetric import KINDS, Kind, QuantizedSymmetricCommunicator, SymmetricCommunicator, wire_format_of
+from comms.table import from_rank_0, machine_key
+from comms.workspace import Memory, check_reachable, memory_between, on_several_hosts
 from errors import UserError
 from kernels import determinism
 
 
 def on_gpus(name: str, device: torch.device, error_budget: float) -> Communicator:
-    """The communicator with this name of `comm/registry.py`. error_budget: see `auto`. Raises UserError if these GPUs do not support it."""
+    """The communicator with this name of `comms/registry.py`. error_budget: see `auto`. Raises UserError if these GPUs do not support it."""
     if determinism.enabled():
         return tree(name, device)
     if name in KINDS:

@@ -23,14 +23,14 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from comm.interface import Done, PendingAllReduce, fault_word, on_side_stream
-from comm.process_group import ProcessGroupCommunicator
-from comm.quantize import Scheme
-from comm.quantized import Codec, Transport, codec_of, two_step_all_reduce
-from comm.workspace import open_host
+from comms.interface import Done, PendingAllReduce, fault_word, on_side_stream
+from comms.process_group import ProcessGroupCommunicator
+from comms.quantize import Scheme
+from comms.quantized import Codec, Transport, codec_of, two_step_all_reduce
+from comms.workspace import open_host
 
 if TYPE_CHECKING:
-    from comm.symmetric import SymmetricCommunicator  # needs Triton
+    from comms.symmetric import SymmetricCommunicator  # needs Triton
 
 CHUNKS = 4  # of a message, at most; one is reduced while others are copied
 # values of a chunk; its launches take 30 µs, so copying it must take longer

@@ -1,4 +1,4 @@
-"""Exact and quantized all-reduces over symmetric memory (`comm/workspace.py`), which is in the GPUs' memory or in host memory.
+"""Exact and quantized all-reduces over symmetric memory (`comms/workspace.py`), which is in the GPUs' memory or in host memory.
 
 A blocking all-reduce is launched on the current stream when its result is read. Its kernel then also does the residual
 addition and the norm that follow. An overlapped all-reduce is launched at once on a side stream. The two have separate
@@ -15,10 +15,10 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from comm.interface import LEAST_COPIED, Done, Input, Linear, PendingAllReduce, Schedule, fault_word, on_side_stream
-from comm.process_group import GlooCommunicator, NcclCommunicator, ProcessGroupCommunicator, TreeCommunicator, gather_objects
-from comm.quantize import Scheme
-from comm.workspace import Memory, Workspace, open_shared, open_workspace
+from comms.interface import LEAST_COPIED, Done, Input, Linear, PendingAllReduce, Schedule, fault_word, on_side_stream
+from comms.process_group import GlooCommunicator, NcclCommunicator, ProcessGroupCommunicator, TreeCommunicator, gather_objects
+from comms.quantize import Scheme
+from comms.workspace import Memory, Workspace, open_shared, open_workspace
 from errors import UserError
 from kernels import all_reduce, determinism, linear_push
 from kernels.all_reduce import Tiling
@@ -380,7 +380,7 @@ class QuantizedKernel(AllReduceKernel):
 
 
 class QuantizedSymmetricCommunicator(KernelCommunicator):
-    """Quantized all-reduces in one launch, with bitwise the result of `comm/quantized.py`. Only all-reduces are quantized.
+    """Quantized all-reduces in one launch, with bitwise the result of `comms/quantized.py`. Only all-reduces are quantized.
 
     Ranks of one host whose GPUs have peer access. CPU ranks, for tests, run the kernels in Triton's interpreter."""
 

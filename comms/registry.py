@@ -1,6 +1,6 @@
 """The communicators by name: where each runs, how it is built, and what `--help` says about it.
 
-A name is checked before the process group exists, and the communicator is built afterwards: that of GPUs by `comm/build.py`, which
+A name is checked before the process group exists, and the communicator is built afterwards: that of GPUs by `comms/build.py`, which
 requires Triton.
 """
 
@@ -11,13 +11,13 @@ from itertools import groupby
 
 import torch
 
-from comm.hierarchical import HierarchicalCommunicator, fastest_between_hosts
-from comm.interface import Communicator
-from comm.private_gloo import PRIVATE_GLOO
-from comm.process_group import GlooCommunicator, TreeCommunicator
-from comm.quantize import WIDTHS, parse_scheme
-from comm.quantized import QuantizedGlooCommunicator
-from comm.simulated import Link, SimulatedLink, parse_link
+from comms.hierarchical import HierarchicalCommunicator, fastest_between_hosts
+from comms.interface import Communicator
+from comms.private_gloo import PRIVATE_GLOO
+from comms.process_group import GlooCommunicator, TreeCommunicator
+from comms.quantize import WIDTHS, parse_scheme
+from comms.quantized import QuantizedGlooCommunicator
+from comms.simulated import Link, SimulatedLink, parse_link
 from errors import UserError
 from kernels import determinism
 
@@ -45,7 +45,7 @@ class Choice:
         """The communicator over the default process group. Collective. Raises UserError if these GPUs do not support it."""
         if self.device == "cuda":
             device = torch.device("cuda", torch.cuda.current_device())
-            found: Communicator = import_module("comm.build").on_gpus(self.name, device, self.error_budget)
+            found: Communicator = import_module("comms.build").on_gpus(self.name, device, self.error_budget)
             return found
         communicator = _on_cpu(self.name)
         return SimulatedLink(communicator, self.link) if self.link else communicator
@@ -100,7 +100,7 @@ def choose(device: str, name: str | None = None, link: str | None = None, error_
 @dataclass(frozen=True)
 class Entry:
     """A communicator's help text, and the kinds of devices that it runs on. Options may follow the name of a quantized one
-    (`comm.quantize.parse_scheme`)."""
+    (`comms.quantize.parse_scheme`)."""
 
     help: str
     devices: Sequence[str]

@@ -20,9 +20,9 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from comm.hierarchical import host_of_each_rank
-from comm.interface import fault_word
-from comm.process_group import gather_objects
+from comms.hierarchical import host_of_each_rank
+from comms.interface import fault_word
+from comms.process_group import gather_objects
 from errors import UserError
 from kernels.all_reduce import Exchange
 from kernels.device import MAX_PROGRAMS

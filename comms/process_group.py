@@ -15,7 +15,7 @@ import torch.distributed as dist
 import torch.nn.functional as F
 from torch import Tensor
 
-from comm.interface import Communicator, OverlappedAllReduce, PendingAllReduce
+from comms.interface import Communicator, OverlappedAllReduce, PendingAllReduce
 from kernels.determinism import tree_sum
 
 SHARE_GPUS = "RUNG_SHARE_GPUS"  # environment variable: 1 lets ranks share GPUs
