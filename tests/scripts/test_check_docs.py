@@ -126,7 +126,7 @@ def test_parts_that_are_larger_than_their_budgets_are_named(tmp_path: Path, monk
     names = ("INFERENCE_LINES", "ROOT_FILES", "PAGES_WORDS", "RESULTS_BYTES", "README_BYTES", "README_LINES")
     for less in (0, 1):
         sizes = [size - less for size in found.values()]
-        monkeypatch.setattr(budgets, "LINES", dict(zip(("server", "comm", "tests"), sizes, strict=False)))
+        monkeypatch.setattr(budgets, "LINES", dict(zip(("server", "comms", "tests"), sizes, strict=False)))
         for name, most in zip(names, sizes[3:], strict=True):
             monkeypatch.setattr(budgets, name, most)
         lines = [f"{size} {what}, but at most {size - 1} are allowed" for what, size in found.items()]

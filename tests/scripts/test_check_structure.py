@@ -40,7 +40,7 @@ def test_nothing_is_found_where_all_is_well(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("file", "text", "words"),
     [
-        ("kernels/linear.py", "import comms.other\n", ["kernels.linear, line 1: kernels imports comm, which comes after it"]),
+        ("kernels/linear.py", "import comms.other\n", ["kernels.linear, line 1: kernels imports comms, which comes after it"]),
         (
             "comms/third.py",
             "def f():\n    from kernels.linear import x\n",
