@@ -2,6 +2,7 @@
 stands for the hub (tests/support/hub.py)."""
 
 import json
+import os
 import re
 import socket
 import subprocess
@@ -20,9 +21,11 @@ from checkpoints import hub
 from engine import LLM
 from errors import UserError
 from files import model_name
+from scripts.sweep.grids import settings_of
 from server.downloading import answering
 from server.settings import Settings, load_settings
 from tests import MODELS, ROOT
+from tests.scripts.test_sweep import arguments
 from tests.support import quick_start
 from tests.support.adapters import write_adapter
 from tests.support.command_line import environment, launch
@@ -330,3 +333,9 @@ def test_python_takes_names(site: Hub, tmp_path: Path) -> None:
 def test_a_name_on_the_hub_is_the_served_name() -> None:
     settings = load_settings(["--model", "org/tiny@main", "--lora", "tiny=org/adapter"])
     assert settings.model_names == ("org/tiny",) and settings.needs_hub
+
+
+def test_a_sweep_takes_names_of_the_hub(site: Hub) -> None:
+    """The rows keep the name, and each process finds the folder that was fetched before the first launch."""
+    (setting,) = settings_of(arguments("--models", "org/tiny", "--tp", 1, "--batch-sizes", 1, "--variants", "standard"))
+    assert setting.model == "org/tiny" and Path(json.loads(os.environ[hub.FETCHED])["org/tiny"], "config.json").exists()

@@ -15,7 +15,7 @@ LINES = {  # of Python, by package
     "comms": 3_716,
     "training": 5_782,
     "scripts": 10_124,
-    "tests": 56_467,
+    "tests": 56_474,
 }
 INFERENCE_LINES = 46_036
 ROOT_FILES = 9

@@ -3,11 +3,12 @@
 import argparse
 import subprocess
 from dataclasses import replace
-from itertools import chain, product
+from itertools import chain, filterfalse, product
 from typing import Any
 
 import torch
 
+from checkpoints.hub import fetched
 from checkpoints.presets import has_random_weights, model_config
 from checkpoints.sources import open_source
 from comms.registry import choose
@@ -72,11 +73,10 @@ def settings_of(args: argparse.Namespace) -> list[Setting]:
         raise UserError("--tp, --batch-sizes, --prompt-lengths, --new-tokens, --also and --runs must be at least 1")
     for comm, link in product(axes["comms"], axes["interconnects"]):
         choose(device, comm, interconnect(link).link)
-    for model, variant, tp in product(axes["models"], axes["variants"], axes["tp"]):
+    for model, variant, tp in product(map(fetched, axes["models"]), axes["variants"], axes["tp"]):
         model_config(model, None if variant == VLLM else variant, tp, args.quantize)
-    for model in axes["models"]:
-        if not has_random_weights(model):
-            open_source(model, model_config(model, None, 1))
+    for model in filterfalse(has_random_weights, map(fetched, axes["models"])):
+        open_source(model, model_config(model, None, 1))
     if any(interconnect(link).hosts > 1 for link in axes["interconnects"]) and any(tp % 2 for tp in axes["tp"]):
         raise UserError("--interconnects two-hosts needs an even number of ranks; leave the odd ones out of --tp")
     refuse_vllm_where_it_cannot_run(axes, device, args.vllm_python)
