@@ -34,8 +34,15 @@ class Router(nn.Module):
     def forward(self, x: Tensor) -> tuple[Tensor, Tensor]:
         """(T, C) to the experts (T, chosen) int64, the likeliest first, and their weights (T, chosen) fp32. Computed in fp32; of
         equally likely experts, those with the lowest numbers."""
+        return self.choose(self.logits(x))
+
+    def logits(self, x: Tensor) -> Tensor:
+        """(T, C) to (T, experts) fp32."""
         bias = None if self.bias is None else self.bias.float()
-        return route(F.linear(x.float(), self.weight.float(), bias), self.experts.chosen, self.experts.normalized)
+        return F.linear(x.float(), self.weight.float(), bias)
+
+    def choose(self, logits: Tensor) -> tuple[Tensor, Tensor]:
+        return route(logits, self.experts.chosen, self.experts.normalized)
 
 
 class SparseMLP(nn.Module):
@@ -80,11 +87,13 @@ class SparseMLP(nn.Module):
     def _each(self, x: Tensor, experts: Tensor, weights: Tensor) -> Tensor:
         """The definition: one expert after another, with the tokens (T, C) that have it."""
         out = torch.zeros_like(x, dtype=torch.promote_types(x.dtype, torch.float32))
+        gate_up_of, down_of = self.w_gate_up.experts(), self.w_down.experts()
         for e in experts.unique().tolist():
             tokens, place = torch.where(experts == e)
-            gate_up = torch.cat([self.w_gate_up.expert(2 * e + i, x[tokens]) for i in range(2)], -1)
+            rows = x[tokens]
+            gate_up = torch.cat([gate_up_of(2 * e + i, rows) for i in range(2)], -1)
             hidden = clamped_swiglu(gate_up, self.limit) if self.limit else swiglu(gate_up)
-            out.index_add_(0, tokens, self.w_down.expert(e, hidden) * weights[tokens, place, None])
+            out.index_add_(0, tokens, down_of(e, hidden) * weights[tokens, place, None])
         return out.to(x.dtype)
 
 

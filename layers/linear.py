@@ -1,6 +1,6 @@
 """Linear layers of which a rank has a shard: in 16 or 32 bits or quantized, several with the same input fused into one, with adapters."""
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from typing import Any, NamedTuple
 
 import torch
@@ -148,14 +148,22 @@ class ShardedLinear(nn.Module):
             return out if bias is None else out + bias
         return linear(x, self.weight, self.whole_bias(), self.sum_parts)
 
-    def expert(self, index: int, x: Tensor) -> Tensor:
-        """The product of x (..., in_features) with one part, all of which have equally many out_features, and its bias."""
-        rows, bias = slice(index * self.rows[0], (index + 1) * self.rows[0]), self.whole_bias()
-        bias = None if bias is None else bias[rows]
-        if self.quantized:
-            product: Tensor = self.quantized[index](x)
-            return product if bias is None else product + bias
-        return F.linear(x, self.weight[rows], bias)
+    def experts(self) -> Callable[[int, Tensor], Tensor]:
+        """A function of the number of a part and of x (..., in_features) to their product, with the part's bias. All parts have equally
+        many out_features. They are taken apart once, because autograd makes a gradient of the whole weight from that of each slice."""
+        shape, bias = (len(self.parts), self.rows[0]), self.whole_bias()
+        biases = None if bias is None else bias.view(shape).unbind()
+        weights = None if self.quantized else self.weight.view(*shape, self.in_features).unbind()
+
+        def product(index: int, x: Tensor) -> Tensor:
+            own = None if biases is None else biases[index]
+            if weights is not None:
+                return F.linear(x, weights[index], own)
+            assert self.quantized is not None
+            out: Tensor = self.quantized[index](x)
+            return out if own is None else out + own
+
+        return product
 
     def _quantized_tree(self, x: Tensor) -> Tensor:
         """The product with --deterministic."""

@@ -22,7 +22,7 @@ from checkpoints.sources import open_source, weights_fingerprint
 from checkpoints.weights import build_model
 from cli import Parser, run
 from comms import Local
-from config import ModelConfig, require_causal, require_dense
+from config import ModelConfig, require_causal
 from errors import UserError
 from kernels import determinism
 from layers.attention import Causal
@@ -32,7 +32,14 @@ from training.batches import Batch
 from training.convert import parse_layers, to_hybrid_ladder
 from training.loop import Setup, prepare, train
 from training.losses import cross_entropy, distillation
-from training.options import add_batch_options, add_execution_options, add_run_options, check_numbers, dtype_of
+from training.options import (
+    add_batch_options,
+    add_execution_options,
+    add_router_options,
+    add_run_options,
+    check_numbers,
+    dtype_of,
+)
 
 
 def parse_args(argv: Sequence[str] | None = None) -> argparse.Namespace:
@@ -50,6 +57,7 @@ def parse_args(argv: Sequence[str] | None = None) -> argparse.Namespace:
     )
     add_batch_options(parser, learning_rate=1e-5, by_passes=True)
     add_execution_options(parser)
+    add_router_options(parser)
     add_run_options(parser)
     args = parser.parse_args(argv)
     check_numbers(args)
@@ -63,7 +71,6 @@ def parse_args(argv: Sequence[str] | None = None) -> argparse.Namespace:
 def setup(args: argparse.Namespace, world: World) -> Setup:
     """Read and check everything that needs no other rank. Raises UserError."""
     require_causal(original := read_config(args.model / "config.json"))
-    require_dense(original, "training")
     config = to_hybrid_ladder(original, parse_layers(args.ladder_layers))
     source = open_source(str(args.model), original)
     loss = cross_entropy if args.distill == 0 else Distillation(args, original, world)

@@ -9,8 +9,8 @@ The schedule (AMSP, arXiv:2311.00257, section V.C) is carried out by hooks:
     backward, a module's hook          free its weights
     recomputation, a layer's pre-hook  begin to gather the previous layer; keep this layer's weights for its gradients
 
-A module is a linear layer: PyTorch's backward hooks take tensors, and an `Attention` passes on a stream. The embedding and the head
-are gathered around them. Norms and biases, a ten-thousandth of the parameters, are never cut: they are one more weight with
+A module is a linear layer: PyTorch's backward hooks take tensors, and an `Attention` passes on a stream. A sparse MLP is one module with
+three weights. The embedding and the head are gathered around them. Norms and biases, a ten-thousandth of the parameters, are never cut: they are one more weight with
 P = 1x1.
 """
 
@@ -27,6 +27,7 @@ from torch.utils.checkpoint import checkpoint
 from kernels import determinism
 from kernels.linear import linear
 from layers.attention import Causal
+from layers.experts import Router, SparseMLP
 from layers.linear import ShardedLinear
 from model import Transformer
 from training.groups import Groups, make_groups
@@ -50,7 +51,7 @@ class Execution:
 
 @dataclass(eq=False)
 class Unit:
-    """A linear layer, whose weight is gathered for it and freed after it."""
+    """A linear layer or a sparse MLP, and a weight that is gathered for it and freed after it."""
 
     module: nn.Module
     weight: Weight
@@ -63,6 +64,8 @@ class Executor:
     """The whole model on this rank (`Local` communicator, every desync stream), with sharded states.
 
     `weights` lists all `Weight`s in the order in which forward needs them. The order is the same on every rank.
+    `routed` has, of each layer of a sparse model in the newest forward pass, the router's logits (B * T, experts) fp32 and the experts that
+    it chose (B * T, chosen).
     """
 
     def __init__(
@@ -86,6 +89,7 @@ class Executor:
         self.groups = groups
         self.whole_groups = groups if whole == sharding else make_groups(rank, whole, cluster)
         self._in_backward = False
+        self.routed: list[tuple[Tensor, Tensor]] = []
         self._build_weights(materialize)
         self._build_units()
         self._add_hooks()
@@ -113,8 +117,8 @@ class Executor:
         self.head = self._by_parameter[self.model.head.weight]
         self.units: list[Unit] = []
         for number, layer in enumerate(self.model.layers):
-            for module, parent in _linear_layers(layer):
-                self.units.append(Unit(module, self._by_parameter[module.weight], len(self.units), number, parent))
+            for module, parameter, parent in _matrices(layer):
+                self.units.append(Unit(module, self._by_parameter[parameter], len(self.units), number, parent))
 
     def _add_hooks(self) -> None:
         hooks: list[Any] = []
@@ -130,7 +134,7 @@ class Executor:
         if self.execution.compile:
             self.model.compile_modules()
         weight_first = not self.execution.compile and self.groups.gather.size > 1 and "parameters" in self.overlap
-        linears = [m for m in self.model.layers.modules() if isinstance(m, ShardedLinear)] if weight_first else []
+        linears = [unit.module for unit in self.units if isinstance(unit.module, ShardedLinear)] if weight_first else []
         for module in linears:
             ready = partial(self._send, self._by_parameter[module.weight])
             module.forward = partial(_weight_first_linear, module, ready)  # type: ignore[method-assign]
@@ -139,6 +143,9 @@ class Executor:
             if parameter not in early:
                 hooks.append(parameter.register_post_accumulate_grad_hook(partial(self._matrix_ready, weight)))
         self._hooks = hooks
+        for router in self.model.modules():
+            if isinstance(router, Router):
+                router.forward = partial(self._route, router)  # type: ignore[method-assign]
         if self.execution.recompute:
             for layer in self.model.layers:
                 again: Any = partial(checkpoint, layer.forward, use_reentrant=False, preserve_rng_state=False)
@@ -157,6 +164,7 @@ class Executor:
         """(B, T) int64 ids to the last hidden states after the final norm, (B, T, C). The head's weight is gathered when
         it returns."""
         self._in_backward = False
+        self.routed.clear()
         self._wait(self.vectors)
         self._have(self.embedding)
         hidden = self.model.hidden(tokens, Causal(tokens.shape[1], tokens.device))
@@ -181,6 +189,14 @@ class Executor:
             self._wait(weight)
 
     # --- hooks -----------------------------------------------------------------------------------------------------------
+
+    def _route(self, router: Router, x: Tensor) -> tuple[Tensor, Tensor]:
+        """A router's forward."""
+        logits = router.logits(x)
+        experts, weights = router.choose(logits)
+        if not self._in_backward:  # not again when a layer is recomputed
+            self.routed.append((logits, experts))
+        return experts, weights
 
     def _before_forward(self, unit: Unit, *_: object) -> None:
         first = unit.index == 0 or self.units[unit.index - 1].layer != unit.layer
@@ -253,13 +269,15 @@ class Executor:
                 weight.wait()
 
 
-def _linear_layers(layer: nn.Module) -> Iterator[tuple[ShardedLinear, nn.Module]]:
-    """The linear layers in the order of forward, and the module that each belongs to."""
+def _matrices(layer: nn.Module) -> Iterator[tuple[nn.Module, nn.Parameter, nn.Module]]:
+    """In the order of forward: a module, a matrix that it multiplies with, and the module that it belongs to."""
     for child in layer.children():
         if isinstance(child, ShardedLinear):
-            yield child, layer
+            yield child, child.weight, layer
+        elif isinstance(child, SparseMLP):
+            yield from ((child, part.weight, layer) for part in (child.router, child.w_gate_up, child.w_down))
         else:
-            yield from _linear_layers(child)
+            yield from _matrices(child)
 
 
 class _WeightFirst(torch.autograd.Function):

@@ -21,13 +21,14 @@ def empty_model(config: ModelConfig, device: torch.device, dtype: torch.dtype) -
     Raises UserError for a variant that is only a limit of speed, and for a desync model with copies of weights that training would
     let drift apart.
     """
-    copied = config.qk_norm or config.o_bias or config.mlp_bias
+    copied = config.qk_norm or config.o_bias or config.mlp_bias or config.experts
     if config.variant == "desync" and config.desync_streams > 1 and (config.desync_streams > config.n_kv_heads or copied):
         raise UserError(
             f"a desync model with {config.desync_streams} streams, {config.n_kv_heads} KV heads"
-            f"{' and QK norm' if config.qk_norm else ''}{' and biases behind sums' if config.o_bias or config.mlp_bias else ''} "
+            f"{' and QK norm' if config.qk_norm else ''}{' and biases behind sums' if config.o_bias or config.mlp_bias else ''}"
+            f"{' and routers' if config.experts else ''} "
             "keeps copies of weights that training would let drift apart; "
-            "train with at most as many streams as KV heads, and without QK norm, attention_bias and mlp_bias"
+            "train with at most as many streams as KV heads, and without QK norm, attention_bias, mlp_bias and experts"
         )
     if config.quantization is not None:
         raise UserError(f"the checkpoint is quantized ({config.quantization.description}); train from one in 16 or 32 bits")

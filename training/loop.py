@@ -26,7 +26,7 @@ from training.executor import Execution, Executor
 from training.initialize import empty_model, materializer
 from training.metrics import ModelMeter, plot_run
 from training.optimizer import AdamSettings, Optimizer
-from training.options import complete_steps, dtype_of, execution_settings, ranks_mesh, schedule_of
+from training.options import complete_router_options, complete_steps, dtype_of, execution_settings, ranks_mesh, schedule_of
 from training.planner.collectives import profile_for
 from training.planner.cost import forward_flops, predict
 from training.planner.search import OBJECTIVE, OBJECTIVES, TOLERANCE, choose
@@ -38,7 +38,8 @@ from training.step import CapturedStep, Loss, Trainer, check_batch
 from training.token_file import check_tokenizer, open_tokens
 
 OPTIMIZATION = ("steps", "learning_rate", "warmup", "final_rate", "weight_decay", "clip")  # options of all training commands
-RECIPE = (*OPTIMIZATION, "distill", "teacher")  # what may change in the middle of a run, but only with --other-recipe
+ROUTERS = ("balance_loss", "router_z_loss")  # of sparse models
+RECIPE = (*OPTIMIZATION, *ROUTERS, "distill", "teacher")  # what may change in the middle of a run, but only with --other-recipe
 
 
 @dataclass(frozen=True)
@@ -179,6 +180,7 @@ def _check(args: argparse.Namespace, world: World, setup: Setup) -> tuple[Global
         check_tokenizer(tokens, setup.tokenizer_from)
     batches = GlobalBatches(tokens, args.sequence_length, args.global_batch, args.seed)
     complete_steps(args, batches.steps_per_epoch)
+    complete_router_options(args, setup.config)
     mesh = ranks_mesh(args, world.world_size)
     empty_model(setup.config, world.device, dtype_of(args, world.device))
     check_folder(args.out)
@@ -209,6 +211,7 @@ def _snapshot(
 def _identity(args: argparse.Namespace, setup: Setup, batches: GlobalBatches, device: torch.device) -> dict[str, Any]:
     distill = getattr(args, "distill", 0.0)  # of adaptation
     more = {"deterministic": args.deterministic, "distill": distill, "teacher": setup.teacher}
+    more |= {key: getattr(args, key) for key in ROUTERS if setup.config.experts}
     return identity(args, setup.config, batches, device) | more
 
 
@@ -273,6 +276,7 @@ def build_trainer(args: argparse.Namespace, world: World, setup: Setup, batches:
         world.world_size,
         args.micro_batch,
         world.device,
+        (args.balance_loss, args.router_z_loss) if setup.config.experts else None,
     )
 
 

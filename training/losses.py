@@ -4,7 +4,7 @@ Llama 3's logits of 8,192 positions take 4.2 GB in fp32, and their gradient take
 loss and the gradients of a chunk, and then frees its logits. Backward only scales the gradients, so nothing is computed twice.
 """
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
@@ -61,6 +61,20 @@ def distillation(
         return divergence if share == 1 else share * divergence + (1 - share) * _surprise(logits, targets)
 
     return _by_chunks(model, hidden, loss, chunk, teacher_hidden.detach().flatten(0, 1), batch.targets.flatten())
+
+
+def router_losses(routed: Sequence[tuple[Tensor, Tensor]]) -> Tensor:
+    """Of a sparse model, (3,) fp32: the load-balancing loss, the router z-loss, and the share of tokens of the busiest expert of a layer.
+
+    routed: of each layer, the router's logits (T, E) and the chosen experts (T, K). The balance is E Σ f_i P_i with the share f_i of
+    tokens that have expert i and the mean P_i of its probability (Switch Transformers, arXiv:2101.03961, eq. 4-6), both over the tokens of
+    all layers, as in transformers; K if all experts are equally busy. The z-loss is the mean of logsumexp(logits)² (ST-MoE,
+    arXiv:2202.08906, eq. 5).
+    """
+    logits = torch.stack([one for one, _ in routed])
+    shares = torch.stack([F.one_hot(experts, logits.shape[-1]).sum(1).float().mean(0) for _, experts in routed])
+    balance = logits.shape[-1] * (shares.mean(0) * logits.softmax(-1).mean((0, 1))).sum()
+    return torch.stack((balance, logits.logsumexp(-1).square().mean(), shares.max()))
 
 
 def head_logits(model: Transformer, rows: Tensor, head: Tensor) -> Tensor:

@@ -44,6 +44,10 @@ class ModelMeasured(Measured):
     mfu: float | None  # None if the device's peak is unknown
     peak_memory_gb: float | None  # of rank 0's GPU, since this run began
     exposed_ms: float  # time per step in which rank 0 computed nothing because it waited for communication
+    # of a sparse model's last step, see `router_losses`
+    balance_loss: float | None = None
+    router_z_loss: float | None = None
+    busiest_expert: float | None = None
 
 
 class Meter(ABC):
@@ -141,22 +145,25 @@ class ModelMeter(Meter):
         super().__init__(path, every, trainer.step, steps, trainer.schedule, tokens, trainer.rank == 0)
 
     def whole(self, results: Tensor) -> Tensor:
-        shares, norms = results.T.contiguous()
+        norms = results[:, 1].clone()
         everyone = self.trainer.executor.whole_groups.replicas
         if everyone.size > 1:
-            dist.all_reduce(shares, group=everyone.handle)
-        return torch.stack((shares, norms), dim=1)
+            dist.all_reduce(results, group=everyone.handle)
+        results[:, 1] = norms
+        return results
 
     def line(self, results: list[list[float]], seconds: float) -> tuple[Measured, dict[str, str]]:
-        trainer, (loss, norm) = self.trainer, results[-1]
+        trainer, (loss, norm, *routers) = self.trainer, results[-1]
         speed = self.tokens / seconds / trainer.world_size
         mfu = self.step_flops / seconds / trainer.world_size / self.peak_flops if self.peak_flops else None
+        of_routers: dict[str, Any] = dict(zip(("balance_loss", "router_z_loss", "busiest_expert"), routers, strict=False))
         measured = ModelMeasured(
             **self.common(loss, norm, seconds),
             tokens_per_gpu_second=speed,
             mfu=mfu,
             peak_memory_gb=torch.cuda.max_memory_allocated() / 1e9 if trainer.device.type == "cuda" else None,
             exposed_ms=trainer.executor.exposed.take() / len(results) * 1e3,
+            **of_routers,
         )
         shown = {"loss": f"{measured.loss:.3f}", "TGS": f"{speed:,.0f}"}
         return measured, shown | ({"MFU": f"{mfu:.0%}"} if mfu else {})

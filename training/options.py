@@ -10,14 +10,16 @@ import torch
 
 from checkpoints.weights import DTYPES
 from comms.cluster import shipped_clusters
+from config import ModelConfig
 from errors import UserError
-from options import above_zero, dtype_name
+from options import above_zero, dtype_name, zero_or_more
 from training.executor import BUCKET_BYTES
 from training.optimizer import Schedule
 from training.sharding import OVERLAPS, Mesh
 
 PASSES = 4  # of adaptation; docs/training.md has the accuracy after one and four
 WARMUP = 20  # steps of adaptation for each step of warm-up
+BALANCE, ROUTER_Z = 0.01, 0.001  # of a sparse model's losses, as their papers recommend (see `router_losses`)
 POSITIVE = (
     *("sequence_length", "global_batch", "micro_batch", "steps", "save_every", "keep", "log_every"),
     *("learning_rate", "clip", "gpus_per_node", "stop_after"),
@@ -113,6 +115,25 @@ def execution_settings(args: argparse.Namespace) -> dict[str, Any]:
         "bucket_bytes": max(1, int(args.bucket_mb * 2**20)),
         "overlap": frozenset(OVERLAPS) - frozenset(args.no_overlap),
     }
+
+
+def add_router_options(parser: argparse.ArgumentParser) -> None:
+    routers = parser.add_argument_group("the routers of a sparse model")
+    balance = "weight of the load-balancing loss (Switch Transformers), computed over each micro-batch"
+    routers.add_argument("--balance-loss", type=zero_or_more, metavar="WEIGHT", help=f"{balance} (default: {BALANCE})")
+    z = "weight of the router z-loss (ST-MoE), which keeps the logits small"
+    routers.add_argument("--router-z-loss", type=zero_or_more, metavar="WEIGHT", help=f"{z} (default: {ROUTER_Z})")
+
+
+def complete_router_options(args: argparse.Namespace, config: ModelConfig) -> None:
+    """Set what `add_router_options` left out, for a sparse model. Raises UserError for options that its training has no use for."""
+    if config.experts is None and (args.balance_loss, args.router_z_loss) != (None, None):
+        raise UserError("the model is not sparse, so it has no use for --balance-loss and --router-z-loss; leave them out")
+    if config.experts is not None:
+        if args.cuda_graph:
+            raise UserError("--cuda-graph cannot hold a sparse model's choice of experts; leave it out")
+        args.balance_loss = BALANCE if args.balance_loss is None else args.balance_loss
+        args.router_z_loss = ROUTER_Z if args.router_z_loss is None else args.router_z_loss
 
 
 def add_run_options(parser: argparse.ArgumentParser) -> None:

@@ -23,7 +23,6 @@ from checkpoints.hub import fetch_named
 from checkpoints.presets import PRESETS, model_config
 from cli import Parser, run
 from comms.cluster import load_cluster, shipped_clusters
-from config import require_dense
 from errors import UserError
 from files import model_name
 from options import zero_or_more
@@ -147,9 +146,8 @@ def workload_of(args: argparse.Namespace) -> Workload:
         )
     mesh = Mesh(per_node, args.gpus // per_node)
     cluster, profile = profile_for(cluster, mesh, args.profile)
-    require_dense(config := model_config(args.model, None, 1), "this planner")
     return Workload(
-        config=config,
+        config=model_config(args.model, None, 1),
         mesh=mesh,
         cluster=cluster,
         profile=profile,

@@ -13,14 +13,15 @@ from errors import UserError
 from model import Transformer
 from training.batches import Batch, GlobalBatches
 from training.executor import Executor
+from training.losses import router_losses
 from training.optimizer import Optimizer, Schedule
 from training.snapshot import Piece, Snapshots
 from training.snapshot_folder import read_manifest
 
 EAGER_STEPS = 3  # before the capture: they compile kernels and choose algorithms, which is not possible during one
 
-Compute = Callable[[Sequence[Batch], Tensor, Tensor], tuple[Tensor, Tensor]]
-"""(micro-batches, supervised targets, learning rate), on the device, to two scalars. It never waits for the device."""
+Compute = Callable[[Sequence[Batch], Tensor, Tensor], tuple[Tensor, ...]]
+"""(micro-batches, supervised targets, learning rate), on the device, to scalars. It never waits for the device."""
 
 
 class CapturedStep:
@@ -37,9 +38,9 @@ class CapturedStep:
         self.batches: list[Batch] = []
         self.supervised, self.rate = (torch.zeros((), device=device) for _ in range(2))
         self.graph: torch.cuda.CUDAGraph | None = None
-        self.result: tuple[Tensor, Tensor]
+        self.result: tuple[Tensor, ...]
 
-    def __call__(self, batches: Iterable[Batch], supervised: int, rate: float) -> tuple[Tensor, Tensor]:
+    def __call__(self, batches: Iterable[Batch], supervised: int, rate: float) -> tuple[Tensor, ...]:
         """compute's results. The next call overwrites them. batches: of equal shapes in all calls."""
         self._write([batch.to(self.device) for batch in batches], supervised, rate)
         if self.eager_steps:
@@ -62,7 +63,7 @@ class CapturedStep:
         self.supervised.fill_(supervised)
         self.rate.fill_(rate)
 
-    def _eagerly(self) -> tuple[Tensor, Tensor]:
+    def _eagerly(self) -> tuple[Tensor, ...]:
         """On the stream of the capture, because autograd remembers the stream of a parameter's gradient."""
         here = torch.cuda.current_stream(self.device)
         self.stream.wait_stream(here)
@@ -89,6 +90,7 @@ class Trainer:
     world_size: int
     micro_batch: int  # windows
     device: torch.device
+    router_weights: tuple[float, float] | None = None  # of a sparse model's load-balancing loss and router z-loss
     step: int = 0
     captured: CapturedStep | None = None  # of `compute`
 
@@ -97,11 +99,11 @@ class Trainer:
         """Micro-batches that each rank computes per step."""
         return self.batches.size // (self.world_size * self.micro_batch)
 
-    def train_step(self) -> tuple[Tensor, Tensor]:
+    def train_step(self) -> tuple[Tensor, ...]:
         """One step. Collective.
 
-        Returns this rank's share of the loss per token (the sum over the ranks is the loss) and the gradient's global
-        norm, both fp32 scalars on the device.
+        Returns this rank's share of the loss per token (the sum over the ranks is the loss), the gradient's global norm, and of a sparse
+        model this rank's shares of the means of `router_losses` over all micro-batches, all fp32 scalars on the device.
         """
         step = self.compute if self.captured is None else self.captured
         supervised, rate = self.batches.supervised(self.step), self.schedule.rate(self.step)
@@ -113,17 +115,22 @@ class Trainer:
         self.step += 1
         return result
 
-    def compute(self, batches: Iterable[Batch], supervised: int | Tensor, rate: float | Tensor) -> tuple[Tensor, Tensor]:
+    def compute(self, batches: Iterable[Batch], supervised: int | Tensor, rate: float | Tensor) -> tuple[Tensor, ...]:
         """`train_step` of this rank's micro-batches, at a learning rate. supervised: targets that the loss counts, over all ranks.
         Both are numbers, or fp32 scalars on the device."""
         share = torch.zeros((), device=self.device)
+        routers = torch.zeros(0 if self.router_weights is None else 3, device=self.device)
         for number, batch in enumerate(batches):
             batch = batch.to(self.device)
             hidden = self.executor.forward(batch.inputs)
             loss = self.loss(self.executor.model, hidden, batch) / supervised
-            self.executor.backward(loss, last=number == self.accumulation - 1)
             share += loss.detach()
-        return share, self.optimizer.step(self.executor.take_gradients(), rate)
+            if self.router_weights is not None:
+                found = router_losses(self.executor.routed) / (self.accumulation * self.world_size)
+                routers += found.detach()
+                loss = loss + self.router_weights[0] * found[0] + self.router_weights[1] * found[1]
+            self.executor.backward(loss, last=number == self.accumulation - 1)
+        return share, self.optimizer.step(self.executor.take_gradients(), rate), *routers
 
     # --- snapshots -------------------------------------------------------------------------------------------------------
 

@@ -18,13 +18,13 @@ from checkpoints.hub import fetch_named
 from checkpoints.presets import PRESETS, has_random_weights, model_config, named_config
 from checkpoints.sources import open_source
 from cli import Parser, run
-from config import TRAINABLE, require_causal, require_dense, usage
+from config import TRAINABLE, require_causal, usage
 from errors import UserError
 from kernels import determinism
 from tp import init_world, together
 from training.loop import Setup, prepare, train
 from training.losses import cross_entropy
-from training.options import add_batch_options, add_execution_options, add_run_options, check_numbers
+from training.options import add_batch_options, add_execution_options, add_router_options, add_run_options, check_numbers
 from training.token_file import tokenizer_folder
 
 
@@ -45,6 +45,7 @@ def parse_args(argv: Sequence[str] | None = None) -> argparse.Namespace:
     )
     add_batch_options(parser, learning_rate=3e-4)
     add_execution_options(parser)
+    add_router_options(parser)
     add_run_options(parser)
     args = parser.parse_args(argv)
     check_numbers(args)
@@ -60,7 +61,6 @@ def setup(args: argparse.Namespace) -> Setup:
     random = has_random_weights(args.model)
     streams = named_config(args.model).n_kv_heads if random else 1  # for a desync variant without a number of streams
     require_causal(config := model_config(args.model, args.variant, streams))
-    require_dense(config, "training")
     if random:  # no checkpoint limits the positions to those that were trained
         config = replace(config, max_seq_len=max(config.max_seq_len, args.sequence_length))
     return Setup(

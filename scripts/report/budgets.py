@@ -13,11 +13,11 @@ LINES = {  # of Python, by package
     "engine": 10_059,
     "kernels": 9_969,
     "comms": 3_716,
-    "training": 5_782,
+    "training": 5_872,
     "scripts": 10_124,
-    "tests": 56_474,
+    "tests": 56_667,
 }
-INFERENCE_LINES = 46_036
+INFERENCE_LINES = 46_053
 ROOT_FILES = 9
 ENTERED_FILES = 56  # by a streamed chat request; tests/server/test_files_entered.py counts them
 PAGES_WORDS = 27_000  # README.md and docs, tables included: say in a page what its reader decides by

@@ -13,10 +13,11 @@ from torch import Tensor
 from checkpoints.presets import preset
 from comms import Done, Local, Residual
 from comms.cluster import load_cluster
-from config import ModelConfig, with_variant
+from config import Experts, ModelConfig, with_variant
 from errors import UserError
 from layers.attention import Causal
 from model import Transformer
+from tests.support.models import randomize
 from training import losses
 from training.batches import Batch
 from training.planner.collectives import Profile, synthesize
@@ -46,6 +47,11 @@ class Counted(Profile):
 
 def small() -> ModelConfig:
     return replace(preset("tiny"), n_layers=3, hidden_size=64, n_heads=4, n_kv_heads=2, head_dim=16, intermediate_size=96)
+
+
+def sparse(draw: random.Random) -> ModelConfig:
+    experts = Experts(count := draw.randint(1, 9), draw.randint(1, count), draw.random() < 0.5)
+    return replace(small(), family="mixtral", experts=experts)
 
 
 def workload(mesh: Mesh, profile: Profile | None = None, **more: Any) -> Workload:
@@ -83,7 +89,7 @@ class FusedNorm(torch.autograd.Function):
         raise AssertionError("not needed")
 
 
-@pytest.mark.parametrize("variant", ["standard", "ladder", "parallel", "desync-2x:2", "desync-4x:4"])
+@pytest.mark.parametrize("variant", ["standard", "ladder", "parallel", "desync-2x:2", "desync-4x:4", "sparse"])
 @pytest.mark.parametrize(("dtype", "element"), [(torch.float32, 4), (torch.bfloat16, 2)])
 def test_activations_are_what_autograd_keeps(
     seed: int, monkeypatch: pytest.MonkeyPatch, variant: str, dtype: torch.dtype, element: int
@@ -92,9 +98,11 @@ def test_activations_are_what_autograd_keeps(
     draw = random.Random(seed)
     heads, tokens = 8 * draw.randint(1, 2), draw.randint(40, 90)
     shape = dict(n_heads=heads, n_kv_heads=heads // 2, head_dim=16, hidden_size=16 * draw.randint(3, 9))
-    config = replace(with_variant(small(), variant), intermediate_size=8 * draw.randint(5, 30), **shape)  # type: ignore[arg-type]
+    plain = sparse(draw) if variant == "sparse" else with_variant(small(), variant)
+    config = replace(plain, intermediate_size=8 * draw.randint(5, 30), **shape)  # type: ignore[arg-type]
     monkeypatch.setattr("kernels.norm.rms_norm_reference", lambda x, weight, eps: FusedNorm.apply(x))
     model = Transformer(config, Local(), torch.device("cpu"), dtype)
+    randomize(model)
     context = Causal(tokens, torch.device("cpu"))
     kept: dict[int, Tensor] = {}
 
@@ -150,10 +158,15 @@ def test_buffers_are_there_for_what_is_sharded() -> None:
     assert memory(here, Sharding.parse("2x2,2x2,2x2")).buffers == both - 2000  # no all-reduce
 
 
+@pytest.mark.parametrize("base", [small(), sparse(random.Random(1))], ids=["dense", "sparse"])
 @pytest.mark.parametrize("variant", ["standard", "parallel"])
 @pytest.mark.parametrize("tied", [False, True])
-def test_matrices_are_those_of_the_model(variant: str, tied: bool) -> None:
-    config = replace(with_variant(small(), variant), tie_embeddings=tied)
+def test_matrices_are_those_of_the_model(base: ModelConfig, variant: str, tied: bool) -> None:
+    """And the active ones of a sparse model those that its config counts."""
+    config = replace(with_variant(base, variant), tie_embeddings=tied)
+    assert sum(layer_matrices(config, active=True)) == config.layer_parameter_count(active=True)
+    flops = forward_flops(config, 8, 2) - 16 * 4 * 3 * 64 * 8  # without attention's
+    assert flops == 2 * 16 * (3 * config.layer_parameter_count(active=True) + config.vocab_size * 64)
     model = Transformer(config, Local(), torch.device("meta"), torch.float32)
     real = sorted(p.numel() for p in model.parameters() if p.ndim == 2)
     assert sorted(config.n_layers * layer_matrices(config) + tables(config)) == real

@@ -70,10 +70,10 @@ def forward_flops(config: ModelConfig, sequence_length: int, sequences: int) -> 
 
     The model FLOPs of a step are three times these, also with recomputation, which is no useful work. For an MLP of 8 h² weights that is 72 B s l h² (1 + s / 6h + V /
     12lh), the formula of Narayanan et al. (arXiv:2104.04473, without recomputation). Here the model's actual matrices are
-    counted. AMSP's footnote 2 also counts the full square.
+    counted, and of a sparse model's experts those that a token has. AMSP's footnote 2 also counts the full square.
     """
     tokens = sequence_length * sequences
-    matrices = config.n_layers * sum(layer_matrices(config)) + config.vocab_size * config.hidden_size
+    matrices = config.n_layers * sum(layer_matrices(config, active=True)) + config.vocab_size * config.hidden_size
     attention = 4 * config.n_layers * config.n_heads * config.head_dim * sequence_length
     return tokens * (2.0 * matrices + attention)
 

@@ -42,11 +42,21 @@ def layer_activations(config: ModelConfig, tokens: int, element: int, layer: int
     outputs of both norms (4 C; 2 C if attention and MLP share a norm; with S desync streams S outputs of each, and as many
     inputs as streams differ); rotated q and k, the fused projection that v is a view of, and the output of attention
     (3 H D + 3 K D); gate, up, silu(gate) and their product (4 F); and in fp32 the log-sum-exp of attention (H).
+
+    In a sparse layer each expert of a token has the 4 F, its input and its output (2 C), and in fp32 the weighted output (C), besides 20
+    bytes for its places and weight. The router keeps a softmax in fp32 and the order of all experts, and its input and a copy of its
+    matrix in fp32; normalized weights are kept with their sum.
     """
     norms = 2 if config.kind.shared_input else 2 * config.desync_streams + sum(streams(config, layer))
     numbers = norms * config.hidden_size + 3 * (config.n_heads + config.n_kv_heads) * config.head_dim
-    numbers += 4 * config.intermediate_size
-    return tokens * (element * numbers + 4 * config.n_heads)
+    others = 4 * config.n_heads
+    if config.experts is None:
+        return tokens * (element * (numbers + 4 * config.intermediate_size) + others)
+    count, chosen, hidden = config.experts.count, config.experts.chosen, config.hidden_size
+    others += chosen * (element * (4 * config.intermediate_size + 2 * hidden) + 4 * hidden + 20) + 12 * count
+    others += 4 * (chosen + 1) if config.experts.normalized else 0
+    copies = hidden * ((4 - element) * tokens + 4 * count) if element < 4 else 0
+    return tokens * (element * numbers + others) + copies
 
 
 def loss_activations(config: ModelConfig, tokens: int, element: int) -> int:

@@ -82,12 +82,15 @@ class Workload:
         return self.config.parameter_count()
 
 
-def layer_matrices(config: ModelConfig) -> list[int]:
+def layer_matrices(config: ModelConfig, active: bool = False) -> list[int]:
     """Entries of each weight matrix of a layer. Matrices with the same input count as one, as in model.py, where they are
-    fused."""
+    fused; so do all experts. active: of the experts, only as many as a token has."""
     hidden, heads = config.hidden_size, config.n_heads * config.head_dim
     qkv = hidden * (heads + 2 * config.n_kv_heads * config.head_dim)
     gate_up, out, down = 2 * hidden * config.intermediate_size, heads * hidden, config.intermediate_size * hidden
+    if config.experts:
+        count = config.experts.chosen if active else config.experts.count
+        return [qkv, out, config.experts.count * hidden, count * gate_up, count * down]
     if config.kind.shared_input:
         return [qkv + gate_up, out, down]
     return [qkv, out, gate_up, down]
