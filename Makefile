@@ -185,7 +185,7 @@ quote-tables: setup #+ Measure: copy the tables of docs/results into README.md a
 train-drafts: setup #+ Train: train the draft heads of three embedded models again (a GPU takes five minutes, a CPU hours)
 	@$(PY) -m scripts.corpus.train_drafts $(ARGS)
 
-train-tiny: setup #+ Train: train the embedded models again (a GPU takes minutes, a CPU most of a day)
+train-tiny: setup #+ Train: train the embedded models again (ARGS=--sparse: tiny-moe and tiny-moe-ladder; a GPU takes minutes, a CPU most of a day)
 	@$(PY) -m scripts.corpus.train_tiny $(ARGS)
 
 clean: #+ Set up: remove .venv and caches

@@ -4,7 +4,9 @@ import json
 import re
 import shutil
 import zlib
+from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
@@ -139,17 +141,20 @@ def test_rendering_equals_the_chat_template(tokenizer_dir: Path) -> None:
 
 
 @pytest.mark.long
-def test_a_tiny_model_is_trained_and_described(tokenizer_dir: Path, tmp_path: Path) -> None:
+def test_a_tiny_model_is_trained_and_described(tokenizer_dir: Path, tmp_path: Path, in_turn: Callable[..., Any]) -> None:
     shutil.copytree(tokenizer_dir, tmp_path / "tokenizer")
     flags = "--variant ladder --tokens 4200 --batch 2 --micro-batch 1 --seed 3 --device cpu --out"
-    train_tiny.main([*flags.split(), str(tmp_path)])
-    model = tmp_path / "tiny-ladder"
+    sparse = in_turn([False, True], 0)
+    train_tiny.main([*flags.split(), str(tmp_path), *["--sparse"] * sparse])
+    model = tmp_path / ("tiny-moe-ladder" if sparse else "tiny-ladder")
     config = model_config(str(model), None, 1)
-    assert config == train_tiny.tiny_config("ladder")
+    assert config == train_tiny.tiny_config("ladder", sparse) and bool(config.experts) == sparse
+    assert config.parameter_count() * 2 < (8e6 if sparse else 6e6), "in 16 bits"
     record = json.loads((model / "training.json").read_text())
     assert record["variant"] == "ladder" and record["ranks"] == 1 and record["seconds"] > 0
     settings = {"steps": 2, "seed": 3, "global_batch": 2, "micro_batch": 1, "learning_rate": 4e-3, "sequence_length": 1024}
     assert record["settings"].items() >= settings.items()
     assert 2000 < record["tokens_in_corpus"] < 8000
     assert 5 < record["loss_every_20_steps"][-1] < 9, "hardly trained on a vocabulary of 1,024 tokens"
-    assert json.loads((model / "examples.json").read_text()) == train_tiny.EXAMPLES
+    examples = json.loads((model / "examples.json").read_text())
+    assert examples == train_tiny.EXAMPLES | {"about": examples["about"]} and f" {3 + sparse} million" in examples["about"]
