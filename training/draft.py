@@ -38,7 +38,7 @@ from checkpoints.sources import open_source, weights_fingerprint
 from checkpoints.weights import load_model
 from cli import Parser, note, run
 from comms import Local
-from config import ModelConfig, require_causal, require_dense
+from config import ModelConfig, require_causal
 from errors import UserError, first_line
 from files import check_folder, model_folder
 from model import Transformer
@@ -113,6 +113,7 @@ def head_config(args: argparse.Namespace, base: ModelConfig, drafted: int) -> Ea
         raise UserError(f"--streams must name {STREAMS} different layers from 0 to {base.n_layers}, {wrong}")
     shape = ("vocab_size", "hidden_size", "n_heads", "n_kv_heads", "head_dim", "intermediate_size", "max_seq_len")
     same = {name: getattr(base, name) for name in (*shape, "norm_eps", "rope_theta", "rope_scaling")}
+    same["intermediate_size"] *= base.experts.chosen if base.experts else 1  # what a token has of the experts
     return EagleConfig(ModelConfig(n_layers=1, **same), base.hidden_size, drafted, streams)
 
 
@@ -242,7 +243,6 @@ def prepare(args: argparse.Namespace, world: World) -> tuple[ModelConfig, Global
     if has_random_weights(args.model):
         raise UserError(f"--model {args.model} has random weights, of which a head can learn nothing; name a checkpoint")
     require_causal(base := model_config(args.model, None, world.world_size))
-    require_dense(base, "training")
     if args.sequence_length > base.max_seq_len:
         raise UserError(f"--sequence-length {args.sequence_length} is beyond the model's {base.max_seq_len} positions")
     drafted = args.draft_vocab or base.vocab_size

@@ -15,7 +15,7 @@ LINES = {  # of Python, by package
     "comms": 3_716,
     "training": 5_872,
     "scripts": 10_124,
-    "tests": 56_672,
+    "tests": 56_674,
 }
 INFERENCE_LINES = 46_053
 ROOT_FILES = 9

@@ -17,7 +17,7 @@ from checkpoints.eagle import EagleConfig, EagleHead, read_head
 from checkpoints.presets import preset
 from checkpoints.weights import load_model
 from comms import Local
-from config import ModelConfig, with_variant
+from config import Experts, ModelConfig, with_variant
 from errors import UserError
 from layers.attention import Causal
 from model import Transformer
@@ -186,6 +186,7 @@ def arguments(model: Path, tokens: Path, out: Path, *more: object) -> list[objec
 def test_a_head_learns_and_can_be_read(ranks: Ranks, tokens: Path, tmp_path: Path, seed: int) -> None:
     """On 2 ranks, with a draft vocabulary. The result is that of one rank, up to rounding."""
     base = tiny(random.choice(["ladder", "hybrid"]))
+    base = random.choice([base, replace(base, family="mixtral", experts=Experts(4, 3, True), intermediate_size=20)])
     model = save_random(base, tmp_path / "model")
     more = ["--steps", 25, "--draft-vocab", 40, "--chain", 3]
     lines = ranks.run(2, run, arguments(model, tokens, tmp_path / "two", *more))[0]
@@ -195,6 +196,7 @@ def test_a_head_learns_and_can_be_read(ranks: Ranks, tokens: Path, tmp_path: Pat
     assert run(ALONE, arguments(model, tokens, tmp_path / "one", *more))[0]["loss"] == pytest.approx(lines[0]["loss"], rel=1e-3)
 
     head = read_head(tmp_path / "two", base, ALONE, torch.float32)
+    assert head.config.layer.intermediate_size == (60 if base.experts else 36)
     assert head.config.stream_layers == (2, 3, 4) and head.config.draft_vocab_size == 40
     raw = json.loads((tmp_path / "two" / "config.json").read_text())
     assert raw["eagle_aux_hidden_state_layer_ids"] == [2, 3, 4]
