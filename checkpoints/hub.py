@@ -38,6 +38,7 @@ SPARE_BYTES = 1 << 28  # of free space beside the files
 HASH_BYTES = 1 << 22  # read at a time
 LIST_SECONDS = 30.0  # for the list of a model's files
 NOTICE_SECONDS = 2.0  # after which a process says that it waits for another one
+MOST_HOURS = 12.0  # that it waits
 
 bar: "tqdm[Any] | None" = None  # of the bytes that are being fetched
 
@@ -95,9 +96,13 @@ def _fetch(name: str, files: str) -> str:
             turn = lock.acquire(timeout=NOTICE_SECONDS)
         except Timeout:
             note(f"{name}: waiting for another process, which fetches it …")
-            turn = lock.acquire()
+            turn = lock.acquire(timeout=MOST_HOURS * 3600)
         with turn:
             return str(_Repo(name, cache).fetch(files))
+    except Timeout:
+        raise UserError(
+            f"{name}: another process has been fetching it for {MOST_HOURS:g} hours; end it, and start again"
+        ) from None
     except OSError as e:
         raise UserError(
             f"{name} cannot be fetched into {cache} ({_why(e)}); make room, or set HF_HOME to another place"
@@ -187,7 +192,8 @@ class _Repo:
 
     def _formats(self) -> str:
         kinds = sorted({Path(name).suffix for name in self.files if self.files[name].size} - {"", ".md", ".json", ".txt"})
-        return f"it has {', '.join(kinds) or 'none'}, but {', '.join(WEIGHTS[:2])} and their config.json are needed; name the model that it was made of"
+        needed = f"{', '.join(WEIGHTS[:2])} and their config.json are needed"
+        return f"it has {', '.join(kinds) or 'none'}, but {needed}; name the model that it was made of"
 
     def _get(self, names: Iterable[str]) -> None:
         """Fetch the files that are not in the cache, and check them."""

@@ -251,7 +251,8 @@ def test_a_use_that_needs_less_fetches_less(site: Hub, files: str) -> None:
     assert files == "draft" or {file for file, _ in site.contents} == expected[files]
 
 
-def test_two_processes_at_once_fetch_each_file_once(site: Hub) -> None:
+def test_two_processes_at_once_fetch_each_file_once(site: Hub, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The second waits, and no longer than is allowed."""
     code = "from checkpoints.hub import fetched; print(fetched('org/tiny'))"
     site.open.clear()
     pipes: Any = {"stdout": subprocess.PIPE, "text": True, "cwd": ROOT}
@@ -259,6 +260,10 @@ def test_two_processes_at_once_fetch_each_file_once(site: Hub) -> None:
     wait_until(lambda: any(file == "tokenizer.json" for file, _ in site.contents), START_SECONDS, "a file")
     second = quick_start.Popen([sys.executable, "-c", code], stderr=subprocess.PIPE, **pipes)
     assert second.stderr is not None and "waiting for another process" in second.stderr.readline()
+    monkeypatch.setattr(hub, "NOTICE_SECONDS", 0.01)
+    monkeypatch.setattr(hub, "MOST_HOURS", 1e-6)
+    with pytest.raises(UserError, match=r"^org/tiny: another process has been fetching it for 1e-06 hours; end"):
+        fetch_anew("org/tiny")
     site.open.set()
     assert first.communicate()[0] == second.communicate()[0] != "" and len({file for file, _ in site.contents}) == len(
         site.contents
