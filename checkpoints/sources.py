@@ -233,9 +233,8 @@ class Stacked(NamedTuple):
             found = files.part(self.theirs, self.expert, rows)
             return found.flatten(1) if self.kind == "blocks" else found
         blocks = slice(start // BLOCK, -(-stop // BLOCK))  # of bytes
-        return files.part(self.theirs, self.expert, rows, blocks).flatten(1)[:, start - blocks.start * BLOCK :][
-            :, : stop - start
-        ]
+        begin = start - blocks.start * BLOCK
+        return files.part(self.theirs, self.expert, rows, blocks).flatten(1)[:, begin : begin + stop - start]
 
 
 BLOCK = 16  # bytes

@@ -32,10 +32,14 @@ class Scheme:
     activations: str = "none"
 
     @property
+    def is_fp4(self) -> bool:
+        return self.is_float and self.bits == 4
+
+    @property
     def largest(self) -> int:
         """No code less its zero point is larger in size."""
         if self.is_float:
-            return 448 if self.bits == 8 else FP4_VALUES[-1]
+            return FP4_VALUES[-1] if self.is_fp4 else 448
         return 2 ** (self.bits - self.symmetric)
 
     @property

@@ -169,7 +169,7 @@ def quantized_input(x: Tensor, scheme: Scheme, tensors: Quantized, parts: int = 
 def _scale(largest: Tensor, scheme: Scheme) -> Tensor:
     """The scale of values up to `largest`, 1 for 0. A symmetric integer range has half a step more than its largest code, which
     uses the lowest code, too (compressed-tensors' definition)."""
-    if scheme.is_float and scheme.bits == 4:  # a power of two (OCP Microscaling Formats 1.0, section 6.3), halved
+    if scheme.is_fp4:  # a power of two (OCP Microscaling Formats 1.0, section 6.3), halved
         return torch.where(largest == 0, 1.0, torch.exp2(largest.clamp(min=2.0**-124).log2().floor() - 3))
     scale = _divided(largest, FP8_MAX if scheme.is_float else 2 ** (scheme.bits - 1) - 0.5)
     return scale + (scale == 0)
@@ -183,7 +183,7 @@ def _divided(x: Tensor, by: float) -> Tensor:
 
 def _codes(x: Tensor, scheme: Scheme) -> Tensor:
     """x, in units of its scale, as float8 or int8, of fp4 the code. Where two are equally near, the even one."""
-    if scheme.is_float and scheme.bits == 4:
+    if scheme.is_fp4:
         values = torch.tensor(FP4_VALUES, dtype=torch.float32, device=x.device)
         middle = (values[1:] + values[:-1]) / 2
         middle[1::2] = middle[1::2].nextafter(middle.new_zeros(()))  # below them an odd code
@@ -226,7 +226,7 @@ def rounding_bytes(n: int, k: int) -> int:
 def _quantize(groups: Tensor, scheme: Scheme, dtype: torch.dtype) -> Quantized:
     scales, zeros = group_scales(groups, scheme, dtype)
     codes = round_to(groups, scales.float()[:, :, None], None if zeros is None else zeros[:, :, None], scheme)
-    if scheme.is_float and scheme.bits == 4:
+    if scheme.is_fp4:
         return Quantized(pack(codes.flatten(1) - 8, 4).view(FP4), scales)
     return Quantized(pack(codes.flatten(1), scheme.bits), scales, zeros)
 
@@ -239,7 +239,7 @@ def check_finite(scales: Tensor, name: str) -> None:
 
 def scale_dtype(weight: Tensor, scheme: Scheme) -> torch.dtype:
     """In which data type a weight's scales are made and stored: as the writers of compressed-tensors do, at most 32 bits."""
-    if scheme.is_float and scheme.bits == 4:
+    if scheme.is_fp4:
         return torch.bfloat16
     return torch.float32 if scheme.is_float or weight.dtype == torch.float64 else weight.dtype
 

@@ -9,9 +9,9 @@ The schedule (AMSP, arXiv:2311.00257, section V.C) is carried out by hooks:
     backward, a module's hook          free its weights
     recomputation, a layer's pre-hook  begin to gather the previous layer; keep this layer's weights for its gradients
 
-A module is a linear layer: PyTorch's backward hooks take tensors, and an `Attention` passes on a stream. A sparse MLP is one module with
-three weights. The embedding and the head are gathered around them. Norms and biases, a ten-thousandth of the parameters, are never cut: they are one more weight with
-P = 1x1.
+A module is a linear layer: PyTorch's backward hooks take tensors, and an `Attention` passes on a stream. A sparse MLP is one module
+with three weights. The embedding and the head are gathered around them. Norms and biases, a ten-thousandth of the parameters, are
+never cut: they are one more weight with P = 1x1.
 """
 
 from collections.abc import Callable, Iterator

@@ -7,6 +7,7 @@ request's tools is a call. All else is text, also without a header.
 
 import re
 from collections.abc import Generator
+from typing import Any
 
 from engine.calls.parser import SPACES, AnswerParser, Reasoning, Text, Tools
 from engine.calls.reader import Markers, Sink, Word, ignore
@@ -20,7 +21,11 @@ BETWEEN = "\n\n"  # contents of one kind
 
 
 class HarmonyParser(AnswerParser):
-    """The parser of answers in this format."""
+    """The parser of answers in this format. `hidden` and `inside` have no meaning here: it reads all markers."""
+
+    def __init__(self, *given: Any) -> None:
+        super().__init__(*given)
+        self._kinds = set[type[Reasoning | Text]]()  # of contents so far
 
     def _answer(self) -> Generator[None]:
         marker = ""

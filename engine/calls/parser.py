@@ -179,7 +179,6 @@ class AnswerParser:
         self._new: list[tuple[type[Reasoning | Text | Arguments], list[str]] | Call] = []
         self._text = _Trimmed(lambda text: self._add(Text, text), None)
         self._held: list[str] = []  # what may be a call
-        self._kinds = set[type[Reasoning | Text]]()  # that a `HarmonyParser` has found
         self._calls, self._shown, self._begun, self._name, self._id = 0, False, False, "", ""  # of the last call
         self._steps = self._answer()
 

@@ -4,7 +4,7 @@ The parts, such as a JSON schema, are grammars of their own. A Lark grammar refe
 In free text a lazy rule ends at the first text that begins a call; from there on the call's grammar holds. Special tokens are
 no text for llguidance: a grammar names them by id.
 
-This module runs in worker processes.
+A server runs this in worker processes.
 """
 
 import json

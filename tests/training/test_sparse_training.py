@@ -20,7 +20,7 @@ from tests.support.models import ALONE, load, save_random
 from tests.support.ranks import Ranks
 from tests.test_sparse import MODELS, save_theirs, sparse
 from tests.test_tensor_parallel import base_config
-from tests.training import test_adapt_command
+from tests.training import test_adapt_command, test_train_command
 from tp import World
 from training import train as command
 from training.batches import Batch
@@ -129,30 +129,22 @@ def test_the_routers_losses_reach_only_what_is_before_a_router(tokens: Path, tmp
     executor.close()
 
 
-def trained(world: World, argv: Sequence[str]) -> list[dict[str, Any]]:
-    args = command.parse_args(argv)
-    found = command.setup(args)
-    trainer, snapshots = prepare(args, world, found)
-    train(args, world, trainer, snapshots, found)
-    return [json.loads(line) for line in (args.out / "metrics.jsonl").read_text().splitlines()]
-
-
 @pytest.mark.parametrize("variant", ["ladder", "parallel", "desync-2x:1"])
 def test_a_sparse_model_of_any_variant_is_trained_and_resumed(
     variant: str, ranks: Ranks, tokens: Path, tmp_path: Path, seed: int
 ) -> None:
     """A run on 2 ranks, resumed on one, has the losses of one on one rank; all weights are trained."""
     base = arguments(save_random(with_variant(sparse(), variant), tmp_path / "model"), tokens, tmp_path / "out", "--steps", 4)
-    whole = trained(ALONE, [*base, "--out", str(tmp_path / "whole")])
-    ranks.run(2, trained, [*base, "--stop-after", "2", "--sharding", "2,2,2", "--gpus-per-node", "2"])
-    resumed = trained(ALONE, [*base, "--resume"])
+    whole = test_train_command.run(ALONE, [*base, "--out", str(tmp_path / "whole")])
+    ranks.run(2, test_train_command.run, [*base, "--stop-after", "2", "--sharding", "2,2,2", "--gpus-per-node", "2"])
+    resumed = test_train_command.run(ALONE, [*base, "--resume"])
     for one, other in zip(whole, resumed, strict=True):
         for key in ("loss", "balance_loss", "router_z_loss", "busiest_expert"):
             assert one[key] == pytest.approx(other[key], rel=1e-3), key
     before, after = (dict(load(ALONE, tmp_path / folder).named_parameters()) for folder in ("model", "whole/model"))
     assert all(not torch.equal(after[name], value) for name, value in before.items())
     with pytest.raises(UserError, match="another balance loss"):
-        trained(ALONE, [*base, "--resume", "--balance-loss", "1"])
+        test_train_command.run(ALONE, [*base, "--resume", "--balance-loss", "1"])
 
 
 def test_options_without_use_are_refused(tokens: Path, tmp_path: Path, seed: int) -> None:
@@ -162,7 +154,7 @@ def test_options_without_use_are_refused(tokens: Path, tmp_path: Path, seed: int
         (save_random(with_variant(sparse(), "desync-2x:2"), tmp_path / "streams"), [], "and routers"),
     ):
         with pytest.raises(UserError, match=part):
-            trained(ALONE, arguments(model, tokens, tmp_path / "out", "--steps", 1, *more))
+            test_train_command.run(ALONE, arguments(model, tokens, tmp_path / "out", "--steps", 1, *more))
 
 
 def test_a_sparse_checkpoint_becomes_a_hybrid_ladder(tokens: Path, tmp_path: Path, seed: int) -> None:
