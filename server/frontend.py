@@ -142,6 +142,11 @@ class FrontendServer(uvicorn.Server):
         self.service.workers.start()  # not earlier: it would compete with the ranks, which load the model
         self.resumer.start()
         self.batches.start()
+        self._announcing = self._loop.create_task(self._announce(ready))
+
+    async def _announce(self, ready: Ready) -> None:
+        while not self.started:  # the ranks can be ready before the address is
+            await asyncio.sleep(TICK / 10)
         print(banner(self.service, ready, self._address()), file=sys.stderr, flush=True)
 
     def _address(self) -> str:

@@ -1,8 +1,10 @@
-"""Public checkpoints: texts beside transformers, chats, tools and schemas over HTTP. Skipped unless `make real-models` has fetched them."""
+"""Public checkpoints: texts beside transformers, chats, tools and schemas over HTTP. Run with RUNG_TEST_REAL_MODELS=1 after `make real-models` has
+fetched them; a minute or two each."""
 
 import hashlib
 import json
 import math
+import os
 import random
 import zipfile
 from pathlib import Path
@@ -32,7 +34,8 @@ THINGS = ("river", "castle", "planet", "storm", "violin", "library", "engine", "
 
 
 def fetched(name: str) -> pytest.MarkDecorator:
-    return pytest.mark.skipif(not folder(name).exists(), reason=f"{name} is not here; make real-models fetches it")
+    wanted = bool(os.environ.get("RUNG_TEST_REAL_MODELS")) and folder(name).exists()
+    return pytest.mark.skipif(not wanted, reason=f"set RUNG_TEST_REAL_MODELS=1 after make real-models has fetched {name}")
 
 
 @pytest.mark.long

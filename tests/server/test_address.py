@@ -1,15 +1,19 @@
 """Where the server listens and how it is found: Unix sockets, HTTPS, a proxy's path, the banner, and answers before the model is here."""
 
+import asyncio
 import re
 import shlex
 import socket
 import ssl
 import subprocess
+import threading
 from collections.abc import Iterator
 from pathlib import Path
+from typing import Any
 
 import httpx
 import pytest
+import uvicorn
 
 from checkpoints import hub
 from errors import UserError
@@ -19,7 +23,7 @@ from server.frontend import banner
 from server.settings import Settings
 from tests.support.command_line import HYBRID
 from tests.support.server_process import ServerProcess
-from tests.support.server_thread import Site, ready
+from tests.support.server_thread import Site, ready, wait_for
 
 
 def make_certificate(folder: Path, *more: str) -> tuple[str, str]:
@@ -123,6 +127,35 @@ def test_the_path_of_a_proxy_is_in_the_description(tmp_path: Path) -> None:
         assert "href=openapi.json" in site.http.get("/docs").text
     finally:
         site.close()
+
+
+def test_the_banner_waits_until_the_address_is_open(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
+) -> None:
+    gate, startup, site = threading.Event(), uvicorn.Server.startup, Site(tmp_path)
+
+    async def late(*given: Any, **more: Any) -> None:
+        while not gate.is_set():
+            await asyncio.sleep(0.01)
+        await startup(*given, **more)
+
+    monkeypatch.setattr(uvicorn.Server, "startup", late)
+    site.thread.start()
+    site.engine.start()
+    wait_for(lambda: site.server.client.ready)
+    asyncio.run_coroutine_threadsafe(asyncio.sleep(0.1), site.server._loop).result(60)
+    assert "Serving" not in capfd.readouterr().err
+    gate.set()
+    said = ""
+
+    def is_said() -> bool:
+        nonlocal said
+        said += capfd.readouterr().err
+        return "Serving" in said
+
+    wait_for(is_said)
+    assert site.health() == "ready"
+    site.close()
 
 
 # --- before the frontend -------------------------------------------------------------------------------------------------
