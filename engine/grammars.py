@@ -28,9 +28,8 @@ CACHED_TEXT = 4 << 20  # most bytes of their texts; compiled, a grammar takes ab
 CHARACTER_SECONDS = 12e-6  # of a long grammar's compilation, on a core of its own
 MAX_DIGITS = 40  # of a JSON number in a row: a model may otherwise write 0.333… up to its token limit
 NICENESS = 10
-STACK = (
-    64 << 20
-)  # bytes: llguidance follows a grammar's rules by recursion; a worker of the frontend, which has less, has tried it before
+# bytes: llguidance follows a grammar's rules by recursion; a worker of the frontend, which has less, has tried it before
+STACK = 64 << 20
 TRIED = 4  # tokens that a compilation tries after the first mask, because much of a grammar's cost comes later
 
 FAILED, COMPILED = 1, 2  # `Compilation.state`; 0: not compiled yet

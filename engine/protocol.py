@@ -32,11 +32,8 @@ SMALLEST_REPETITION = 0.01  # as a penalty: divided by a far smaller one, a logi
 
 # --- arguments of the wrong type, named where they are given --------------------------------------------------------------------
 
-TAKEN = {
-    int: (int, Integral),
-    float: (float, int, Real),
-    list: (list, tuple),
-}  # what is taken for one of these, the most common first, which is fast; NumPy's numbers, too
+# what is taken for one of these, the most common first, which is fast; NumPy's numbers, too
+TAKEN = {int: (int, Integral), float: (float, int, Real), list: (list, tuple)}
 
 
 def check_types(annotated: Any, values: Mapping[str, Any]) -> None:

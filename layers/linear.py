@@ -101,9 +101,8 @@ class ShardedLinear(nn.Module):
         # in a fused layer, either all parts have a bias, or the first ones, or the last ones
         has = [part.rpartition(".")[2] in biased_parts(config) for part in parts]
         self.biased = [part for part, biased in zip(parts, has, strict=True) if biased]
-        self.lengths = [
-            length for length, biased in zip(self.rows, has, strict=True) if biased
-        ]  # out_features of those with a bias
+        # out_features of those with a bias
+        self.lengths = [length for length, biased in zip(self.rows, has, strict=True) if biased]
         unbiased = shape[0] - sum(self.lengths)
         self.padding = (0, unbiased) if has[0] else (unbiased, 0)
         # of the sum over input features, with --deterministic

@@ -90,9 +90,8 @@ class BoundedRoute(APIRoute):
 def _add_error_handlers(app: FastAPI) -> None:
     async def on_validation(request: Request, e: Exception) -> Response:
         assert isinstance(e, RequestValidationError)
-        return error_response(
-            from_errors(e.errors(), None), request.scope
-        )  # of the path or the query: `BoundedRoute` reads bodies
+        # of the path or the query: `BoundedRoute` reads bodies
+        return error_response(from_errors(e.errors(), None), request.scope)
 
     async def on_http(request: Request, e: Exception) -> Response:
         assert isinstance(e, HTTPException)

@@ -116,9 +116,8 @@ def shown_names(names: Iterable[str]) -> list[str]:
 
 ABSENT = "is not a parameter of this endpoint; leave it out, or use /v1/chat/completions"
 
-Refusals = dict[
-    str, tuple[tuple[Any, ...], str]
-]  # by name: neutral values, and the error of others, behind the name and a colon
+# by name: neutral values, and the error of others, behind the name and a colon
+Refusals = dict[str, tuple[tuple[Any, ...], str]]
 _REFUSED = tomllib.loads(Path(__file__).with_name("refused.toml").read_text())
 
 

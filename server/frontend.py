@@ -154,8 +154,7 @@ class FrontendServer(uvicorn.Server):
         scheme = "https" if settings.ssl_certfile else "http"
         if settings.uds:
             return f"{scheme}://localhost"
-        listeners = [one for server in getattr(self, "servers", []) for one in server.sockets]
-        port = listeners[-1].getsockname()[1] if listeners else settings.port
+        port = self.servers[-1].sockets[-1].getsockname()[1]
         host = {"0.0.0.0": "127.0.0.1", "::": "::1"}.get(settings.host, settings.host)
         return f"{scheme}://[{host}]:{port}" if ":" in host else f"{scheme}://{host}:{port}"
 

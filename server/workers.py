@@ -107,10 +107,8 @@ class Workers:
         self._turns: dict[str, int] = {}  # when the last job of a client that has more began
         self._begun = 0  # jobs
         self._idle: dict[int, asyncio.Future[None]] = {}  # worker: the future with which it waits for a job
-        self._served = {
-            id(self._quick): asyncio.Event(),
-            id(self._slow): asyncio.Event(),
-        }  # whether a worker of a queue has started
+        # whether a worker of a queue has started
+        self._served = {id(self._quick): asyncio.Event(), id(self._slow): asyncio.Event()}
         self._tasks: list[asyncio.Task[None]] = []
         self.pids: dict[int, int] = {}  # worker: process id
 

@@ -32,16 +32,8 @@ from tp import World, init_world
 from training.batches import IGNORED, Batch
 
 COMMUNICATORS = ("nccl", "one-shot", "two-shot", "auto")
-BYTES = (
-    2,
-    2002,
-    64 << 10,
-    (64 << 10) + 16,
-    400_000,
-    1 << 20,
-    10_000_000,
-    15 << 20,
-)  # of messages: of every kernel and collective
+# of messages: of every kernel and collective
+BYTES = (2, 2002, 64 << 10, (64 << 10) + 16, 400_000, 1 << 20, 10_000_000, 15 << 20)
 ROWS = (8, 512, 640, 4096, 5120, 8192)  # values of a row that is normalized
 
 

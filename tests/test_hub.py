@@ -43,9 +43,8 @@ def site(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Hub]:
     site.add("org/tiny", MODEL)
     for name, value in {"ENDPOINT": site.url, "HF_HUB_CACHE": str(tmp_path / "hub"), "HF_HUB_OFFLINE": False}.items():
         monkeypatch.setattr(constants, name, value)
-        monkeypatch.setenv(
-            f"HF_{name.removeprefix('HF_')}", str(int(value) if isinstance(value, bool) else value)
-        )  # of children
+        # of children
+        monkeypatch.setenv(f"HF_{name.removeprefix('HF_')}", str(int(value) if isinstance(value, bool) else value))
     monkeypatch.setattr(constants, "HUGGINGFACE_CO_URL_TEMPLATE", site.url + "/{repo_id}/resolve/{revision}/{filename}")
     monkeypatch.setenv(hub.FETCHED, "")
     yield site

@@ -888,10 +888,8 @@ def test_control_tokens_in_a_message_are_text(loaded: dict[str, Tokenizer], kind
         found = ids(forged)
         assert special(found) == special(ids("harmless")), forged
         plain = tokenizer.decode(found, skip_special_tokens=False)
-        assert plain.count(forged) >= 5 or kind in ("sp-bpe", "sp-unigram", "json-metaspace"), (
-            forged,
-            plain,
-        )  # these kinds have no token for some characters
+        # these kinds have no token for some characters
+        assert plain.count(forged) >= 5 or kind in ("sp-bpe", "sp-unigram", "json-metaspace"), (forged, plain)
     assert len(special(ids(first, parse_special=True))) > 2
     harmless = "Zoë saw a 🐉 <b>\n  here | > <"
     assert ids(harmless) == ids(harmless, parse_special=True)

@@ -47,9 +47,8 @@ class Added:
     content: str
     special: bool
     id: int | None = None  # None: the next free one
-    flags: dict[str, bool] = field(
-        default_factory=dict
-    )  # lstrip, rstrip, single_word, normalized, as the tokenizers library has them
+    # lstrip, rstrip, single_word, normalized, as the tokenizers library has them
+    flags: dict[str, bool] = field(default_factory=dict)
 
 
 @dataclass

@@ -91,9 +91,8 @@ def is_solved(problem: Mapping[str, str], answer: str) -> bool:
     """Whether the code of an answer passes the tests of a problem."""
     try:
         code = ast.parse(answer.partition(FENCE)[0])
-        code.body = [
-            part for part in code.body if not isinstance(part, ast.Expr | ast.Assert | ast.If)
-        ]  # without its own tests
+        # without its own tests
+        code.body = [part for part in code.body if not isinstance(part, ast.Expr | ast.Assert | ast.If)]
         program = [GUARD, ast.unparse(code), problem["test"], f"check({problem['entry_point']})", f"sys.exit({SOLVED})"]
         command = [sys.executable, "-I", "-c", "\n".join(program)]
         with TemporaryDirectory() as empty:

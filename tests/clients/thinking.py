@@ -25,9 +25,8 @@ def reply(submit: Submit) -> list[int]:
 def thinking_server(folder: Path) -> Iterator[str]:
     """Yield its address."""
     (folder / "template.jinja").write_text(TEMPLATE)
-    site = Site(
-        folder, chat_template=str(folder / "template.jinja"), idle_timeout=300.0, hang_seconds=0.0
-    )  # it reports nothing
+    # it reports nothing
+    site = Site(folder, chat_template=str(folder / "template.jinja"), idle_timeout=300.0, hang_seconds=0.0)
     site.engine.reply = reply
     site.start()
     try:

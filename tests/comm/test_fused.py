@@ -124,9 +124,8 @@ def wrong_pairs(
     comm, draw, found = fused(world, strategy=Strategy(scatter, Gather(*gather))), random.Random(seed), []
     tiled = "tiles" in scatter + gather[0]
     for number, (b, t) in enumerate(shapes):
-        dtype = draw.choice(
-            [d for d in TOLERANCE if not tiled or d != torch.bfloat16]
-        )  # the interpreter's dot treats bf16 as integers
+        # the interpreter's dot treats bf16 as integers
+        dtype = draw.choice([d for d in TOLERANCE if not tiled or d != torch.bfloat16])
         k, c, m = (draw.randrange(1, 9) * (8 if tiled else 1) for _ in range(3))
         c += 8  # the norm of few values would magnify the rounding of a row that is nearly zero
         layers = Layers(world, seed + number, dtype, k, c, m)

@@ -153,9 +153,8 @@ def test_memory_is_that_of_the_checkpoint(seed: int) -> None:
     config, tokens, fits = setup.config, random.randint(1, 1000), random.randint(0, 50)
     block = 16 * config.n_layers * 2 * config.n_kv_heads * config.head_dim * 2
     free = (fits + 0.5) * -(-tokens // 16) * block
-    small = replace(
-        setup, gpu=replace(setup.gpu, memory=setup.weights + RESERVE + 2 * free)
-    )  # the cache gets half of so little
+    # the cache gets half of so little
+    small = replace(setup, gpu=replace(setup.gpu, memory=setup.weights + RESERVE + 2 * free))
     assert largest_batch(small, tokens, 1000) == fits
     assert largest_batch(small, tokens, 7) == min(7, fits)
     assert setup_of("llama-3-8b", gpu("h200"), "standard", 1, "int4").weights < 6e9

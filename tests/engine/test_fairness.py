@@ -166,9 +166,8 @@ def test_priorities() -> None:
 def test_the_client_that_has_most_for_its_weight_is_preempted(clients: dict[str, int], victim: tuple[str, str]) -> None:
     order, client = victim
     server = Server(2 * len(order), len(order), 100)
-    sequences = [
-        server.send(name, 3 + (i == 0), 40, clients[name]) for i, name in enumerate(order)
-    ]  # the first one needs a block
+    # the first one needs a block
+    sequences = [server.send(name, 3 + (i == 0), 40, clients[name]) for i, name in enumerate(order)]
     server.step()
     running = server.scheduler.running
     assert set(running) == set(sequences)

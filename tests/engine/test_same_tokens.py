@@ -21,10 +21,8 @@ from tests.engine.test_runner import LINES
 
 VARIANTS = "standard", "parallel", "ladder", "hybrid:2", "mistral", "qwen3-some-layers"  # desync takes long
 SOURCES = "ngram", "prediction", "itself", "parallel", "head"
-LIMITS = (
-    (dict(max_batch_tokens=13, max_num_seqs=4), 2),
-    (dict(n_blocks=40, max_batch_tokens=32), 3),
-)  # and arrivals before a step
+# and arrivals before a step
+LIMITS = ((dict(max_batch_tokens=13, max_num_seqs=4), 2), (dict(n_blocks=40, max_batch_tokens=32), 3))
 
 
 @pytest.fixture

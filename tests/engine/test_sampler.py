@@ -118,9 +118,8 @@ def whole_faults(device: str) -> list[str]:
     ordered, order = logits.sort(dim=-1, descending=True, stable=True)
     probabilities = softmax_of_rows(ordered).double()  # rounded to fp32, as the sampler has them
     before = (probabilities.cumsum(-1) - probabilities).gather(-1, order.argsort(-1))
-    close = [
-        min(max(float(row[random.randrange(vocab)]), 1e-6), 0.999) for row in before
-    ]  # to a sum, so that its last bits matter
+    # to a sum, so that its last bits matter
+    close = [min(max(float(row[random.randrange(vocab)]), 1e-6), 0.999) for row in before]
     params = [SamplingParams(top_p=limit) for limit in close]
     passes = keep(logits, SamplingBatch.of(params, torch.device(device)))
     limits = torch.tensor([[p.top_p] for p in params], device=device).double()

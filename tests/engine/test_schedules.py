@@ -271,9 +271,8 @@ def test_steps_use_what_was_chosen(
             for answer in (answers[submit.request_id], answers[f"again {submit.request_id}"]):
                 assert_same(model, submit, answer.tokens)
         assert chosen == results[0][1]
-        assert set(chosen.values()) == (
-            set(SCHEDULES) - {"copy-engines"} if overlap == "auto" else {"deferred"}
-        )  # short messages
+        # short messages
+        assert set(chosen.values()) == (set(SCHEDULES) - {"copy-engines"} if overlap == "auto" else {"deferred"})
         hidden = 0 if chosen["decode 1"] == "deferred" else 8 if name == "ladder" else 5
         expected = {(chosen["decode 1"], True): hidden, (chosen["decode 1"], False): 9 - hidden}  # and the embedding's
         assert begun == {key: count for key, count in expected.items() if count}

@@ -29,16 +29,8 @@ NF4 = (  # QLoRA, appendix E
     *(-0.09105003625154495, 0.0, 0.07958029955625534, 0.16093020141124725, 0.24611230194568634, 0.33791524171829224),
     *(0.44070982933044434, 0.5626170039176941, 0.7229568362236023, 1.0),
 )
-POSITIVE = (
-    0,
-    1 / 192,
-    8 / 12,
-    1,
-    4 / 12,
-    6 / 12,
-    2 / 12,
-    3 / 12,
-)  # bitsandbytes: a sign, two bits of exponent, one of mantissa
+# bitsandbytes: a sign, two bits of exponent, one of mantissa
+POSITIVE = (0, 1 / 192, 8 / 12, 1, 4 / 12, 6 / 12, 2 / 12, 3 / 12)
 FP4 = (*POSITIVE, *(-value for value in POSITIVE))
 
 

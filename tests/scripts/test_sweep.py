@@ -375,9 +375,8 @@ def test_vllm_is_measured_on_the_same_settings(tmp_path: Path, quantize: str | N
 
 
 def test_vllms_steps_are_what_its_prefill_leaves(monkeypatch: pytest.MonkeyPatch) -> None:
-    calls = iter(
-        [9.0, 9.0, 0.10, 0.50, 0.14, 0.54, 0.12, 0.52]
-    )  # seconds of a prefill and of a whole run, in turn; the first pair is the warm-up
+    # seconds of a prefill and of a whole run, in turn; the first pair is the warm-up
+    calls = iter([9.0, 9.0, 0.10, 0.50, 0.14, 0.54, 0.12, 0.52])
     monkeypatch.setattr(vllm_worker, "seconds", lambda *_: next(calls))
     samples = vllm_worker.measure(None, asdict(replace(TINY, variant="vllm", batch=2, new_tokens=5)), 100)
     row = Row(TINY, {}, {}, samples=samples)

@@ -290,11 +290,8 @@ CALLED = [case for case in CASES if case[2] and not all(isinstance(part, str) fo
 def test_calls_are_accepted_as_models_write_them(family: str, text: str, parts: list[Any]) -> None:
     """All calls that the parser finds; and none of them with other arguments or another tool's. Of what is no JSON, the parser reads
     more than the grammar lets a model write."""
-    unlikely = {
-        "python": "(1, 2.5e3)",
-        "qwen3_coder": '{"name"',
-        "harmony": "now",
-    }  # a second call, behind the end of the first
+    # a second call, behind the end of the first
+    unlikely = {"python": "(1, 2.5e3)", "qwen3_coder": '{"name"', "harmony": "now"}
     if unlikely.get("python" if SYNTAXES[family].arguments is PYTHON else family, "\0") in text:
         return
     add = {"type": "object", "properties": {"x": {"type": "array"}, "z": {"type": "object"}}}
@@ -709,11 +706,8 @@ def test_structural_tags(site: Site) -> None:
         grammar = grammar_of(site, **asked)
         assert accepts(grammar, 'Hi <f=a>"a"</f> and <f=b>"b"</f>') and accepts(grammar, "Hi <f")
         assert not accepts(grammar, '<f=a>"b"</f>') and not accepts(grammar, "<f=c>")
-    begin = {
-        "begin": f"{SYSTEM}f=",
-        "schema": {"enum": ["a"]},
-        "end": "</f>",
-    }  # a special token that the grammar names by its id
+    # a special token that the grammar names by its id
+    begin = {"begin": f"{SYSTEM}f=", "schema": {"enum": ["a"]}, "end": "</f>"}
     grammar = grammar_of(site, structured_outputs={"structural_tag": {"structures": [begin], "triggers": [SYSTEM]}})
     assert accepts(grammar, f'Hi {SYSTEM}f="a"</f>') and not accepts(grammar, f"Hi {SYSTEM}g")
     behind = {"structures": [{**begin, "begin": f"<{SYSTEM}"}], "triggers": [f"<{SYSTEM}"]}

@@ -62,11 +62,8 @@ def test_a_prediction_that_no_answer_can_hold_is_refused(site: Site) -> None:
 def test_usage_counts_what_was_drafted(site: Site) -> None:
     site.engine.group, site.engine.drafted, site.engine.accepted = 3, 5, 2
     body = {**CHAT, "max_tokens": 7, "n": 2}
-    wanted = {
-        "accepted_prediction_tokens": 12,
-        "rejected_prediction_tokens": 18,
-        "reasoning_tokens": 0,
-    }  # 3 outputs for each answer
+    # 3 outputs for each answer
+    wanted = {"accepted_prediction_tokens": 12, "rejected_prediction_tokens": 18, "reasoning_tokens": 0}
     answer = site.post("/v1/chat/completions", body)
     replies.ChatReply.model_validate(answer)
     assert answer["usage"]["completion_tokens"] == 14

@@ -50,9 +50,8 @@ def test_of_a_burst_so_many_begin_at_once_as_take_a_short_time(in_tasks: bool, s
     parts = [after - before for before, after in pairwise([0, *looks]) if after > before]
     ends = [sum(parts[: i + 1]) for i in range(len(parts))]
     assert max(parts) <= MOST_AT_ONCE
-    assert {part for part, end in zip(parts, ends, strict=True) if 2 * MOST_AT_ONCE <= end <= len(long)} == {
-        1
-    }  # as few as possible
+    # as few as possible
+    assert {part for part, end in zip(parts, ends, strict=True) if 2 * MOST_AT_ONCE <= end <= len(long)} == {1}
     assert parts[-2] == MOST_AT_ONCE  # as many as before, once they are short
     calm = [part for part, end in zip(parts, ends, strict=True) if end > len(long) + 1]
     assert all(after <= before + 1 for before, after in pairwise(calm)), calm

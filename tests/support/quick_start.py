@@ -52,14 +52,8 @@ IMPORTS = (
 )
 WORKER_IMPORTS = [f"server.{name}" for name in ("workers", "bounds", "messages.bodies", "responses.convert")]
 WORKER_IMPORTS.append("engine.constrain.demand")
-INTERPRETER = (
-    "PYTHON",
-    "TRITON_INTERPRET",
-    "TORCH_LOGS",
-    "LC_",
-    "LANG",
-    "LD_",
-)  # prefixes of variables that are read only at start
+# prefixes of variables that are read only at start
+INTERPRETER = ("PYTHON", "TRITON_INTERPRET", "TORCH_LOGS", "LC_", "LANG", "LD_")
 PATH = "PYTHONPATH"  # may differ nevertheless: `become` applies it
 PR_SET_CHILD_SUBREAPER = 36  # linux/prctl.h
 FILES = 3  # standard input, output, error

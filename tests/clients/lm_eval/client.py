@@ -41,9 +41,8 @@ for name in TASKS:
 both = ",".join(TASKS)
 huggingface = {"tokenizer_backend": "huggingface", "tokenizer": os.environ["MODEL_DIR"]}
 evaluate("local-completions", "answer", "local-completions", "/v1/completions", both, **huggingface)
-evaluate(
-    "local-completions", "tokens", "local-completions", "/v1/completions", both, tokenizer_backend="remote"
-)  # the server's tokenizer
+# the server's tokenizer
+evaluate("local-completions", "tokens", "local-completions", "/v1/completions", both, tokenizer_backend="remote")
 evaluate(
     "local-chat-completions", "answer", "local-chat-completions", "/v1/chat/completions", "rung_text", "--apply_chat_template"
 )
