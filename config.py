@@ -133,6 +133,7 @@ class LongRopeScaling:
     attention_factor: float
 
 
+ROPES = ("scaled", "local", "none")  # of layers in general, with a window if these have a base of their own, and without RoPE
 RopeScaling = Llama3Scaling | LinearScaling | DynamicScaling | YarnScaling | LongRopeScaling
 
 
@@ -159,6 +160,7 @@ class Family:
     biased: bool = False
     window: int | None = 4096
     theta: float = 10000.0
+    local_theta: float | None = None  # of layers with a window; 0: as of others; None: all layers have the same RoPE
     eps: float = 1e-6
     # of a sparse model: the key with the width of an expert, and whether chosen experts' weights add up to 1 (None: it has a key)
     expert_size: str = ""
@@ -224,6 +226,8 @@ class ModelConfig:
     norm_eps: float = 1e-5
     rope_theta: float = 10000.0
     rope_scaling: RopeScaling | None = None
+    local_theta: float | None = None  # RoPE's base in layers with a window, which is then not scaled; None: as in other layers
+    no_rope_layers: tuple[int, ...] = ()
     tie_embeddings: bool = False
     qkv_bias: bool = False
     o_bias: bool = False
@@ -268,11 +272,15 @@ class ModelConfig:
         """The description's first word: `hybrid`, `desync-2x`."""
         return self.description.partition(" ")[0]
 
-    @property
-    def rope_factor(self) -> float:
+    def rope_factor(self, layer: int) -> float:
         """The factor by which RoPE multiplies queries and keys in addition to rotating them."""
-        scaling = self.rope_scaling
+        scaling = self.rope_scaling if ROPES[self.rope(layer)] == "scaled" else None
         return scaling.attention_factor if isinstance(scaling, YarnScaling | LongRopeScaling) else 1.0
+
+    def rope(self, layer: int) -> int:
+        """Which row of `rope_frequencies` the layer has."""
+        local = self.local_theta is not None and self.window(layer) is not None
+        return ROPES.index("none" if layer in self.no_rope_layers else "local" if local else "scaled")
 
     def window(self, layer: int) -> int | None:
         return self.windows[layer] if self.windows else None
@@ -337,6 +345,13 @@ def validate(config: ModelConfig) -> ModelConfig:
     has_windows = FAMILIES[config.family].windows != "none"
     require(has_windows or not sizes, f"sliding_window is not a feature of the {config.family} family; use mistral")
     require(config.causal or not sizes, "a sliding window together with is_causal false is not supported")
+    local = FAMILIES[config.family].local_theta is not None and bool(sizes)
+    require(
+        (config.local_theta is not None) == local, f"local_theta belongs to windows of some families, not to {config.family}"
+    )
+    require(config.local_theta is None or 0 < config.local_theta < math.inf, "local_theta must be a positive number")
+    unknown = set(config.no_rope_layers) - set(range(config.n_layers))
+    require(not unknown, f"no_rope_layers must name layers from 0 to {config.n_layers - 1}, not {sorted(unknown)}")
     if config.variant == "ladder":
         known = sorted(set(config.ladder_layers) & set(range(config.n_layers)))
         require(

@@ -20,7 +20,7 @@ from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
-from checkpoints.rope_scaling import read_scaling, rope_of, scaling_to_hf
+from checkpoints.rope_scaling import read_local_theta, read_scaling, rope_of, scaling_to_hf
 from config import FAMILIES, DynamicScaling, Experts, LinearScaling, ModelConfig, Reduces, validate
 from errors import UserError
 from files import CONFIG_BYTES, count, get, one_or_list, positive, read_json, shown
@@ -115,9 +115,10 @@ def config_from_hf(raw: dict[str, Any]) -> ModelConfig:
     family = {"llamaLadder": "llama", "rung": get(raw, "base_model_type", str, "llama")}.get(model_type, model_type)
     if family not in FAMILIES:
         raise UserError(f"model_type {shown(family)} is not supported; supported: {', '.join(FAMILIES)}, llamaLadder, rung")
-    rope, parameters = rope_of(raw), get(raw, "rope_parameters", dict, {})
+    local = FAMILIES[family].local_theta
+    rope, parameters, windowed = rope_of(raw, local is not None)
     experts = _experts(raw, family)
-    _refuse_unsupported(raw, rope, parameters, known=COUNTS_OF_EXPERTS if experts else ())
+    _refuse_unsupported(raw, rope, parameters, windowed, known=COUNTS_OF_EXPERTS if experts else ())
     n_layers, hidden, heads = (
         count(raw, key, most=MOST[key]) for key in ("num_hidden_layers", "hidden_size", "num_attention_heads")
     )
@@ -127,7 +128,8 @@ def config_from_hf(raw: dict[str, Any]) -> ModelConfig:
         theta = positive(holder, "rope_theta", theta)
     if FAMILIES[family].scaled and not rope:
         raise UserError(f"rope_scaling is missing; a {family} model's config.json says how RoPE is scaled")
-    scaling, length = read_scaling(raw, theta, head_dim)
+    scaling, length = read_scaling(raw, rope, theta, head_dim)
+    windows = _windows(raw, family, n_layers)
     eos = one_or_list(raw, "eos_token_id")
     config = ModelConfig(
         vocab_size=count(raw, "vocab_size", most=MOST["vocab_size"]),
@@ -145,7 +147,8 @@ def config_from_hf(raw: dict[str, Any]) -> ModelConfig:
         tie_embeddings=get(raw, "tie_word_embeddings", bool, False),
         **_biases(raw, family),
         qk_norm=FAMILIES[family].qk_norm,
-        windows=_windows(raw, family, n_layers),
+        windows=windows,
+        local_theta=None if local is None or not any(windows) else read_local_theta(raw, windowed, local or theta),
         experts=experts,
         causal=get(raw, "is_causal", bool, True),
         eos_token_ids=(eos,) if isinstance(eos, int) else tuple(eos),
@@ -298,6 +301,11 @@ def config_to_hf(config: ModelConfig) -> dict[str, Any]:
     if not config.causal:
         raw["is_causal"] = False
     family = FAMILIES[config.family]
+    if family.local_theta is not None:
+        theta = config.local_theta or config.rope_theta
+        windowed = {"rope_type": "default", "rope_theta": theta}
+        raw["rope_parameters"] = {"full_attention": raw["rope_parameters"], "sliding_attention": windowed}
+        raw["rope_local_base_freq"] = theta
     if family.attention_bias and not family.qkv_bias:
         raw["attention_bias"] = config.o_bias
     if family.mlp_bias:

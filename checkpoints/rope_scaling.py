@@ -26,22 +26,26 @@ TYPES: dict[str, Any] = {
 }
 
 
-def rope_of(raw: dict[str, Any]) -> dict[str, Any]:
-    """RoPE's settings in a `config.json`.
+def rope_of(raw: dict[str, Any], local: bool) -> tuple[dict[str, Any], ...]:
+    """RoPE's settings in a `config.json`: those that count, those in `rope_parameters`, and those of layers with a window.
 
-    Before transformers 5 they are `rope_scaling` and a top-level `rope_theta`; transformers 5 has both in `rope_parameters`.
+    Before transformers 5 they are `rope_scaling` and a top-level `rope_theta`; transformers 5 has both in `rope_parameters`, with
+    an object for each type of layer if those with a window may differ (`local`).
     A file with both uses `rope_scaling`, as in transformers: people add it to files by hand.
     """
-    return get(raw, "rope_scaling", dict, {}) or get(raw, "rope_parameters", dict, {})
+    given = get(raw, "rope_parameters", dict, {})
+    parameters = get(given, "full_attention", dict, given) if local else given
+    windowed = get(given, "sliding_attention", dict, {}) if local else {}
+    return get(raw, "rope_scaling", dict, {}) or parameters, parameters, windowed
 
 
-def read_scaling(raw: dict[str, Any], theta: float, head_dim: int) -> tuple[RopeScaling | None, int]:
+def read_scaling(raw: dict[str, Any], rope: dict[str, Any], theta: float, head_dim: int) -> tuple[RopeScaling | None, int]:
     """The scaling in a `config.json`, and the context in tokens that it is meant for.
 
     That context is `max_position_embeddings`; `linear` and `dynamic` multiply it by their factor, and `yarn` multiplies the
     original context. Raises UserError.
     """
-    rope, length = rope_of(raw), count(raw, "max_position_embeddings", 2048, MAX_LENGTH)
+    length = count(raw, "max_position_embeddings", 2048, MAX_LENGTH)
     nested = [key for key, value in rope.items() if isinstance(value, dict)]
     if nested:
         raise UserError(f"RoPE settings of their own for {shown(nested[0])} are not supported; give one set for all layers")
@@ -109,6 +113,13 @@ def _factors(rope: dict[str, Any], key: str, size: int) -> tuple[float, ...]:
     if len(values) != size:
         raise UserError(f"{key} must have one number for each of {size} frequencies, not {len(values)}")
     return tuple(positive({key: value}, key) for value in values)
+
+
+def read_local_theta(raw: dict[str, Any], windowed: dict[str, Any], default: float) -> float:
+    """RoPE's base in layers with a window. Raises UserError if their RoPE is scaled."""
+    if (kind := windowed.get("rope_type", "default")) != "default":
+        raise UserError(f"rope_type {shown(kind)} of sliding_attention is not supported; only full_attention can be scaled")
+    return positive(windowed, "rope_theta", positive(raw, "rope_local_base_freq", default))
 
 
 def scaling_to_hf(scaling: RopeScaling | None) -> dict[str, Any]:

@@ -30,14 +30,14 @@ class Heads(nn.Module):
 
     slot: the module's number on this rank; each has its own keys and values. window: a query sees only the last `window` tokens.
     causal: whether it sees only tokens before it and its own.
-    rope_factor: queries and keys are multiplied by it where they are rotated. sinks: see `attend_with_sinks`.
+    rope: the layer's row of the frequencies. rope_factor: queries and keys are multiplied by it where they are rotated. sinks: see `attend_with_sinks`.
     """
 
     def __init__(self, config: ModelConfig, layer: int, slot: int, own: range, n_kv_heads: int) -> None:
         """own: which of the layer's query heads this rank has. n_kv_heads: how many key-value heads."""
         super().__init__()
         self.slot, self.window, self.head_dim = slot, config.window(layer), config.head_dim
-        self.rope_factor, self.causal = config.rope_factor, config.causal
+        self.rope, self.rope_factor, self.causal = config.rope(layer), config.rope_factor(layer), config.causal
         self.config, self.layer, self.own = config, layer, own
         self.n_heads, self.n_kv_heads = len(own), n_kv_heads
         self.q_norm: Any = None  # an RMSNorm of single heads; both or none
@@ -56,8 +56,8 @@ class Heads(nn.Module):
         return q, k, v
 
     def forward(self, qkv: Tensor, frequencies: Tensor, context: "AttentionContext") -> Tensor:
-        """(B, T, (H + 2K) * D) to (B, T, H * D). frequencies: (D / 2,) fp32, radians a token."""
-        return context.attend(self, qkv if self.norm is None else self.norm(qkv), frequencies)
+        """(B, T, (H + 2K) * D) to (B, T, H * D). frequencies: those of `rope_frequencies`."""
+        return context.attend(self, qkv if self.norm is None else self.norm(qkv), frequencies[self.rope])
 
 
 class HeadsNorm(nn.Module):
@@ -96,7 +96,7 @@ class AttentionContext(ABC):
 
     positions: Tensor  # (T,) int64, of this forward's tokens, the same for every sequence
     adapters: Groups | None = None  # which of this forward's rows have an adapter
-    _rope: tuple[Tensor, Tensor] | None = None  # the same for every layer
+    _rotations: dict[int, tuple[Tensor, Tensor]] | None = None  # the same for every layer with a row of the frequencies
 
     @abstractmethod
     def attend(self, heads: Heads, qkv: Tensor, frequencies: Tensor) -> Tensor:
@@ -109,13 +109,14 @@ class AttentionContext(ABC):
         """`Heads.split` at this forward's positions, with PyTorch, or with the bits of a GPU's inference."""
         if determinism.enabled() and qkv.is_cuda:
             return _split_as_stored(heads, qkv, self.positions, frequencies)
-        if self._rope is None:
+        self._rotations = self._rotations or {}
+        if heads.rope not in self._rotations:
             angles = self.positions[:, None, None].float() * frequencies
             cos, sin = angles.cos(), angles.sin()
             if exact.used(angles):  # PyTorch's last bit depends on the place in the tensor
                 cos, sin = (angles.double().apply_(function).float() for function in (math.cos, math.sin))
-            self._rope = cos * heads.rope_factor, sin * heads.rope_factor
-        return heads.split(qkv, self._rope)
+            self._rotations[heads.rope] = cos * heads.rope_factor, sin * heads.rope_factor
+        return heads.split(qkv, self._rotations[heads.rope])
 
 
 def _split_as_stored(heads: Heads, qkv: Tensor, positions: Tensor, frequencies: Tensor) -> tuple[Tensor, Tensor, Tensor]:

@@ -5,6 +5,7 @@ order, the angles would differ at positions of tens of thousands.
 """
 
 import math
+from dataclasses import replace
 
 import torch
 from torch import Tensor
@@ -14,7 +15,14 @@ from kernels import determinism
 
 
 def rope_frequencies(config: ModelConfig) -> Tensor:
-    """The frequencies for a context of `config.max_seq_len` tokens: (D / 2,) fp32, radians a token."""
+    """The frequencies for a context of `config.max_seq_len` tokens, a row for each of `ROPES`: (3, D / 2) fp32, radians a token."""
+    scaled = scaled_frequencies(config)
+    unscaled = replace(config, rope_theta=config.local_theta or config.rope_theta, rope_scaling=None)
+    return torch.stack((scaled, scaled_frequencies(unscaled), torch.zeros_like(scaled)))
+
+
+def scaled_frequencies(config: ModelConfig) -> Tensor:
+    """The row of layers in general: (D / 2,)."""
     dim, base, scaling = config.head_dim, config.rope_theta, config.rope_scaling
     exponents = torch.arange(0, dim, 2, dtype=torch.int64).float() / dim
     match scaling:

@@ -140,7 +140,7 @@ def test_a_window_counts_from_its_own_length_on(seed: int) -> None:
     heads = Heads(shape, 0, 0, range(2), 1)
     for length in range(5, 10):
         qkv, context = torch.randn(1, length, 32), Causal(length, torch.device("cpu"))
-        found = heads(qkv, torch.ones(4), context)
+        found = heads(qkv, torch.ones(3, 4), context)
         q, k, v = (x.transpose(1, 2) for x in context.split(heads, qkv, torch.ones(4)))
         distance = torch.arange(length)[:, None] - torch.arange(length)
         scores = (q @ k.transpose(2, 3) / 8**0.5).masked_fill((distance < 0) | (distance >= 6), -math.inf)

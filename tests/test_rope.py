@@ -2,6 +2,7 @@
 ranks, the CPU's and the GPU's runner."""
 
 import json
+import random
 from collections.abc import Callable
 from contextlib import nullcontext
 from dataclasses import replace
@@ -19,13 +20,14 @@ from checkpoints import weights
 from checkpoints.export import save_checkpoint
 from checkpoints.hf_config import config_from_hf, config_to_hf
 from checkpoints.presets import model_config
-from config import limit_context
+from config import FAMILIES as KNOWN
+from config import ModelConfig, YarnScaling, limit_context, validate
 from engine.core import Engine
 from engine.limits import EngineLimits
 from engine.protocol import SamplingParams, Submit
 from errors import UserError
 from kernels import determinism
-from layers.attention import Causal
+from layers.attention import Causal, Heads
 from layers.rope import rope_frequencies
 from tests.engine.test_engine import serve
 from tests.engine.test_runner import as_on_a_gpu
@@ -201,8 +203,8 @@ def test_frequencies_of_large_heads_are_those_of_transformers(scaling: dict[str,
     raw = transformers.LlamaConfig(head_dim=128, rope_theta=5e5, rope_scaling=dict(scaling), max_position_embeddings=131072)
     theirs, factor = ROPE_INIT_FUNCTIONS[scaling["rope_type"]](raw, CPU)
     ours = config_from_hf(raw.to_dict())
-    torch.testing.assert_close(rope_frequencies(ours), theirs, rtol=1e-6, atol=0)
-    assert ours.rope_factor == pytest.approx(factor)
+    torch.testing.assert_close(rope_frequencies(ours)[0], theirs, rtol=1e-6, atol=0)
+    assert ours.rope_factor(0) == pytest.approx(factor)
 
 
 @pytest.mark.parametrize("name", ["dynamic", "longrope"])
@@ -226,4 +228,83 @@ def test_deterministic_frequencies_come_from_exact_powers(head_dim: int, theta: 
         context.prec = 50
         exact = torch.tensor([float(Decimal(theta) ** Decimal(one)) for one in exponents.tolist()], dtype=torch.float64)
     config = replace(config_from_hf(hf_config("linear", "llama").to_dict()), head_dim=head_dim, rope_theta=theta)
-    assert torch.equal(rope_frequencies(replace(config, rope_scaling=None)), 1.0 / exact.float())
+    assert torch.equal(rope_frequencies(replace(config, rope_scaling=None))[0], 1.0 / exact.float())
+
+
+# --- RoPE that differs between layers --------------------------------------------------------------------------------------
+
+
+def test_layers_of_one_pass_have_their_own_rope(seed: int) -> None:
+    """Scaled, local, and none, in any order and more than once, against fp64."""
+    layers = random.sample(["scaled", "local", "none"] * 2, 6)
+    windows = tuple(5 if kind == "local" else random.choice([None, 5]) if kind == "none" else None for kind in layers)
+    bare = tuple(i for i, kind in enumerate(layers) if kind == "none")
+    shape = dict(rope_theta=300.0, local_theta=70.0, rope_scaling=YarnScaling(4.0, 32, 1.3), no_rope_layers=bare)
+    config = ModelConfig(11, 16, len(layers), 2, 1, HEAD_DIM, 8, 99, family="mistral", windows=windows, **shape)
+    table, context = rope_frequencies(config), Causal(40, CPU)
+    scaled = rope_frequencies(replace(config, local_theta=None, no_rope_layers=()))[0].double()
+    local = 70.0 ** (-torch.arange(0, HEAD_DIM, 2, dtype=torch.float64) / HEAD_DIM)
+    for layer, kind in enumerate(layers):
+        heads, qkv = Heads(config, layer, layer, range(2), 1), torch.randn(1, 40, 4 * HEAD_DIM)
+        frequencies = {"scaled": scaled, "local": local, "none": torch.zeros(HEAD_DIM // 2)}[kind]
+        turned = torch.view_as_complex(qkv.double().view(40, 4, 2, -1).transpose(-1, -2).contiguous())[:, :3]
+        turned = turned * torch.polar(torch.ones(1).double(), torch.arange(40)[:, None, None] * frequencies.double())
+        expected = torch.view_as_real(turned).transpose(-1, -2).flatten(-2) * (1.3 if kind == "scaled" else 1)
+        q, k, v = context.split(heads, qkv, table[heads.rope])
+        torch.testing.assert_close(torch.cat((q, k), 2)[0].double(), expected, atol=2e-5, rtol=1e-5)
+        assert torch.equal(v[0, :, 0], qkv[0, :, 3 * HEAD_DIM :])
+        alone = replace(config, n_layers=1, windows=windows[layer : layer + 1], no_rope_layers=(0,) if kind == "none" else ())
+        mine, same = Heads(alone, 0, 0, range(2), 1), Causal(40, CPU)
+        with torch.inference_mode():  # through `forward`, which chooses the row
+            assert torch.equal(heads(qkv, table, context), mine(qkv, rope_frequencies(alone), same))
+
+
+@pytest.mark.parametrize("kind", ["Gemma3Text", "Olmo3"])
+def test_windowed_layers_may_have_a_rope_of_their_own(kind: str, monkeypatch: pytest.MonkeyPatch, seed: int) -> None:
+    """Both spellings of config.json, against the tables of transformers."""
+    default = 10000.0 if kind == "Gemma3Text" else 0.0
+    monkeypatch.setitem(KNOWN, "mistral", replace(KNOWN["mistral"], local_theta=default))
+    make, theta = getattr(transformers, f"{kind}Config"), random.uniform(2e4, 1e6)
+    yarn = {"rope_type": "yarn", "factor": 4.0, "original_max_position_embeddings": ORIGINAL}
+    local = random.uniform(50, 5000) if kind == "Gemma3Text" else theta
+    shape = dict(
+        vocab_size=97, hidden_size=32, num_hidden_layers=4, num_attention_heads=4, num_key_value_heads=2, head_dim=HEAD_DIM,
+        intermediate_size=40, sliding_window=5, layer_types=["sliding_attention", "full_attention"] * 2, rms_norm_eps=1e-6,
+    )  # fmt: skip
+    nested = {
+        "full_attention": yarn | {"rope_theta": theta},
+        "sliding_attention": {"rope_type": "default", "rope_theta": local},
+    }
+    older = dict(rope_theta=theta, rope_scaling=yarn) | (dict(rope_local_base_freq=local) if default else {})
+    config = None
+    for spelling in (dict(rope_parameters=nested), older, dict(rope_parameters=nested, rope_theta=theta, rope_scaling=yarn)):
+        raw = {"model_type": "mistral"} | shape | spelling
+        found = config_from_hf(raw)
+        assert config in (None, found) and found.local_theta == local and found.rope_theta == theta
+        config = found
+    assert config is not None and config_from_hf(json.loads(json.dumps(config_to_hf(config)))) == config
+    written = {key: value for key, value in config_to_hf(config).items() if key not in ("model_type", "architectures")}
+    model = getattr(transformers, kind.replace("Text", "") + "ForCausalLM" if default == 0 else "Gemma3ForCausalLM")
+    for raw in (shape | dict(rope_parameters=nested), written):
+        theirs = model(make(**json.loads(json.dumps(raw)))).model.rotary_emb
+        found = rope_frequencies(config)
+        torch.testing.assert_close(found[config.rope(1)], theirs.full_attention_inv_freq, rtol=1e-6, atol=0)
+        torch.testing.assert_close(found[config.rope(0)], theirs.sliding_attention_inv_freq, rtol=1e-6, atol=0)
+        assert theirs.full_attention_attention_scaling == pytest.approx(config.rope_factor(1))
+        assert theirs.sliding_attention_attention_scaling == config.rope_factor(0) == 1
+    no_keys = config_from_hf({"model_type": "mistral", **shape})
+    assert no_keys.local_theta == (default or no_keys.rope_theta)
+    assert config_from_hf({"model_type": "mistral"} | shape | {"sliding_window": None}).local_theta is None
+    refused: list[dict[str, Any]] = [{"rope_type": "linear", "factor": 2.0}, {"rope_theta": 0}, {"partial_rotary_factor": 0.5}]
+    for sliding, named in zip(refused, ("linear", "rope_theta", "partial_rotary_factor"), strict=True):
+        with pytest.raises(UserError, match=named):
+            config_from_hf({"model_type": "mistral"} | shape | {"rope_parameters": nested | {"sliding_attention": sliding}})
+    with pytest.raises(UserError, match="local_theta"):
+        validate(replace(config, local_theta=None))
+    with pytest.raises(UserError, match="local_theta"):
+        validate(replace(config, local_theta=-1.0))
+    with pytest.raises(UserError, match="no_rope_layers"):
+        validate(replace(config, no_rope_layers=(4,)))
+    monkeypatch.undo()
+    with pytest.raises(UserError, match="full_attention"):
+        config_from_hf({"model_type": "mistral"} | shape | {"rope_parameters": nested})

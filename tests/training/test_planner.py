@@ -117,7 +117,7 @@ def test_activations_are_what_autograd_keeps(
         earlier = set(kept)
         with torch.autograd.graph.saved_tensors_hooks(keep, lambda tensor: tensor):
             stream = layer(stream, model.frequencies, context)
-        shared = {t.untyped_storage().data_ptr() for t in (*model.parameters(), *(context._rope or ()))} | earlier
+        shared = {t.untyped_storage().data_ptr() for t in (*model.parameters(), *(context._rotations or {0: ()})[0])} | earlier
         found = sum(t.untyped_storage().nbytes() for address, t in kept.items() if address not in shared)
         assert found == layer_activations(config, tokens, element, number)
 
