@@ -1,7 +1,7 @@
 """Ladder and hybrid-ladder models for transformers: AutoModelForCausalLM.from_pretrained(DIR, trust_remote_code=True).
 
 Rung writes this file into the folder of a checkpoint with ladder layers. It needs transformers 4.56 or newer and no code of
-Rung. The weights are those of a Llama, Mistral, Qwen2 or Qwen3; only the residual connections differ (Zhang et al.,
+Rung. The weights are those of one of `FAMILIES`; only the residual connections differ (Zhang et al.,
 Ladder-residual, arXiv:2501.06589, section 3). h_1 … h_2L are the attention and MLP modules, each with its norm, and
 x_0 = x_{-1} is the embedding:
 
@@ -14,17 +14,10 @@ Gradient checkpointing is not supported, because a layer also needs the input of
 from types import MethodType
 from typing import Any, cast
 
+import transformers
 from torch import Tensor, nn
-from transformers import (
-    LlamaConfig,
-    LlamaForCausalLM,
-    MistralConfig,
-    MistralForCausalLM,
-    Qwen2Config,
-    Qwen2ForCausalLM,
-    Qwen3Config,
-    Qwen3ForCausalLM,
-)
+
+FAMILIES = ("Llama", "Mistral", "Qwen2", "Qwen3")
 
 
 class Carry:
@@ -58,33 +51,10 @@ class WithLadder(nn.Module):
             layer.forward = MethodType(forward, layer)
 
 
-class LlamaLadderConfig(LlamaConfig):
-    model_type = "llamaLadder"
-
-
-class MistralLadderConfig(MistralConfig):
-    model_type = "rung"
-
-
-class Qwen2LadderConfig(Qwen2Config):
-    model_type = "rung"
-
-
-class Qwen3LadderConfig(Qwen3Config):
-    model_type = "rung"
-
-
-class LlamaLadderForCausalLM(WithLadder, LlamaForCausalLM):
-    config_class = LlamaLadderConfig
-
-
-class MistralLadderForCausalLM(WithLadder, MistralForCausalLM):
-    config_class = MistralLadderConfig
-
-
-class Qwen2LadderForCausalLM(WithLadder, Qwen2ForCausalLM):
-    config_class = Qwen2LadderConfig
-
-
-class Qwen3LadderForCausalLM(WithLadder, Qwen3ForCausalLM):
-    config_class = Qwen3LadderConfig
+for family in FAMILIES:
+    if hasattr(transformers, f"{family}ForCausalLM"):  # the installed version may not have all
+        kind = {"model_type": "llamaLadder" if family == "Llama" else "rung"}
+        config = type(f"{family}LadderConfig", (getattr(transformers, f"{family}Config"),), kind)
+        bases = (WithLadder, getattr(transformers, f"{family}ForCausalLM"))
+        model = type(f"{family}LadderForCausalLM", bases, {"config_class": config})
+        globals().update({config.__name__: config, model.__name__: model})
