@@ -156,6 +156,7 @@ class Family:
     )
     sinks: bool = False  # each head's softmax has one more term (Xiao et al., arXiv:2309.17453), a parameter
     scaled: bool = False  # config.json must say how RoPE is scaled, because transformers assumes a way of its own
+    multipliers: bool = False  # config.json has `MULTIPLIERS`
     # what a missing key of config.json means
     biased: bool = False
     window: int | None = 4096
@@ -169,11 +170,14 @@ class Family:
     limit: float | None = None  # if config.json has none; see `Experts`
 
 
+# fields of `ModelConfig` and keys of config.json that scale what a Granite computes, each 1 if it is missing
+MULTIPLIERS = ("embedding_multiplier", "attention_multiplier", "residual_multiplier", "logits_scaling")
 FAMILIES = {
     "llama": Family("Llama", mlp_bias=True),
     "mistral": Family("Mistral", attention_bias=False, windows="all"),
     "qwen2": Family("Qwen2", qkv_bias=True, windows="where used"),
     "qwen3": Family("Qwen3", head_dim=128, qk_norm=True, windows="where used"),
+    "granite": Family("Granite", mlp_bias=True, multipliers=True),
     "qwen3_moe": Family("Qwen3Moe", qk_norm=True, expert_size="moe_intermediate_size"),
     "mixtral": Family(
         "Mixtral", attention_bias=False, windows="all", window=None, theta=1e6, eps=1e-5,
@@ -236,6 +240,10 @@ class ModelConfig:
     windows: tuple[int | None, ...] = ()  # sliding window of each layer, in tokens; empty: no layer has one
     experts: Experts | None = None  # None: one MLP in each layer
     causal: bool = True  # False: tokens attend in both directions, so that the model only makes embeddings
+    embedding_multiplier: float = 1.0  # of embeddings
+    attention_multiplier: float | None = None  # of scores; None: 1 / sqrt(head_dim)
+    residual_multiplier: float = 1.0  # of every module's output; see `embedding_scale`
+    logits_scaling: float = 1.0  # logits are divided by it
     # residual variant
     variant: str = "standard"  # one of KINDS
     ladder_layers: tuple[int, ...] = ()  # for `ladder` only; all layers or some of them (hybrid)
@@ -274,8 +282,15 @@ class ModelConfig:
 
     def rope_factor(self, layer: int) -> float:
         """The factor by which RoPE multiplies queries and keys in addition to rotating them."""
-        scaling = self.rope_scaling if ROPES[self.rope(layer)] == "scaled" else None
-        return scaling.attention_factor if isinstance(scaling, YarnScaling | LongRopeScaling) else 1.0
+        scaling, scores = self.rope_scaling if ROPES[self.rope(layer)] == "scaled" else None, self.attention_multiplier
+        factor = scaling.attention_factor if isinstance(scaling, YarnScaling | LongRopeScaling) else 1.0
+        return factor if scores is None else factor * math.sqrt(scores * math.sqrt(self.head_dim))
+
+    @property
+    def embedding_scale(self) -> float:
+        """The factor of embeddings. The whole residual stream is divided by `residual_multiplier`, so that modules' outputs are added as
+        they are; norms with an epsilon divided by its square give the same."""
+        return self.embedding_multiplier / self.residual_multiplier
 
     def rope(self, layer: int) -> int:
         """Which row of `rope_frequencies` the layer has."""

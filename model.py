@@ -54,8 +54,10 @@ class RMSNorm(nn.Module):
 
     def __init__(self, config: ModelConfig, part: str, layer: int | None, factory: Factory) -> None:
         super().__init__()
-        self.part, self.layer, self.eps = part, layer, config.norm_eps
-        size = config.head_dim if part in ("q_norm", "k_norm") else config.hidden_size
+        of_heads = part in ("q_norm", "k_norm")
+        self.part, self.layer = part, layer
+        self.eps = config.norm_eps / (1 if of_heads else config.residual_multiplier**2)  # of the stream: see `embedding_scale`
+        size = config.head_dim if of_heads else config.hidden_size
         self.weight = nn.Parameter(torch.ones(size, **factory))
 
     def forward(self, x: Tensor) -> Tensor:
@@ -66,6 +68,10 @@ def marked(x: Tensor) -> Tensor:
     """x, on a CPU with NaN for values whose squares overflow: PyTorch's norm makes zeros of such a row, which look like a result. The
     kernels' norms make NaN."""
     return x if x.is_cuda or torch.is_grad_enabled() or x.dtype == torch.float16 else x + 0.0 * x.square()
+
+
+def scaled(x: Tensor, factor: float) -> Tensor:
+    return x if factor == 1 else x * factor
 
 
 # --- the modules h_i: each reads the stream, and adds the all-reduce of this shard's partial sum -------------------------------
@@ -292,12 +298,14 @@ class Transformer(nn.Module):
     def embed(self, tokens: Tensor) -> Tensor:
         """(B, T) ids to (B, T, C). Each rank looks up the ids of its part of the vocabulary; an all-reduce adds the parts."""
         if self.comm.world_size == 1:
-            return F.embedding(tokens, self.embedding.weight)
-        return self.comm.all_reduce(embedding_shard(tokens, self.embedding.weight, self.vocab.start))
+            return scaled(F.embedding(tokens, self.embedding.weight), self.config.embedding_scale)
+        parts = embedding_shard(tokens, self.embedding.weight, self.vocab.start)
+        return scaled(self.comm.all_reduce(parts), self.config.embedding_scale)
 
     def logits(self, x: Tensor) -> Tensor:
         """(..., C) to (..., vocab_size) fp32, the same on every rank."""
-        return self.comm.all_gather(self.head(self.norm(x)))[..., : self.config.vocab_size].float()
+        whole = self.comm.all_gather(self.head(self.norm(x)))[..., : self.config.vocab_size]
+        return scaled(whole.float(), 1 / self.config.logits_scaling)
 
     def hidden(self, tokens: Tensor, context: AttentionContext, rows: Tensor | None = None) -> Tensor:
         """(B, T) ids to the last residual stream before the final norm: (B, T, C), or (B, W, C) of the W wanted tokens
@@ -312,7 +320,8 @@ class Transformer(nn.Module):
 
         A stream has the output of every module before the layer. A ladder layer itself reads one that lacks the newest output. The
         complete one is kept when a later module reads it, so nothing waits for it, and the forward pass has the same bits as
-        without. With desync it is the mean of the streams, which takes one more all-reduce.
+        without. With desync it is the mean of the streams, which takes one more all-reduce. All are scaled as the model's definition
+        has them; the stream within is not: see `ModelConfig.embedding_scale`.
         """
         # desync: the streams begin equal; the last module of all reduces, so they end equal
         streams = self.config.kind.streams
@@ -332,7 +341,7 @@ class Transformer(nn.Module):
             stream = layer(stream, self.frequencies, context, early if i == end - 1 else None)
         last = marked(stream[0].x if streams else stream.finish())
         found[end] = lambda: last
-        kept = [found[i]() for i in layers]
+        kept = [scaled(found[i](), self.config.residual_multiplier) for i in layers]
         return (last if early is rows else last[:, rows]), kept
 
     def _mean_recorded(self, streams: list[Residual]) -> tuple[list[Residual], Callable[[], Tensor]]:

@@ -31,7 +31,7 @@ from checkpoints.hf_config import config_from_hf
 from checkpoints.sources import Source, open_files
 from checkpoints.weights import Place, check_names, fill_all, linear_place, whole_place
 from comms import Communicator, Local, Residual
-from config import ModelConfig
+from config import FAMILIES, ModelConfig
 from errors import UserError
 from files import CONFIG_BYTES, count, get, read_json, shown
 from kernels.linear import linear
@@ -107,6 +107,8 @@ def _config_of(raw: dict[str, Any], base: ModelConfig) -> EagleConfig:
         raise UserError(
             f"a head of {shape.n_layers} layers, or a quantized one, is not supported; use one with a single plain layer"
         )
+    if FAMILIES[shape.family].multipliers:
+        raise UserError(f"a head with a {shape.family} model's layer is not supported; use one with a Llama's")
     if shape.vocab_size != base.vocab_size:
         raise UserError(f"the head is for a vocabulary of {shape.vocab_size} tokens, but the model has {base.vocab_size}")
     target = count(raw, "target_hidden_size", shape.hidden_size)
@@ -242,6 +244,7 @@ def random_config(base: ModelConfig, drafted: int = 32000) -> EagleConfig:
     """A head for models like `base`, for benchmarks: one of the model's layers, that knows the first `drafted` ids. Raises UserError
     if the model has too few layers."""
     layer = replace(base, n_layers=1, variant="standard", ladder_layers=(), quantization=None, tie_embeddings=False)
+    layer = replace(layer, residual_multiplier=1.0, logits_scaling=1.0)
     return EagleConfig(layer, base.hidden_size, min(drafted, base.vocab_size), _stream_layers({}, base.n_layers))
 
 

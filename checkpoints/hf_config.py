@@ -21,7 +21,7 @@ from pathlib import Path
 from typing import Any
 
 from checkpoints.rope_scaling import read_local_theta, read_scaling, rope_of, scaling_to_hf
-from config import FAMILIES, DynamicScaling, Experts, LinearScaling, ModelConfig, Reduces, validate
+from config import FAMILIES, MULTIPLIERS, DynamicScaling, Experts, LinearScaling, ModelConfig, Reduces, validate
 from errors import UserError
 from files import CONFIG_BYTES, count, get, one_or_list, positive, read_json, shown
 from quantized.hf import INSTEAD, METHODS, read_quantization
@@ -118,7 +118,8 @@ def config_from_hf(raw: dict[str, Any]) -> ModelConfig:
     local = FAMILIES[family].local_theta
     rope, parameters, windowed = rope_of(raw, local is not None)
     experts = _experts(raw, family)
-    _refuse_unsupported(raw, rope, parameters, windowed, known=COUNTS_OF_EXPERTS if experts else ())
+    multipliers: dict[str, Any] = {key: positive(raw, key, 1.0) for key in MULTIPLIERS if FAMILIES[family].multipliers}
+    _refuse_unsupported(raw, rope, parameters, windowed, known=(*multipliers, *(COUNTS_OF_EXPERTS if experts else ())))
     n_layers, hidden, heads = (
         count(raw, key, most=MOST[key]) for key in ("num_hidden_layers", "hidden_size", "num_attention_heads")
     )
@@ -151,6 +152,7 @@ def config_from_hf(raw: dict[str, Any]) -> ModelConfig:
         local_theta=None if local is None or not any(windows) else read_local_theta(raw, windowed, local or theta),
         experts=experts,
         causal=get(raw, "is_causal", bool, True),
+        **multipliers,
         eos_token_ids=(eos,) if isinstance(eos, int) else tuple(eos),
         bos_token_id=get(raw, "bos_token_id", int, None),
         quantization=_quantization(raw),
@@ -310,6 +312,8 @@ def config_to_hf(config: ModelConfig) -> dict[str, Any]:
         raw["attention_bias"] = config.o_bias
     if family.mlp_bias:
         raw["mlp_bias"] = config.mlp_bias
+    if family.multipliers:
+        raw |= {key: getattr(config, key) for key in MULTIPLIERS}
     if config.experts:
         raw |= {"num_local_experts": config.experts.count, "num_experts_per_tok": config.experts.chosen}
         raw[family.expert_size] = config.intermediate_size

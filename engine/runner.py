@@ -48,7 +48,7 @@ from engine.step_inputs import ROUND, Capacity, DecodeInputs, SpanInputs, to_dev
 from kernels.dispatch import successive_seconds
 from kernels.sampling import NO_TOKEN, combine_best, local_best
 from layers.attention import AttentionContext
-from model import Transformer
+from model import Transformer, scaled
 
 # --- a step that was launched, and its results -------------------------------------------------------------------------------
 
@@ -199,6 +199,8 @@ class Runner:
         """Draw a token for each row of hidden (B, C): the best of the ranks' candidates from their parts of the vocabulary."""
         model = self.model
         logits = model.head(model.norm(hidden))
+        if model.config.logits_scaling != 1:  # as in `Transformer.logits`
+            logits = scaled(logits.float(), 1 / model.config.logits_scaling)
         best = local_best(logits, temperature, seed, positions, model.vocab.start, self.text_ids)
         return combine_best(model.comm.all_gather(best))
 

@@ -23,6 +23,7 @@ from model import Transformer
 from tests import MODELS, ROOT
 from tests.support.command_line import environment
 from tests.support.models import ALONE, CPU
+from tests.test_dense import multipliers
 from tests.test_model import hf_shape
 from text.tokenizer_files import load_tokenizer
 from training import tokenize_data, train
@@ -77,7 +78,8 @@ def random_model(config: ModelConfig, seed: int) -> Transformer:
 def ladder_of(family: str, seed: int) -> ModelConfig:
     """A small random shape of the family with the ladder residual in random layers."""
     draw, name = random.Random(seed), f"{family.capitalize()}Config"
-    raw = getattr(transformers, name)(**hf_shape(rope_parameters={"rope_type": "default", "rope_theta": 1e4})).to_dict()
+    more = {"rope_parameters": {"rope_type": "default", "rope_theta": 1e4}} | (multipliers() if family == "granite" else {})
+    raw = getattr(transformers, name)(**hf_shape(**more)).to_dict()
     config = config_from_hf(raw)
     layers = sorted(draw.sample(range(config.n_layers), draw.randint(1, config.n_layers)))
     return replace(config, variant="ladder", ladder_layers=tuple(layers))

@@ -15,6 +15,7 @@ from hypothesis import strategies as st
 from checkpoints.hf_config import HARMLESS, NEUTRAL, Recorded, config_from_hf, config_to_hf, read_config, unread_keys
 from checkpoints.presets import PRESETS, preset
 from config import (
+    MULTIPLIERS,
     DynamicScaling,
     LinearScaling,
     Llama3Scaling,
@@ -119,6 +120,8 @@ def agree(ours: ModelConfig, theirs: Any) -> None:
         assert ours.rope_scaling is not None and len(vars(ours.rope_scaling)) >= 4
         for key in vars(ours.rope_scaling).keys() & theirs.rope_parameters.keys():
             assert getattr(ours.rope_scaling, key) == theirs.rope_parameters[key]
+    for key in MULTIPLIERS if ours.family == "granite" else ():
+        assert getattr(ours, key) == getattr(theirs, key)
     window = getattr(theirs, "sliding_window", None)
     kinds = getattr(theirs, "layer_types", None) or ["sliding_attention"] * ours.n_layers
     expected = [window if kind == "sliding_attention" else None for kind in kinds]
@@ -137,6 +140,8 @@ def agree(ours: ModelConfig, theirs: Any) -> None:
         (transformers.Qwen2Config, {}),
         (transformers.Qwen2Config, {"use_sliding_window": True, "sliding_window": 9, "max_window_layers": 1}),
         (transformers.Qwen2Config, {"use_sliding_window": True, "sliding_window": 9}),
+        (transformers.GraniteConfig, {}),
+        (transformers.GraniteConfig, {"embedding_multiplier": 12, "residual_multiplier": 0.22, "logits_scaling": 16.0}),
         (transformers.Qwen3Config, {}),
         (transformers.Qwen3Config, {"head_dim": 64, "rope_parameters": {**LLAMA3_ROPE, "rope_theta": 1e6}}),
     ],
@@ -172,7 +177,7 @@ def test_the_older_spelling_of_rope(seed: int) -> None:
     assert config_from_hf(raw | {"rope_theta": 5e5, "rope_scaling": oldest}) == ours
 
 
-@pytest.mark.parametrize("family", ["llama", "mistral", "qwen2", "qwen3"])
+@pytest.mark.parametrize("family", ["llama", "mistral", "qwen2", "qwen3", "granite"])
 def test_keys_that_may_be_absent_mean_what_they_mean_to_transformers(family: str, seed: int) -> None:
     raw = {k: v for k, v in random_shape(seed).items() if k not in ("tie_word_embeddings", "rms_norm_eps", "eos_token_id")}
     raw |= {"model_type": family, "use_sliding_window": True, "eos_token_id": None}
@@ -213,7 +218,7 @@ def scalings(frequencies: int) -> st.SearchStrategy[RopeScaling]:
 @st.composite
 def configs(draw: st.DrawFn) -> ModelConfig:
     """Any valid config of any family and variant."""
-    family = draw(st.sampled_from(["llama", "mistral", "qwen2", "qwen3"]))
+    family = draw(st.sampled_from(["llama", "mistral", "qwen2", "qwen3", "granite"]))
     layers, kv_heads = draw(st.integers(1, 9)), draw(st.integers(1, 4))
     positive = st.integers(1, 10**6)
     floats = st.floats(1e-8, 1e8)
@@ -223,7 +228,7 @@ def configs(draw: st.DrawFn) -> ModelConfig:
         length = round(scaling.trained * scaling.factor)
     elif isinstance(scaling, YarnScaling):
         length = round(scaling.original_max_position_embeddings * scaling.factor)
-    attention_bias = family in ("llama", "qwen3") and draw(st.booleans())
+    attention_bias = family in ("llama", "qwen3", "granite") and draw(st.booleans())
     vocab = draw(positive)
     config = ModelConfig(
         vocab_size=vocab,
@@ -241,12 +246,13 @@ def configs(draw: st.DrawFn) -> ModelConfig:
         tie_embeddings=draw(st.booleans()),
         qkv_bias=attention_bias or family == "qwen2",
         o_bias=attention_bias,
-        mlp_bias=family == "llama" and draw(st.booleans()),
+        mlp_bias=family in ("llama", "granite") and draw(st.booleans()),
         qk_norm=family == "qwen3",
+        **{key: draw(floats) for key in (MULTIPLIERS if family == "granite" else ())},
         eos_token_ids=tuple(draw(st.lists(st.integers(0, vocab - 1), max_size=3))),
         bos_token_id=draw(st.none() | positive),
     )
-    if family != "llama" and draw(st.booleans()):
+    if family not in ("llama", "granite") and draw(st.booleans()):
         windowed = draw(st.lists(st.booleans(), min_size=layers, max_size=layers).filter(any))
         size = draw(positive)
         config = replace(config, windows=tuple(size if w else None for w in windowed))

@@ -23,6 +23,7 @@ from model import Transformer
 from scripts.lib.results import ROOT
 from tests.support.models import ALONE, CPU, load, randomize, save_random
 from tests.support.paged import CachedSequences
+from tests.test_dense import multipliers
 
 TOLERANCE = 1e-4  # of fp32 logits of size about 1
 BATCH = 3
@@ -197,7 +198,8 @@ class Reference:
             kv_head = head // (c.n_heads // c.n_kv_heads)
             q = self.projected(layer, "q", head, x)
             k, v = (self.projected(layer, part, kv_head, x) for part in "kv")
-            scores = (q @ k.transpose(1, 2) / math.sqrt(c.head_dim)).masked_fill(future, -math.inf)
+            scale = c.attention_multiplier or c.head_dim**-0.5
+            scores = (q @ k.transpose(1, 2) * scale).masked_fill(future, -math.inf)
             columns = slice(head * c.head_dim, (head + 1) * c.head_dim)
             total = total + scores.softmax(-1) @ v @ self.weight(layer, "self_attn.o_proj.weight")[:, columns].T
         return total + self.weight(layer, "self_attn.o_proj.bias") / s if c.o_bias else total
@@ -219,15 +221,17 @@ class Reference:
         """Module i (1 … 2L) with its pre-norm."""
         layer, is_mlp = divmod(i - 1, 2)
         if is_mlp:
-            return self.mlp(layer, self.norm(x, self.weight(layer, "post_attention_layernorm.weight")), shard)
-        return self.attention(layer, self.norm(x, self.weight(layer, "input_layernorm.weight")), shard)
+            out = self.mlp(layer, self.norm(x, self.weight(layer, "post_attention_layernorm.weight")), shard)
+        else:
+            out = self.attention(layer, self.norm(x, self.weight(layer, "input_layernorm.weight")), shard)
+        return self.config.residual_multiplier * out
 
     def embedded(self, tokens: Tensor) -> Tensor:
-        return self.weights["model.embed_tokens.weight"][tokens]
+        return self.config.embedding_multiplier * self.weights["model.embed_tokens.weight"][tokens]
 
     def logits(self, x: Tensor) -> Tensor:
         head = "model.embed_tokens.weight" if self.config.tie_embeddings else "lm_head.weight"
-        return self.norm(x, self.weights["model.norm.weight"]) @ self.weights[head].T
+        return self.norm(x, self.weights["model.norm.weight"]) @ self.weights[head].T / self.config.logits_scaling
 
     def sequential(self, tokens: Tensor, ladder_layers: set[int]) -> Tensor:
         """x_i = x_{i-1} + h_i(x_{i-2}) in ladder layers, with x_{-1} = x_0; x_i = x_{i-1} + h_i(x_{i-1}) in others."""
@@ -243,7 +247,7 @@ class Reference:
         x = self.embedded(tokens)
         for layer in range(self.config.n_layers):
             normed = self.norm(x, self.weight(layer, "input_layernorm.weight"))
-            x = x + self.attention(layer, normed) + self.mlp(layer, normed)
+            x = x + self.config.residual_multiplier * (self.attention(layer, normed) + self.mlp(layer, normed))
         return self.logits(x)
 
     def desync(self, tokens: Tensor, streams: int, reduces: list[bool]) -> Tensor:
@@ -306,13 +310,14 @@ VARIANTS |= {f"ladder in {seams}": partial(replace, variant="ladder", ladder_lay
 VARIANTS["desync, always"] = partial(replace, variant="desync", desync_streams=4, desync_pattern=ALWAYS)
 
 
-@pytest.mark.parametrize("biased", [False, True])
+@pytest.mark.parametrize("kind", ["plain", "biased", "granite"])
 @pytest.mark.parametrize("name", VARIANTS)
-def test_every_variant_follows_its_definition(name: str, biased: bool, tmp_path: Path, seed: int) -> None:
+def test_every_variant_follows_its_definition(name: str, kind: str, tmp_path: Path, seed: int) -> None:
     """With biases of attention and MLP, too: each desync stream adds its share of a bias that belongs after the all-reduce."""
-    family = random.choice(["llama", "qwen3"])
-    biases = dict(family=family, qkv_bias=True, o_bias=True, mlp_bias=family == "llama", qk_norm=family == "qwen3")
-    model, reference, tokens = prepare(VARIANTS[name](random_config(**biases if biased else {})), tmp_path)
+    family = "granite" if kind == "granite" else random.choice(["llama", "qwen3"])
+    qk_norm, more = family == "qwen3", multipliers() if kind == "granite" else {}
+    biases = dict(family=family, qkv_bias=True, o_bias=True, mlp_bias=not qk_norm, qk_norm=qk_norm)
+    model, reference, tokens = prepare(VARIANTS[name](random_config(**{} if kind == "plain" else biases | more)), tmp_path)
     config, similar = model.config, list[Tensor]()  # the logits of variants that the test must tell from this one
     if name in ("standard", "upper-bound", "desync, always"):  # as each other
         expected = reference.sequential(tokens, set())

@@ -14,7 +14,7 @@ from torch import Tensor
 from kernels import determinism
 from kernels.linear import linear
 from kernels.sampling import log_softmax
-from model import Transformer
+from model import Transformer, scaled
 from training.batches import IGNORED, Batch
 
 CHUNK = 2048  # positions
@@ -80,7 +80,7 @@ def router_losses(routed: Sequence[tuple[Tensor, Tensor]]) -> Tensor:
 def head_logits(model: Transformer, rows: Tensor, head: Tensor) -> Tensor:
     """(n, C) to (n, vocab_size), in fp32 or a wider dtype."""
     logits = (linear if determinism.enabled() else F.linear)(rows, head)[:, : model.config.vocab_size]
-    return logits.to(torch.promote_types(logits.dtype, torch.float32))
+    return scaled(logits.to(torch.promote_types(logits.dtype, torch.float32)), 1 / model.config.logits_scaling)
 
 
 def _by_chunks(model: Transformer, hidden: Tensor, loss: ChunkLoss, chunk: int | None, *others: Tensor) -> Tensor:

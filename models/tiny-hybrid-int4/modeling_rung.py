@@ -17,7 +17,7 @@ from typing import Any, cast
 import transformers
 from torch import Tensor, nn
 
-FAMILIES = ("Llama", "Mistral", "Qwen2", "Qwen3")
+FAMILIES = ("Llama", "Mistral", "Qwen2", "Qwen3", "Granite")
 
 
 class Carry:
@@ -30,11 +30,12 @@ def forward(layer: Any, hidden_states: Tensor, **context: Any) -> Tensor:
     """A decoder layer; hidden_states (batch, tokens, features) is x_{i-1}."""
     x = hidden_states
     before = x if layer.is_first else layer.carry.before
+    scale = getattr(layer, "residual_multiplier", 1.0)  # of Granite
     update = layer.self_attn(hidden_states=layer.input_layernorm(before if layer.is_ladder else x), **context)[0]
-    before, x = x, x + update
+    before, x = x, x + update * scale
     update = layer.mlp(layer.post_attention_layernorm(before if layer.is_ladder else x))
     layer.carry.before = None if layer.is_last else x
-    return x + update
+    return x + update * scale
 
 
 class WithLadder(nn.Module):
