@@ -44,4 +44,5 @@ def write(grammar: str, limit: int = 4000, begin: str = "", until: str = "", lik
         logits[more] += 3
         ids.append(int(logits.masked_fill(~allowed(matcher, VOCAB), -torch.inf).argmax()))
         assert matcher.consume_token(ids[-1]) and len(ids) < limit
+    assert not matcher.is_error(), matcher.get_error()
     return TOKENIZER.decode([one for one in ids if one != EOS], False)
