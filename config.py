@@ -151,14 +151,15 @@ class Family:
     attention_bias: bool = True  # whether config.json has this key
     qkv_bias: bool = False  # always a bias in q, k and v, and never one in o_proj
     mlp_bias: bool = False  # whether config.json has this key
-    windows: Literal["none", "where used", "all", "every second"] = (
-        "none"  # whose layers have one: "where used" by `use_sliding_window`
-    )
+    # whose layers have one: "where used" and "without RoPE" by `use_sliding_window`
+    windows: Literal["none", "where used", "without RoPE", "all", "every second"] = "none"
+    bare: int = 0  # of so many successive layers the last has no RoPE, if config.json does not say which; 0: all layers have it
     sinks: bool = False  # each head's softmax has one more term (Xiao et al., arXiv:2309.17453), a parameter
     scaled: bool = False  # config.json must say how RoPE is scaled, because transformers assumes a way of its own
     multipliers: bool = False  # config.json has `MULTIPLIERS`
     # what a missing key of config.json means
     biased: bool = False
+    tied: bool = False
     window: int | None = 4096
     theta: float = 10000.0
     local_theta: float | None = None  # of layers with a window; 0: as of others; None: all layers have the same RoPE
@@ -178,6 +179,7 @@ FAMILIES = {
     "qwen2": Family("Qwen2", qkv_bias=True, windows="where used"),
     "qwen3": Family("Qwen3", head_dim=128, qk_norm=True, windows="where used"),
     "granite": Family("Granite", mlp_bias=True, multipliers=True),
+    "smollm3": Family("SmolLM3", mlp_bias=True, windows="without RoPE", window=None, bare=4, tied=True, theta=2e6),
     "qwen3_moe": Family("Qwen3Moe", qk_norm=True, expert_size="moe_intermediate_size"),
     "mixtral": Family(
         "Mixtral", attention_bias=False, windows="all", window=None, theta=1e6, eps=1e-5,
@@ -365,8 +367,9 @@ def validate(config: ModelConfig) -> ModelConfig:
         (config.local_theta is not None) == local, f"local_theta belongs to windows of some families, not to {config.family}"
     )
     require(config.local_theta is None or 0 < config.local_theta < math.inf, "local_theta must be a positive number")
-    unknown = set(config.no_rope_layers) - set(range(config.n_layers))
-    require(not unknown, f"no_rope_layers must name layers from 0 to {config.n_layers - 1}, not {sorted(unknown)}")
+    bare = set(config.no_rope_layers)
+    require(bare <= set(range(config.n_layers)), f"no_rope_layers must name layers from 0 to {config.n_layers - 1}, not {bare}")
+    require(bool(FAMILIES[config.family].bare) or not bare, f"no_rope_layers is not a feature of the {config.family} family")
     if config.variant == "ladder":
         known = sorted(set(config.ladder_layers) & set(range(config.n_layers)))
         require(

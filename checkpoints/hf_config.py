@@ -43,6 +43,7 @@ MOST = {
     "head_dim": 1 << 14,
 }
 
+ROPE_BY_LAYER = ("no_rope_layers", "no_rope_layer_interval")
 COUNTS_OF_EXPERTS = ("num_experts", "num_local_experts")  # transformers 5 writes either for the same family
 _KEYS = tomllib.loads(Path(__file__).with_name("config_keys.toml").read_text())
 NEUTRAL: dict[str, list[Any]] = _KEYS["neutral"]  # keys that are refused, but for the values that change nothing
@@ -119,7 +120,8 @@ def config_from_hf(raw: dict[str, Any]) -> ModelConfig:
     rope, parameters, windowed = rope_of(raw, local is not None)
     experts = _experts(raw, family)
     multipliers: dict[str, Any] = {key: positive(raw, key, 1.0) for key in MULTIPLIERS if FAMILIES[family].multipliers}
-    _refuse_unsupported(raw, rope, parameters, windowed, known=(*multipliers, *(COUNTS_OF_EXPERTS if experts else ())))
+    known = (*multipliers, *(COUNTS_OF_EXPERTS if experts else ()), *(ROPE_BY_LAYER if FAMILIES[family].bare else ()))
+    _refuse_unsupported(raw, rope, parameters, windowed, known=known)
     n_layers, hidden, heads = (
         count(raw, key, most=MOST[key]) for key in ("num_hidden_layers", "hidden_size", "num_attention_heads")
     )
@@ -130,7 +132,8 @@ def config_from_hf(raw: dict[str, Any]) -> ModelConfig:
     if FAMILIES[family].scaled and not rope:
         raise UserError(f"rope_scaling is missing; a {family} model's config.json says how RoPE is scaled")
     scaling, length = read_scaling(raw, rope, theta, head_dim)
-    windows = _windows(raw, family, n_layers)
+    bare = _without_rope(raw, family, n_layers)
+    windows = _windows(raw, family, n_layers, bare)
     eos = one_or_list(raw, "eos_token_id")
     config = ModelConfig(
         vocab_size=count(raw, "vocab_size", most=MOST["vocab_size"]),
@@ -145,11 +148,12 @@ def config_from_hf(raw: dict[str, Any]) -> ModelConfig:
         norm_eps=get(raw, "rms_norm_eps", float, FAMILIES[family].eps),
         rope_theta=theta,
         rope_scaling=scaling,
-        tie_embeddings=get(raw, "tie_word_embeddings", bool, False),
+        tie_embeddings=get(raw, "tie_word_embeddings", bool, FAMILIES[family].tied),
         **_biases(raw, family),
         qk_norm=FAMILIES[family].qk_norm,
         windows=windows,
         local_theta=None if local is None or not any(windows) else read_local_theta(raw, windowed, local or theta),
+        no_rope_layers=bare,
         experts=experts,
         causal=get(raw, "is_causal", bool, True),
         **multipliers,
@@ -226,19 +230,32 @@ def _biases(raw: dict[str, Any], family: str) -> dict[str, Any]:
     return dict(qkv_bias=attention or known.qkv_bias, o_bias=o_bias, mlp_bias=mlp or known.sparse_bias)
 
 
-def _windows(raw: dict[str, Any], family: str, n_layers: int) -> tuple[int | None, ...]:
+def _without_rope(raw: dict[str, Any], family: str, n_layers: int) -> tuple[int, ...]:
+    """The layers without RoPE: those with a 0 in `no_rope_layers`, or the last of each `no_rope_layer_interval` layers."""
+    if not FAMILIES[family].bare:
+        return ()
+    interval = count(raw, "no_rope_layer_interval", FAMILIES[family].bare)
+    rotated = get(raw, "no_rope_layers", list, [int((i + 1) % interval > 0) for i in range(n_layers)])
+    if len(rotated) < n_layers or any(type(one) is not int or one not in (0, 1) for one in rotated):
+        raise UserError(f"no_rope_layers must have a 0 or a 1 for each of {n_layers} layers, not {shown(rotated)}")
+    return tuple(i for i in range(n_layers) if not rotated[i])
+
+
+def _windows(raw: dict[str, Any], family: str, n_layers: int, bare: tuple[int, ...]) -> tuple[int | None, ...]:
     """Each layer's sliding window. A missing key has the default of transformers."""
     windows = FAMILIES[family].windows
     used = get(raw, "use_sliding_window", bool, windows == "none")
     if windows == "none" and used and (raw.get("sliding_window") or set(raw.get("layer_types") or ()) - {"full_attention"}):
         raise UserError(f"sliding_window is not a feature of the {family} family; set it to null, or model_type to mistral")
-    if windows == "none" or (windows == "where used" and not used):
+    if windows == "none" or (windows in ("where used", "without RoPE") and not used):
         return ()
     if raw.get("sliding_window", default := FAMILIES[family].window) is None:
         return ()
     window = count(raw, "sliding_window", default)
     kinds = get(raw, "layer_types", list, None)
-    if kinds is None:  # all layers, the first and each second one, or those from max_window_layers on
+    if kinds is None and windows == "without RoPE":
+        kinds = ["sliding_attention" if i in bare else "full_attention" for i in range(n_layers)]
+    elif kinds is None:  # all layers, the first and each second one, or those from max_window_layers on
         first = get(raw, "max_window_layers", int, 28) if windows == "where used" else 0
         step = 2 if windows == "every second" else 1
         kinds = ["full_attention" if i < first or i % step else "sliding_attention" for i in range(n_layers)]
@@ -298,11 +315,14 @@ def config_to_hf(config: ModelConfig) -> dict[str, Any]:
         "tie_word_embeddings": config.tie_embeddings,
         "bos_token_id": config.bos_token_id,
         "eos_token_id": config.eos_token_ids[0] if len(config.eos_token_ids) == 1 else list(config.eos_token_ids) or None,
+        "pad_token_id": None,  # a missing key may mean a token outside the vocabulary
         "torch_dtype": "bfloat16",
     }
     if not config.causal:
         raw["is_causal"] = False
     family = FAMILIES[config.family]
+    if family.bare:
+        raw["no_rope_layers"] = [int(i not in config.no_rope_layers) for i in range(config.n_layers)]
     if family.local_theta is not None:
         theta = config.local_theta or config.rope_theta
         windowed = {"rope_type": "default", "rope_theta": theta}

@@ -24,12 +24,12 @@ from tests import MODELS, ROOT
 from tests.support.command_line import environment
 from tests.support.models import ALONE, CPU
 from tests.test_dense import multipliers
+from tests.test_hf_config import DENSE
 from tests.test_model import hf_shape
 from text.tokenizer_files import load_tokenizer
 from training import tokenize_data, train
 from training.convert import convert
 
-DENSE = [name for name, family in FAMILIES.items() if not family.expert_size]
 STANDARD = MODELS / "tiny-standard"
 LOAD = """
 import sys, torch, transformers
@@ -77,7 +77,7 @@ def random_model(config: ModelConfig, seed: int) -> Transformer:
 
 def ladder_of(family: str, seed: int) -> ModelConfig:
     """A small random shape of the family with the ladder residual in random layers."""
-    draw, name = random.Random(seed), f"{family.capitalize()}Config"
+    draw, name = random.Random(seed), f"{FAMILIES[family].name}Config"
     more = {"rope_parameters": {"rope_type": "default", "rope_theta": 1e4}} | (multipliers() if family == "granite" else {})
     raw = getattr(transformers, name)(**hf_shape(**more)).to_dict()
     config = config_from_hf(raw)
@@ -97,7 +97,7 @@ def test_transformers_computes_what_we_compute(tmp_path: Path, seed: int) -> Non
     prompts = {directory: torch.randint(model.config.vocab_size, (2, 11)) for directory, model in models.items()}
     for directory, (name, logits, written) in in_transformers(prompts, tmp_path).items():
         model, ids = models[directory], prompts[directory]
-        assert name.lower() == f"{model.config.family}ladderforcausallm"
+        assert name == f"{FAMILIES[model.config.family].name}LadderForCausalLM"
         torch.testing.assert_close(logits, our_logits(model, ids), atol=2e-3, rtol=1e-4)
         for _ in range(8):
             best = our_logits(model, ids)[:, -1].topk(2)

@@ -15,6 +15,7 @@ from hypothesis import strategies as st
 from checkpoints.hf_config import HARMLESS, NEUTRAL, Recorded, config_from_hf, config_to_hf, read_config, unread_keys
 from checkpoints.presets import PRESETS, preset
 from config import (
+    FAMILIES,
     MULTIPLIERS,
     DynamicScaling,
     LinearScaling,
@@ -30,6 +31,7 @@ from config import (
 from tests.test_checkpoint import fails
 from tests.test_presets import transformers_config
 
+DENSE = [name for name, family in FAMILIES.items() if not family.expert_size]
 LLAMA3_ROPE = {
     "rope_type": "llama3",
     "factor": 8.0,
@@ -122,6 +124,8 @@ def agree(ours: ModelConfig, theirs: Any) -> None:
             assert getattr(ours.rope_scaling, key) == theirs.rope_parameters[key]
     for key in MULTIPLIERS if ours.family == "granite" else ():
         assert getattr(ours, key) == getattr(theirs, key)
+    rotated = getattr(theirs, "no_rope_layers", [1] * ours.n_layers)
+    assert [int(layer not in ours.no_rope_layers) for layer in range(ours.n_layers)] == rotated
     window = getattr(theirs, "sliding_window", None)
     kinds = getattr(theirs, "layer_types", None) or ["sliding_attention"] * ours.n_layers
     expected = [window if kind == "sliding_attention" else None for kind in kinds]
@@ -142,6 +146,8 @@ def agree(ours: ModelConfig, theirs: Any) -> None:
         (transformers.Qwen2Config, {"use_sliding_window": True, "sliding_window": 9}),
         (transformers.GraniteConfig, {}),
         (transformers.GraniteConfig, {"embedding_multiplier": 12, "residual_multiplier": 0.22, "logits_scaling": 16.0}),
+        (transformers.SmolLM3Config, {}),
+        (transformers.SmolLM3Config, {"no_rope_layer_interval": 2, "use_sliding_window": True, "sliding_window": 9}),
         (transformers.Qwen3Config, {}),
         (transformers.Qwen3Config, {"head_dim": 64, "rope_parameters": {**LLAMA3_ROPE, "rope_theta": 1e6}}),
     ],
@@ -177,11 +183,13 @@ def test_the_older_spelling_of_rope(seed: int) -> None:
     assert config_from_hf(raw | {"rope_theta": 5e5, "rope_scaling": oldest}) == ours
 
 
-@pytest.mark.parametrize("family", ["llama", "mistral", "qwen2", "qwen3", "granite"])
+@pytest.mark.parametrize("family", DENSE)
 def test_keys_that_may_be_absent_mean_what_they_mean_to_transformers(family: str, seed: int) -> None:
     raw = {k: v for k, v in random_shape(seed).items() if k not in ("tie_word_embeddings", "rms_norm_eps", "eos_token_id")}
     raw |= {"model_type": family, "use_sliding_window": True, "eos_token_id": None}
     agree(config_from_hf(raw), transformers_config(raw))
+    windows = {"sliding_window": 9, "no_rope_layer_interval": 2} if family == "smollm3" else {"sliding_window": None}
+    agree(config_from_hf(raw | windows), transformers_config(raw | windows))
 
 
 def test_the_published_hybrid_ladder() -> None:
@@ -218,7 +226,8 @@ def scalings(frequencies: int) -> st.SearchStrategy[RopeScaling]:
 @st.composite
 def configs(draw: st.DrawFn) -> ModelConfig:
     """Any valid config of any family and variant."""
-    family = draw(st.sampled_from(["llama", "mistral", "qwen2", "qwen3", "granite"]))
+    family = draw(st.sampled_from(DENSE))
+    known = FAMILIES[family]
     layers, kv_heads = draw(st.integers(1, 9)), draw(st.integers(1, 4))
     positive = st.integers(1, 10**6)
     floats = st.floats(1e-8, 1e8)
@@ -228,7 +237,7 @@ def configs(draw: st.DrawFn) -> ModelConfig:
         length = round(scaling.trained * scaling.factor)
     elif isinstance(scaling, YarnScaling):
         length = round(scaling.original_max_position_embeddings * scaling.factor)
-    attention_bias = family in ("llama", "qwen3", "granite") and draw(st.booleans())
+    attention_bias = known.attention_bias and not known.qkv_bias and draw(st.booleans())
     vocab = draw(positive)
     config = ModelConfig(
         vocab_size=vocab,
@@ -244,15 +253,16 @@ def configs(draw: st.DrawFn) -> ModelConfig:
         rope_theta=draw(st.floats(1.001, 1e8)),
         rope_scaling=scaling,
         tie_embeddings=draw(st.booleans()),
-        qkv_bias=attention_bias or family == "qwen2",
+        qkv_bias=attention_bias or known.qkv_bias,
         o_bias=attention_bias,
-        mlp_bias=family in ("llama", "granite") and draw(st.booleans()),
-        qk_norm=family == "qwen3",
-        **{key: draw(floats) for key in (MULTIPLIERS if family == "granite" else ())},
+        mlp_bias=known.mlp_bias and draw(st.booleans()),
+        no_rope_layers=tuple(sorted(draw(st.sets(st.integers(0, layers - 1))))) if known.bare else (),
+        qk_norm=known.qk_norm,
+        **{key: draw(floats) for key in (MULTIPLIERS if known.multipliers else ())},
         eos_token_ids=tuple(draw(st.lists(st.integers(0, vocab - 1), max_size=3))),
         bos_token_id=draw(st.none() | positive),
     )
-    if family not in ("llama", "granite") and draw(st.booleans()):
+    if known.windows != "none" and draw(st.booleans()):
         windowed = draw(st.lists(st.booleans(), min_size=layers, max_size=layers).filter(any))
         size = draw(positive)
         config = replace(config, windows=tuple(size if w else None for w in windowed))
@@ -280,10 +290,16 @@ def test_a_preset_means_the_same_to_transformers(name: str) -> None:
     agree(preset(name), transformers_config(config_to_hf(preset(name))))
 
 
-@pytest.mark.parametrize("make", [transformers.MistralConfig, transformers.Qwen2Config, transformers.Qwen3Config])
+@pytest.mark.parametrize(
+    "make", [transformers.MistralConfig, transformers.Qwen2Config, transformers.Qwen3Config, transformers.SmolLM3Config]
+)
 @pytest.mark.parametrize("windowed", [False, True])
 def test_transformers_reads_what_we_write_of_its_own_families(make: Any, windowed: bool, tmp_path: Path, seed: int) -> None:
-    more = dict(sliding_window=33, use_sliding_window=True, max_window_layers=1) if windowed else dict(sliding_window=None)
+    more = (
+        dict(sliding_window=33, use_sliding_window=True, max_window_layers=1, no_rope_layer_interval=2)
+        if windowed
+        else dict(sliding_window=None)
+    )
     config = config_from_hf(written(make(**random_shape(seed), **more)))
     assert any(config.windows) == windowed
     (tmp_path / "config.json").write_text(json.dumps(config_to_hf(config)))
@@ -355,6 +371,7 @@ BAD_SCALINGS: list[tuple[dict[str, Any], str]] = [
 ]
 DESYNC = config_to_hf(with_variant(preset("tiny"), "desync-2x:4"))
 WINDOWED = config_to_hf(replace(preset("tiny:3"), family="mistral", windows=(9,) * 3))
+SMOL = config_to_hf(replace(preset("tiny:3"), family="smollm3", no_rope_layers=(2,)))
 OTHERS: list[tuple[dict[str, Any], dict[str, Any], str]] = [
     (HYBRID_LADDER, {"rms_norm_eps": float("nan")}, "norm_eps"),
     (HYBRID_LADDER, {"residual_variant": "sideways"}, "sideways"),
@@ -378,6 +395,9 @@ OTHERS: list[tuple[dict[str, Any], dict[str, Any], str]] = [
     (WINDOWED, {"use_sliding_window": "yes", "model_type": "qwen2"}, "use_sliding_window"),
     (WINDOWED, {"is_causal": False}, "sliding window"),
     (WINDOWED, {"attention_bias": True}, "attention_bias"),
+    *((SMOL, {"no_rope_layers": bad}, "no_rope_layers") for bad in ([1], [1, 0, 2], [True] * 3, "100", [])),
+    (SMOL, {"no_rope_layer_interval": 0, "no_rope_layers": None}, "no_rope_layer_interval"),
+    (WINDOWED, {"no_rope_layers": [1, 1, 0]}, "no_rope_layers"),
     (WINDOWED, {"model_type": "qwen2", "mlp_bias": True}, "mlp_bias"),
     (WINDOWED, {"model_type": "qwen3", "mlp_bias": True}, "mlp_bias"),
 ]
@@ -420,9 +440,9 @@ INFRASTRUCTURE = {
 }  # fmt: skip
 
 
-@pytest.mark.parametrize("model", ["Llama", "Mistral", "Qwen2", "Qwen3"])
+@pytest.mark.parametrize("model", ["Llama", "Mistral", "Qwen2", "Qwen3", "SmolLM3"])
 def test_every_key_that_transformers_reads_is_read_here_or_known_to_change_nothing(model: str, seed: int) -> None:
-    raw = random_shape(seed) | dict(hidden_size=64, num_attention_heads=4, num_key_value_heads=2, head_dim=16)
+    raw = random_shape(seed) | dict(hidden_size=64, num_attention_heads=4, num_key_value_heads=2, head_dim=16, pad_token_id=0)
     config = getattr(transformers, f"{model}Config")(**raw)
     cls, seen = type(config), set(written(config))
 
@@ -488,6 +508,7 @@ def test_architectures_of_another_family_without_a_model_type(name: Any) -> None
 def test_configs_that_cannot_be_written_are_not_valid() -> None:
     tiny = preset("tiny:2")
     fails(lambda: validate(replace(tiny, windows=(4, None))), "sliding_window")
+    fails(lambda: validate(replace(tiny, no_rope_layers=(1,))), "no_rope_layers", "llama")
     fails(lambda: validate(replace(tiny, family="mistral", windows=(4, 8))), "sliding_window")
     fails(lambda: validate(replace(tiny, variant="ladder")), "ladder_layers")
     fails(lambda: validate(replace(tiny, variant="ladder", ladder_layers=(1, 0))), "ladder_layers")

@@ -17,6 +17,7 @@ from safetensors.torch import load_file
 from torch import Tensor
 
 import model as model_file
+from config import FAMILIES as KNOWN
 from config import ModelConfig, Reduces, desync_pattern, with_variant
 from layers.attention import Causal, Heads
 from model import Transformer
@@ -80,6 +81,7 @@ def hf_shape(**more: Any) -> dict[str, Any]:
         max_position_embeddings=64,
         rms_norm_eps=random.choice([1e-5, 1e-6]),
         attn_implementation="eager",
+        **dict.fromkeys(("bos_token_id", "eos_token_id", "pad_token_id"), 1),  # some families' own are outside the vocabulary
     )
     return shape | more
 
@@ -91,7 +93,9 @@ def rope(theta: float, factor: float | None = None) -> dict[str, Any]:
     return {"rope_parameters": kind | {"rope_theta": theta}}
 
 
-FAMILIES = "llama2", "llama3", "llama31", "llama32", "mistral", "mistral_window", "qwen2", "qwen2_window", "qwen3"
+FAMILIES = (
+    "llama2", "llama3", "llama31", "llama32", "mistral", "mistral_window", "qwen2", "qwen2_window", "qwen3", "smollm3", "smollm3_window",
+)  # fmt: skip
 
 
 def family_config(name: str) -> Any:
@@ -108,8 +112,10 @@ def family_config(name: str) -> Any:
         "qwen2": rope(1e6) | {"tie_word_embeddings": random.choice([True, False])},
         "qwen2_window": rope(1e6) | window | some_layers,
         "qwen3": rope(1e6) | {"head_dim": 16},
+        "smollm3": rope(1e3, 8.0) | {"no_rope_layer_interval": random.choice([2, 3]), "attention_bias": True, "mlp_bias": True},
+        "smollm3_window": rope(1e4) | window | {"use_sliding_window": True, "no_rope_layers": random.sample([0, 0, 1], 3)},
     }[name]
-    kind = "Llama" if name.startswith("llama") else name.partition("_")[0].capitalize()
+    kind = KNOWN["llama" if name.startswith("llama") else name.removesuffix("_window")].name
     return getattr(transformers, f"{kind}Config")(**shape | more)
 
 
@@ -187,7 +193,7 @@ class Reference:
             out = out + self.weight(layer, f"self_attn.{part}_proj.bias")[rows]
         if self.config.qk_norm and part in "qk":
             out = self.norm(out, self.weight(layer, f"self_attn.{part}_norm.weight"))
-        return self.rotated(out) if part in "qk" else out
+        return self.rotated(out) if part in "qk" and layer not in self.config.no_rope_layers else out
 
     def attention(self, layer: int, x: Tensor, shard: tuple[int, int] = (0, 1)) -> Tensor:
         """Attention without its pre-norm. Query head i reads KV head i // (H / K)."""
@@ -277,14 +283,15 @@ def random_config(**more: Any) -> ModelConfig:
         rope_theta=random.choice([100.0, 10000.0]),
         tie_embeddings=random.choice([True, False]),
     )
-    family = random.choice(["llama", "qwen2", "qwen3"])
+    family = random.choice(["llama", "qwen2", "qwen3", "smollm3"])
     attention_bias = family != "qwen2" and random.random() < 0.5
     features = dict(
         family=family,
         qkv_bias=attention_bias or family == "qwen2",
         o_bias=attention_bias,
-        mlp_bias=family == "llama" and random.random() < 0.5,
+        mlp_bias=family in ("llama", "smollm3") and random.random() < 0.5,
         qk_norm=family == "qwen3",
+        no_rope_layers=tuple(sorted(random.sample(range(3), 2))) if family == "smollm3" else (),
     )
     return ModelConfig(**shape | features | more)
 
@@ -314,9 +321,10 @@ VARIANTS["desync, always"] = partial(replace, variant="desync", desync_streams=4
 @pytest.mark.parametrize("name", VARIANTS)
 def test_every_variant_follows_its_definition(name: str, kind: str, tmp_path: Path, seed: int) -> None:
     """With biases of attention and MLP, too: each desync stream adds its share of a bias that belongs after the all-reduce."""
-    family = "granite" if kind == "granite" else random.choice(["llama", "qwen3"])
+    family = "granite" if kind == "granite" else random.choice(["llama", "qwen3", "smollm3"])
     qk_norm, more = family == "qwen3", multipliers() if kind == "granite" else {}
     biases = dict(family=family, qkv_bias=True, o_bias=True, mlp_bias=not qk_norm, qk_norm=qk_norm)
+    biases["no_rope_layers"] = (0, 2) if family == "smollm3" else ()
     model, reference, tokens = prepare(VARIANTS[name](random_config(**{} if kind == "plain" else biases | more)), tmp_path)
     config, similar = model.config, list[Tensor]()  # the logits of variants that the test must tell from this one
     if name in ("standard", "upper-bound", "desync, always"):  # as each other

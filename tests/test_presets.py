@@ -41,6 +41,7 @@ def test_a_preset_is_valid_and_splits_over_eight_ranks_or_four(name: str) -> Non
         ("llama-3.2-3b", 3.213, 0.001),
         ("gpt-oss-20b", 20.9, 0.001),
         ("gpt-oss-120b", 116.8, 0.001),
+        ("smollm3-3b", 3.075, 0.001),
         ("llama-3-8b", 8.030, 0.001),
         ("granite-3.3-8b", 8.171, 0.001),
         ("llama-7b", 6.738, 0.001),

@@ -15,9 +15,9 @@ LINES = {  # of Python, by package
     "comms": 3_716,
     "training": 5_872,
     "scripts": 10_123,
-    "tests": 56_858,
+    "tests": 56_889,
 }
-INFERENCE_LINES = 46_109
+INFERENCE_LINES = 46_132
 ROOT_FILES = 9
 ENTERED_FILES = 56  # by a streamed chat request; tests/server/test_files_entered.py counts them
 PAGES_WORDS = 27_000  # README.md and docs, tables included: say in a page what its reader decides by
