@@ -15,7 +15,7 @@ LINES = {  # of Python, by package
     "comms": 3_716,
     "training": 5_872,
     "scripts": 10_123,
-    "tests": 56_889,
+    "tests": 56_886,
 }
 INFERENCE_LINES = 46_132
 ROOT_FILES = 9
