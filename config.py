@@ -151,9 +151,11 @@ class Family:
     attention_bias: bool = True  # whether config.json has this key
     qkv_bias: bool = False  # always a bias in q, k and v, and never one in o_proj
     mlp_bias: bool = False  # whether config.json has this key
-    # whose layers have one: "where used" and "without RoPE" by `use_sliding_window`
-    windows: Literal["none", "where used", "without RoPE", "all", "every second"] = "none"
+    # whose layers have one: "where used" and "without RoPE" by `use_sliding_window`; n: all but each n-th
+    windows: Literal["none", "where used", "without RoPE", "all"] | int = "none"
     bare: int = 0  # of so many successive layers the last has no RoPE, if config.json does not say which; 0: all layers have it
+    # before and behind attention, before and behind the MLP; "": none
+    norms: tuple[str, str, str, str] = "input_layernorm", "", "post_attention_layernorm", ""
     sinks: bool = False  # each head's softmax has one more term (Xiao et al., arXiv:2309.17453), a parameter
     scaled: bool = False  # config.json must say how RoPE is scaled, because transformers assumes a way of its own
     multipliers: bool = False  # config.json has `MULTIPLIERS`
@@ -173,6 +175,7 @@ class Family:
 
 # fields of `ModelConfig` and keys of config.json that scale what a Granite computes, each 1 if it is missing
 MULTIPLIERS = ("embedding_multiplier", "attention_multiplier", "residual_multiplier", "logits_scaling")
+BEHIND = "", "post_attention_layernorm", "", "post_feedforward_layernorm"  # OLMo 2, arXiv:2501.00656, section 3.2
 FAMILIES = {
     "llama": Family("Llama", mlp_bias=True),
     "mistral": Family("Mistral", attention_bias=False, windows="all"),
@@ -185,9 +188,11 @@ FAMILIES = {
         "Mixtral", attention_bias=False, windows="all", window=None, theta=1e6, eps=1e-5,
         expert_size="intermediate_size", normalized=True,
     ),
+    "olmo2": Family("Olmo2", wide_norm=True, eps=1e-5, norms=BEHIND),
+    "olmo3": Family("Olmo3", wide_norm=True, windows=4, theta=500000.0, local_theta=0, eps=1e-5, norms=BEHIND),
     "olmoe": Family("Olmoe", wide_norm=True, eps=1e-5, expert_size="intermediate_size"),
     "gpt_oss": Family(
-        "GptOss", head_dim=64, biased=True, windows="every second", window=128, theta=150000.0, eps=1e-5, sinks=True, scaled=True,
+        "GptOss", head_dim=64, biased=True, windows=2, window=128, theta=150000.0, eps=1e-5, sinks=True, scaled=True,
         expert_size="intermediate_size", normalized=True, sparse_bias=True, limit=7.0,
     ),
 }  # fmt: skip
@@ -377,6 +382,11 @@ def validate(config: ModelConfig) -> ModelConfig:
             f"ladder_layers must name layers from 0 to {config.n_layers - 1}, each once and in order, "
             f"not {list(config.ladder_layers)}",
         )
+    before, behind, *_ = FAMILIES[config.family].norms
+    require(
+        config.variant not in ("parallel", "desync") or bool(before and not behind),
+        f"a {config.family} model has norms behind its modules, which {config.variant} does not define",
+    )
     if config.variant == "desync":
         require(
             not FAMILIES[config.family].wide_norm,

@@ -12,6 +12,8 @@ partial sum of h_i; AR is the all-reduce, the sum over ranks.
     desync        x^r += h_i^r(x^r) on every stream r, or, where it reduces, x = AR(h_i^r(x^r) + x^r / S)
     upper-bound   standard without AR: wrong on more than one rank
 
+A family with a norm n behind its modules (OLMo 2) has n(AR(h_i)) instead of AR(h_i).
+
 Where only some tokens are wanted, as at the end of a prompt, the last block goes on with these `rows` after its attention: all
 tokens need keys and values there, and nothing more.
 
@@ -91,12 +93,21 @@ def attention_heads(config: ModelConfig, layer: int, slot: int, shard: Shard, fa
     return heads
 
 
+Norms = tuple[RMSNorm | None, RMSNorm | None]  # before a module, and behind it, of the sum over ranks
+
+
+def layer_norms(config: ModelConfig, layer: int, factory: Factory) -> list[Norms]:
+    """The norms of a layer's attention and MLP."""
+    norms = [RMSNorm(config, part, layer, factory) if part else None for part in FAMILIES[config.family].norms]
+    return [(norms[0], norms[1]), (norms[2], norms[3])]
+
+
 class Attention(nn.Module):
     """h(x) = O · attend(QKV · n(x))."""
 
-    def __init__(self, config: ModelConfig, layer: int, slot: int, shard: Shard, norm: RMSNorm, factory: Factory) -> None:
+    def __init__(self, config: ModelConfig, layer: int, slot: int, shard: Shard, norms: Norms, factory: Factory) -> None:
         super().__init__()
-        self.norm = norm
+        self.norm, self.post_norm = norms
         self.wqkv = ShardedLinear(config, shard, ("q_proj", "k_proj", "v_proj"), layer, **factory)
         self.heads = attention_heads(config, layer, slot, shard, factory)
         self.wo = ShardedLinear(config, shard, ("o_proj",), layer, **factory)
@@ -108,15 +119,15 @@ class Attention(nn.Module):
         attended = self.heads(qkv, frequencies, context)
         if rows is not None:
             stream, attended = stream.rows(rows), attended[:, rows]
-        return stream.add(attended, self.wo, lag)
+        return stream.add(attended, self.wo, lag, self.post_norm)
 
 
 class MLP(nn.Module):
     """h(x) = down · (silu(gate · n(x)) * (up · n(x))), or a sparse model's sum of such (`layers/experts.py`)."""
 
-    def __init__(self, config: ModelConfig, layer: int, shard: Shard, norm: RMSNorm, factory: Factory) -> None:
+    def __init__(self, config: ModelConfig, layer: int, shard: Shard, norms: Norms, factory: Factory) -> None:
         super().__init__()
-        self.norm = norm
+        self.norm, self.post_norm = norms
         self.sparse = SparseMLP(config, layer, shard, **factory) if config.experts else None
         if self.sparse:
             return
@@ -127,15 +138,12 @@ class MLP(nn.Module):
     def forward(self, stream: Residual, lag: int = 0, next_lag: int = 0) -> Residual:
         if self.sparse:
             stream, partial = stream.read(self.norm, self.sparse, lag)
-            return stream.add(partial, lag=next_lag)
+            return stream.add(partial, lag=next_lag, norm=self.post_norm)
         stream, hidden = stream.read(self.norm, self.w_gate_up, lag)
-        return stream.add(hidden, self.w_down, next_lag)
+        return stream.add(hidden, self.w_down, next_lag, self.post_norm)
 
 
 # --- the blocks of the residual variants: see BLOCKS ----------------------------------------------------------------------
-
-
-NORMS = ("input_layernorm", "post_attention_layernorm")  # of attention and MLP; a parallel block has the first
 
 
 class SequentialBlock(nn.Module):
@@ -145,9 +153,9 @@ class SequentialBlock(nn.Module):
 
     def __init__(self, config: ModelConfig, layer: int, shards: list[Shard], comm: Communicator, factory: Factory) -> None:
         super().__init__()
-        norms = [RMSNorm(config, part, layer, factory) for part in NORMS]
-        self.attention = Attention(config, layer, layer, shards[0], norms[0], factory)
-        self.mlp = MLP(config, layer, shards[0], norms[1], factory)
+        first, second = layer_norms(config, layer, factory)
+        self.attention = Attention(config, layer, layer, shards[0], first, factory)
+        self.mlp = MLP(config, layer, shards[0], second, factory)
         following = min(layer + 1, config.n_layers - 1)
         self.lag, self.next_lag = (int(i in config.ladder_layers) for i in (layer, following))
 
@@ -163,7 +171,7 @@ class ParallelBlock(nn.Module):
     def __init__(self, config: ModelConfig, layer: int, shards: list[Shard], comm: Communicator, factory: Factory) -> None:
         super().__init__()
         shard = shards[0]
-        self.norm = RMSNorm(config, NORMS[0], layer, factory)
+        self.norm = RMSNorm(config, FAMILIES[config.family].norms[0], layer, factory)
         self.sparse = SparseMLP(config, layer, shard, **factory) if config.experts else None
         inputs = ("q_proj", "k_proj", "v_proj", *(() if self.sparse else ("gate_proj", "up_proj")))
         self.w_in = ShardedLinear(config, shard, inputs, layer, **factory)
@@ -206,12 +214,12 @@ class DesyncBlock(nn.Module):
     def __init__(self, config: ModelConfig, layer: int, shards: list[Shard], comm: Communicator, factory: Factory) -> None:
         super().__init__()
         self.comm, self.count, self.reduces = comm, config.desync_streams, config.desync_pattern[layer]
-        self.norms = norms = tuple(RMSNorm(config, part, layer, factory) for part in NORMS)
+        first, second = layer_norms(config, layer, factory)
         slots = range(layer * len(shards), (layer + 1) * len(shards))
         self.attention = nn.ModuleList(
-            Attention(config, layer, slot, shard, norms[0], factory) for slot, shard in zip(slots, shards, strict=True)
+            Attention(config, layer, slot, shard, first, factory) for slot, shard in zip(slots, shards, strict=True)
         )
-        self.mlp = nn.ModuleList(MLP(config, layer, shard, norms[1], factory) for shard in shards)
+        self.mlp = nn.ModuleList(MLP(config, layer, shard, second, factory) for shard in shards)
 
     def forward(
         self, streams: list[Residual], frequencies: Tensor, context: AttentionContext, rows: Tensor | None = None

@@ -20,7 +20,7 @@ from comms import Communicator, Local
 from comms.private_gloo import PRIVATE_GLOO
 from comms.process_group import SHARE_GPUS, may_share_gpus, prepare_shared_gpus
 from comms.registry import choose
-from config import ModelConfig, require_dense
+from config import FAMILIES, ModelConfig, require_dense
 from errors import UserError
 from kernels import determinism
 from ranks import hosts
@@ -111,6 +111,8 @@ def stream_shards(config: ModelConfig, rank: int, world_size: int) -> list[Shard
         )
     if determinism.enabled():
         require_dense(config, "--deterministic")
+        if FAMILIES[config.family].wide_norm:
+            raise UserError(f"--deterministic does not support {config.family} models, whose norms add up over ranks")
     if count % world_size:
         raise UserError(
             f"this desync checkpoint has {count} streams, which {world_size} ranks cannot share; "

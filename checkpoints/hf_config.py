@@ -255,10 +255,10 @@ def _windows(raw: dict[str, Any], family: str, n_layers: int, bare: tuple[int, .
     kinds = get(raw, "layer_types", list, None)
     if kinds is None and windows == "without RoPE":
         kinds = ["sliding_attention" if i in bare else "full_attention" for i in range(n_layers)]
-    elif kinds is None:  # all layers, the first and each second one, or those from max_window_layers on
+    elif kinds is None:  # all layers, all but each n-th, or those from max_window_layers on
         first = get(raw, "max_window_layers", int, 28) if windows == "where used" else 0
-        step = 2 if windows == "every second" else 1
-        kinds = ["full_attention" if i < first or i % step else "sliding_attention" for i in range(n_layers)]
+        full = [i < first or (isinstance(windows, int) and (i + 1) % windows == 0) for i in range(n_layers)]
+        kinds = ["full_attention" if one else "sliding_attention" for one in full]
     for kind in kinds:
         if kind not in ("sliding_attention", "full_attention"):
             raise UserError(f"layer_types names {shown(kind)}, which is not supported; supported: full_, sliding_attention")
@@ -346,7 +346,7 @@ def config_to_hf(config: ModelConfig) -> dict[str, Any]:
         raw["use_sliding_window"] = True
         if family.windows != "all" or not all(config.windows):  # transformers reads a Mistral with this key as another model
             raw["layer_types"] = ["sliding_attention" if w else "full_attention" for w in config.windows]
-    elif family.windows in ("all", "every second"):
+    elif family.windows == "all" or isinstance(family.windows, int):
         raw["sliding_window"] = None  # a missing key would mean Mistral's default of 4096
     if not plain:
         raw |= {"base_model_type": config.family, "residual_variant": config.variant}

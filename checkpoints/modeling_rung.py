@@ -17,7 +17,7 @@ from typing import Any, cast
 import transformers
 from torch import Tensor, nn
 
-FAMILIES = ("Llama", "Mistral", "Qwen2", "Qwen3", "Granite", "SmolLM3")
+FAMILIES = ("Llama", "Mistral", "Qwen2", "Qwen3", "Granite", "SmolLM3", "Olmo2", "Olmo3")
 
 
 class Carry:
@@ -31,11 +31,15 @@ def forward(layer: Any, hidden_states: Tensor, **context: Any) -> Tensor:
     x = hidden_states
     before = x if layer.is_first else layer.carry.before
     scale = getattr(layer, "residual_multiplier", 1.0)  # of Granite
-    update = layer.self_attn(hidden_states=layer.input_layernorm(before if layer.is_ladder else x), **context)[0]
-    before, x = x, x + update * scale
-    update = layer.mlp(layer.post_attention_layernorm(before if layer.is_ladder else x))
+    # of OLMo, norms are behind the modules
+    same, behind = nn.Identity(), getattr(layer, "post_feedforward_layernorm", None)
+    first, second = getattr(layer, "input_layernorm", same), layer.post_attention_layernorm
+    norms = (first, second, same, behind) if behind else (first, same, second, same)
+    update = layer.self_attn(hidden_states=norms[0](before if layer.is_ladder else x), **context)[0]
+    before, x = x, x + norms[1](update) * scale
+    update = layer.mlp(norms[2](before if layer.is_ladder else x))
     layer.carry.before = None if layer.is_last else x
-    return x + update * scale
+    return x + norms[3](update) * scale
 
 
 class WithLadder(nn.Module):

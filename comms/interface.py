@@ -166,6 +166,19 @@ class SelectedRows(PendingAllReduce):
         return rows
 
 
+class Normed(PendingAllReduce):
+    """A norm of another all-reduce's sum."""
+
+    def __init__(self, whole: PendingAllReduce, norm: Norm) -> None:
+        self.whole, self.norm = whole, norm
+
+    def wait(self) -> Tensor:
+        whole = self.whole.begun()
+        normed = self.norm(whole.wait())
+        whole.release()
+        return normed
+
+
 class OverlappedAllReduce(PendingAllReduce):
     """An all-reduce on another CUDA stream. join: makes the current stream wait for the result, and returns it."""
 

@@ -8,7 +8,7 @@ from typing import Any, NamedTuple, cast
 import torch
 from torch import Tensor
 
-from comms.interface import Communicator, DeferredAllReduce, Input, Layer, Linear, Norm, PendingAllReduce, SelectedRows
+from comms.interface import Communicator, DeferredAllReduce, Input, Layer, Linear, Norm, Normed, PendingAllReduce, SelectedRows
 
 
 class Residual(NamedTuple):
@@ -24,16 +24,16 @@ class Residual(NamedTuple):
     pending: tuple[PendingAllReduce, ...] = ()
     scattered: torch.Size | None = None
 
-    def read(self, norm: Norm, layer: Layer, lag: int = 0) -> tuple["Residual", Any]:
+    def read(self, norm: Norm | None, layer: Layer, lag: int = 0) -> tuple["Residual", Any]:
         """(the stream, layer(norm(stream))), after all pending all-reduces except the newest `lag` have been added to the
-        stream."""
+        stream. Without a norm, layer(stream)."""
         ready = max(0, len(self.pending) - lag)
         stream = self._replace(pending=self.pending[ready:])
-        if not ready:
-            stream = stream._gathered()
-            return stream, layer(norm(stream.x))
-        for pending in self.pending[: ready - 1]:
+        for pending in self.pending[: max(0, ready - 1) if norm else ready]:
             stream = stream._added(pending)
+        if norm is None or not ready:
+            stream = stream._gathered()
+            return stream, layer(norm(stream.x) if norm else stream.x)
         last = self.pending[ready - 1].begun()
         stream = stream if last.scatters else stream._gathered()
         scattered = (stream.scattered or stream.x.shape) if last.scatters else None
@@ -41,8 +41,9 @@ class Residual(NamedTuple):
         last.release()
         return stream._replace(x=x, scattered=scattered), out
 
-    def add(self, x: Input, layer: Linear | None = None, lag: int = 0) -> "Residual":
-        """The stream plus the all-reduce of layer(x), a partial sum (B, T, C). Without a layer, x is the partial sum.
+    def add(self, x: Input, layer: Linear | None = None, lag: int = 0, norm: Norm | None = None) -> "Residual":
+        """The stream plus the all-reduce of layer(x), a partial sum (B, T, C), or plus a norm of it. Without a layer, x is the
+        partial sum.
 
         lag: that of the reads that follow. With 0 the next read needs the result, so the all-reduce may begin then,
         together with the addition, the norm and the layers around it. Otherwise it begins now, on a side stream, unless the
@@ -55,7 +56,7 @@ class Residual(NamedTuple):
             pending = self.comm.begin_all_reduce(x, overlap=lag > 0)
         else:
             pending = self.comm.begin_linear_all_reduce(x, layer, overlap=lag > 0)
-        return self._replace(pending=(*self.pending, pending))
+        return self._replace(pending=(*self.pending, Normed(pending, norm) if norm else pending))
 
     def rows(self, index: Tensor) -> "Residual":
         """The stream of the W wanted tokens `index` (W,): (B, W, C). All-reduces that have begun still add all rows."""

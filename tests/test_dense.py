@@ -2,6 +2,7 @@
 
 import random
 from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -14,16 +15,24 @@ from safetensors.torch import load_file
 from checkpoints.export import save_checkpoint
 from checkpoints.hf_config import unread_keys
 from checkpoints.sources import open_source
+from config import validate, with_variant
 from engine.runner import Runner
+from errors import UserError
+from kernels import determinism
 from kernels.sampling import gumbel_noise
 from layers.attention import Causal
 from quantized.scheme import SCHEMES
 from scripts.quantize import Calibration, Job
-from tests.support.models import ALONE, CPU, load, logits_of, randomize
+from tests.support.models import ALONE, CPU, load, logits_of, randomize, save_random
 from tests.support.ranks import Ranks
+from tests.test_tensor_parallel import assert_ranks_compute, base_config, variant_of
+from tp import stream_shards
 from training.losses import head_logits
 
 SHAPE = dict(vocab_size=101, hidden_size=64, num_hidden_layers=3, intermediate_size=48, rms_norm_eps=1e-3)
+
+
+YARN = {"rope_type": "yarn", "rope_theta": 1e4, "factor": 4.0, "original_max_position_embeddings": 1024}
 
 
 def heads() -> dict[str, int]:
@@ -44,7 +53,13 @@ MODELS: dict[str, Callable[[], Any]] = {
     "granite": lambda: transformers.GraniteConfig(
         **SHAPE, **heads(), **multipliers(), attention_bias=random.random() < 0.5, tie_word_embeddings=random.random() < 0.5
     ),
-}
+    "olmo2": lambda: transformers.Olmo2Config(**SHAPE, **heads(), eos_token_id=2, tie_word_embeddings=random.random() < 0.5),
+    "olmo3": lambda: transformers.Olmo3Config(
+        **SHAPE, **heads(), eos_token_id=2, sliding_window=random.randint(2, 6), max_position_embeddings=4096,
+        layer_types=random.choice([None, ["full_attention", "sliding_attention", "full_attention"]]),
+        rope_parameters={"full_attention": YARN, "sliding_attention": {"rope_type": "default", "rope_theta": 1e3}},
+    ),
+}  # fmt: skip
 
 
 def save_theirs(family: str, folder: Path) -> Any:
@@ -75,6 +90,26 @@ def test_logits_are_those_of_transformers(family: str, ranks: Ranks, tmp_path: P
     with torch.inference_mode():
         assert torch.equal(again(tokens).logits, expected)
     assert load(ALONE, tmp_path / "ours").config == model.config
+
+
+@pytest.mark.parametrize("variant", ["standard", "ladder", "hybrid-list"])
+def test_norms_behind_modules_on_ranks_and_with_a_cache(
+    variant: str, in_turn: Callable[..., Any], ranks: Ranks, tmp_path: Path, seed: int
+) -> None:
+    config = variant_of(replace(base_config(windows=(3, None, 3, None)), family="olmo3", local_theta=99.0), variant)
+    place = ["standard", "ladder", "hybrid-list"].index(variant)
+    assert_ranks_compute(ranks, in_turn([2, 4], place), save_random(config, tmp_path), config.vocab_size)
+
+
+@pytest.mark.parametrize("family", ["olmo2", "olmo3"])
+def test_what_norms_behind_modules_do_not_define(family: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    config = replace(base_config(), family=family)
+    for variant in ("parallel", "desync-2x:4"):
+        with pytest.raises(UserError, match=f"a {family} model has norms behind its modules, which {variant[:6]}"):
+            validate(with_variant(config, variant))
+    monkeypatch.setattr(determinism, "enabled", lambda: True)
+    with pytest.raises(UserError, match=f"--deterministic does not support {family} models"):
+        stream_shards(config, 0, 1)
 
 
 def test_what_reads_embeddings_streams_and_logits_of_a_granite_scales_them(tmp_path: Path, seed: int) -> None:

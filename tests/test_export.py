@@ -79,6 +79,7 @@ def ladder_of(family: str, seed: int) -> ModelConfig:
     """A small random shape of the family with the ladder residual in random layers."""
     draw, name = random.Random(seed), f"{FAMILIES[family].name}Config"
     more = {"rope_parameters": {"rope_type": "default", "rope_theta": 1e4}} | (multipliers() if family == "granite" else {})
+    more |= {"eos_token_id": 2} if family.startswith("olmo") else {}
     raw = getattr(transformers, name)(**hf_shape(**more)).to_dict()
     config = config_from_hf(raw)
     layers = sorted(draw.sample(range(config.n_layers), draw.randint(1, config.n_layers)))

@@ -115,13 +115,14 @@ def agree(ours: ModelConfig, theirs: Any) -> None:
     assert ours.head_dim == (getattr(theirs, "head_dim", None) or theirs.hidden_size // theirs.num_attention_heads)
     eos = theirs.eos_token_id
     assert list(ours.eos_token_ids) == ([] if eos is None else eos if isinstance(eos, list) else [eos])
-    assert ours.rope_theta == theirs.rope_parameters["rope_theta"]
-    if theirs.rope_parameters["rope_type"] == "default":
+    rope = theirs.rope_parameters.get("full_attention", theirs.rope_parameters)
+    assert ours.rope_theta == rope["rope_theta"]
+    if rope["rope_type"] == "default":
         assert ours.rope_scaling is None
     else:
         assert ours.rope_scaling is not None and len(vars(ours.rope_scaling)) >= 4
-        for key in vars(ours.rope_scaling).keys() & theirs.rope_parameters.keys():
-            assert getattr(ours.rope_scaling, key) == theirs.rope_parameters[key]
+        for key in vars(ours.rope_scaling).keys() & rope.keys():
+            assert getattr(ours.rope_scaling, key) == rope[key]
     for key in MULTIPLIERS if ours.family == "granite" else ():
         assert getattr(ours, key) == getattr(theirs, key)
     rotated = getattr(theirs, "no_rope_layers", [1] * ours.n_layers)
@@ -130,6 +131,8 @@ def agree(ours: ModelConfig, theirs: Any) -> None:
     kinds = getattr(theirs, "layer_types", None) or ["sliding_attention"] * ours.n_layers
     expected = [window if kind == "sliding_attention" else None for kind in kinds]
     assert [ours.window(layer) for layer in range(ours.n_layers)] == expected
+    local = theirs.rope_parameters.get("sliding_attention", {})
+    assert ours.local_theta == (local["rope_theta"] if local and any(expected) else None)
 
 
 @pytest.mark.parametrize(
@@ -148,6 +151,9 @@ def agree(ours: ModelConfig, theirs: Any) -> None:
         (transformers.GraniteConfig, {"embedding_multiplier": 12, "residual_multiplier": 0.22, "logits_scaling": 16.0}),
         (transformers.SmolLM3Config, {}),
         (transformers.SmolLM3Config, {"no_rope_layer_interval": 2, "use_sliding_window": True, "sliding_window": 9}),
+        (transformers.Olmo2Config, {}),
+        (transformers.Olmo3Config, {}),
+        (transformers.Olmo3Config, {"layer_types": ["sliding_attention", "full_attention"], "num_hidden_layers": 2}),
         (transformers.Qwen3Config, {}),
         (transformers.Qwen3Config, {"head_dim": 64, "rope_parameters": {**LLAMA3_ROPE, "rope_theta": 1e6}}),
     ],
@@ -265,8 +271,10 @@ def configs(draw: st.DrawFn) -> ModelConfig:
     if known.windows != "none" and draw(st.booleans()):
         windowed = draw(st.lists(st.booleans(), min_size=layers, max_size=layers).filter(any))
         size = draw(positive)
-        config = replace(config, windows=tuple(size if w else None for w in windowed))
-    config = with_variant(config, draw(st.sampled_from(VARIANTS)))
+        local = draw(floats) if known.local_theta is not None else None
+        config = replace(config, windows=tuple(size if w else None for w in windowed), local_theta=local)
+    variants = VARIANTS if known.norms[0] else [name for name in VARIANTS if not name.startswith(("parallel", "desync"))]
+    config = with_variant(config, draw(st.sampled_from(variants)))
     if config.variant == "ladder" and draw(st.booleans()):
         config = replace(config, ladder_layers=tuple(sorted(draw(st.sets(st.integers(0, layers - 1), min_size=1)))))
     if config.variant == "desync" and draw(st.booleans()):

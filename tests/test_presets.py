@@ -44,6 +44,7 @@ def test_a_preset_is_valid_and_splits_over_eight_ranks_or_four(name: str) -> Non
         ("smollm3-3b", 3.075, 0.001),
         ("llama-3-8b", 8.030, 0.001),
         ("granite-3.3-8b", 8.171, 0.001),
+        ("olmo-3-7b", 7.298, 0.001),
         ("llama-7b", 6.738, 0.001),
         ("llama-13b", 13.016, 0.001),
         ("llama-30b", 32.529, 0.001),
