@@ -150,6 +150,7 @@ class Family:
     wide_norm: bool = False  # q and k have a norm each over all heads
     attention_bias: bool = True  # whether config.json has this key
     qkv_bias: bool = False  # always a bias in q, k and v, and never one in o_proj
+    out_bias: bool = False  # whether o_proj has a key of its own, attention_out_bias
     mlp_bias: bool = False  # whether config.json has this key
     # whose layers have one: "where used" and "without RoPE" by `use_sliding_window`; n: all but each n-th
     windows: Literal["none", "where used", "without RoPE", "all"] | int = "none"
@@ -183,6 +184,7 @@ FAMILIES = {
     "qwen3": Family("Qwen3", head_dim=128, qk_norm=True, windows="where used"),
     "granite": Family("Granite", mlp_bias=True, multipliers=True),
     "smollm3": Family("SmolLM3", mlp_bias=True, windows="without RoPE", window=None, bare=4, tied=True, theta=2e6),
+    "seed_oss": Family("SeedOss", head_dim=128, out_bias=True, mlp_bias=True, biased=True),
     "qwen3_moe": Family("Qwen3Moe", qk_norm=True, expert_size="moe_intermediate_size"),
     "mixtral": Family(
         "Mixtral", attention_bias=False, windows="all", window=None, theta=1e6, eps=1e-5,
@@ -352,7 +354,7 @@ def validate(config: ModelConfig) -> ModelConfig:
     require(not outside, f"eos_token_id {shown(outside)} is outside the vocabulary of {config.vocab_size} tokens")
     require(config.head_dim % 2 == 0, f"head_dim must be even for RoPE, not {config.head_dim}")
     require(
-        FAMILIES[config.family].qkv_bias or config.qkv_bias == config.o_bias,
+        FAMILIES[config.family].qkv_bias or FAMILIES[config.family].out_bias or config.qkv_bias == config.o_bias,
         f"the {config.family} family has a bias in q, k, v and o_proj, or in none of them",
     )
     if config.experts:

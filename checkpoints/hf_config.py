@@ -121,6 +121,7 @@ def config_from_hf(raw: dict[str, Any]) -> ModelConfig:
     experts = _experts(raw, family)
     multipliers: dict[str, Any] = {key: positive(raw, key, 1.0) for key in MULTIPLIERS if FAMILIES[family].multipliers}
     known = (*multipliers, *(COUNTS_OF_EXPERTS if experts else ()), *(ROPE_BY_LAYER if FAMILIES[family].bare else ()))
+    known += ("attention_out_bias",) if FAMILIES[family].out_bias else ()
     _refuse_unsupported(raw, rope, parameters, windowed, known=known)
     n_layers, hidden, heads = (
         count(raw, key, most=MOST[key]) for key in ("num_hidden_layers", "hidden_size", "num_attention_heads")
@@ -226,7 +227,7 @@ def _biases(raw: dict[str, Any], family: str) -> dict[str, Any]:
     for key, value, allowed in (("attention_bias", attention, known.attention_bias), ("mlp_bias", mlp, known.mlp_bias)):
         if value and not allowed:
             raise UserError(f"{key} is true, but a {family} model has no such bias; set it to false if the weights have none")
-    o_bias = attention and not known.qkv_bias
+    o_bias = get(raw, "attention_out_bias", bool, False) if known.out_bias else attention and not known.qkv_bias
     return dict(qkv_bias=attention or known.qkv_bias, o_bias=o_bias, mlp_bias=mlp or known.sparse_bias)
 
 
@@ -329,7 +330,9 @@ def config_to_hf(config: ModelConfig) -> dict[str, Any]:
         raw["rope_parameters"] = {"full_attention": raw["rope_parameters"], "sliding_attention": windowed}
         raw["rope_local_base_freq"] = theta
     if family.attention_bias and not family.qkv_bias:
-        raw["attention_bias"] = config.o_bias
+        raw["attention_bias"] = config.qkv_bias
+    if family.out_bias:
+        raw["attention_out_bias"] = config.o_bias
     if family.mlp_bias:
         raw["mlp_bias"] = config.mlp_bias
     if family.multipliers:

@@ -33,6 +33,7 @@ REASONING = {
     "qwen3": THINK,
     "thinking": ReasoningSyntax("<thinking>", "</thinking>"),
     "reasoning": ReasoningSyntax("<reasoning>", "</reasoning>"),
+    "seed_oss": ReasoningSyntax("<seed:think>", "</seed:think>"),
     "mistral": ReasoningSyntax("[THINK]", "[/THINK]"),
     "gemma4": ReasoningSyntax("<|channel>thought", "<channel|>"),
     "harmony": ReasoningSyntax(ANALYSIS, "<|end|>", sign=ANALYSIS, also=("<|start|>",)),

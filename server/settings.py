@@ -104,7 +104,7 @@ class NameOptions:
         "auto",
         "how the model marks its reasoning, which answers have as reasoning_content. think (also called qwen3): "
         "<think>…</think>; deepseek_r1: the same, and an answer that does not begin with <think> is reasoning up to "
-        "</think>, or to its end; thinking, reasoning: tags of these names; mistral: [THINK]…[/THINK]; gemma4: "
+        "</think>, or to its end; thinking, reasoning: tags of these names; seed_oss: <seed:think>; mistral: [THINK]…[/THINK]; gemma4: "
         "<|channel>thought…<channel|>; harmony: gpt-oss's channel analysis; none: reasoning is text. auto: the one that the chat "
         "template has",
         choices=("auto", *REASONING, "none"),
@@ -113,7 +113,7 @@ class NameOptions:
         "auto",
         "how the model writes tool calls. hermes (also Qwen): <tool_call>; llama3_json: JSON with parameters, also after "
         "<|python_tag|>; mistral: [TOOL_CALLS]name[ARGS]; mistral_list: [TOOL_CALLS] and a JSON list; json: JSON, also in a "
-        "code block; qwen3_coder, glm45, glm47, kimi_k2, deepseek_v3, deepseek_v31, gemma4, granite, olmo3, lfm2: as these "
+        "code block; qwen3_coder, seed_oss, glm45, glm47, kimi_k2, deepseek_v3, deepseek_v31, gemma4, granite, olmo3, lfm2: as these "
         "models do; harmony: as gpt-oss does; pythonic, llama4_pythonic: [name(key=value)]; none: calls that tool_choice does not "
         "force are text. "
         "auto: as the chat template writes them",

@@ -125,6 +125,10 @@ def agree(ours: ModelConfig, theirs: Any) -> None:
             assert getattr(ours.rope_scaling, key) == rope[key]
     for key in MULTIPLIERS if ours.family == "granite" else ():
         assert getattr(ours, key) == getattr(theirs, key)
+    if ours.family in DENSE and not FAMILIES[ours.family].qkv_bias:
+        attention = getattr(theirs, "attention_bias", False)
+        assert (ours.qkv_bias, ours.o_bias) == (attention, getattr(theirs, "attention_out_bias", attention))
+        assert ours.mlp_bias == getattr(theirs, "mlp_bias", False)
     rotated = getattr(theirs, "no_rope_layers", [1] * ours.n_layers)
     assert [int(layer not in ours.no_rope_layers) for layer in range(ours.n_layers)] == rotated
     window = getattr(theirs, "sliding_window", None)
@@ -149,6 +153,8 @@ def agree(ours: ModelConfig, theirs: Any) -> None:
         (transformers.Qwen2Config, {"use_sliding_window": True, "sliding_window": 9}),
         (transformers.GraniteConfig, {}),
         (transformers.GraniteConfig, {"embedding_multiplier": 12, "residual_multiplier": 0.22, "logits_scaling": 16.0}),
+        (transformers.SeedOssConfig, {}),
+        (transformers.SeedOssConfig, {"attention_bias": False, "attention_out_bias": True, "mlp_bias": True, "head_dim": 24}),
         (transformers.SmolLM3Config, {}),
         (transformers.SmolLM3Config, {"no_rope_layer_interval": 2, "use_sliding_window": True, "sliding_window": 9}),
         (transformers.Olmo2Config, {}),
@@ -163,7 +169,7 @@ def test_configs_that_transformers_writes(make: Any, more: dict[str, Any], seed:
     ours = config_from_hf(written(theirs))
     agree(ours, theirs)
     assert ours.variant == "standard"
-    assert ours.qkv_bias == (theirs.model_type == "qwen2")
+    assert ours.qkv_bias or theirs.model_type != "qwen2"
     assert ours.qk_norm == (theirs.model_type == "qwen3")
 
 
@@ -260,7 +266,7 @@ def configs(draw: st.DrawFn) -> ModelConfig:
         rope_scaling=scaling,
         tie_embeddings=draw(st.booleans()),
         qkv_bias=attention_bias or known.qkv_bias,
-        o_bias=attention_bias,
+        o_bias=draw(st.booleans()) if known.out_bias else attention_bias,
         mlp_bias=known.mlp_bias and draw(st.booleans()),
         no_rope_layers=tuple(sorted(draw(st.sets(st.integers(0, layers - 1))))) if known.bare else (),
         qk_norm=known.qk_norm,
@@ -402,6 +408,7 @@ OTHERS: list[tuple[dict[str, Any], dict[str, Any], str]] = [
     (WINDOWED, {"attention_bias": True}, "attention_bias"),
     *((SMOL, {"no_rope_layers": bad}, "no_rope_layers") for bad in ([1], [1, 0, 2], [True] * 3, "100", [])),
     (SMOL, {"no_rope_layer_interval": 0, "no_rope_layers": None}, "no_rope_layer_interval"),
+    (WINDOWED, {"attention_out_bias": True}, "attention_out_bias"),
     (WINDOWED, {"no_rope_layers": [1, 1, 0]}, "no_rope_layers"),
     (WINDOWED, {"model_type": "qwen2", "mlp_bias": True}, "mlp_bias"),
     (WINDOWED, {"model_type": "qwen3", "mlp_bias": True}, "mlp_bias"),
@@ -445,7 +452,7 @@ INFRASTRUCTURE = {
 }  # fmt: skip
 
 
-@pytest.mark.parametrize("model", ["Llama", "Mistral", "Qwen2", "Qwen3", "SmolLM3"])
+@pytest.mark.parametrize("model", ["Llama", "Mistral", "Qwen2", "Qwen3", "SmolLM3", "SeedOss"])
 def test_every_key_that_transformers_reads_is_read_here_or_known_to_change_nothing(model: str, seed: int) -> None:
     raw = random_shape(seed) | dict(hidden_size=64, num_attention_heads=4, num_key_value_heads=2, head_dim=16, pad_token_id=0)
     config = getattr(transformers, f"{model}Config")(**raw)

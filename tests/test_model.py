@@ -95,6 +95,7 @@ def rope(theta: float, factor: float | None = None) -> dict[str, Any]:
 
 FAMILIES = (
     "llama2", "llama3", "llama31", "llama32", "mistral", "mistral_window", "qwen2", "qwen2_window", "qwen3", "smollm3", "smollm3_window",
+    "seed_oss",
 )  # fmt: skip
 
 
@@ -114,6 +115,9 @@ def family_config(name: str) -> Any:
         "qwen3": rope(1e6) | {"head_dim": 16},
         "smollm3": rope(1e3, 8.0) | {"no_rope_layer_interval": random.choice([2, 3]), "attention_bias": True, "mlp_bias": True},
         "smollm3_window": rope(1e4) | window | {"use_sliding_window": True, "no_rope_layers": random.sample([0, 0, 1], 3)},
+        "seed_oss": rope(1e4)
+        | {key: random.random() < 0.7 for key in ("attention_bias", "attention_out_bias", "mlp_bias")}
+        | {"head_dim": 16},
     }[name]
     kind = KNOWN["llama" if name.startswith("llama") else name.removesuffix("_window")].name
     return getattr(transformers, f"{kind}Config")(**shape | more)
@@ -283,13 +287,13 @@ def random_config(**more: Any) -> ModelConfig:
         rope_theta=random.choice([100.0, 10000.0]),
         tie_embeddings=random.choice([True, False]),
     )
-    family = random.choice(["llama", "qwen2", "qwen3", "smollm3"])
+    family = random.choice(["llama", "qwen2", "qwen3", "smollm3", "seed_oss"])
     attention_bias = family != "qwen2" and random.random() < 0.5
     features = dict(
         family=family,
         qkv_bias=attention_bias or family == "qwen2",
-        o_bias=attention_bias,
-        mlp_bias=family in ("llama", "smollm3") and random.random() < 0.5,
+        o_bias=random.random() < 0.5 if family == "seed_oss" else attention_bias,
+        mlp_bias=KNOWN[family].mlp_bias and random.random() < 0.5,
         qk_norm=family == "qwen3",
         no_rope_layers=tuple(sorted(random.sample(range(3), 2))) if family == "smollm3" else (),
     )

@@ -29,7 +29,9 @@ def test_a_preset_is_valid_and_splits_over_eight_ranks_or_four(name: str) -> Non
     config = validate(preset(name))
     ranks = 4 if name == "llama-30b" else 8  # llama-30b has 52 heads
     assert config.n_heads % ranks == config.intermediate_size % ranks == 0
-    assert config.hidden_size == config.n_heads * config.head_dim or name.startswith(("tiny", "qwen3-30b-a3b", "gpt-oss"))
+    assert config.hidden_size == config.n_heads * config.head_dim or name.startswith(
+        ("tiny", "qwen3-30b-a3b", "gpt-oss", "seed-oss")
+    )
 
 
 @pytest.mark.parametrize(
@@ -42,6 +44,7 @@ def test_a_preset_is_valid_and_splits_over_eight_ranks_or_four(name: str) -> Non
         ("gpt-oss-20b", 20.9, 0.001),
         ("gpt-oss-120b", 116.8, 0.001),
         ("smollm3-3b", 3.075, 0.001),
+        ("seed-oss-36b", 36.15, 0.001),
         ("llama-3-8b", 8.030, 0.001),
         ("granite-3.3-8b", 8.171, 0.001),
         ("olmo-3-7b", 7.298, 0.001),

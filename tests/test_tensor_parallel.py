@@ -104,9 +104,10 @@ def test_ranks_compute_what_one_process_computes(
 ) -> None:
     """Also that biases are added once, whatever the number of ranks."""
     place = VARIANTS.index(variant)
-    n, biased = in_turn([2, 4, 2], place), in_turn([False, True], place)
-    family = dict(family="smollm3", no_rope_layers=(1, 2)) if biased else {}
-    config = variant_of(base_config(qkv_bias=biased, o_bias=biased, mlp_bias=biased, **family), variant)
+    biases = dict.fromkeys(("qkv_bias", "o_bias", "mlp_bias"), True)
+    bare, output = dict(family="smollm3", no_rope_layers=(1, 2)), dict(family="seed_oss", qkv_bias=False)
+    n, more = in_turn([2, 4, 2], place), in_turn([{}, biases, biases | bare, biases | output], place)
+    config = variant_of(base_config(**more), variant)
     assert_ranks_compute(ranks, n, save_random(config, tmp_path), config.vocab_size)
 
 

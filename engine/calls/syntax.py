@@ -29,6 +29,7 @@ class ArgumentSyntax:
 PYTHON = ArgumentSyntax("(", "=", ")", quotes=('"', "'"), names=("True", "False", "None"), escapes=True)
 GEMMA = ArgumentSyntax("{", ":", "}", quotes=('<|"|>',))
 QWEN = ArgumentSyntax(tag="<parameter=", to_value=">", edge="\n", end="</parameter>")
+SEED = replace(QWEN, edge="")
 GLM = ArgumentSyntax(tag="<arg_key>", to_value="</arg_key>\n<arg_value>", end="</arg_value>")
 
 
@@ -108,14 +109,23 @@ GLM_CALL = CallSyntax(
     "<tool_call>", "named", "</tool_call>", signs=("<tool_call>", "<arg_key>"), to_arguments="\n", arguments=GLM
 )
 
+QWEN_CALL = CallSyntax(
+    "<tool_call>", "named", "\n</function>\n</tool_call>", signs=("<tool_call>", "<function="), also=("<function=",),
+    before="\n<function=", to_arguments=">\n", arguments=QWEN,
+)  # fmt: skip
+
 SYNTAXES = {  # the first whose signs are in a template is that of the model
     "mistral": CallSyntax(
         "[TOOL_CALLS]", "named", signs=("[TOOL_CALLS]", "[ARGS]"), to_arguments="[ARGS]\n", id_mark="[CALL_ID]", id_length=9
     ),
     "mistral_list": replace(JSON_LIST, trigger="[TOOL_CALLS]", signs=("[TOOL_CALLS]",), id_length=9),
-    "qwen3_coder": CallSyntax(
-        "<tool_call>", "named", "\n</function>\n</tool_call>", signs=("<tool_call>", "<function="), also=("<function=",),
-        before="\n<function=", to_arguments=">\n", arguments=QWEN,
+    "qwen3_coder": QWEN_CALL,
+    "seed_oss": replace(
+        QWEN_CALL,
+        trigger="<seed:tool_call>",
+        end="\n</function>\n</seed:tool_call>",
+        signs=("<seed:tool_call>",),
+        arguments=SEED,
     ),
     "glm45": GLM_CALL,
     "glm47": GLM_CALL,
@@ -145,7 +155,7 @@ SYNTAXES = {  # the first whose signs are in a template is that of the model
 
 # texts in templates of families that write calls in none of these forms
 FOREIGN = (
-    "<minimax:tool_call>", "<tool_calls>", "｜DSML｜", "<seed:tool_call>", "<longcat_tool_call>", "<use_mcp_tool>", "<function_call>",
+    "<minimax:tool_call>", "<tool_calls>", "｜DSML｜", "<longcat_tool_call>", "<use_mcp_tool>", "<function_call>",
     "<TOOLCALL>", "functools[", '"tool_name"', "<|START_ACTION|>", "<|tools_prefix|>", "<|action_start|>", "<|thought_start|>",
     "<|close|>", "'function call'",
 )  # fmt: skip

@@ -10,14 +10,14 @@ from pathlib import Path
 INFERENCE = ("checkpoints", "comms", "engine", "kernels", "layers", "quantized", "ranks", "server", "text")  # and the root
 LINES = {  # of Python, by package
     "server": 12_430,
-    "engine": 10_061,
+    "engine": 10_072,
     "kernels": 9_969,
     "comms": 3_730,
     "training": 5_872,
     "scripts": 10_123,
-    "tests": 56_931,
+    "tests": 56_956,
 }
-INFERENCE_LINES = 46_170
+INFERENCE_LINES = 46_186
 ROOT_FILES = 9
 ENTERED_FILES = 56  # by a streamed chat request; tests/server/test_files_entered.py counts them
 PAGES_WORDS = 27_000  # README.md and docs, tables included: say in a page what its reader decides by

@@ -618,7 +618,9 @@ def test_a_required_name_that_is_not_listed_has_the_schema_of_such_names(family:
         assert accepts(found.grammar, written(syntax, "f", json.dumps({"z": value}))) == fits
 
 
-@pytest.mark.parametrize(("family", "end"), [("qwen3_coder", "</parameter>"), ("glm45", "</arg_value>")])
+@pytest.mark.parametrize(
+    ("family", "end"), [("qwen3_coder", "</parameter>"), ("seed_oss", "</parameter>"), ("glm45", "</arg_value>")]
+)
 def test_a_text_in_tags_has_no_closing_tag(family: str, end: str) -> None:
     for bounds in ({}, {"minLength": 20, "maxLength": 60}):
         schema = {"properties": {"a": {"type": "string", **bounds}}, "required": ["a"]}

@@ -17,7 +17,7 @@ from engine.calls import syntax as call_syntax
 from engine.calls.choice import answer_parser
 from engine.calls.parser import AnswerParser, Arguments, Call, Part, PartList, Reasoning, Text, Tools
 from engine.calls.reader import Reader
-from engine.calls.syntax import GLM, PYTHON, QWEN, SYNTAXES, syntax_of
+from engine.calls.syntax import GLM, PYTHON, QWEN, SEED, SYNTAXES, syntax_of
 from engine.protocol import ThinkingBudget
 from engine.thinking import REASONING
 from errors import UserError
@@ -50,14 +50,16 @@ KIMI = "<|tool_call_begin|>functions."
 TO_ARGUMENTS = "<|tool_call_argument_begin|>"
 
 
-def tagged(name: str, values: dict[str, str]) -> tuple[str, str, str]:
-    """A call as Qwen3-Coder, GLM-4.5 and GLM-4.7 write it."""
+def tagged(name: str, values: dict[str, str]) -> tuple[str, str, str, str]:
+    """A call as Qwen3-Coder, GLM-4.5, GLM-4.7 and Seed-OSS write it."""
     qwen = "".join(f"<parameter={key}>\n{value}\n</parameter>\n" for key, value in values.items())
+    seed = "".join(f"<parameter={key}>{value}</parameter>\n" for key, value in values.items())
     glm = [f"<arg_key>{key}</arg_key>\n<arg_value>{value}</arg_value>\n" for key, value in values.items()]
     return (
         f"<tool_call>\n<function={name}>\n{qwen}</function>\n</tool_call>",
         f"<tool_call>{name}\n{''.join(glm)}</tool_call>",
         f"<tool_call>{name}{''.join(glm)}</tool_call>".replace("\n", ""),
+        f"<seed:tool_call>\n<function={name}>\n{seed}</function>\n</seed:tool_call>",
     )
 
 
@@ -104,7 +106,7 @@ CASES: list[tuple[str, str, list[Any]]] = [
     *[
         (name, text, parts)
         for name, typed, now, lines in zip(
-            ("qwen3_coder", "glm45", "glm47"),
+            ("qwen3_coder", "glm45", "glm47", "seed_oss"),
             TYPED_CALLS,
             NOW,
             tagged("weather", {"city": "\na\n", "hours": "null"}),
@@ -200,7 +202,7 @@ CASES: list[tuple[str, str, list[Any]]] = [
 
 def parser(name: str, reasoning: str | None = None, inside: bool = False, **tools: Any) -> AnswerParser:
     syntax = SYNTAXES[name]
-    texts = name == "hermes" or syntax.arguments in (QWEN, GLM, PYTHON)
+    texts = name == "hermes" or syntax.arguments in (QWEN, SEED, GLM, PYTHON)
     hidden = [] if texts else [one for one in syntax.markers if one[0] in "<["]  # as in these families' vocabularies
     hidden += ["[THINK]", "[/THINK]"] if reasoning == "mistral" else []
     made = Tools(syntax, NAMES, schemas=SCHEMAS, **tools)
@@ -410,6 +412,13 @@ WRITTEN: dict[str, tuple[str, str, str, str]] = {
         "\n",
         "",
     ),
+    "seed_oss": (
+        "",
+        "<seed:tool_call>\n<function={{ f.name }}>\n{% for k, v in f.arguments.items() %}<parameter={{ k }}>"
+        f"{SPELLED}</parameter>\n{{% endfor %}}</function>\n</seed:tool_call>",
+        "\n",
+        "",
+    ),
     "glm45": (
         "",
         "<tool_call>{{ f.name }}\n{% for k, v in f.arguments.items() %}<arg_key>{{ k }}</arg_key>\n"
@@ -481,7 +490,6 @@ def test_what_was_returned_is_taken_back(name: str) -> None:
 FOREIGN = {
     "MiniMax-M2": '{%- set begin = "<minimax:tool_call>" -%}<invoke name="{{ name }}"><parameter name="a">',
     "DeepSeek-V3.2": '<｜DSML｜function_calls>\n<｜DSML｜invoke name="{{ name }}">',
-    "Seed-OSS": "<seed:tool_call>\n<function={{ name }}>\n<parameter=a>",
     "Kimi-K3": "{{ '<|open|>' + tag }}{{ '<|close|>' + tag }}",
     "Command-R": '<|START_ACTION|>[{"tool_call_id": "0", "tool_name": "{{ name }}", "parameters": {}}]<|END_ACTION|>',
     "Command-R+": 'Action: ```json\n[{"tool_name": "{{ name }}", "parameters": {}}]```',
@@ -499,7 +507,7 @@ def test_a_template_may_tell_a_form_late_or_none() -> None:
     assert syntax_of("<|im_system|>tool_declare<|im_middle|>{{ tools }}<|im_end|>") == "kimi_k2"
 
 
-@pytest.mark.parametrize("name", ["Seed-OSS", "Command-R"])
+@pytest.mark.parametrize("name", ["MiniMax-M2", "Command-R"])
 def test_calls_of_an_unknown_form_stay_text(
     name: str, make_site: Callable[..., Site], tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
