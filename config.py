@@ -160,6 +160,7 @@ class Family:
     sinks: bool = False  # each head's softmax has one more term (Xiao et al., arXiv:2309.17453), a parameter
     scaled: bool = False  # config.json must say how RoPE is scaled, because transformers assumes a way of its own
     multipliers: bool = False  # config.json has `MULTIPLIERS`
+    fused: bool = False  # files have q, k and v as one tensor, and gate and up; `partial_rotary_factor` may be below 1
     # what a missing key of config.json means
     biased: bool = False
     tied: bool = False
@@ -185,6 +186,7 @@ FAMILIES = {
     "granite": Family("Granite", mlp_bias=True, multipliers=True),
     "smollm3": Family("SmolLM3", mlp_bias=True, windows="without RoPE", window=None, bare=4, tied=True, theta=2e6),
     "seed_oss": Family("SeedOss", head_dim=128, out_bias=True, mlp_bias=True, biased=True),
+    "phi3": Family("Phi3", attention_bias=False, windows="all", window=None, eps=1e-5, fused=True),
     "qwen3_moe": Family("Qwen3Moe", qk_norm=True, expert_size="moe_intermediate_size"),
     "mixtral": Family(
         "Mixtral", attention_bias=False, windows="all", window=None, theta=1e6, eps=1e-5,
@@ -239,6 +241,7 @@ class ModelConfig:
     norm_eps: float = 1e-5
     rope_theta: float = 10000.0
     rope_scaling: RopeScaling | None = None
+    partial_rotary_factor: float = 1.0  # which part of a head's features RoPE rotates; see `sources.paired`
     local_theta: float | None = None  # RoPE's base in layers with a window, which is then not scaled; None: as in other layers
     no_rope_layers: tuple[int, ...] = ()
     tie_embeddings: bool = False
@@ -294,6 +297,11 @@ class ModelConfig:
         scaling, scores = self.rope_scaling if ROPES[self.rope(layer)] == "scaled" else None, self.attention_multiplier
         factor = scaling.attention_factor if isinstance(scaling, YarnScaling | LongRopeScaling) else 1.0
         return factor if scores is None else factor * math.sqrt(scores * math.sqrt(self.head_dim))
+
+    @property
+    def rotary_dim(self) -> int:
+        """How many of a head's features RoPE rotates."""
+        return int(self.head_dim * self.partial_rotary_factor)
 
     @property
     def embedding_scale(self) -> float:
@@ -353,6 +361,10 @@ def validate(config: ModelConfig) -> ModelConfig:
     outside = [id for id in config.eos_token_ids if not 0 <= id < config.vocab_size]
     require(not outside, f"eos_token_id {shown(outside)} is outside the vocabulary of {config.vocab_size} tokens")
     require(config.head_dim % 2 == 0, f"head_dim must be even for RoPE, not {config.head_dim}")
+    require(
+        config.rotary_dim in range(2, config.head_dim + 1, 2),
+        f"partial_rotary_factor {config.partial_rotary_factor} of a head_dim of {config.head_dim} must give an even number of features",
+    )
     require(
         FAMILIES[config.family].qkv_bias or FAMILIES[config.family].out_bias or config.qkv_bias == config.o_bias,
         f"the {config.family} family has a bias in q, k, v and o_proj, or in none of them",

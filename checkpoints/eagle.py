@@ -107,7 +107,7 @@ def _config_of(raw: dict[str, Any], base: ModelConfig) -> EagleConfig:
         raise UserError(
             f"a head of {shape.n_layers} layers, or a quantized one, is not supported; use one with a single plain layer"
         )
-    if FAMILIES[shape.family].multipliers:
+    if FAMILIES[shape.family].multipliers or FAMILIES[shape.family].fused:
         raise UserError(f"a head with a {shape.family} model's layer is not supported; use one with a Llama's")
     if shape.vocab_size != base.vocab_size:
         raise UserError(f"the head is for a vocabulary of {shape.vocab_size} tokens, but the model has {base.vocab_size}")

@@ -13,7 +13,7 @@ from torch import Tensor
 
 from checkpoints.eagle import ARCHITECTURE, EagleHead, head_places
 from checkpoints.hf_config import config_to_hf
-from checkpoints.sources import INDEX, SINGLE, published
+from checkpoints.sources import FUSED, INDEX, SINGLE, paired, published
 from checkpoints.weights import places
 from config import FAMILIES, ModelConfig
 from errors import UserError
@@ -49,6 +49,8 @@ def save_checkpoint(
         full.narrow(place.dim, place.rows.start, size).copy_(place.tensor.narrow(place.dim, 0, size))
     if model.config.family == "gpt_oss":
         tensors = _stacked(tensors)
+    if FAMILIES[model.config.family].fused:
+        tensors = _fused(tensors, model.config)
     tensors = {published(name, model.config.family): tensor for name, tensor in tensors.items()}
     raw = config_to_hf(model.config) | {"torch_dtype": str(dtype).removeprefix("torch.")}
     with writing(directory):
@@ -75,6 +77,21 @@ def _stacked(tensors: dict[str, Tensor]) -> dict[str, Tensor]:
             found[name.replace(".gate_", ".gate_up_").replace(".bias", "_bias").removesuffix(".weight")] = pairs.flatten(-2)
         elif ".down_proj." in name:
             found[name.replace(".bias", "_bias").removesuffix(".weight")] = torch.stack(each)
+    return found
+
+
+def _fused(tensors: dict[str, Tensor], config: ModelConfig) -> dict[str, Tensor]:
+    """The tensors with q, k and v of a layer as one, and gate and up, as in the files of families with `fused`. Empties `tensors`."""
+    names, found = {part: (parts, whole) for whole, parts in FUSED.items() for part in parts}, dict[str, Tensor]()
+    for name in list(tensors):
+        prefix, _, part = name.removesuffix(".weight").rpartition(".")
+        parts, whole = names.get(part, ((), ""))
+        if not parts:
+            found[name] = tensors.pop(name)
+        elif part == parts[0]:
+            rows = {one: tensors.pop(f"{prefix}.{one}.weight") for one in parts}
+            each = [paired(t, config, back=True) if one in ("q_proj", "k_proj") else t for one, t in rows.items()]
+            found[f"{prefix.rpartition('.')[0]}.{whole}.weight"] = torch.cat(each)
     return found
 
 

@@ -21,7 +21,17 @@ from pathlib import Path
 from typing import Any
 
 from checkpoints.rope_scaling import read_local_theta, read_scaling, rope_of, scaling_to_hf
-from config import FAMILIES, MULTIPLIERS, DynamicScaling, Experts, LinearScaling, ModelConfig, Reduces, validate
+from config import (
+    FAMILIES,
+    MULTIPLIERS,
+    DynamicScaling,
+    Experts,
+    LinearScaling,
+    LongRopeScaling,
+    ModelConfig,
+    Reduces,
+    validate,
+)
 from errors import UserError
 from files import CONFIG_BYTES, count, get, one_or_list, positive, read_json, shown
 from quantized.hf import INSTEAD, METHODS, read_quantization
@@ -120,9 +130,12 @@ def config_from_hf(raw: dict[str, Any]) -> ModelConfig:
     rope, parameters, windowed = rope_of(raw, local is not None)
     experts = _experts(raw, family)
     multipliers: dict[str, Any] = {key: positive(raw, key, 1.0) for key in MULTIPLIERS if FAMILIES[family].multipliers}
+    fused = FAMILIES[family].fused
     known = (*multipliers, *(COUNTS_OF_EXPERTS if experts else ()), *(ROPE_BY_LAYER if FAMILIES[family].bare else ()))
     known += ("attention_out_bias",) if FAMILIES[family].out_bias else ()
+    known += ("partial_rotary_factor",) if fused else ()
     _refuse_unsupported(raw, rope, parameters, windowed, known=known)
+    partial = positive(rope, "partial_rotary_factor", positive(raw, "partial_rotary_factor", 1.0)) if fused else 1.0
     n_layers, hidden, heads = (
         count(raw, key, most=MOST[key]) for key in ("num_hidden_layers", "hidden_size", "num_attention_heads")
     )
@@ -132,7 +145,13 @@ def config_from_hf(raw: dict[str, Any]) -> ModelConfig:
         theta = positive(holder, "rope_theta", theta)
     if FAMILIES[family].scaled and not rope:
         raise UserError(f"rope_scaling is missing; a {family} model's config.json says how RoPE is scaled")
-    scaling, length = read_scaling(raw, rope, theta, head_dim)
+    scaling, length = read_scaling(raw, rope, theta, int(head_dim * partial))
+    if fused and scaling is not None:  # transformers reads yarn as longrope, and takes 4096 for a missing original length
+        if not isinstance(scaling, LongRopeScaling):
+            raise UserError(f"a {family} model's RoPE can be scaled by longrope only; correct rope_scaling")
+        count(raw, "original_max_position_embeddings")
+    if fused and raw.get("quantization_config") is not None:
+        raise UserError(f"a quantized {family} checkpoint is not supported; use the one in 16 bits with --quantize")
     bare = _without_rope(raw, family, n_layers)
     windows = _windows(raw, family, n_layers, bare)
     eos = one_or_list(raw, "eos_token_id")
@@ -149,6 +168,7 @@ def config_from_hf(raw: dict[str, Any]) -> ModelConfig:
         norm_eps=get(raw, "rms_norm_eps", float, FAMILIES[family].eps),
         rope_theta=theta,
         rope_scaling=scaling,
+        partial_rotary_factor=partial,
         tie_embeddings=get(raw, "tie_word_embeddings", bool, FAMILIES[family].tied),
         **_biases(raw, family),
         qk_norm=FAMILIES[family].qk_norm,
@@ -335,6 +355,10 @@ def config_to_hf(config: ModelConfig) -> dict[str, Any]:
         raw["attention_out_bias"] = config.o_bias
     if family.mlp_bias:
         raw["mlp_bias"] = config.mlp_bias
+    if family.fused:
+        raw["partial_rotary_factor"] = raw["rope_parameters"]["partial_rotary_factor"] = config.partial_rotary_factor
+        raw["pad_token_id"] = None  # a missing key would mean 32000, which may be outside the vocabulary
+        raw |= {key: value for key, value in rope.items() if key == "original_max_position_embeddings"}
     if family.multipliers:
         raw |= {key: getattr(config, key) for key in MULTIPLIERS}
     if config.experts:

@@ -16,7 +16,7 @@ from safetensors import SafetensorError, safe_open
 from torch import Tensor
 
 from checkpoints.weights import full_shape
-from config import ModelConfig
+from config import FAMILIES, ModelConfig
 from errors import UserError, first_line
 from files import CONFIG_BYTES, descriptor_path, open_regular, read_json
 from kernels.lora import LowRank, padded_rank
@@ -111,8 +111,8 @@ def adapted_layers(model: Transformer) -> Iterator[ShardedLinear]:
 
 
 def adapted_parts(config: ModelConfig) -> tuple[str, ...]:
-    """The parts of a layer that can be adapted: not those of experts."""
-    return PARTS[:4] if config.experts else PARTS
+    """The parts of a layer that can be adapted: not those of experts, and not those that the family's files have as one tensor."""
+    return PARTS[:4] if config.experts else ("o_proj", "down_proj") if FAMILIES[config.family].fused else PARTS
 
 
 def tensor_name(layer: str, kind: str) -> str:
@@ -208,6 +208,8 @@ def _ranks(shapes: dict[str, tuple[int, ...]], config: ModelConfig) -> dict[str,
             raise NotServedError(f"it changes {table[1]}, which is not supported")
         if config.experts and ".mlp." in name:
             raise NotServedError("it changes experts or their router, which is not supported")
+        if FAMILIES[config.family].fused and (whole := re.search(r"\b(qkv_proj|gate_up_proj)\b", name)):
+            raise NotServedError(f"it changes {whole[1]}, the fused layer of a {config.family} model, which is not supported")
         if not found or found[1] not in known:
             raise UserError(
                 f"it has {name}, but this model has {', '.join(adapted_parts(config))} in {config.n_layers} layers; it is of another model"

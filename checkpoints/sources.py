@@ -7,7 +7,7 @@ import math
 import re
 import zlib
 from abc import ABC, abstractmethod
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from itertools import product
 from pathlib import Path
 from pickle import UnpicklingError
@@ -17,7 +17,7 @@ import torch
 from safetensors import SafetensorError, safe_open
 from torch import Tensor
 
-from config import ModelConfig
+from config import FAMILIES, ModelConfig
 from errors import UserError, first_line
 from files import AUTOGPTQ, INDEX_BYTES, SHOWN, WEIGHTS, check_regular, model_folder, read_json, shown
 from quantized.blockwise import STATE, FourBits
@@ -253,6 +253,21 @@ def stacked(name: str, theirs: str, shape: tuple[int, ...]) -> Iterator[tuple[st
         yield f"{found[1]}.{expert}.{part}_proj.{kind}", Stacked(theirs, expert, first, len(parts), kind), own
 
 
+# What one tensor of the files has of a layer. gpt-fast's checkpoints have the first, and those of families with `fused` the others.
+QKV, GATE_UP = ("q_proj", "k_proj", "v_proj"), ("gate_proj", "up_proj")
+FUSED = {"attention.wqkv": QKV, "self_attn.qkv_proj": QKV, "mlp.gate_up_proj": GATE_UP}
+
+
+def paired(rows: Tensor, config: ModelConfig, back: bool = False) -> Tensor:
+    """Rows (H * D, ...) of q or k with each head's features in the order in which RoPE's pairs are (i, i + D / 2); `back`: in that of
+    files. These have pairs (i, i + R / 2) of the first R = `rotary_dim` features, and then those that are not rotated."""
+    if config.rotary_dim == config.head_dim:
+        return rows
+    rotated, rest = torch.arange(config.head_dim).tensor_split([config.rotary_dim])
+    order = torch.cat([half for halves in zip(rotated.chunk(2), rest.chunk(2), strict=True) for half in halves])
+    return rows.unflatten(0, (-1, config.head_dim))[:, order.argsort() if back else order].flatten(0, 1)
+
+
 def published(name: str, family: str) -> str:
     """The name with which the family's checkpoints have a tensor."""
     if family == "gpt_oss":
@@ -292,12 +307,17 @@ class ModelSource:
         first = [next(filter(layout.search, theirs.values()), None) for layout in (HF_LAYOUT, GPT_FAST_LAYOUT)]
         if all(first):
             raise UserError(f"the checkpoint has tensors of two layouts, such as {first[0]} and {first[1]}; convert it again")
-        self.gpt_fast = first[1] is not None
+        self.gpt_fast, fused = first[1] is not None, FAMILIES[config.family].fused
+        if self.gpt_fast and config.rotary_dim != config.head_dim:
+            raise UserError(
+                "partial_rotary_factor below 1 is not supported in gpt-fast's layout; use the files of Hugging Face"
+            )
         for name, hf_name in theirs.items():
             shape, inside = files.shapes()[name], re.sub(r"^model\.layers\.\d+\.", "", hf_name)
             experts = list(stacked(hf_name, name, shape)) if config.family == "gpt_oss" else []
-            if inside == "attention.wqkv.weight":
-                self._add_fused(name, hf_name.removesuffix(inside), shape)
+            parts = FUSED.get(inside.removesuffix(".weight"), ()) if fused or inside.startswith("attention.") else ()
+            if parts:
+                self._add_fused(name, hf_name.removesuffix(inside) + ("self_attn." if parts == QKV else "mlp."), parts, shape)
             elif experts:
                 self.stacked |= {own: place for own, place, _ in experts}
                 self._shapes |= {own: part for own, _, part in experts}
@@ -318,11 +338,12 @@ class ModelSource:
             raise UserError(f"the checkpoint has {name} twice, as {self.names[name][0]} and as {theirs}; convert it again")
         self.names[name], self._shapes[name] = (theirs, first), shape
 
-    def _add_fused(self, theirs: str, prefix: str, shape: tuple[int, ...]) -> None:
+    def _add_fused(self, theirs: str, prefix: str, parts: Sequence[str], shape: tuple[int, ...]) -> None:
         first, c = 0, self.config
-        for part, heads in (("q_proj", c.n_heads), ("k_proj", c.n_kv_heads), ("v_proj", c.n_kv_heads)):
-            self._add(f"{prefix}self_attn.{part}.weight", theirs, first, (heads * c.head_dim, *shape[1:]))
-            first += heads * c.head_dim
+        for part in parts:
+            rows = c.intermediate_size if parts == GATE_UP else c.head_dim * (c.n_heads if part == "q_proj" else c.n_kv_heads)
+            self._add(f"{prefix}{part}.weight", theirs, first, (rows, *shape[1:]))
+            first += rows
         if shape[:1] != (first,):
             raise UserError(
                 f"{theirs} has shape {shape}, but config.json asks for {first} rows; use the model's own config.json"
@@ -339,8 +360,10 @@ class ModelSource:
             return self.stacked[name].read(self.files, dim, start, stop)
         theirs, first = self.names[name]
         tensor = self.files.read(theirs, dim, first + start, first + stop)
-        if not self.gpt_fast or not name.endswith(("q_proj.weight", "k_proj.weight")):
+        if not name.endswith(("q_proj.weight", "k_proj.weight")):
             return tensor
+        if not self.gpt_fast:
+            return paired(tensor, self.config)
         # gpt-fast's RoPE pairs neighbours (0, 1), (2, 3), …; the HF layout pairs i with i + D / 2
         pairs = tensor.unflatten(0, (-1, self.config.head_dim // 2, 2))
         return pairs.transpose(1, 2).flatten(0, 2)

@@ -137,7 +137,7 @@ class PagedContext(AttentionContext):
             q_norm, k_norm, eps = heads.q_norm.weight, heads.k_norm.weight, heads.q_norm.eps
         rows = keys.flatten(0, 1), values.flatten(0, 1)
         q = rope_store(qkv.contiguous(), self.positions, frequencies, self.cache_rows, *rows, q_norm, k_norm, eps, scales)
-        return q if heads.rope_factor == 1 else q * heads.rope_factor**2  # instead of the factor on queries and on keys
+        return heads.scaled(q, frequencies)
 
     def _attend_on_cpu(self, spans: "_Spans", heads: Heads, qkv: Tensor, frequencies: Tensor) -> Tensor:
         """The same with PyTorch. A step on a CPU has no padding."""

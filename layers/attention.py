@@ -55,6 +55,19 @@ class Heads(nn.Module):
         q, k = rotate(qk, *rope).split((self.n_heads, self.n_kv_heads), dim=-2)
         return q, k, v
 
+    def factor(self, frequencies: Tensor) -> float | Tensor:
+        """`rope_factor`, or (D / 2,) with 1 for the features that are not rotated."""
+        if self.rope_factor == 1 or self.config.rotary_dim == self.head_dim:
+            return self.rope_factor
+        return torch.where(frequencies == 0, 1.0, self.rope_factor)
+
+    def scaled(self, q: Tensor, frequencies: Tensor) -> Tensor:
+        """Queries (..., D) times the factor of queries and that of keys, for keys that were stored without it."""
+        factor = self.factor(frequencies)
+        if isinstance(factor, Tensor):
+            return (q * factor.repeat(2) ** 2).to(q.dtype)
+        return q if factor == 1 else q * factor**2
+
     def forward(self, qkv: Tensor, frequencies: Tensor, context: "AttentionContext") -> Tensor:
         """(B, T, (H + 2K) * D) to (B, T, H * D). frequencies: those of `rope_frequencies`."""
         return context.attend(self, qkv if self.norm is None else self.norm(qkv), frequencies[self.rope])
@@ -115,7 +128,8 @@ class AttentionContext(ABC):
             cos, sin = angles.cos(), angles.sin()
             if exact.used(angles):  # PyTorch's last bit depends on the place in the tensor
                 cos, sin = (angles.double().apply_(function).float() for function in (math.cos, math.sin))
-            self._rotations[heads.rope] = cos * heads.rope_factor, sin * heads.rope_factor
+            factor = heads.factor(frequencies)
+            self._rotations[heads.rope] = cos * factor, sin * factor
         return heads.split(qkv, self._rotations[heads.rope])
 
 
@@ -129,8 +143,7 @@ def _split_as_stored(heads: Heads, qkv: Tensor, positions: Tensor, frequencies: 
         keys, values = (rows.new_empty(len(rows), heads.n_kv_heads, heads.head_dim) for _ in range(2))
         places = torch.arange(len(rows), device=rows.device), keys, values
         q = rope_store(rows, positions.repeat(len(qkv)), frequencies, *places, q_norm, k_norm, eps)
-        q = q if heads.rope_factor == 1 else q * heads.rope_factor**2  # as with a cache
-        return torch.cat((q, keys, values), dim=1).view(*qkv.shape[:-1], -1, heads.head_dim)
+        return torch.cat((heads.scaled(q, frequencies), keys, values), dim=1).view(*qkv.shape[:-1], -1, heads.head_dim)
 
     norms = (None, None) if heads.q_norm is None else (heads.q_norm.weight, heads.k_norm.weight)
     q, k, v = exact.differentiable(rotated, rotated, qkv, *norms).split(sizes, dim=-2)

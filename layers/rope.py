@@ -8,6 +8,7 @@ import math
 from dataclasses import replace
 
 import torch
+import torch.nn.functional as F
 from torch import Tensor
 
 from config import DynamicScaling, LinearScaling, Llama3Scaling, LongRopeScaling, ModelConfig, YarnScaling
@@ -18,12 +19,13 @@ def rope_frequencies(config: ModelConfig) -> Tensor:
     """The frequencies for a context of `config.max_seq_len` tokens, a row for each of `ROPES`: (3, D / 2) fp32, radians a token."""
     scaled = scaled_frequencies(config)
     unscaled = replace(config, rope_theta=config.local_theta or config.rope_theta, rope_scaling=None)
-    return torch.stack((scaled, scaled_frequencies(unscaled), torch.zeros_like(scaled)))
+    rows = torch.stack((scaled, scaled_frequencies(unscaled), torch.zeros_like(scaled)))
+    return F.pad(rows, (0, (config.head_dim - config.rotary_dim) // 2))  # features that are not rotated
 
 
 def scaled_frequencies(config: ModelConfig) -> Tensor:
-    """The row of layers in general: (D / 2,)."""
-    dim, base, scaling = config.head_dim, config.rope_theta, config.rope_scaling
+    """The row of layers in general, for the features that are rotated."""
+    dim, base, scaling = config.rotary_dim, config.rope_theta, config.rope_scaling
     exponents = torch.arange(0, dim, 2, dtype=torch.int64).float() / dim
     match scaling:
         case None:

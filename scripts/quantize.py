@@ -39,7 +39,7 @@ from checkpoints.sources import INDEX, Source, weights_fingerprint
 from checkpoints.weights import DTYPES, check_plain, check_source, fill, full_shape, module_places, places
 from cli import Parser, note, run
 from comms import Local, Residual
-from config import ModelConfig, require_dense
+from config import FAMILIES, ModelConfig, require_dense
 from engine.draft_models import EMBEDDED
 from engine.llm import encode_texts
 from errors import UserError
@@ -374,6 +374,8 @@ def quantize_model(
     if out.resolve().is_relative_to(draft):
         raise UserError(f"--out {out} is in {draft}, the model's draft head, which is copied; name a folder elsewhere")
     require_dense(config := model_config(model, None, 1), "scripts.quantize")
+    if FAMILIES[config.family].fused:
+        raise UserError(f"scripts.quantize does not support {config.family} models; serve them with --quantize")
     if config.quantization is not None:
         raise UserError(f"{model} is quantized already ({config.quantization.description}); start from the one in 16 bits")
     dtype, where = DTYPES[dtype_name(None, device)], torch.device(device)

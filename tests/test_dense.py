@@ -14,39 +14,45 @@ from safetensors.torch import load_file
 
 from checkpoints.export import save_checkpoint
 from checkpoints.hf_config import unread_keys
+from checkpoints.lora import open_adapter
 from checkpoints.sources import open_source
-from config import validate, with_variant
+from config import LongRopeScaling, ModelConfig, validate, with_variant
 from engine.runner import Runner
 from errors import UserError
 from kernels import determinism
 from kernels.sampling import gumbel_noise
-from layers.attention import Causal
+from layers.attention import Causal, Heads, _split_as_stored
+from layers.rope import rope_frequencies
 from quantized.scheme import SCHEMES
-from scripts.quantize import Calibration, Job
-from tests.support.models import ALONE, CPU, load, logits_of, randomize, save_random
+from scripts.quantize import Calibration, Job, quantize_model
+from tests.support.adapters import write_adapter
+from tests.support.models import ALONE, CPU, load, logits_of, multipliers, randomize, save_random
 from tests.support.ranks import Ranks
+from tests.test_checkpoint import fails
+from tests.test_model import assert_model_equals
 from tests.test_tensor_parallel import assert_ranks_compute, base_config, variant_of
 from tp import stream_shards
+from training.draft import head_config
 from training.losses import head_logits
 
 SHAPE = dict(vocab_size=101, hidden_size=64, num_hidden_layers=3, intermediate_size=48, rms_norm_eps=1e-3)
 
 
 YARN = {"rope_type": "yarn", "rope_theta": 1e4, "factor": 4.0, "original_max_position_embeddings": 1024}
+SPECIAL = dict(bos_token_id=1, eos_token_id=2, pad_token_id=0)
+
+
+def longrope(rotated: float) -> dict[str, Any]:
+    """RoPE of that part of the features of heads of 16, scaled."""
+    short, long = ([random.uniform(1, 4) for _ in range(int(rotated * 8))] for _ in range(2))
+    return dict(
+        rope_type="longrope", rope_theta=100.0, short_factor=short, long_factor=long, partial_rotary_factor=rotated,
+        original_max_position_embeddings=4,
+    )  # fmt: skip
 
 
 def heads() -> dict[str, int]:
     return dict(num_attention_heads=4, num_key_value_heads=random.choice([1, 2, 4]))
-
-
-def multipliers() -> dict[str, float]:
-    """Of a Granite, of sizes at which each of them, and the epsilon that depends on one of them, changes logits."""
-    return dict(
-        embedding_multiplier=random.uniform(0.1, 4),
-        attention_multiplier=random.uniform(0.05, 0.2),
-        residual_multiplier=random.choice([0.22, 2.5]),
-        logits_scaling=random.uniform(0.3, 3),
-    )
 
 
 MODELS: dict[str, Callable[[], Any]] = {
@@ -58,6 +64,11 @@ MODELS: dict[str, Callable[[], Any]] = {
         **SHAPE, **heads(), eos_token_id=2, sliding_window=random.randint(2, 6), max_position_embeddings=4096,
         layer_types=random.choice([None, ["full_attention", "sliding_attention", "full_attention"]]),
         rope_parameters={"full_attention": YARN, "sliding_attention": {"rope_type": "default", "rope_theta": 1e3}},
+    ),
+    "phi3": lambda: transformers.Phi3Config(**SHAPE, **SPECIAL, **heads(), sliding_window=random.choice([None, 4])),
+    "phi4_mini": lambda: transformers.Phi3Config(
+        **SHAPE, **SPECIAL, **heads(), rope_parameters=longrope(0.75), original_max_position_embeddings=4,
+        max_position_embeddings=32, tie_word_embeddings=True,
     ),
 }  # fmt: skip
 
@@ -73,7 +84,7 @@ def save_theirs(family: str, folder: Path) -> Any:
 def test_logits_are_those_of_transformers(family: str, ranks: Ranks, tmp_path: Path, seed: int) -> None:
     """On 1, 2 and 4 ranks, of their checkpoint; and theirs of ours, which has the same bits. All keys of their config.json are used."""
     theirs = save_theirs(family, tmp_path)
-    tokens = torch.randint(101, (2, random.randint(5, 12)))
+    tokens = torch.randint(101, (3, random.randint(9, 14)))
     with torch.inference_mode():
         expected = theirs(tokens).logits
     for n in (1, 2, 4):
@@ -83,6 +94,7 @@ def test_logits_are_those_of_transformers(family: str, ranks: Ranks, tmp_path: P
         assert 1e-5 < (quantized - expected).abs().max() / expected.abs().max() < 0.1
     assert unread_keys(tmp_path / "config.json") == []
     model = load(ALONE, tmp_path)
+    assert_model_equals(model, tokens, expected)
     save_checkpoint(model, tmp_path / "ours", torch.float32)
     ours, before = (load_file(folder / "model.safetensors") for folder in (tmp_path / "ours", tmp_path))
     assert ours.keys() == before.keys() and all(torch.equal(ours[name], before[name]) for name in before)
@@ -110,6 +122,36 @@ def test_what_norms_behind_modules_do_not_define(family: str, monkeypatch: pytes
     monkeypatch.setattr(determinism, "enabled", lambda: True)
     with pytest.raises(UserError, match=f"--deterministic does not support {family} models"):
         stream_shards(config, 0, 1)
+
+
+def test_a_phi_s_fused_layers_are_refused_where_nothing_reads_them(tmp_path: Path, seed: int) -> None:
+    save_theirs("phi4_mini", tmp_path / "base")
+    model = load(ALONE, tmp_path / "base")
+    for part in ("qkv_proj", "gate_up_proj"):
+        adapter = write_adapter(tmp_path / part, tmp_path / "base", (part, "o_proj"))
+        fails(lambda adapter=adapter: open_adapter(adapter, model.config), f"it changes {part}", "merge_and_unload")
+    assert len(open_adapter(write_adapter(tmp_path / "o", tmp_path / "base", ("o_proj",)), model.config).names) == 6
+    fails(lambda: quantize_model(str(tmp_path / "base"), tmp_path / "out", "int8", "rtn", None, 1, 1), "phi3")
+    layers = {"layers.0.attention.wqkv.weight": torch.zeros(64, 64), "tok_embeddings.weight": torch.zeros(101, 64)}
+    torch.save(layers, tmp_path / "base" / "model.pth")
+    fails(lambda: open_source(str(tmp_path / "base" / "model.pth"), model.config), "partial_rotary_factor")
+    shape = head_config(SimpleNamespace(streams=[0, 1, 2]), model.config, 50).layer  # type: ignore[arg-type]
+    assert rope_frequencies(shape).shape == (3, 8) and shape.rope_scaling is None
+
+
+def test_queries_alone_are_scaled_as_queries_and_keys_are(seed: int) -> None:
+    """Where a kernel writes the keys, which has no factor: the scores are the same, with features that are not rotated, and bf16 stays."""
+    scaling = LongRopeScaling((1.0,) * 3, (2.0,) * 3, 8, random.uniform(1.1, 2))
+    shape = ModelConfig(11, 16, 1, 2, 1, 8, 8, 99, family="phi3", partial_rotary_factor=0.75, rope_scaling=scaling)
+    heads, qkv, context = Heads(shape, 0, 0, range(2), 1), torch.randn(1, 9, 32), Causal(9, CPU)
+    frequencies = rope_frequencies(shape)[heads.rope]
+    (q, k, v), (one, other, same) = (
+        context.split(heads, qkv, frequencies),
+        _split_as_stored(heads, qkv, context.positions, frequencies),
+    )
+    torch.testing.assert_close(one @ other.mT, q @ k.mT, atol=1e-5, rtol=1e-5)
+    assert torch.equal(v, same) and heads.scaled(q.bfloat16(), frequencies).dtype == torch.bfloat16
+    assert not torch.allclose(other, k)
 
 
 def test_what_reads_embeddings_streams_and_logits_of_a_granite_scales_them(tmp_path: Path, seed: int) -> None:

@@ -328,6 +328,7 @@ BAD_CONFIGS: list[tuple[dict[str, Any], str]] = [
     ({"speculators_model_type": "dflash"}, "dflash"),
     ({"speculators_model_type": "eagle3"}, "transformer_layer_config"),
     ({"model_type": "granite"}, "granite"),
+    ({"model_type": "phi3"}, "phi3"),
     ({"vocab_size": 77}, "77"),
     ({"target_hidden_size": 48}, "48"),
     ({"num_hidden_layers": 2}, "2 layers"),

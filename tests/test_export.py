@@ -22,8 +22,7 @@ from layers.attention import Causal
 from model import Transformer
 from tests import MODELS, ROOT
 from tests.support.command_line import environment
-from tests.support.models import ALONE, CPU
-from tests.test_dense import multipliers
+from tests.support.models import ALONE, CPU, multipliers
 from tests.test_hf_config import DENSE
 from tests.test_model import hf_shape
 from text.tokenizer_files import load_tokenizer
@@ -79,8 +78,7 @@ def ladder_of(family: str, seed: int) -> ModelConfig:
     """A small random shape of the family with the ladder residual in random layers."""
     draw, name = random.Random(seed), f"{FAMILIES[family].name}Config"
     more = {"rope_parameters": {"rope_type": "default", "rope_theta": 1e4}} | (multipliers() if family == "granite" else {})
-    more |= {"eos_token_id": 2} if family.startswith("olmo") else {}
-    raw = getattr(transformers, name)(**hf_shape(**more)).to_dict()
+    raw = getattr(transformers, name)(**hf_shape(**more, eos_token_id=2, pad_token_id=0)).to_dict()
     config = config_from_hf(raw)
     layers = sorted(draw.sample(range(config.n_layers), draw.randint(1, config.n_layers)))
     return replace(config, variant="ladder", ladder_layers=tuple(layers))

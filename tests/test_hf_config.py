@@ -39,6 +39,13 @@ LLAMA3_ROPE = {
     "high_freq_factor": 4.0,
     "original_max_position_embeddings": 8192,
 }
+PHI_ROPE = {
+    "rope_type": "longrope",
+    "rope_theta": 1e4,
+    "short_factor": [1.0] * 12,
+    "long_factor": [2.0] * 12,
+    "partial_rotary_factor": 0.75,
+}
 # the `config.json` of the published hybrid ladder: Llama-3.1-8B with ladder residuals in the upper half of its layers
 HYBRID_LADDER: dict[str, Any] = {
     "architectures": ["LlamaForCausalLM"],
@@ -122,7 +129,9 @@ def agree(ours: ModelConfig, theirs: Any) -> None:
     else:
         assert ours.rope_scaling is not None and len(vars(ours.rope_scaling)) >= 4
         for key in vars(ours.rope_scaling).keys() & rope.keys():
-            assert getattr(ours.rope_scaling, key) == rope[key]
+            value = getattr(ours.rope_scaling, key)
+            assert (list(value) if isinstance(value, tuple) else value) == rope[key]
+    assert ours.partial_rotary_factor == rope.get("partial_rotary_factor", 1.0)
     for key in MULTIPLIERS if ours.family == "granite" else ():
         assert getattr(ours, key) == getattr(theirs, key)
     if ours.family in DENSE and not FAMILIES[ours.family].qkv_bias:
@@ -151,6 +160,11 @@ def agree(ours: ModelConfig, theirs: Any) -> None:
         (transformers.Qwen2Config, {}),
         (transformers.Qwen2Config, {"use_sliding_window": True, "sliding_window": 9, "max_window_layers": 1}),
         (transformers.Qwen2Config, {"use_sliding_window": True, "sliding_window": 9}),
+        (transformers.Phi3Config, {"sliding_window": 9}),
+        (
+            transformers.Phi3Config,
+            {"hidden_size": 128, "num_attention_heads": 4, "num_key_value_heads": 2, "rope_parameters": PHI_ROPE},
+        ),
         (transformers.GraniteConfig, {}),
         (transformers.GraniteConfig, {"embedding_multiplier": 12, "residual_multiplier": 0.22, "logits_scaling": 16.0}),
         (transformers.SeedOssConfig, {}),
@@ -222,16 +236,21 @@ def test_the_published_hybrid_ladder() -> None:
 VARIANTS = ["standard", "parallel", "ladder", "hybrid", "desync-2x:4", "desync-4x:2", "desync-4x", "upper-bound"]
 
 
+def longropes(frequencies: int) -> st.SearchStrategy[RopeScaling]:
+    numbers = st.floats(1e-8, 1e8)
+    each = st.lists(numbers, min_size=frequencies, max_size=frequencies).map(tuple)
+    return st.builds(LongRopeScaling, each, each, st.integers(2, 10**5), numbers)
+
+
 def scalings(frequencies: int) -> st.SearchStrategy[RopeScaling]:
     """Any RoPE scaling of a model with that many frequencies."""
     lengths, factors, numbers = st.integers(2, 10**5), st.floats(1, 100), st.floats(1e-8, 1e8)
-    each = st.lists(numbers, min_size=frequencies, max_size=frequencies).map(tuple)
     return st.one_of(
         st.builds(Llama3Scaling, numbers, numbers, numbers, lengths),
         st.builds(LinearScaling, factors, lengths),
         st.builds(DynamicScaling, factors, lengths),
         st.builds(YarnScaling, factors, lengths, numbers, st.floats(2, 100), st.floats(0.01, 2), st.booleans()),
-        st.builds(LongRopeScaling, each, each, lengths, numbers),
+        longropes(frequencies),
     )
 
 
@@ -244,7 +263,9 @@ def configs(draw: st.DrawFn) -> ModelConfig:
     positive = st.integers(1, 10**6)
     floats = st.floats(1e-8, 1e8)
     head_dim, length = 2 * draw(st.integers(2, 100)), draw(positive)
-    scaling = draw(st.none() | scalings(head_dim // 2))
+    parts = [part for part in (1.0, 0.75, 0.5) if family == "phi3" and head_dim * part % 2 == 0]
+    partial = draw(st.sampled_from(parts or [1.0]))
+    scaling = draw(st.none() | (longropes if family == "phi3" else scalings)(int(head_dim * partial) // 2))
     if isinstance(scaling, LinearScaling | DynamicScaling):
         length = round(scaling.trained * scaling.factor)
     elif isinstance(scaling, YarnScaling):
@@ -264,6 +285,7 @@ def configs(draw: st.DrawFn) -> ModelConfig:
         norm_eps=draw(floats),
         rope_theta=draw(st.floats(1.001, 1e8)),
         rope_scaling=scaling,
+        partial_rotary_factor=partial,
         tie_embeddings=draw(st.booleans()),
         qkv_bias=attention_bias or known.qkv_bias,
         o_bias=draw(st.booleans()) if known.out_bias else attention_bias,
@@ -383,6 +405,7 @@ BAD_SCALINGS: list[tuple[dict[str, Any], str]] = [
 DESYNC = config_to_hf(with_variant(preset("tiny"), "desync-2x:4"))
 WINDOWED = config_to_hf(replace(preset("tiny:3"), family="mistral", windows=(9,) * 3))
 SMOL = config_to_hf(replace(preset("tiny:3"), family="smollm3", no_rope_layers=(2,)))
+PHI = config_to_hf(preset("phi-4-mini"))
 OTHERS: list[tuple[dict[str, Any], dict[str, Any], str]] = [
     (HYBRID_LADDER, {"rms_norm_eps": float("nan")}, "norm_eps"),
     (HYBRID_LADDER, {"residual_variant": "sideways"}, "sideways"),
@@ -396,6 +419,13 @@ OTHERS: list[tuple[dict[str, Any], dict[str, Any], str]] = [
     (DESYNC, {"desync_pattern": [{"attention": False, "mlp": 1}] * 8}, "mlp"),
     (DESYNC, {"desync_pattern": [{"attention": True, "mlp": False}] * 8}, "last"),
     (DESYNC, {"base_model_type": "gemma"}, "gemma"),
+    (PHI, {"partial_rotary_factor": 0.9, "rope_scaling": None, "rope_parameters": {}}, "partial_rotary_factor"),
+    (PHI, {"partial_rotary_factor": 1.5, "rope_scaling": None, "rope_parameters": {}}, "partial_rotary_factor"),
+    (PHI, {"model_type": "mistral"}, "partial_rotary_factor"),
+    (PHI, {"rope_scaling": YARN}, "longrope only"),
+    (PHI, {"original_max_position_embeddings": ABSENT}, "original_max_position_embeddings"),
+    (PHI, {"quantization_config": {"quant_method": "fp8"}}, "quantized phi3"),
+    (PHI, {"attention_bias": True}, "attention_bias"),
     (WINDOWED, {"model_type": "llama"}, "sliding_window"),
     (WINDOWED, {"model_type": "llama", "sliding_window": None, "layer_types": ["sliding_attention"] * 3}, "sliding_window"),
     (WINDOWED, {"sliding_window": "4096"}, "sliding_window"),
@@ -452,7 +482,7 @@ INFRASTRUCTURE = {
 }  # fmt: skip
 
 
-@pytest.mark.parametrize("model", ["Llama", "Mistral", "Qwen2", "Qwen3", "SmolLM3", "SeedOss"])
+@pytest.mark.parametrize("model", ["Llama", "Mistral", "Qwen2", "Qwen3", "Granite", "Phi3", "SmolLM3", "SeedOss"])
 def test_every_key_that_transformers_reads_is_read_here_or_known_to_change_nothing(model: str, seed: int) -> None:
     raw = random_shape(seed) | dict(hidden_size=64, num_attention_heads=4, num_key_value_heads=2, head_dim=16, pad_token_id=0)
     config = getattr(transformers, f"{model}Config")(**raw)

@@ -22,9 +22,8 @@ from config import ModelConfig, Reduces, desync_pattern, with_variant
 from layers.attention import Causal, Heads
 from model import Transformer
 from scripts.lib.results import ROOT
-from tests.support.models import ALONE, CPU, load, randomize, save_random
+from tests.support.models import ALONE, CPU, load, multipliers, randomize, save_random
 from tests.support.paged import CachedSequences
-from tests.test_dense import multipliers
 
 TOLERANCE = 1e-4  # of fp32 logits of size about 1
 BATCH = 3
@@ -173,6 +172,11 @@ class Reference:
         self.config = config
         self.weights = {name: tensor.double() for name, tensor in load_file(directory / "model.safetensors").items()}
         self.modules = 2 * config.n_layers
+        for name in [name for name in self.weights if ".qkv_proj." in name or ".gate_up_proj." in name]:  # of Phi-3
+            q, kv = config.n_heads * config.head_dim, config.n_kv_heads * config.head_dim
+            parts, sizes = ("qkv", (q, kv, kv)) if "qkv" in name else (("gate", "up"), [config.intermediate_size] * 2)
+            for part, rows in zip(parts, self.weights.pop(name).split(sizes), strict=True):
+                self.weights[re.sub(r"\w+_proj", f"{part}_proj", name)] = rows
 
     def weight(self, layer: int, name: str) -> Tensor:
         return self.weights[f"model.layers.{layer}.{name}"]
@@ -182,11 +186,11 @@ class Reference:
 
     def rotated(self, x: Tensor) -> Tensor:
         """RoPE of (B, T, D): the pair (i, i + D / 2) is a complex number, rotated by the angle position * theta^(-2i / D)."""
-        half = x.shape[-1] // 2
+        half, rest = self.config.rotary_dim // 2, x[..., self.config.rotary_dim :]
         frequency = torch.tensor([self.config.rope_theta ** (-i / half) for i in range(half)], dtype=torch.float64)
         angle = torch.arange(x.shape[1], dtype=torch.float64)[:, None] * frequency
-        turned = torch.complex(x[..., :half], x[..., half:]) * torch.polar(torch.ones_like(angle), angle)
-        return torch.cat((turned.real, turned.imag), dim=-1)
+        turned = torch.complex(x[..., :half], x[..., half : 2 * half]) * torch.polar(torch.ones_like(angle), angle)
+        return torch.cat((turned.real, turned.imag, rest), dim=-1)
 
     def projected(self, layer: int, part: str, head: int, x: Tensor) -> Tensor:
         """One head of q_proj, k_proj or v_proj: (B, T, C) to (B, T, D)."""
@@ -321,15 +325,16 @@ VARIANTS |= {f"ladder in {seams}": partial(replace, variant="ladder", ladder_lay
 VARIANTS["desync, always"] = partial(replace, variant="desync", desync_streams=4, desync_pattern=ALWAYS)
 
 
-@pytest.mark.parametrize("kind", ["plain", "biased", "granite"])
+@pytest.mark.parametrize("kind", ["plain", "biased", "granite", "phi3"])
 @pytest.mark.parametrize("name", VARIANTS)
 def test_every_variant_follows_its_definition(name: str, kind: str, tmp_path: Path, seed: int) -> None:
     """With biases of attention and MLP, too: each desync stream adds its share of a bias that belongs after the all-reduce."""
-    family = "granite" if kind == "granite" else random.choice(["llama", "qwen3", "smollm3"])
-    qk_norm, more = family == "qwen3", multipliers() if kind == "granite" else {}
-    biases = dict(family=family, qkv_bias=True, o_bias=True, mlp_bias=not qk_norm, qk_norm=qk_norm)
-    biases["no_rope_layers"] = (0, 2) if family == "smollm3" else ()
-    model, reference, tokens = prepare(VARIANTS[name](random_config(**{} if kind == "plain" else biases | more)), tmp_path)
+    family = random.choice(["llama", "qwen3", "smollm3"]) if kind == "biased" else kind
+    qk_norm, biased = family == "qwen3", kind in ("biased", "granite")
+    more = multipliers() if kind == "granite" else dict(head_dim=8, partial_rotary_factor=0.75) if kind == "phi3" else {}
+    given = dict(family=family, qkv_bias=biased, o_bias=biased, mlp_bias=biased and not qk_norm, qk_norm=qk_norm)
+    given["no_rope_layers"] = (0, 2) if family == "smollm3" else ()
+    model, reference, tokens = prepare(VARIANTS[name](random_config(**{} if kind == "plain" else given | more)), tmp_path)
     config, similar = model.config, list[Tensor]()  # the logits of variants that the test must tell from this one
     if name in ("standard", "upper-bound", "desync, always"):  # as each other
         expected = reference.sequential(tokens, set())

@@ -48,6 +48,7 @@ def test_a_preset_is_valid_and_splits_over_eight_ranks_or_four(name: str) -> Non
         ("llama-3-8b", 8.030, 0.001),
         ("granite-3.3-8b", 8.171, 0.001),
         ("olmo-3-7b", 7.298, 0.001),
+        ("phi-4-mini", 3.836, 0.001),
         ("llama-7b", 6.738, 0.001),
         ("llama-13b", 13.016, 0.001),
         ("llama-30b", 32.529, 0.001),
@@ -63,7 +64,7 @@ def test_a_preset_has_as_many_parameters_as_its_name_says(name: str, billions: f
     assert preset(name).parameter_count() / 1e9 == pytest.approx(billions, rel=tolerance)
 
 
-@pytest.mark.parametrize("name", ["llama-3.2-1b", "llama-3-8b:2", "granite-3.3-8b:2", "tiny"])
+@pytest.mark.parametrize("name", ["llama-3.2-1b", "llama-3-8b:2", "granite-3.3-8b:2", "phi-4-mini:2", "tiny"])
 def test_parameters_are_counted_as_transformers_allocates_them(name: str) -> None:
     with torch.device("meta"):
         theirs = transformers.AutoModelForCausalLM.from_config(transformers_config(config_to_hf(preset(name))))

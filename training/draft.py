@@ -113,6 +113,8 @@ def head_config(args: argparse.Namespace, base: ModelConfig, drafted: int) -> Ea
         raise UserError(f"--streams must name {STREAMS} different layers from 0 to {base.n_layers}, {wrong}")
     shape = ("vocab_size", "hidden_size", "n_heads", "n_kv_heads", "head_dim", "intermediate_size", "max_seq_len")
     same = {name: getattr(base, name) for name in (*shape, "norm_eps", "rope_theta", "rope_scaling")}
+    if base.partial_rotary_factor != 1:  # a head rotates all features
+        same["rope_scaling"] = None
     same["intermediate_size"] *= base.experts.chosen if base.experts else 1  # what a token has of the experts
     return EagleConfig(ModelConfig(n_layers=1, **same), base.hidden_size, drafted, streams)
 

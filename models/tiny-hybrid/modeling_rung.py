@@ -17,7 +17,7 @@ from typing import Any, cast
 import transformers
 from torch import Tensor, nn
 
-FAMILIES = ("Llama", "Mistral", "Qwen2", "Qwen3", "Granite", "SmolLM3", "Olmo2", "Olmo3", "SeedOss")
+FAMILIES = ("Llama", "Mistral", "Qwen2", "Qwen3", "Granite", "Phi3", "SmolLM3", "Olmo2", "Olmo3", "SeedOss")
 
 
 class Carry:

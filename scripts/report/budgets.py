@@ -13,11 +13,11 @@ LINES = {  # of Python, by package
     "engine": 10_072,
     "kernels": 9_969,
     "comms": 3_730,
-    "training": 5_872,
-    "scripts": 10_123,
-    "tests": 56_956,
+    "training": 5_874,
+    "scripts": 10_125,
+    "tests": 57_043,
 }
-INFERENCE_LINES = 46_186
+INFERENCE_LINES = 46_279
 ROOT_FILES = 9
 ENTERED_FILES = 56  # by a streamed chat request; tests/server/test_files_entered.py counts them
 PAGES_WORDS = 27_000  # README.md and docs, tables included: say in a page what its reader decides by

@@ -27,6 +27,16 @@ def custom_desync(config: ModelConfig) -> ModelConfig:
     return replace(config, variant="desync", desync_streams=4, desync_pattern=pattern)
 
 
+def multipliers() -> dict[str, float]:
+    """Of a Granite, of sizes at which each of them, and the epsilon that depends on one of them, changes logits."""
+    return dict(
+        embedding_multiplier=random.uniform(0.1, 4),
+        attention_multiplier=random.uniform(0.05, 0.2),
+        residual_multiplier=random.choice([0.22, 2.5]),
+        logits_scaling=random.uniform(0.3, 3),
+    )
+
+
 @torch.no_grad()
 def randomize(model: torch.nn.Module) -> None:
     """Random weights, norms and biases, all of which affect the logits."""
