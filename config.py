@@ -157,10 +157,18 @@ class Family:
     bare: int = 0  # of so many successive layers the last has no RoPE, if config.json does not say which; 0: all layers have it
     # before and behind attention, before and behind the MLP; "": none
     norms: tuple[str, str, str, str] = "input_layernorm", "", "post_attention_layernorm", ""
+    centered: bool = False  # norms multiply by 1 + weight
+    activation: str = "silu"  # of the gate; "gelu_pytorch_tanh"
+    scaled_embeddings: bool = False  # embeddings are multiplied by sqrt(hidden_size), rounded to their dtype
+    extended: bool = False  # `max_position_embeddings` counts the context after linear scaling
+    query_scalar: int | None = (
+        None  # if config.json has no `query_pre_attn_scalar`, whose root divides scores; None: no such key
+    )
     sinks: bool = False  # each head's softmax has one more term (Xiao et al., arXiv:2309.17453), a parameter
     scaled: bool = False  # config.json must say how RoPE is scaled, because transformers assumes a way of its own
     multipliers: bool = False  # config.json has `MULTIPLIERS`
     fused: bool = False  # files have q, k and v as one tensor, and gate and up; `partial_rotary_factor` may be below 1
+    keys: tuple[str, ...] = ()  # of config.json, which change what a model computes, and other families refuse
     # what a missing key of config.json means
     biased: bool = False
     tied: bool = False
@@ -178,19 +186,28 @@ class Family:
 # fields of `ModelConfig` and keys of config.json that scale what a Granite computes, each 1 if it is missing
 MULTIPLIERS = ("embedding_multiplier", "attention_multiplier", "residual_multiplier", "logits_scaling")
 BEHIND = "", "post_attention_layernorm", "", "post_feedforward_layernorm"  # OLMo 2, arXiv:2501.00656, section 3.2
+AROUND = "input_layernorm", "post_attention_layernorm", "pre_feedforward_layernorm", "post_feedforward_layernorm"
 FAMILIES = {
     "llama": Family("Llama", mlp_bias=True),
     "mistral": Family("Mistral", attention_bias=False, windows="all"),
     "qwen2": Family("Qwen2", qkv_bias=True, windows="where used"),
     "qwen3": Family("Qwen3", head_dim=128, qk_norm=True, windows="where used"),
-    "granite": Family("Granite", mlp_bias=True, multipliers=True),
-    "smollm3": Family("SmolLM3", mlp_bias=True, windows="without RoPE", window=None, bare=4, tied=True, theta=2e6),
-    "seed_oss": Family("SeedOss", head_dim=128, out_bias=True, mlp_bias=True, biased=True),
-    "phi3": Family("Phi3", attention_bias=False, windows="all", window=None, eps=1e-5, fused=True),
+    "granite": Family("Granite", mlp_bias=True, multipliers=True, keys=MULTIPLIERS),
+    "smollm3": Family(
+        "SmolLM3", mlp_bias=True, windows="without RoPE", window=None, bare=4, tied=True, theta=2e6,
+        keys=("no_rope_layers", "no_rope_layer_interval"),
+    ),
+    "seed_oss": Family("SeedOss", head_dim=128, out_bias=True, mlp_bias=True, biased=True, keys=("attention_out_bias",)),
+    "phi3": Family("Phi3", attention_bias=False, windows="all", window=None, eps=1e-5, fused=True, keys=("partial_rotary_factor",)),
     "qwen3_moe": Family("Qwen3Moe", qk_norm=True, expert_size="moe_intermediate_size"),
     "mixtral": Family(
         "Mixtral", attention_bias=False, windows="all", window=None, theta=1e6, eps=1e-5,
         expert_size="intermediate_size", normalized=True,
+    ),
+    "gemma3_text": Family(
+        "Gemma3", head_dim=256, qk_norm=True, windows=6, theta=1e6, local_theta=10000.0, norms=AROUND, centered=True,
+        activation="gelu_pytorch_tanh", scaled_embeddings=True, query_scalar=256, extended=True, tied=True,
+        keys=("query_pre_attn_scalar", "sliding_window_pattern"),
     ),
     "olmo2": Family("Olmo2", wide_norm=True, eps=1e-5, norms=BEHIND),
     "olmo3": Family("Olmo3", wide_norm=True, windows=4, theta=500000.0, local_theta=0, eps=1e-5, norms=BEHIND),

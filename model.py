@@ -31,6 +31,7 @@ from torch import Tensor, nn
 
 from comms import Communicator, Local, NoCommunication, Residual
 from config import FAMILIES, ModelConfig
+from errors import UserError
 from kernels import determinism
 from kernels.embedding import embedding_shard
 from kernels.norm import rms_norm
@@ -49,7 +50,7 @@ class Factory(TypedDict):
 
 
 class RMSNorm(nn.Module):
-    """x / rms(x) * weight over the last dim, computed in fp32 (Zhang & Sennrich, arXiv:1910.07467).
+    """x / rms(x) * weight over the last dim, computed in fp32 (Zhang & Sennrich, arXiv:1910.07467). Centered: 1 + weight instead.
 
     part, layer: its name in the checkpoint, as that of a linear layer (`tp.checkpoint_name`).
     """
@@ -60,10 +61,15 @@ class RMSNorm(nn.Module):
         self.part, self.layer = part, layer
         self.eps = config.norm_eps / (1 if of_heads else config.residual_multiplier**2)  # of the stream: see `embedding_scale`
         size = config.head_dim if of_heads else config.hidden_size
-        self.weight = nn.Parameter(torch.ones(size, **factory))
+        self.centered = FAMILIES[config.family].centered
+        self.weight = nn.Parameter(torch.full((size,), 0.0 if self.centered else 1.0, **factory))
+
+    @property
+    def scale(self) -> Tensor:
+        return 1 + self.weight.float() if self.centered else self.weight
 
     def forward(self, x: Tensor) -> Tensor:
-        return rms_norm(x, self.weight, self.eps)
+        return rms_norm(x, self.scale, self.eps)
 
 
 def marked(x: Tensor) -> Tensor:
@@ -74,6 +80,11 @@ def marked(x: Tensor) -> Tensor:
 
 def scaled(x: Tensor, factor: float) -> Tensor:
     return x if factor == 1 else x * factor
+
+
+def scaled_embeddings(x: Tensor, config: ModelConfig) -> Tensor:
+    factor = config.embedding_scale
+    return scaled(x, torch.tensor(factor, dtype=x.dtype).item() if FAMILIES[config.family].scaled_embeddings else factor)
 
 
 # --- the modules h_i: each reads the stream, and adds the all-reduce of this shard's partial sum -------------------------------
@@ -261,6 +272,8 @@ class Transformer(nn.Module):
     def __init__(self, config: ModelConfig, comm: Communicator, device: torch.device, dtype: torch.dtype) -> None:
         super().__init__()
         factory: Factory = {"device": device, "dtype": dtype}
+        if device.type == "cuda" and FAMILIES[config.family].activation != "silu":
+            raise UserError(f"{config.family} models have no GPU kernels yet; use --device cpu")
         self.config = config
         self.shards = stream_shards(config, comm.rank, comm.world_size)
         comm.check_width(config.hidden_size)
@@ -306,9 +319,9 @@ class Transformer(nn.Module):
     def embed(self, tokens: Tensor) -> Tensor:
         """(B, T) ids to (B, T, C). Each rank looks up the ids of its part of the vocabulary; an all-reduce adds the parts."""
         if self.comm.world_size == 1:
-            return scaled(F.embedding(tokens, self.embedding.weight), self.config.embedding_scale)
+            return scaled_embeddings(F.embedding(tokens, self.embedding.weight), self.config)
         parts = embedding_shard(tokens, self.embedding.weight, self.vocab.start)
-        return scaled(self.comm.all_reduce(parts), self.config.embedding_scale)
+        return scaled_embeddings(self.comm.all_reduce(parts), self.config)
 
     def logits(self, x: Tensor) -> Tensor:
         """(..., C) to (..., vocab_size) fp32, the same on every rank."""

@@ -111,8 +111,8 @@ def stream_shards(config: ModelConfig, rank: int, world_size: int) -> list[Shard
         )
     if determinism.enabled():
         require_dense(config, "--deterministic")
-        if FAMILIES[config.family].wide_norm:
-            raise UserError(f"--deterministic does not support {config.family} models, whose norms add up over ranks")
+        if FAMILIES[config.family].norms[1]:
+            raise UserError(f"--deterministic does not support {config.family} models, which have norms behind modules")
     if count % world_size:
         raise UserError(
             f"this desync checkpoint has {count} streams, which {world_size} ranks cannot share; "

@@ -13,6 +13,7 @@ No other library has a model type `rung`. That is intended: a library that ignor
 without an error and generate nonsense.
 """
 
+import math
 import re
 import tomllib
 from collections.abc import Sequence
@@ -53,7 +54,6 @@ MOST = {
     "head_dim": 1 << 14,
 }
 
-ROPE_BY_LAYER = ("no_rope_layers", "no_rope_layer_interval")
 COUNTS_OF_EXPERTS = ("num_experts", "num_local_experts")  # transformers 5 writes either for the same family
 _KEYS = tomllib.loads(Path(__file__).with_name("config_keys.toml").read_text())
 NEUTRAL: dict[str, list[Any]] = _KEYS["neutral"]  # keys that are refused, but for the values that change nothing
@@ -131,10 +131,8 @@ def config_from_hf(raw: dict[str, Any]) -> ModelConfig:
     experts = _experts(raw, family)
     multipliers: dict[str, Any] = {key: positive(raw, key, 1.0) for key in MULTIPLIERS if FAMILIES[family].multipliers}
     fused = FAMILIES[family].fused
-    known = (*multipliers, *(COUNTS_OF_EXPERTS if experts else ()), *(ROPE_BY_LAYER if FAMILIES[family].bare else ()))
-    known += ("attention_out_bias",) if FAMILIES[family].out_bias else ()
-    known += ("partial_rotary_factor",) if fused else ()
-    _refuse_unsupported(raw, rope, parameters, windowed, known=known)
+    known = (*FAMILIES[family].keys, *(COUNTS_OF_EXPERTS if experts else ()))
+    _refuse_unsupported(raw, rope, parameters, windowed, family=family, known=known)
     partial = positive(rope, "partial_rotary_factor", positive(raw, "partial_rotary_factor", 1.0)) if fused else 1.0
     n_layers, hidden, heads = (
         count(raw, key, most=MOST[key]) for key in ("num_hidden_layers", "hidden_size", "num_attention_heads")
@@ -152,6 +150,11 @@ def config_from_hf(raw: dict[str, Any]) -> ModelConfig:
         count(raw, "original_max_position_embeddings")
     if fused and raw.get("quantization_config") is not None:
         raise UserError(f"a quantized {family} checkpoint is not supported; use the one in 16 bits with --quantize")
+    length = scaling.trained if FAMILIES[family].extended and isinstance(scaling, LinearScaling) else length
+    if default := FAMILIES[family].query_scalar:
+        multipliers["attention_multiplier"] = positive(raw, "query_pre_attn_scalar", default) ** -0.5
+    if FAMILIES[family].scaled_embeddings:
+        multipliers["embedding_multiplier"] = math.sqrt(hidden)
     bare = _without_rope(raw, family, n_layers)
     windows = _windows(raw, family, n_layers, bare)
     eos = one_or_list(raw, "eos_token_id")
@@ -230,8 +233,9 @@ def _model_type(raw: dict[str, Any]) -> str:
     return get(raw, "model_type", str, "llama")
 
 
-def _refuse_unsupported(*holders: dict[str, Any], known: Sequence[str]) -> None:
-    supported = NEUTRAL | {"hidden_act": ["silu", "swish"], "partial_rotary_factor": [1]}
+def _refuse_unsupported(*holders: dict[str, Any], family: str, known: Sequence[str]) -> None:
+    activations = [FAMILIES[family].activation, *(["swish"] if FAMILIES[family].activation == "silu" else [])]
+    supported = NEUTRAL | dict.fromkeys(("hidden_act", "hidden_activation"), activations) | {"partial_rotary_factor": [1]}
     for key, values in supported.items():
         for holder in holders if key not in known else ():
             if holder.get(key) not in (None, *values):
@@ -271,12 +275,17 @@ def _windows(raw: dict[str, Any], family: str, n_layers: int, bare: tuple[int, .
     if windows == "none" or (windows in ("where used", "without RoPE") and not used):
         return ()
     if raw.get("sliding_window", default := FAMILIES[family].window) is None:
+        if FAMILIES[family].local_theta is not None and set(get(raw, "layer_types", list, [None])) != {"full_attention"}:
+            raise UserError(
+                "sliding_window is null, but layers have a window; give its tokens, or full_attention in layer_types"
+            )
         return ()
     window = count(raw, "sliding_window", default)
     kinds = get(raw, "layer_types", list, None)
     if kinds is None and windows == "without RoPE":
         kinds = ["sliding_attention" if i in bare else "full_attention" for i in range(n_layers)]
     elif kinds is None:  # all layers, all but each n-th, or those from max_window_layers on
+        windows = count(raw, "sliding_window_pattern", windows) if isinstance(windows, int) else windows
         first = get(raw, "max_window_layers", int, 28) if windows == "where used" else 0
         full = [i < first or (isinstance(windows, int) and (i + 1) % windows == 0) for i in range(n_layers)]
         kinds = ["full_attention" if one else "sliding_attention" for one in full]
@@ -311,7 +320,7 @@ def _variant(raw: dict[str, Any], n_layers: int) -> dict[str, Any]:
 def config_to_hf(config: ModelConfig) -> dict[str, Any]:
     """The contents of `config.json`. `config_from_hf` reads them back to an equal config; transformers reads them if the
     variant is standard."""
-    plain = config.variant == "standard"
+    plain, family = config.variant == "standard", FAMILIES[config.family]
     published = config.variant == "ladder" and config.family == "llama"
     model_type = config.family if plain else "llamaLadder" if published else "rung"
     scaling, rope = config.rope_scaling, scaling_to_hf(config.rope_scaling)
@@ -327,7 +336,7 @@ def config_to_hf(config: ModelConfig) -> dict[str, Any]:
         "head_dim": config.head_dim,
         "intermediate_size": config.intermediate_size,
         "max_position_embeddings": trained,
-        "hidden_act": "silu",
+        "hidden_act" if family.activation == "silu" else "hidden_activation": family.activation,
         "rms_norm_eps": config.norm_eps,
         # both forms: transformers 5 reads the first key, older readers the other two
         "rope_parameters": {**rope, "rope_theta": config.rope_theta},
@@ -341,7 +350,8 @@ def config_to_hf(config: ModelConfig) -> dict[str, Any]:
     }
     if not config.causal:
         raw["is_causal"] = False
-    family = FAMILIES[config.family]
+    if family.query_scalar:
+        raw["query_pre_attn_scalar"] = round((config.attention_multiplier or 1.0) ** -2)
     if family.bare:
         raw["no_rope_layers"] = [int(i not in config.no_rope_layers) for i in range(config.n_layers)]
     if family.local_theta is not None:
@@ -375,6 +385,8 @@ def config_to_hf(config: ModelConfig) -> dict[str, Any]:
             raw["layer_types"] = ["sliding_attention" if w else "full_attention" for w in config.windows]
     elif family.windows == "all" or isinstance(family.windows, int):
         raw["sliding_window"] = None  # a missing key would mean Mistral's default of 4096
+        if family.windows != "all":
+            raw["layer_types"] = ["full_attention"] * config.n_layers
     if not plain:
         raw |= {"base_model_type": config.family, "residual_variant": config.variant}
     if config.variant == "ladder":

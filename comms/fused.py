@@ -185,7 +185,7 @@ class FusedAllReduce(PendingAllReduce):
         """(this rank's rows (R, C) of x + sum, layer(norm(x + sum)))."""
         pair = Pair(_rows(self.x), self.x.shape[-1], self.shard.size, layer.out_features, self.shard.dtype)
         self.strategy = self.comm.chosen.get(pair.key, self.strategy)
-        rows = self.scatter_add_norm(x, norm.weight, norm.eps)
+        rows = self.scatter_add_norm(x, norm.scale, norm.eps)
         if layer.only_called:
             return rows, layer(self.comm.buffers.gather(self.shard).clone().view(self.shape))
         self.comm.remember(pair, self.weight, layer.weight)

@@ -32,7 +32,9 @@ class Norm(Protocol):
     eps: float
 
     @property
-    def weight(self) -> Tensor: ...
+    def scale(self) -> Tensor:
+        """(C,): what the normed values are multiplied by."""
+        ...
 
     def __call__(self, x: Tensor, /) -> Tensor: ...
 
@@ -113,7 +115,7 @@ class PendingAllReduce(ABC):
     def add_norm_linear(self, x: Tensor, norm: Norm, layer: Linear) -> tuple[Tensor, Any]:
         """(x + sum, layer(norm(x + sum))). The second has all rows on every rank."""
         add_norm = self.add_norm_codes if layer.reads_codes(x) else self.add_norm
-        total, normed = add_norm(x, norm.weight, norm.eps)
+        total, normed = add_norm(x, norm.scale, norm.eps)
         self.release()  # before the layer allocates its result
         return total, layer(normed)
 

@@ -134,7 +134,7 @@ class PagedContext(AttentionContext):
         """Rotate qkv (T, (H + 2K) * D), write its keys and values into the cache, return its queries (T, H, D)."""
         q_norm, k_norm, eps = None, None, 0.0
         if heads.q_norm is not None:
-            q_norm, k_norm, eps = heads.q_norm.weight, heads.k_norm.weight, heads.q_norm.eps
+            q_norm, k_norm, eps = heads.q_norm.scale, heads.k_norm.scale, heads.q_norm.eps
         rows = keys.flatten(0, 1), values.flatten(0, 1)
         q = rope_store(qkv.contiguous(), self.positions, frequencies, self.cache_rows, *rows, q_norm, k_norm, eps, scales)
         return heads.scaled(q, frequencies)

@@ -44,6 +44,12 @@ def swiglu_reference(gate_up: Tensor) -> Tensor:
     return plain(gate_up)
 
 
+def geglu(gate_up: Tensor) -> Tensor:
+    """GEGLU (Shazeer, arXiv:2002.05202) by PyTorch: gelu(gate) * up (..., I) of gate_up (..., 2I), with the tanh of the GELU's paper."""
+    gate, up = gate_up.chunk(2, dim=-1)
+    return F.gelu(gate, approximate="tanh") * up
+
+
 def clamped_swiglu(gate_up: Tensor, limit: float) -> Tensor:
     """gpt-oss's activation of gate_up (..., 2I): gate * sigmoid(1.702 * gate) * (up + 1), of values between -limit and limit; the gate
     has no lower limit."""

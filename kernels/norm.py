@@ -61,6 +61,8 @@ def _add_norm(x: Tensor, update: Tensor, weight: Tensor, eps: float, early: bool
 
 def rms_norm_reference(x: Tensor, weight: Tensor, eps: float) -> Tensor:
     def plain(x: Tensor, weight: Tensor) -> Tensor:
+        if weight.dtype != x.dtype:
+            return F.rms_norm(x.to(weight.dtype), weight.shape, weight, eps).to(x.dtype)
         return F.rms_norm(x, weight.shape, weight, eps)
 
     if determinism.enabled():  # on a GPU the kernel's bits, also with autograd

@@ -145,7 +145,7 @@ def _split_as_stored(heads: Heads, qkv: Tensor, positions: Tensor, frequencies: 
         q = rope_store(rows, positions.repeat(len(qkv)), frequencies, *places, q_norm, k_norm, eps)
         return torch.cat((heads.scaled(q, frequencies), keys, values), dim=1).view(*qkv.shape[:-1], -1, heads.head_dim)
 
-    norms = (None, None) if heads.q_norm is None else (heads.q_norm.weight, heads.k_norm.weight)
+    norms = (None, None) if heads.q_norm is None else (heads.q_norm.scale, heads.k_norm.scale)
     q, k, v = exact.differentiable(rotated, rotated, qkv, *norms).split(sizes, dim=-2)
     return q, k, v
 

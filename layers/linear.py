@@ -7,9 +7,9 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from config import ModelConfig
+from config import FAMILIES, ModelConfig
 from kernels import determinism
-from kernels.activation import swiglu, swiglu_codes
+from kernels.activation import geglu, swiglu, swiglu_codes
 from kernels.dispatch import on_gpu
 from kernels.linear import linear, linear_swiglu
 from kernels.linear_host import supports as host_supports
@@ -20,6 +20,8 @@ from kernels.lora import Groups, LowRank, add_low_rank
 from kernels.row_codes import RowCodes
 from quantized.weight import PlainWeight, QuantizedWeight, merged
 from tp import Shard, biased_parts, checkpoint_name, split_of
+
+ACTIVATIONS = {"silu": swiglu, "gelu_pytorch_tanh": geglu}  # of (..., 2I) gate and up to (..., I), by the gate's
 
 
 def packs_on_gpu(device: torch.device, dtype: torch.dtype) -> bool:
@@ -54,7 +56,7 @@ class ShardedLinear(nn.Module):
 
     `weight` (sum of the parts' local out_features, local in_features). A column-parallel layer has some out_features and returns
     them; a row-parallel one has some in_features and returns a partial sum over shards (Megatron-LM, arXiv:1909.08053).
-    gated: the parts are (gate, up), and the layer returns silu(gate) * up.
+    gated: the parts are (gate, up), and the layer returns silu(gate) * up, or what `Family.activation` says.
 
     `bias` is None unless a part has a bias. A column-parallel layer holds the entries of its features, for the parts with a
     bias. A row-parallel layer holds all entries, and each of the S shards adds 1 / S of them: the sum over shards then has the
@@ -85,7 +87,7 @@ class ShardedLinear(nn.Module):
         """inputs: in_features of a column-parallel layer; None: hidden_size."""
         super().__init__()
         self.config, self.parts, self.shard, self.layer, self.gated = config, parts, shard, layer, gated
-        self.readers = (reader,) if reader else ()
+        self.readers, self.activation = (reader,) if reader else (), ACTIVATIONS[FAMILIES[config.family].activation]
         # of each part, the features that this shard has on the split axis
         self.sizes = [len(shard.range(config, split_of(p).axis)) for p in parts]
         self.dim = split_of(parts[0]).dim
@@ -189,7 +191,7 @@ class ShardedLinear(nn.Module):
 
     def gate(self, gate_up: Tensor) -> Tensor | RowCodes:
         """silu(gate) * up of (..., 2 * in_features), as this layer reads it."""
-        return swiglu_codes(gate_up) if self.reads_codes(gate_up) else swiglu(gate_up)
+        return swiglu_codes(gate_up) if self.reads_codes(gate_up) else self.activation(gate_up)
 
     def pack(self, dtype: torch.dtype) -> None:
         """Prepare quantized parts that are filled for the kernels of this GPU or CPU: as one weight if all are quantized alike.
@@ -209,7 +211,7 @@ class ShardedLinear(nn.Module):
         """What follows the product."""
         if not self.gated:
             return out
-        return self.readers[0].gate(out) if self.readers else swiglu(out)
+        return self.readers[0].gate(out) if self.readers else self.activation(out)
 
     def whole_bias(self) -> Tensor | None:
         """The bias that this shard adds to its features or to its partial sum; None without one."""

@@ -47,7 +47,7 @@ from files import CONFIG_BYTES, check_folder, model_folder, read_file, read_json
 from layers.attention import Causal
 from layers.linear import ShardedLinear
 from layers.rope import rope_frequencies
-from model import BLOCKS, Factory, scaled
+from model import BLOCKS, Factory, scaled_embeddings
 from options import dtype_name, whole_number
 from quantized.formats import FORMATS, Slice, Tensors, compressed_tensors
 from quantized.gptq import gptq
@@ -138,7 +138,7 @@ class Calibration:
         self.frequencies = rope_frequencies(job.config).to(job.device)
         name, rows = "model.embed_tokens.weight", job.config.vocab_size
         table = job.source.read(name, 0, 0, rows)
-        embedded = (scaled(F.embedding(s, table)[None].to(job.device, job.dtype), job.config.embedding_scale) for s in tokens)
+        embedded = (scaled_embeddings(F.embedding(s, table)[None].to(job.device, job.dtype), job.config) for s in tokens)
         self.streams: list[Any] = [Residual(x, Local()) for x in embedded]
         self.shards = stream_shards(job.config, 0, 1)
         if job.config.kind.streams:

@@ -76,9 +76,9 @@ def random_model(config: ModelConfig, seed: int) -> Transformer:
 
 def ladder_of(family: str, seed: int) -> ModelConfig:
     """A small random shape of the family with the ladder residual in random layers."""
-    draw, name = random.Random(seed), f"{FAMILIES[family].name}Config"
+    draw = random.Random(seed)
     more = {"rope_parameters": {"rope_type": "default", "rope_theta": 1e4}} | (multipliers() if family == "granite" else {})
-    raw = getattr(transformers, name)(**hf_shape(**more, eos_token_id=2, pad_token_id=0)).to_dict()
+    raw = transformers.AutoConfig.for_model(family, **hf_shape(**more, eos_token_id=2, pad_token_id=0)).to_dict()
     config = config_from_hf(raw)
     layers = sorted(draw.sample(range(config.n_layers), draw.randint(1, config.n_layers)))
     return replace(config, variant="ladder", ladder_layers=tuple(layers))

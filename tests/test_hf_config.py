@@ -1,6 +1,7 @@
 """Reading and writing `config.json`, against transformers and published checkpoints."""
 
 import json
+import math
 import random
 from dataclasses import replace
 from pathlib import Path
@@ -28,6 +29,7 @@ from config import (
     validate,
     with_variant,
 )
+from errors import UserError
 from tests.test_checkpoint import fails
 from tests.test_presets import transformers_config
 
@@ -127,11 +129,14 @@ def agree(ours: ModelConfig, theirs: Any) -> None:
     if rope["rope_type"] == "default":
         assert ours.rope_scaling is None
     else:
-        assert ours.rope_scaling is not None and len(vars(ours.rope_scaling)) >= 4
+        assert ours.rope_scaling is not None and len(vars(ours.rope_scaling)) >= 4 - 2 * (rope["rope_type"] == "linear")
         for key in vars(ours.rope_scaling).keys() & rope.keys():
             value = getattr(ours.rope_scaling, key)
             assert (list(value) if isinstance(value, tuple) else value) == rope[key]
     assert ours.partial_rotary_factor == rope.get("partial_rotary_factor", 1.0)
+    if ours.family == "gemma3_text":
+        assert ours.attention_multiplier == theirs.query_pre_attn_scalar**-0.5
+        assert ours.embedding_multiplier == math.sqrt(theirs.hidden_size) and theirs.hidden_activation == "gelu_pytorch_tanh"
     for key in MULTIPLIERS if ours.family == "granite" else ():
         assert getattr(ours, key) == getattr(theirs, key)
     if ours.family in DENSE and not FAMILIES[ours.family].qkv_bias:
@@ -171,6 +176,8 @@ def agree(ours: ModelConfig, theirs: Any) -> None:
         (transformers.SeedOssConfig, {"attention_bias": False, "attention_out_bias": True, "mlp_bias": True, "head_dim": 24}),
         (transformers.SmolLM3Config, {}),
         (transformers.SmolLM3Config, {"no_rope_layer_interval": 2, "use_sliding_window": True, "sliding_window": 9}),
+        (transformers.Gemma3TextConfig, {}),
+        (transformers.Gemma3TextConfig, {"query_pre_attn_scalar": 168, "sliding_window": 9, "sliding_window_pattern": 2}),
         (transformers.Olmo2Config, {}),
         (transformers.Olmo3Config, {}),
         (transformers.Olmo3Config, {"layer_types": ["sliding_attention", "full_attention"], "num_hidden_layers": 2}),
@@ -184,7 +191,7 @@ def test_configs_that_transformers_writes(make: Any, more: dict[str, Any], seed:
     agree(ours, theirs)
     assert ours.variant == "standard"
     assert ours.qkv_bias or theirs.model_type != "qwen2"
-    assert ours.qk_norm == (theirs.model_type == "qwen3")
+    assert ours.qk_norm == (theirs.model_type in ("qwen3", "gemma3_text"))
 
 
 def test_the_older_spelling_of_rope(seed: int) -> None:
@@ -215,7 +222,11 @@ def test_keys_that_may_be_absent_mean_what_they_mean_to_transformers(family: str
     raw |= {"model_type": family, "use_sliding_window": True, "eos_token_id": None}
     agree(config_from_hf(raw), transformers_config(raw))
     windows = {"sliding_window": 9, "no_rope_layer_interval": 2} if family == "smollm3" else {"sliding_window": None}
-    agree(config_from_hf(raw | windows), transformers_config(raw | windows))
+    if FAMILIES[family].local_theta is None:
+        agree(config_from_hf(raw | windows), transformers_config(raw | windows))
+    else:  # such a model's other layers with a window would have the wrong RoPE
+        with pytest.raises(UserError, match="sliding_window is null"):
+            config_from_hf(raw | windows)
 
 
 def test_the_published_hybrid_ladder() -> None:
@@ -267,14 +278,15 @@ def configs(draw: st.DrawFn) -> ModelConfig:
     partial = draw(st.sampled_from(parts or [1.0]))
     scaling = draw(st.none() | (longropes if family == "phi3" else scalings)(int(head_dim * partial) // 2))
     if isinstance(scaling, LinearScaling | DynamicScaling):
-        length = round(scaling.trained * scaling.factor)
+        linear = isinstance(scaling, LinearScaling)
+        length = scaling.trained if known.extended and linear else round(scaling.trained * scaling.factor)
     elif isinstance(scaling, YarnScaling):
         length = round(scaling.original_max_position_embeddings * scaling.factor)
     attention_bias = known.attention_bias and not known.qkv_bias and draw(st.booleans())
-    vocab = draw(positive)
+    vocab, hidden = draw(positive), draw(positive)
     config = ModelConfig(
         vocab_size=vocab,
-        hidden_size=draw(positive),
+        hidden_size=hidden,
         n_layers=layers,
         n_heads=kv_heads * draw(st.integers(1, 4)),
         n_kv_heads=kv_heads,
@@ -293,6 +305,8 @@ def configs(draw: st.DrawFn) -> ModelConfig:
         no_rope_layers=tuple(sorted(draw(st.sets(st.integers(0, layers - 1))))) if known.bare else (),
         qk_norm=known.qk_norm,
         **{key: draw(floats) for key in (MULTIPLIERS if known.multipliers else ())},
+        **({"embedding_multiplier": math.sqrt(hidden)} if known.scaled_embeddings else {}),
+        **({"attention_multiplier": draw(st.integers(1, 10**4)) ** -0.5} if known.query_scalar else {}),
         eos_token_ids=tuple(draw(st.lists(st.integers(0, vocab - 1), max_size=3))),
         bos_token_id=draw(st.none() | positive),
     )
@@ -301,7 +315,7 @@ def configs(draw: st.DrawFn) -> ModelConfig:
         size = draw(positive)
         local = draw(floats) if known.local_theta is not None else None
         config = replace(config, windows=tuple(size if w else None for w in windowed), local_theta=local)
-    variants = VARIANTS if known.norms[0] else [name for name in VARIANTS if not name.startswith(("parallel", "desync"))]
+    variants = [*VARIANTS] if not known.norms[1] else [name for name in VARIANTS if not name.startswith(("parallel", "desync"))]
     config = with_variant(config, draw(st.sampled_from(variants)))
     if config.variant == "ladder" and draw(st.booleans()):
         config = replace(config, ladder_layers=tuple(sorted(draw(st.sets(st.integers(0, layers - 1), min_size=1)))))

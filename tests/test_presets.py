@@ -30,7 +30,7 @@ def test_a_preset_is_valid_and_splits_over_eight_ranks_or_four(name: str) -> Non
     ranks = 4 if name == "llama-30b" else 8  # llama-30b has 52 heads
     assert config.n_heads % ranks == config.intermediate_size % ranks == 0
     assert config.hidden_size == config.n_heads * config.head_dim or name.startswith(
-        ("tiny", "qwen3-30b-a3b", "gpt-oss", "seed-oss")
+        ("tiny", "qwen3-30b-a3b", "gpt-oss", "seed-oss", "gemma")
     )
 
 
@@ -47,6 +47,7 @@ def test_a_preset_is_valid_and_splits_over_eight_ranks_or_four(name: str) -> Non
         ("seed-oss-36b", 36.15, 0.001),
         ("llama-3-8b", 8.030, 0.001),
         ("granite-3.3-8b", 8.171, 0.001),
+        ("gemma-3-27b", 27.009, 0.001),
         ("olmo-3-7b", 7.298, 0.001),
         ("phi-4-mini", 3.836, 0.001),
         ("llama-7b", 6.738, 0.001),

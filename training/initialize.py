@@ -54,7 +54,7 @@ def materializer(model: Transformer, source: Source | None, seed: int) -> Callab
         path, _, attribute = name.rpartition(".")
         module = model.get_submodule(path)
         hollow = getattr(module, attribute)
-        start = 1.0 if isinstance(module, RMSNorm) else 0.0
+        start = 1.0 if isinstance(module, RMSNorm) and not module.centered else 0.0
         parameter = nn.Parameter(torch.full(hollow.shape, start, dtype=hollow.dtype, device=device))
         setattr(module, attribute, parameter)
         for place in module_places(module):

@@ -17,7 +17,7 @@ from typing import Any, cast
 import transformers
 from torch import Tensor, nn
 
-FAMILIES = ("Llama", "Mistral", "Qwen2", "Qwen3", "Granite", "Phi3", "SmolLM3", "Olmo2", "Olmo3", "SeedOss")
+FAMILIES = ("Llama", "Mistral", "Qwen2", "Qwen3", "Granite", "Phi3", "SmolLM3", "Olmo2", "Olmo3", "SeedOss", "Gemma3")
 
 
 class Carry:
@@ -31,10 +31,12 @@ def forward(layer: Any, hidden_states: Tensor, **context: Any) -> Tensor:
     x = hidden_states
     before = x if layer.is_first else layer.carry.before
     scale = getattr(layer, "residual_multiplier", 1.0)  # of Granite
-    # of OLMo, norms are behind the modules
+    # of OLMo and Gemma, norms are behind the modules
     same, behind = nn.Identity(), getattr(layer, "post_feedforward_layernorm", None)
     first, second = getattr(layer, "input_layernorm", same), layer.post_attention_layernorm
-    norms = (first, second, same, behind) if behind else (first, same, second, same)
+    norms = (
+        (first, second, getattr(layer, "pre_feedforward_layernorm", same), behind) if behind else (first, same, second, same)
+    )
     update = layer.self_attn(hidden_states=norms[0](before if layer.is_ladder else x), **context)[0]
     before, x = x, x + norms[1](update) * scale
     update = layer.mlp(norms[2](before if layer.is_ladder else x))
@@ -59,7 +61,8 @@ class WithLadder(nn.Module):
 for family in FAMILIES:
     if hasattr(transformers, f"{family}ForCausalLM"):  # the installed version may not have all
         kind = {"model_type": "llamaLadder" if family == "Llama" else "rung"}
-        config = type(f"{family}LadderConfig", (getattr(transformers, f"{family}Config"),), kind)
+        base = getattr(transformers, f"{family}TextConfig", None) or getattr(transformers, f"{family}Config")
+        config = type(f"{family}LadderConfig", (base,), kind)
         bases = (WithLadder, getattr(transformers, f"{family}ForCausalLM"))
         model = type(f"{family}LadderForCausalLM", bases, {"config_class": config})
         globals().update({config.__name__: config, model.__name__: model})
