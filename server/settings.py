@@ -113,7 +113,7 @@ class NameOptions:
         "auto",
         "how the model writes tool calls. hermes (also Qwen): <tool_call>; llama3_json: JSON with parameters, also after "
         "<|python_tag|>; mistral: [TOOL_CALLS]name[ARGS]; mistral_list: [TOOL_CALLS] and a JSON list; json: JSON, also in a "
-        "code block; qwen3_coder, seed_oss, glm45, glm47, kimi_k2, deepseek_v3, deepseek_v31, gemma4, granite, olmo3, lfm2: as these "
+        "code block; qwen3_coder, seed_oss, glm45, glm47, kimi_k2, deepseek_v3, deepseek_v31, gemma4, granite, phi4_mini, olmo3, lfm2: as these "
         "models do; harmony: as gpt-oss does; pythonic, llama4_pythonic: [name(key=value)]; none: calls that tool_choice does not "
         "force are text. "
         "auto: as the chat template writes them",

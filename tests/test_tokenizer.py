@@ -471,6 +471,23 @@ def test_templates_by_file_and_by_name(folder: Any) -> None:
     assert load_tokenizer(path).render_chat(CHAT) == "file <|begin|>"
 
 
+def test_a_template_may_read_tools_in_the_system_message(loaded: dict[str, Tokenizer]) -> None:
+    """That of Phi-4-mini, which transformers renders as this."""
+    template = (
+        "{% for message in messages %}{% if message['role'] == 'system' and 'tools' in message and message['tools'] is not none %}"
+        "{{ '<|system|>' + message['content'] + '<|tool|>' + message['tools'] + '<|/tool|><|end|>' }}"
+        "{% else %}{{ '<|' + message['role'] + '|>' + message['content'] + '<|end|>' }}{% endif %}{% endfor %}"
+    )
+    function = {"name": "weather", "description": "é <|end|>", "parameters": {"type": "object", "properties": {}}}
+    tools, user = [{"type": "function", "function": function}], {"role": "user", "content": "Hi"}
+    for system, text in ([], ""), ([{"role": "system", "content": "Be brief."}], "Be brief."):
+        given: Any = {"chat_template": template, "tools": tools, "add_generation_prompt": False}
+        expected = f"<|system|>{text}<|tool|>{json.dumps([function], ensure_ascii=False)}<|/tool|><|end|><|user|>Hi<|end|>"
+        assert loaded["json-bytes"].render_chat([*system, user], **given) == expected
+        plain = f"<|system|>{text}<|end|>" * len(system) + "<|user|>Hi<|end|>"
+        assert loaded["json-bytes"].render_chat([*system, user], **given | {"tools": None}) == plain
+
+
 @pytest.mark.parametrize(
     ("template", "says"),
     [

@@ -87,6 +87,16 @@ def _compile_template(template: str) -> jinja2.Template:
     return environment.from_string(template)
 
 
+def give_tools(template: str, chat: list[dict[str, Any]], tools: Any) -> list[dict[str, Any]]:
+    """The conversation; for a template that reads tools there, as Phi-4-mini's, with their functions as JSON in a system message."""
+    if not tools or "message['tools']" not in template:
+        return chat
+    is_first = bool(chat) and chat[0]["role"] == "system"
+    system = chat[0] if is_first else {"role": "system", "content": ""}
+    own = json.dumps([tool.get("function", tool) for tool in tools], ensure_ascii=False)
+    return [system | {"tools": own}, *chat[is_first:]]
+
+
 @functools.lru_cache(maxsize=64)
 def form_of(template: str, with_tools: bool) -> ChatForm:
     """What the template takes, with tools or without."""

@@ -23,7 +23,7 @@ from typing import Any
 
 from errors import UserError
 from text.chat_form import Message, fit
-from text.chat_template import form_of, render
+from text.chat_template import form_of, give_tools, render
 from text.control_tokens import Guard, Spellings
 
 PLAIN_CHAT = (  # the template of ByteTokenizer
@@ -188,7 +188,7 @@ class Tokenizer(ABC):
         if continued and begins:
             raise UserError("continue_final_message excludes add_generation_prompt; set add_generation_prompt to false")
         template = self.pick_template(wanted, tools is not None)
-        chat = fit(messages, form_of(template, bool(tools)), continued)
+        chat = give_tools(template, fit(messages, form_of(template, bool(tools)), continued), tools)
         if guard is not None:
             chat, values = guard.protect(chat, values)
         return render(template, chat, {**self.names, "documents": None, "tools": None, **values}, begins, continued)

@@ -139,6 +139,7 @@ SYNTAXES = {  # the first whose signs are in a template is that of the model
     "deepseek_v3": DEEPSEEK,
     "deepseek_v31": DEEPSEEK_31,
     "gemma4": CallSyntax("<|tool_call>", "named", "<tool_call|>", signs=("<|tool_call>",), before="call:", arguments=GEMMA),
+    "phi4_mini": replace(JSON_LIST, trigger="<|tool_call|>", end="<|/tool_call|>", signs=("<|tool|>", "<|/tool|>")),
     "granite": replace(JSON_LIST, trigger="<|tool_call|>", signs=("<|tool_call|>",), also=("<tool_call>",)),
     "olmo3": CallSyntax(
         "<function_calls>", "named", "\n</function_calls>", between="\n", signs=("<function_calls>",), arguments=PYTHON

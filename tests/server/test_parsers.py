@@ -157,6 +157,11 @@ CASES: list[tuple[str, str, list[Any]]] = [
         [("weather", ULM), ("now", "{}")],
     ),
     ("granite", f'Ja.\n<tool_call>[{{"name": "weather", "arguments": {ULM}}}]\nDone.', ["Ja.", ("weather", ULM), "Done."]),
+    (
+        "phi4_mini",
+        f'Ja.<|tool_call|>[{{"name": "weather", "arguments": {ULM}}}, {{"name": "now", "arguments": {{}}}}]<|/tool_call|>',
+        ["Ja.", ("weather", ULM), ("now", "{}")],
+    ),
     *[
         (name, f"{begin}[{PYTHON_TYPES}, now()]{end}", [("weather", TYPED), ("now", "{}")])
         for name, begin, end in (
@@ -442,6 +447,7 @@ WRITTEN: dict[str, tuple[str, str, str, str]] = {
         "",
     ),
     "granite": ("<|tool_call|>[", OBJECT, ", ", "]"),
+    "phi4_mini": ("{# <|tool|>…<|/tool|> #}<|tool_call|>[", OBJECT, ", ", "]<|/tool_call|>"),
     "olmo3": ("<function_calls>", PYTHON_CALL, "\n", "</function_calls>"),
     "lfm2": ("<|tool_call_start|>[", PYTHON_CALL, ", ", "]<|tool_call_end|>"),
     "llama4_pythonic": ("<|python_start|>[", PYTHON_CALL, ", ", "]<|python_end|>"),
