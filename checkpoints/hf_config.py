@@ -367,7 +367,6 @@ def config_to_hf(config: ModelConfig) -> dict[str, Any]:
         raw["mlp_bias"] = config.mlp_bias
     if family.fused:
         raw["partial_rotary_factor"] = raw["rope_parameters"]["partial_rotary_factor"] = config.partial_rotary_factor
-        raw["pad_token_id"] = None  # a missing key would mean 32000, which may be outside the vocabulary
         raw |= {key: value for key, value in rope.items() if key == "original_max_position_embeddings"}
     if family.multipliers:
         raw |= {key: getattr(config, key) for key in MULTIPLIERS}

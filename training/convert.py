@@ -92,8 +92,8 @@ def convert(model: Path, out: Path, ladder_layers: int | Sequence[int], link: bo
 def hybrid_json(model: Path, config: ModelConfig) -> dict[str, object]:
     """The converted `config.json`: the entries of the original, overwritten by those of `config`."""
     original = json.loads((model / "config.json").read_text(encoding="utf-8"))
-    dtype = original.get("torch_dtype") or original.get("dtype") or "bfloat16"
-    return original | config_to_hf(config) | {"torch_dtype": dtype}
+    kept = {"torch_dtype": original.get("torch_dtype") or original.get("dtype") or "bfloat16"}
+    return original | config_to_hf(config) | kept | {"pad_token_id": original.get("pad_token_id")}
 
 
 def clear(out: Path, model: Path, force: bool) -> None:
