@@ -166,6 +166,7 @@ class Family:
     )
     sinks: bool = False  # each head's softmax has one more term (Xiao et al., arXiv:2309.17453), a parameter
     scaled: bool = False  # config.json must say how RoPE is scaled, because transformers assumes a way of its own
+    growing: bool = False  # queries grow with their position: `ModelConfig.query_growth`
     multipliers: bool = False  # config.json has `MULTIPLIERS`
     fused: bool = False  # files have q, k and v as one tensor, and gate and up; `partial_rotary_factor` may be below 1
     keys: tuple[str, ...] = ()  # of config.json, which change what a model computes, and other families refuse
@@ -190,6 +191,10 @@ AROUND = "input_layernorm", "post_attention_layernorm", "pre_feedforward_layerno
 FAMILIES = {
     "llama": Family("Llama", mlp_bias=True),
     "mistral": Family("Mistral", attention_bias=False, windows="all"),
+    "ministral3": Family(
+        "Ministral3", head_dim=128, attention_bias=False, windows="all", window=None, eps=1e-5, scaled=True, growing=True,
+        keys=("llama_4_scaling_beta",),
+    ),
     "qwen2": Family("Qwen2", qkv_bias=True, windows="where used"),
     "qwen3": Family("Qwen3", head_dim=128, qk_norm=True, windows="where used"),
     "granite": Family("Granite", mlp_bias=True, multipliers=True, keys=MULTIPLIERS),
@@ -261,6 +266,7 @@ class ModelConfig:
     partial_rotary_factor: float = 1.0  # which part of a head's features RoPE rotates; see `sources.paired`
     local_theta: float | None = None  # RoPE's base in layers with a window, which is then not scaled; None: as in other layers
     no_rope_layers: tuple[int, ...] = ()
+    query_growth: float | None = None  # `growth` of `layers.rope.query_scale`
     tie_embeddings: bool = False
     qkv_bias: bool = False
     o_bias: bool = False
@@ -403,6 +409,11 @@ def validate(config: ModelConfig) -> ModelConfig:
         (config.local_theta is not None) == local, f"local_theta belongs to windows of some families, not to {config.family}"
     )
     require(config.local_theta is None or 0 < config.local_theta < math.inf, "local_theta must be a positive number")
+    grows = config.query_growth is not None and isinstance(config.rope_scaling, YarnScaling)
+    require(
+        grows == FAMILIES[config.family].growing and grows == (config.query_growth is not None),
+        "llama_4_scaling_beta together with yarn belongs to ministral3 models, and only to these",
+    )
     bare = set(config.no_rope_layers)
     require(bare <= set(range(config.n_layers)), f"no_rope_layers must name layers from 0 to {config.n_layers - 1}, not {bare}")
     require(bool(FAMILIES[config.family].bare) or not bare, f"no_rope_layers is not a feature of the {config.family} family")

@@ -54,6 +54,9 @@ MOST = {
     "head_dim": 1 << 14,
 }
 
+# multimodal models of which the text part is read: the kinds of their text_config, and the keys beside it that count
+TEXTS = {"mistral3": ("mistral", "ministral3")}
+WHOLE = ("quantization_config", "tie_word_embeddings", "eos_token_id", "bos_token_id")
 COUNTS_OF_EXPERTS = ("num_experts", "num_local_experts")  # transformers 5 writes either for the same family
 _KEYS = tomllib.loads(Path(__file__).with_name("config_keys.toml").read_text())
 NEUTRAL: dict[str, list[Any]] = _KEYS["neutral"]  # keys that are refused, but for the values that change nothing
@@ -103,7 +106,7 @@ def read_config(path: Path) -> ModelConfig:
 
 def unread_keys(path: Path) -> list[str]:
     """What to tell the user of a valid `config.json`: what it says without effect."""
-    raw = Recorded(read_json(path, CONFIG_BYTES))
+    raw = Recorded(text_of(read_json(path, CONFIG_BYTES)))
     config = config_from_hf(raw)
     unread = sorted(
         key for key, value in raw.items() if value is not None and key not in raw.read | HARMLESS | {"architectures"}
@@ -117,15 +120,31 @@ def unread_keys(path: Path) -> list[str]:
     return remarks
 
 
+def text_of(raw: dict[str, Any]) -> dict[str, Any]:
+    """The config of the text model that a multimodal one has, with what is said of the whole; another model's as it is."""
+    kinds = TEXTS.get(get(raw, "model_type", str, "llama"))
+    if kinds is None:
+        return raw
+    text = {"model_type": kinds[0]} | get(raw, "text_config", dict)
+    if text["model_type"] not in kinds:
+        raise UserError(
+            f"text_config has model_type {shown(text['model_type'])}, which is not supported; supported: {', '.join(kinds)}"
+        )
+    return text | {key: raw[key] for key in WHOLE if raw.get(key) is not None}
+
+
 def config_from_hf(raw: dict[str, Any]) -> ModelConfig:
     """Translate a `config.json` that transformers (4 or 5) or Rung wrote, or that of a published hybrid ladder.
 
     Raises UserError if a key is missing or has the wrong type, or for a feature that Rung does not support.
     """
+    raw = text_of(raw)
     model_type = _model_type(raw)
     family = {"llamaLadder": "llama", "rung": get(raw, "base_model_type", str, "llama")}.get(model_type, model_type)
     if family not in FAMILIES:
-        raise UserError(f"model_type {shown(family)} is not supported; supported: {', '.join(FAMILIES)}, llamaLadder, rung")
+        raise UserError(
+            f"model_type {shown(family)} is not supported; supported: {', '.join([*FAMILIES, *TEXTS])}, llamaLadder, rung"
+        )
     local = FAMILIES[family].local_theta
     rope, parameters, windowed = rope_of(raw, local is not None)
     experts = _experts(raw, family)
@@ -178,6 +197,7 @@ def config_from_hf(raw: dict[str, Any]) -> ModelConfig:
         windows=windows,
         local_theta=None if local is None or not any(windows) else read_local_theta(raw, windowed, local or theta),
         no_rope_layers=bare,
+        query_growth=get(rope, "llama_4_scaling_beta", float) if FAMILIES[family].growing else None,
         experts=experts,
         causal=get(raw, "is_causal", bool, True),
         **multipliers,
@@ -324,6 +344,7 @@ def config_to_hf(config: ModelConfig) -> dict[str, Any]:
     published = config.variant == "ladder" and config.family == "llama"
     model_type = config.family if plain else "llamaLadder" if published else "rung"
     scaling, rope = config.rope_scaling, scaling_to_hf(config.rope_scaling)
+    rope |= {} if config.query_growth is None else {"llama_4_scaling_beta": config.query_growth}
     trained = scaling.trained if isinstance(scaling, LinearScaling | DynamicScaling) else config.max_seq_len
     raw: dict[str, Any] = {
         "architectures": [ARCHITECTURES[model_type]],

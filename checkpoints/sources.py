@@ -196,6 +196,7 @@ BODY, ENDS = (
     re.compile(OUTSIDE + r"(?=(?:embed_tokens|layers|norm)\.)"),
     re.compile(OUTSIDE + r"(?=(?:lm_head|tok_embeddings|output)\.)"),
 )
+IMAGES = re.compile(r"(?:model\.)?(?:vision_tower|multi_modal_projector)\.")  # of multimodal models
 HF_LAYOUT = re.compile(r"\.self_attn\.|\.mlp\.|layernorm\.|^model\.embed_tokens\.|^lm_head\.")
 GPT_FAST_LAYOUT = re.compile(r"\.attention\.|\.feed_forward\.|\.(?:attention|ffn)_norm\.|^tok_embeddings\.|^output\.")
 
@@ -303,7 +304,12 @@ class ModelSource:
         self.names: dict[str, tuple[str, int]] = {}  # HF name: (name in the file, first row in that tensor)
         self.stacked: dict[str, Stacked] = {}
         self._shapes: dict[str, tuple[int, ...]] = {}
-        theirs = {name: unwrapped(name) for name in files.shapes()}
+        images = {name for name in files.shapes() if IMAGES.match(name)}
+        if images:
+            files.remarks.append(
+                f"only the text model is read, without {len(images)} tensors for images: {some(sorted(images))}"
+            )
+        theirs = {name: unwrapped(name) for name in files.shapes() if name not in images}
         first = [next(filter(layout.search, theirs.values()), None) for layout in (HF_LAYOUT, GPT_FAST_LAYOUT)]
         if all(first):
             raise UserError(f"the checkpoint has tensors of two layouts, such as {first[0]} and {first[1]}; convert it again")

@@ -14,12 +14,12 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from comms import Communicator
-from config import ModelConfig
+from config import ModelConfig, YarnScaling
 from errors import UserError
 from kernels import determinism, exact
 from kernels.lora import Groups
 from kernels.rope_cache import rope_store
-from layers.rope import rotate
+from layers.rope import query_scale, rotate
 from tp import Shard
 
 SCORES = 1 << 24  # of `attend_with_sinks` at once
@@ -38,6 +38,9 @@ class Heads(nn.Module):
         super().__init__()
         self.slot, self.window, self.head_dim = slot, config.window(layer), config.head_dim
         self.rope, self.rope_factor, self.causal = config.rope(layer), config.rope_factor(layer), config.causal
+        self.growth: tuple[float, int] | None = None  # of `query_scale`
+        if config.query_growth is not None and isinstance(config.rope_scaling, YarnScaling):
+            self.growth = config.query_growth, config.rope_scaling.original_max_position_embeddings
         self.config, self.layer, self.own = config, layer, own
         self.n_heads, self.n_kv_heads = len(own), n_kv_heads
         self.q_norm: Any = None  # an RMSNorm of single heads; both or none
@@ -70,6 +73,9 @@ class Heads(nn.Module):
 
     def forward(self, qkv: Tensor, frequencies: Tensor, context: "AttentionContext") -> Tensor:
         """(B, T, (H + 2K) * D) to (B, T, H * D). frequencies: those of `rope_frequencies`."""
+        if self.growth is not None:  # before the rotation, which does not change lengths
+            q, others = qkv.split((self.n_heads * self.head_dim, 2 * self.n_kv_heads * self.head_dim), -1)
+            qkv = torch.cat((q * query_scale(context.positions, *self.growth)[:, None].to(q.dtype), others), -1)
         return context.attend(self, qkv if self.norm is None else self.norm(qkv), frequencies[self.rope])
 
 

@@ -80,6 +80,12 @@ def yarn(base: float, dim: int, powers: Tensor, scaling: YarnScaling) -> Tensor:
     return 1.0 / (scaling.factor * powers) * (1 - kept) + 1.0 / powers * kept
 
 
+def query_scale(positions: Tensor, growth: float, trained: int) -> Tensor:
+    """By how much queries grow beyond the original context of `trained` tokens (Ministral 3): positions (T,) int64 to (T,) fp64, in
+    which PyTorch's vector code and its scalar code differ by less than fp32 shows."""
+    return 1 + growth * torch.log1p((positions // trained).double())
+
+
 def rotate(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
     """Apply RoPE to x (B, T, heads, D); cos and sin (T, 1, D / 2) fp32. Feature i pairs with i + D / 2, as in HF weights."""
     a, b = x.float().chunk(2, dim=-1)

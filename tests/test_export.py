@@ -24,7 +24,7 @@ from tests import MODELS, ROOT
 from tests.support.command_line import environment
 from tests.support.models import ALONE, CPU, multipliers
 from tests.test_hf_config import DENSE
-from tests.test_model import hf_shape
+from tests.test_model import grown, hf_shape
 from text.tokenizer_files import load_tokenizer
 from training import tokenize_data, train
 from training.convert import convert
@@ -78,7 +78,8 @@ def ladder_of(family: str, seed: int) -> ModelConfig:
     """A small random shape of the family with the ladder residual in random layers."""
     draw = random.Random(seed)
     more = {"rope_parameters": {"rope_type": "default", "rope_theta": 1e4}} | (multipliers() if family == "granite" else {})
-    raw = transformers.AutoConfig.for_model(family, **hf_shape(**more, eos_token_id=2, pad_token_id=0)).to_dict()
+    more |= grown() if family == "ministral3" else {}
+    raw = transformers.AutoConfig.for_model(family, **hf_shape(**more) | {"eos_token_id": 2, "pad_token_id": 0}).to_dict()
     config = config_from_hf(raw)
     layers = sorted(draw.sample(range(config.n_layers), draw.randint(1, config.n_layers)))
     return replace(config, variant="ladder", ladder_layers=tuple(layers))

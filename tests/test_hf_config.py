@@ -134,6 +134,8 @@ def agree(ours: ModelConfig, theirs: Any) -> None:
             value = getattr(ours.rope_scaling, key)
             assert (list(value) if isinstance(value, tuple) else value) == rope[key]
     assert ours.partial_rotary_factor == rope.get("partial_rotary_factor", 1.0)
+    if ours.family == "ministral3":
+        assert ours.query_growth == rope["llama_4_scaling_beta"]
     if ours.family == "gemma3_text":
         assert ours.attention_multiplier == theirs.query_pre_attn_scalar**-0.5
         assert ours.embedding_multiplier == math.sqrt(theirs.hidden_size) and theirs.hidden_activation == "gelu_pytorch_tanh"
@@ -174,6 +176,7 @@ def agree(ours: ModelConfig, theirs: Any) -> None:
         (transformers.GraniteConfig, {"embedding_multiplier": 12, "residual_multiplier": 0.22, "logits_scaling": 16.0}),
         (transformers.SeedOssConfig, {}),
         (transformers.SeedOssConfig, {"attention_bias": False, "attention_out_bias": True, "mlp_bias": True, "head_dim": 24}),
+        (transformers.Ministral3Config, {"max_position_embeddings": 262144}),  # the context that its default scaling is for
         (transformers.SmolLM3Config, {}),
         (transformers.SmolLM3Config, {"no_rope_layer_interval": 2, "use_sliding_window": True, "sliding_window": 9}),
         (transformers.Gemma3TextConfig, {}),
@@ -220,6 +223,9 @@ def test_the_older_spelling_of_rope(seed: int) -> None:
 def test_keys_that_may_be_absent_mean_what_they_mean_to_transformers(family: str, seed: int) -> None:
     raw = {k: v for k, v in random_shape(seed).items() if k not in ("tie_word_embeddings", "rms_norm_eps", "eos_token_id")}
     raw |= {"model_type": family, "use_sliding_window": True, "eos_token_id": None}
+    if FAMILIES[family].scaled:
+        yarn = {"rope_type": "yarn", "factor": 4.0, "original_max_position_embeddings": 1000, "llama_4_scaling_beta": 0.3}
+        raw |= {"rope_parameters": yarn, "max_position_embeddings": 4000}
     agree(config_from_hf(raw), transformers_config(raw))
     windows = {"sliding_window": 9, "no_rope_layer_interval": 2} if family == "smollm3" else {"sliding_window": None}
     if FAMILIES[family].local_theta is None:
@@ -276,7 +282,9 @@ def configs(draw: st.DrawFn) -> ModelConfig:
     head_dim, length = 2 * draw(st.integers(2, 100)), draw(positive)
     parts = [part for part in (1.0, 0.75, 0.5) if family == "phi3" and head_dim * part % 2 == 0]
     partial = draw(st.sampled_from(parts or [1.0]))
-    scaling = draw(st.none() | (longropes if family == "phi3" else scalings)(int(head_dim * partial) // 2))
+    yarn = st.builds(YarnScaling, st.floats(1, 100), st.integers(2, 10**5), floats)
+    any_kind = st.none() | (longropes if family == "phi3" else scalings)(int(head_dim * partial) // 2)
+    scaling = draw(yarn if known.growing else any_kind)
     if isinstance(scaling, LinearScaling | DynamicScaling):
         linear = isinstance(scaling, LinearScaling)
         length = scaling.trained if known.extended and linear else round(scaling.trained * scaling.factor)
@@ -304,6 +312,7 @@ def configs(draw: st.DrawFn) -> ModelConfig:
         mlp_bias=known.mlp_bias and draw(st.booleans()),
         no_rope_layers=tuple(sorted(draw(st.sets(st.integers(0, layers - 1))))) if known.bare else (),
         qk_norm=known.qk_norm,
+        query_growth=draw(floats) if known.growing else None,
         **{key: draw(floats) for key in (MULTIPLIERS if known.multipliers else ())},
         **({"embedding_multiplier": math.sqrt(hidden)} if known.scaled_embeddings else {}),
         **({"attention_multiplier": draw(st.integers(1, 10**4)) ** -0.5} if known.query_scalar else {}),
@@ -420,6 +429,8 @@ DESYNC = config_to_hf(with_variant(preset("tiny"), "desync-2x:4"))
 WINDOWED = config_to_hf(replace(preset("tiny:3"), family="mistral", windows=(9,) * 3))
 SMOL = config_to_hf(replace(preset("tiny:3"), family="smollm3", no_rope_layers=(2,)))
 PHI = config_to_hf(preset("phi-4-mini"))
+GROWN = config_to_hf(preset("ministral-3-8b"))
+MULTIMODAL = {"model_type": "mistral3", "text_config": WINDOWED}
 OTHERS: list[tuple[dict[str, Any], dict[str, Any], str]] = [
     (HYBRID_LADDER, {"rms_norm_eps": float("nan")}, "norm_eps"),
     (HYBRID_LADDER, {"residual_variant": "sideways"}, "sideways"),
@@ -452,6 +463,16 @@ OTHERS: list[tuple[dict[str, Any], dict[str, Any], str]] = [
     (WINDOWED, {"attention_bias": True}, "attention_bias"),
     *((SMOL, {"no_rope_layers": bad}, "no_rope_layers") for bad in ([1], [1, 0, 2], [True] * 3, "100", [])),
     (SMOL, {"no_rope_layer_interval": 0, "no_rope_layers": None}, "no_rope_layer_interval"),
+    (WINDOWED, {"llama_4_scaling_beta": 0.1}, "llama_4_scaling_beta"),
+    (GROWN, {"rope_scaling": None, "rope_parameters": None}, "rope_scaling"),
+    (GROWN, {"rope_scaling": GROWN["rope_scaling"] | {"llama_4_scaling_beta": None}}, "llama_4_scaling_beta"),
+    (GROWN, {"rope_scaling": GROWN["rope_scaling"] | {"rope_type": "linear"}}, "yarn"),
+    (GROWN, {"model_type": "mistral"}, "llama_4_scaling_beta"),
+    (MULTIMODAL, {"text_config": None}, "text_config"),
+    (MULTIMODAL, {"text_config": {"model_type": "qwen2"}}, "qwen2"),
+    (MULTIMODAL, {"text_config": {"model_type": ["mistral"]}}, "mistral"),
+    (MULTIMODAL, {"model_type": "llama"}, "text_config"),
+    (MULTIMODAL, {"quantization_config": {"quant_method": "hqq"}}, "quantization_config"),
     (WINDOWED, {"attention_out_bias": True}, "attention_out_bias"),
     (WINDOWED, {"no_rope_layers": [1, 1, 0]}, "no_rope_layers"),
     (WINDOWED, {"model_type": "qwen2", "mlp_bias": True}, "mlp_bias"),

@@ -13,7 +13,7 @@ from typing import Any
 import pytest
 import torch
 import transformers
-from safetensors.torch import load_file
+from safetensors.torch import load_file, save_file
 from torch import Tensor
 
 import model as model_file
@@ -92,9 +92,17 @@ def rope(theta: float, factor: float | None = None) -> dict[str, Any]:
     return {"rope_parameters": kind | {"rope_theta": theta}}
 
 
+def grown() -> dict[str, Any]:
+    """Queries that grow several times within a test's prompt."""
+    yarn = dict(
+        rope_type="yarn", rope_theta=1e3, factor=4.0, original_max_position_embeddings=random.randint(3, 9), beta_fast=4.0
+    )
+    return {"rope_parameters": yarn | {"mscale": 1.0, "mscale_all_dim": 0.7, "llama_4_scaling_beta": random.uniform(0.1, 0.6)}}
+
+
 FAMILIES = (
     "llama2", "llama3", "llama31", "llama32", "mistral", "mistral_window", "qwen2", "qwen2_window", "qwen3", "smollm3", "smollm3_window",
-    "seed_oss",
+    "seed_oss", "ministral3",
 )  # fmt: skip
 
 
@@ -117,6 +125,7 @@ def family_config(name: str) -> Any:
         "seed_oss": rope(1e4)
         | {key: random.random() < 0.7 for key in ("attention_bias", "attention_out_bias", "mlp_bias")}
         | {"head_dim": 16},
+        "ministral3": grown() | {"head_dim": 16, "sliding_window": random.choice([None, 7])},
     }[name]
     kind = KNOWN["llama" if name.startswith("llama") else name.removesuffix("_window")].name
     return getattr(transformers, f"{kind}Config")(**shape | more)
@@ -142,6 +151,34 @@ def test_logits_equal_transformers(family: str, tmp_path: Path, seed: int) -> No
     with torch.inference_mode():
         expected = hf_model(tokens).logits
     assert_model_equals(load(ALONE, tmp_path), tokens, expected)
+
+
+@pytest.mark.parametrize("tied", [False, True])
+@pytest.mark.parametrize("kind", ["mistral", "ministral3"])
+def test_the_text_part_of_a_multimodal_checkpoint(
+    kind: str, tied: bool, tmp_path: Path, seed: int, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """With the names that tensors have in files, and with those that they have in transformers' model."""
+    text = hf_shape(model_type=kind) | (grown() if kind == "ministral3" else rope(1e4) | {"sliding_window": None})
+    vision = dict(
+        model_type="pixtral", hidden_size=16, num_hidden_layers=1, num_attention_heads=2, head_dim=8, intermediate_size=16
+    )
+    config = transformers.Mistral3Config(text_config=text, vision_config=vision, tie_word_embeddings=tied)
+    theirs = transformers.Mistral3ForConditionalGeneration._from_config(config, attn_implementation="eager").eval()
+    for part in (theirs.lm_head, theirs.model.language_model):
+        randomize(part)
+    theirs.save_pretrained(tmp_path)
+    tokens = random_tokens(text["vocab_size"])
+    with torch.inference_mode():
+        expected = theirs(tokens).logits
+    for names in (load_file(tmp_path / "model.safetensors"), theirs.state_dict()):
+        assert any("ffn_norm" in name for name in names)
+        save_file({name: tensor.clone() for name, tensor in names.items()}, tmp_path / "model.safetensors")
+        model = load(ALONE, tmp_path)
+        assert model.config.family == kind and model.config.tie_embeddings == tied and model.config.eos_token_ids == (1,)
+        said = capsys.readouterr().err
+        assert "only the text model is read" in said and "multi_modal_projector.linear_1" in said and "effect" not in said
+        assert_model_equals(model, tokens, expected)
 
 
 def test_a_window_counts_from_its_own_length_on(seed: int) -> None:

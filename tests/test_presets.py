@@ -45,6 +45,7 @@ def test_a_preset_is_valid_and_splits_over_eight_ranks_or_four(name: str) -> Non
         ("gpt-oss-120b", 116.8, 0.001),
         ("smollm3-3b", 3.075, 0.001),
         ("seed-oss-36b", 36.15, 0.001),
+        ("ministral-3-8b", 8.4, 0.015),
         ("llama-3-8b", 8.030, 0.001),
         ("granite-3.3-8b", 8.171, 0.001),
         ("gemma-3-27b", 27.009, 0.001),

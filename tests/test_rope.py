@@ -7,6 +7,7 @@ from collections.abc import Callable
 from contextlib import nullcontext
 from dataclasses import replace
 from decimal import Decimal, localcontext
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -57,6 +58,10 @@ SCALINGS: dict[str, dict[str, Any]] = {
     "longrope-factor": {
         "type": "longrope", "short_factor": SHORT, "long_factor": LONG, "original_max_position_embeddings": ORIGINAL, "factor": 9.0,
     },
+    "yarn-growing": {  # of Ministral 3
+        "rope_type": "yarn", "factor": 4.0, "original_max_position_embeddings": ORIGINAL, "mscale": 1.0, "mscale_all_dim": 1.0,
+        "llama_4_scaling_beta": 0.7,
+    },
     "longrope-given": {
         "type": "longrope", "short_factor": SHORT, "long_factor": LONG, "original_max_position_embeddings": ORIGINAL, "factor": 9.0,
         "attention_factor": 0.8,
@@ -67,14 +72,17 @@ FAMILIES = {
     "mistral": transformers.MistralConfig,
     "qwen2": transformers.Qwen2Config,
     "qwen3": transformers.Qwen3Config,
+    "smollm3": partial(transformers.SmolLM3Config, no_rope_layer_interval=2),
 }
 
 
 def hf_config(name: str, family: str, **more: Any) -> Any:
     """The config of a tiny model. `max_position_embeddings` is the original context for linear, dynamic and yarn, and the
     extended one for longrope."""
-    return FAMILIES[family](
+    make = transformers.Ministral3Config if "llama_4_scaling_beta" in SCALINGS[name] else FAMILIES[family]
+    return make(
         vocab_size=97,
+        **dict.fromkeys(("bos_token_id", "eos_token_id", "pad_token_id"), 1),
         hidden_size=32,
         num_hidden_layers=2,
         num_attention_heads=4,
@@ -143,7 +151,8 @@ def test_served_tokens_past_the_original_context(name: str, in_turn: Callable[..
     """Prompts are served together in chunks. One sequence passes the original context while it decodes. Frequencies depend on
     the server's context and not on a sequence's length, so the reference is padded to that context."""
     place = [*SCALINGS].index(name)
-    device, family = in_turn([("cpu", "llama"), ("gpu", "qwen3"), ("cpu", "qwen3"), ("gpu", "llama")], place)
+    devices = [("cpu", "llama"), ("gpu", "qwen3"), ("cpu", "smollm3"), ("gpu", "llama"), ("cpu", "qwen3"), ("gpu", "smollm3")]
+    device, family = in_turn(devices, place)
     save_hf(hf_config(name, family), tmp_path)
     context = 60
     config = limit_context(model_config(str(tmp_path), None, 1), context)
@@ -294,7 +303,7 @@ def test_windowed_layers_may_have_a_rope_of_their_own(kind: str, monkeypatch: py
         assert theirs.sliding_attention_attention_scaling == config.rope_factor(0) == 1
     no_keys = config_from_hf({"model_type": "mistral", **shape})
     assert no_keys.local_theta == (default or no_keys.rope_theta)
-    assert config_from_hf({"model_type": "mistral"} | shape | {"sliding_window": None}).local_theta is None
+    assert config_from_hf({"model_type": "mistral"} | shape | {"layer_types": ["full_attention"] * 4}).local_theta is None
     refused: list[dict[str, Any]] = [{"rope_type": "linear", "factor": 2.0}, {"rope_theta": 0}, {"partial_rotary_factor": 0.5}]
     for sliding, named in zip(refused, ("linear", "rope_theta", "partial_rotary_factor"), strict=True):
         with pytest.raises(UserError, match=named):

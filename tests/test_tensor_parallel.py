@@ -17,7 +17,7 @@ from torch import Tensor
 import comms
 from checkpoints import sources
 from comms.interface import SCHEDULES
-from config import ModelConfig, with_variant
+from config import ModelConfig, YarnScaling, with_variant
 from errors import UserError
 from layers.attention import Causal
 from tests.support.models import ALONE, CPU, custom_desync, load, save_random
@@ -106,7 +106,8 @@ def test_ranks_compute_what_one_process_computes(
     place = VARIANTS.index(variant)
     biases = dict.fromkeys(("qkv_bias", "o_bias", "mlp_bias"), True)
     bare, output = dict(family="smollm3", no_rope_layers=(1, 2)), dict(family="seed_oss", qkv_bias=False)
-    n, more = in_turn([2, 4, 2], place), in_turn([{}, biases, biases | bare, biases | output], place)
+    grown = dict(family="ministral3", query_growth=0.5, rope_scaling=YarnScaling(4.0, 3, 1.1))
+    n, more = in_turn([2, 4, 2], place), in_turn([{}, biases, biases | bare, biases | output, grown], place)
     config = variant_of(base_config(**more), variant)
     assert_ranks_compute(ranks, n, save_random(config, tmp_path), config.vocab_size)
 

@@ -540,10 +540,12 @@ def test_eos_ids_are_merged_in_order(folder: Any) -> None:
     assert load_tokenizer(path).eos_ids == (7, 3, 1)
 
 
-def test_bos_and_eos_from_config_json_alone(folder: Any) -> None:
+@pytest.mark.parametrize("nested", [False, True])
+def test_bos_and_eos_from_config_json_alone(nested: bool, folder: Any) -> None:
     path = folder("json-bytes")
     (path / "tokenizer_config.json").unlink()
-    write_json(path / "config.json", {"bos_token_id": 0, "eos_token_id": 1})
+    own = {"bos_token_id": 0, "eos_token_id": 1}
+    write_json(path / "config.json", {"text_config": own, "bos_token_id": None} if nested else own)
     tokenizer = load_tokenizer(path)
     assert (tokenizer.bos_id, tokenizer.eos_ids) == (0, (1,)) and tokenizer.encode("fox")[0] == 0
     assert tokenizer.render_chat(CHAT, chat_template="{{ bos_token }}") == "<|begin|>"

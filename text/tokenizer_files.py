@@ -79,6 +79,8 @@ def _check_ends(tokenizer: Tokenizer, file: Path, settings: TokenizerSettings) -
 def _read_settings(folder: Path, content: dict[str, Any] | None) -> TokenizerSettings:
     """content: of `tokenizer.json`."""
     config, model = _read_json(folder / "tokenizer_config.json"), _read_json(folder / "config.json")
+    text = model.get("text_config")  # of a multimodal model
+    model = text | {key: value for key, value in model.items() if value is not None} if isinstance(text, dict) else model
     settings = TokenizerSettings(add_bos=config.get("add_bos_token"), add_eos=config.get("add_eos_token"))
     settings.legacy = config.get("legacy") is not False
     size, bos = model.get("vocab_size"), model.get("bos_token_id")
@@ -90,8 +92,8 @@ def _read_settings(folder: Path, content: dict[str, Any] | None) -> TokenizerSet
     except (KeyError, TypeError, ValueError, AttributeError) as e:
         raise UserError(f"{folder / 'tokenizer_config.json'} is malformed ({e!r}); download the file again") from e
     eos: list[int] = []
-    for name in ("generation_config.json", "config.json"):
-        ids = _read_json(folder / name).get("eos_token_id")
+    for name, holder in (("generation_config.json", _read_json(folder / "generation_config.json")), ("config.json", model)):
+        ids = holder.get("eos_token_id")
         ids = [] if ids is None else ids if isinstance(ids, list) else [ids]
         if not all(isinstance(i, int) and i >= 0 for i in ids):
             raise UserError(f"{folder / name} has a bad eos_token_id; make it an id or a list of ids")

@@ -17,7 +17,9 @@ from typing import Any, cast
 import transformers
 from torch import Tensor, nn
 
-FAMILIES = ("Llama", "Mistral", "Qwen2", "Qwen3", "Granite", "Phi3", "SmolLM3", "Olmo2", "Olmo3", "SeedOss", "Gemma3")
+FAMILIES = (
+    "Llama", "Mistral", "Ministral3", "Qwen2", "Qwen3", "Granite", "Phi3", "SmolLM3", "Olmo2", "Olmo3", "SeedOss", "Gemma3",
+)  # fmt: skip
 
 
 class Carry:
