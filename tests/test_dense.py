@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 import torch
 import transformers
-from safetensors.torch import load_file
+from safetensors.torch import load_file, save_file
 
 from checkpoints.export import save_checkpoint
 from checkpoints.hf_config import config_from_hf, config_to_hf, unread_keys
@@ -143,6 +143,12 @@ def test_a_phi_s_fused_layers_are_refused_where_nothing_reads_them(tmp_path: Pat
         adapter = write_adapter(tmp_path / part, tmp_path / "base", (part, "o_proj"))
         fails(lambda adapter=adapter: open_adapter(adapter, model.config), f"it changes {part}", "merge_and_unload")
     assert len(open_adapter(write_adapter(tmp_path / "o", tmp_path / "base", ("o_proj",)), model.config).names) == 6
+    cut = write_adapter(tmp_path / "cut", tmp_path / "base", ("o_proj",), target_modules=["q_proj"])
+    found = load_file(cut / "adapter_model.safetensors")
+    save_file({name.replace("o_proj", "q_proj"): t for name, t in found.items()}, cut / "adapter_model.safetensors")
+    fails(lambda: open_adapter(cut, model.config), "q_proj", "this model has o_proj, down_proj")
+    plain = replace(model.config, family="llama", partial_rotary_factor=1.0, rope_scaling=None)
+    assert "model.layers.0.self_attn.qkv_proj.weight" in open_source(str(tmp_path / "base"), plain).shapes()
     fails(lambda: quantize_model(str(tmp_path / "base"), tmp_path / "out", "int8", "rtn", None, 1, 1), "phi3")
     layers = {"layers.0.attention.wqkv.weight": torch.zeros(64, 64), "tok_embeddings.weight": torch.zeros(101, 64)}
     torch.save(layers, tmp_path / "base" / "model.pth")
