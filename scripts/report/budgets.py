@@ -15,7 +15,7 @@ LINES = {  # of Python, by package
     "comms": 3_732,
     "training": 5_874,
     "scripts": 10_125,
-    "tests": 57_188,
+    "tests": 57_194,
 }
 INFERENCE_LINES = 46_400
 ROOT_FILES = 9

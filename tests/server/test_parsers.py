@@ -19,7 +19,7 @@ from engine.calls.parser import AnswerParser, Arguments, Call, Part, PartList, R
 from engine.calls.reader import Reader
 from engine.calls.syntax import GLM, PYTHON, QWEN, SEED, SYNTAXES, syntax_of
 from engine.protocol import ThinkingBudget
-from engine.thinking import REASONING
+from engine.thinking import REASONING, reasoning_of
 from errors import UserError
 from server import replies
 from tests.support.constrained import accepts
@@ -275,6 +275,12 @@ def test_reasoning_however_it_is_cut(name: str, inside: bool, repeated: bool) ->
     assert joined(parser("hermes", name), [f" A {start} in the middle{end}"]) == [
         Text(f" A {start} in the middle{end}" if name != "mistral" else " A  in the middle")
     ]
+
+
+def test_a_template_tells_the_marks_of_seed_oss() -> None:
+    template = "{{ '<seed:think>' + m.reasoning_content + '</seed:think>' }}" + template_of(*WRITTEN["seed_oss"])
+    alone = answer_parser(reasoning_of(template), False, None, frozenset())
+    assert joined(alone, ["<seed:think>\nHm.\n</seed:think>\nYes."]) == [Reasoning("Hm."), Text("Yes.")]
 
 
 def test_harmony_s_messages_however_they_are_cut() -> None:
