@@ -366,9 +366,10 @@ def config_to_hf(config: ModelConfig) -> dict[str, Any]:
         "tie_word_embeddings": config.tie_embeddings,
         "bos_token_id": config.bos_token_id,
         "eos_token_id": config.eos_token_ids[0] if len(config.eos_token_ids) == 1 else list(config.eos_token_ids) or None,
-        "pad_token_id": None,  # a missing key may mean a token outside the vocabulary
         "torch_dtype": "bfloat16",
     }
+    if config.family != "llama":
+        raw["pad_token_id"] = None  # a missing key may mean a token outside the vocabulary
     if not config.causal:
         raw["is_causal"] = False
     if family.query_scalar:
