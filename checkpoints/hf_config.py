@@ -55,11 +55,12 @@ MOST = {
 }
 
 # multimodal models of which the text part is read: the kinds of their text_config, and the keys beside it that count
-TEXTS = {"mistral3": ("mistral", "ministral3")}
+TEXTS = {"mistral3": ("mistral", "ministral3"), "gemma3": ("gemma3_text",)}
 WHOLE = ("quantization_config", "tie_word_embeddings", "eos_token_id", "bos_token_id")
 COUNTS_OF_EXPERTS = ("num_experts", "num_local_experts")  # transformers 5 writes either for the same family
 _KEYS = tomllib.loads(Path(__file__).with_name("config_keys.toml").read_text())
 NEUTRAL: dict[str, list[Any]] = _KEYS["neutral"]  # keys that are refused, but for the values that change nothing
+MISSING: dict[str, dict[str, Any]] = _KEYS["missing"]  # what files of a model_type leave out
 HARMLESS: set[str] = {key for keys in _KEYS["harmless"].values() for key in keys}
 
 ARCHITECTURES = {name: f"{family.name}ForCausalLM" for name, family in FAMILIES.items()} | {
@@ -121,16 +122,18 @@ def unread_keys(path: Path) -> list[str]:
 
 
 def text_of(raw: dict[str, Any]) -> dict[str, Any]:
-    """The config of the text model that a multimodal one has, with what is said of the whole; another model's as it is."""
-    kinds = TEXTS.get(get(raw, "model_type", str, "llama"))
+    """The config of the text model that a multimodal one has, with what is said of the whole; another model's as it is. Both with
+    what is missing."""
+    kinds = TEXTS.get(kind := get(raw, "model_type", str, "llama"))
     if kinds is None:
-        return raw
+        missing = MISSING.get(kind, {})
+        return raw if missing.keys() <= raw.keys() else missing | raw
     text = {"model_type": kinds[0]} | get(raw, "text_config", dict)
     if text["model_type"] not in kinds:
         raise UserError(
             f"text_config has model_type {shown(text['model_type'])}, which is not supported; supported: {', '.join(kinds)}"
         )
-    return text | {key: raw[key] for key in WHOLE if raw.get(key) is not None}
+    return MISSING.get(text["model_type"], {}) | text | {key: raw[key] for key in WHOLE if raw.get(key) is not None}
 
 
 def config_from_hf(raw: dict[str, Any]) -> ModelConfig:

@@ -430,6 +430,30 @@ WINDOWED = config_to_hf(replace(preset("tiny:3"), family="mistral", windows=(9,)
 SMOL = config_to_hf(replace(preset("tiny:3"), family="smollm3", no_rope_layers=(2,)))
 PHI = config_to_hf(preset("phi-4-mini"))
 GROWN = config_to_hf(preset("ministral-3-8b"))
+GEMMA = {  # as google/gemma-3-4b-it has it
+    "model_type": "gemma3",
+    "eos_token_id": [1, 106],
+    "text_config": {
+        "hidden_size": 2560,
+        "intermediate_size": 10240,
+        "model_type": "gemma3_text",
+        "num_hidden_layers": 34,
+        "rope_scaling": {"factor": 8.0, "rope_type": "linear"},
+        "sliding_window": 1024,
+    },
+    "vision_config": {"hidden_size": 1152, "model_type": "siglip_vision_model"},
+}
+
+
+def test_a_published_gemma_leaves_out_what_transformers_knows(tmp_path: Path) -> None:
+    ours, theirs = config_from_hf(GEMMA), transformers_config(GEMMA).text_config
+    theirs.eos_token_id = [1, 106]
+    agree(ours, theirs)
+    assert ours.max_seq_len == 131072 and ours.n_heads == 8 and ours.parameter_count() == pytest.approx(3.88e9, rel=0.001)
+    (tmp_path / "config.json").write_text(json.dumps(GEMMA))
+    assert unread_keys(tmp_path / "config.json") == []
+
+
 MULTIMODAL = {"model_type": "mistral3", "text_config": WINDOWED}
 OTHERS: list[tuple[dict[str, Any], dict[str, Any], str]] = [
     (HYBRID_LADDER, {"rms_norm_eps": float("nan")}, "norm_eps"),
