@@ -224,6 +224,10 @@ FAMILIES = {
 }  # fmt: skip
 
 
+# multimodal models of which the text part is read: the kinds of their text_config
+TEXTS = {"mistral3": ("mistral", "ministral3"), "gemma3": ("gemma3_text",)}
+
+
 @dataclass(frozen=True)
 class Reduces:
     """One layer of a desync pattern: after which of its two modules the streams are all-reduced."""

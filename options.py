@@ -8,7 +8,7 @@ from dataclasses import MISSING, dataclass, field, fields
 from typing import Any
 
 from comms.registry import KNOWN
-from config import usage
+from config import FAMILIES, TEXTS, usage
 from quantized.scheme import QUANTIZATIONS
 
 DTYPE_NAMES = ("float32", "bfloat16", "float16")
@@ -105,7 +105,8 @@ class ModelOptions:
     model: str = option(
         MISSING,
         "a model's name on the hub, ORG/NAME or ORG/NAME@REVISION, fetched into the cache of huggingface_hub, or a checkpoint "
-        "directory: HF safetensors, or gpt-fast's model.pth with its config.json. For benchmarks also a preset "
+        f"directory: HF safetensors, or gpt-fast's model.pth with its config.json (families: {', '.join([*FAMILIES, *TEXTS])}). "
+        "For benchmarks also a preset "
         "such as llama-3-70b or llama-3-70b:16 (16 of its layers), or a config.json alone: the weights are then random",
         metavar="ORG/NAME|DIR|PRESET",
     )

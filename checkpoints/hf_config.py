@@ -25,6 +25,7 @@ from checkpoints.rope_scaling import read_local_theta, read_scaling, rope_of, sc
 from config import (
     FAMILIES,
     MULTIPLIERS,
+    TEXTS,
     DynamicScaling,
     Experts,
     LinearScaling,
@@ -54,8 +55,7 @@ MOST = {
     "head_dim": 1 << 14,
 }
 
-# multimodal models of which the text part is read: the kinds of their text_config, and the keys beside it that count
-TEXTS = {"mistral3": ("mistral", "ministral3"), "gemma3": ("gemma3_text",)}
+# the keys beside a text_config that count
 WHOLE = ("quantization_config", "tie_word_embeddings", "eos_token_id", "bos_token_id")
 COUNTS_OF_EXPERTS = ("num_experts", "num_local_experts")  # transformers 5 writes either for the same family
 _KEYS = tomllib.loads(Path(__file__).with_name("config_keys.toml").read_text())

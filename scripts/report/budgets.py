@@ -17,7 +17,7 @@ LINES = {  # of Python, by package
     "scripts": 10_125,
     "tests": 57_232,
 }
-INFERENCE_LINES = 46_404
+INFERENCE_LINES = 46_409
 ROOT_FILES = 9
 ENTERED_FILES = 56  # by a streamed chat request; tests/server/test_files_entered.py counts them
 PAGES_WORDS = 27_000  # README.md and docs, tables included: say in a page what its reader decides by
