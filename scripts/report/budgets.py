@@ -15,7 +15,7 @@ LINES = {  # of Python, by package
     "comms": 3_732,
     "training": 5_874,
     "scripts": 10_125,
-    "tests": 57_232,
+    "tests": 57_239,
 }
 INFERENCE_LINES = 46_409
 ROOT_FILES = 9

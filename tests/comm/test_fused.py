@@ -88,6 +88,7 @@ class Layers:
     def norm(self) -> nn.Module:
         norm = nn.RMSNorm(len(self.scale), EPS, dtype=self.dtype).requires_grad_(False)
         norm.weight.copy_(self.scale)
+        norm.scale = norm.weight  # as in `model.RMSNorm`
         return norm
 
     def second_layer(self, bias: bool = False) -> "Layer":

@@ -1,7 +1,9 @@
 """`examples.json`: the description and example prompts that a checkpoint gives to the page, and that the models answer them."""
 
 import json
+import socket
 from pathlib import Path
+from types import SimpleNamespace
 
 import msgspec
 import pytest
@@ -53,14 +55,18 @@ def test_a_checkpoint_need_not_have_one(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("host", "address"),
     [
-        ("127.0.0.1", "http://127.0.0.1:8000"),
-        ("0.0.0.0", "http://127.0.0.1:8000"),
-        ("::", "http://[::1]:8000"),
-        ("2001:db8::1", "http://[2001:db8::1]:8000"),
+        ("127.0.0.1", "http://127.0.0.1"),
+        ("0.0.0.0", "http://127.0.0.1"),
+        ("::", "http://[::1]"),
+        ("2001:db8::1", "http://[2001:db8::1]"),
     ],
 )
 def test_the_banner_s_address_is_a_url(tmp_path: Path, host: str, address: str) -> None:
-    assert Site(tmp_path, host=host, port=8000).server._address() == address
+    server = Site(tmp_path, host=host).server
+    with socket.socket() as listener:
+        listener.bind(("127.0.0.1", 0))
+        server.servers = [SimpleNamespace(sockets=[listener])]  # type: ignore[list-item]
+        assert server._address() == f"{address}:{listener.getsockname()[1]}"
 
 
 def test_the_banner_s_requests_are_ones_that_the_model_can_answer(tmp_path: Path) -> None:
