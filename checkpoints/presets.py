@@ -7,7 +7,7 @@ from pathlib import Path
 
 from checkpoints.hf_config import config_from_hf, read_config
 from cli import note
-from config import VARIANTS, ModelConfig, with_variant
+from config import VARIANTS, ModelConfig, validate, with_variant
 from errors import UserError
 from files import model_folder
 from quantized.scheme import QUANTIZATIONS, on_load
@@ -33,7 +33,8 @@ def preset(name: str) -> ModelConfig:
         return config
     if not layers.isdecimal() or not 1 <= int(layers) <= config.n_layers:
         raise UserError(f"preset {name!r}: give a number of layers from 1 to {config.n_layers} behind the colon")
-    return replace(config, n_layers=int(layers), windows=config.windows[: int(layers)])
+    bare = tuple(layer for layer in config.no_rope_layers if layer < int(layers))
+    return replace(config, n_layers=int(layers), windows=config.windows[: int(layers)], no_rope_layers=bare)
 
 
 def instead(name: str) -> str:
@@ -120,4 +121,4 @@ def model_config(name: str, variant: str | None, world_size: int, quantize: str 
         return config
     if config.variant != "desync" and variant in VARIANTS and VARIANTS[variant].kind == "desync":
         variant = f"{variant}:{world_size}"
-    return with_variant(config, variant)
+    return validate(with_variant(config, variant))

@@ -16,6 +16,7 @@ from safetensors.torch import load_file, save_file
 from checkpoints.export import save_checkpoint
 from checkpoints.hf_config import config_from_hf, config_to_hf, unread_keys
 from checkpoints.lora import open_adapter
+from checkpoints.presets import model_config
 from checkpoints.sources import open_source
 from checkpoints.weights import build_model
 from comms import Local
@@ -133,6 +134,8 @@ def test_what_norms_behind_modules_do_not_define(family: str, monkeypatch: pytes
     for variant in ("parallel", "desync-2x:4"):
         with pytest.raises(UserError, match=f"a {family} model has norms behind its modules, which {variant[:6]}"):
             validate(with_variant(config, variant))
+        with pytest.raises(UserError, match="has norms behind its modules"):
+            model_config("olmo-3-7b:2", variant, 1)
     monkeypatch.setattr(determinism, "enabled", lambda: True)
     with pytest.raises(UserError, match=f"--deterministic does not support {family} models"):
         stream_shards(config, 0, 1)

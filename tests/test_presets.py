@@ -77,6 +77,8 @@ def test_a_preset_can_be_cut_to_its_first_layers() -> None:
     assert preset("llama-3-70b:16") == replace(preset("llama-3-70b"), n_layers=16)
     assert preset("tiny:1").n_layers == 1
     assert preset("tiny:8") == preset("tiny")
+    assert all(validate(preset(f"{name}:1")).n_layers == 1 for name in PRESETS)
+    assert preset("smollm3-3b:8").no_rope_layers == (3, 7)
 
 
 @pytest.mark.parametrize("name", ["", "llama", "TINY", "tinyx:2", ":2"])
