@@ -12,6 +12,7 @@ import pytest
 import torch
 import transformers
 from safetensors.torch import load_file, save_file
+from torch.nn.functional import cross_entropy
 
 from checkpoints.export import save_checkpoint
 from checkpoints.hf_config import config_from_hf, config_to_hf, unread_keys
@@ -35,9 +36,11 @@ from tests.support.adapters import write_adapter
 from tests.support.models import ALONE, CPU, load, logits_of, multipliers, randomize, save_random
 from tests.support.ranks import Ranks
 from tests.test_checkpoint import fails
+from tests.test_deterministic import trained
 from tests.test_model import assert_model_equals
 from tests.test_tensor_parallel import assert_ranks_compute, base_config, variant_of
 from tp import stream_shards
+from training.batches import Batch
 from training.draft import head_config
 from training.initialize import empty_model, materializer
 from training.losses import head_logits
@@ -117,6 +120,18 @@ def test_logits_are_those_of_transformers(family: str, ranks: Ranks, tmp_path: P
     with torch.inference_mode():
         assert torch.equal(again(tokens).logits, expected)
     assert load(ALONE, tmp_path / "ours").config == model.config
+
+
+@pytest.mark.parametrize("family", MODELS)
+def test_training_has_the_gradients_of_transformers(family: str, tmp_path: Path, seed: int) -> None:
+    theirs, tokens, targets = save_theirs(family, tmp_path), *(torch.randint(3, 101, (2, 7)) for _ in range(2))  # no padding
+    expected = cross_entropy(theirs(tokens).logits.flatten(0, 1), targets.flatten(), reduction="sum")
+    expected.backward()
+    loss, found = trained(ALONE, load(ALONE, tmp_path), Batch(tokens, targets), 100, random.random() < 0.5, False)
+    assert torch.isclose(loss, expected.detach(), rtol=1e-4)
+    size = torch.stack([gradient.norm() for gradient in found]).norm()
+    wanted = torch.stack([parameter.grad.norm() for parameter in theirs.parameters()]).norm()
+    assert torch.isclose(size, wanted, rtol=1e-3)
 
 
 @pytest.mark.parametrize("variant", ["standard", "ladder", "hybrid-list"])

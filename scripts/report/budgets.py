@@ -15,7 +15,7 @@ LINES = {  # of Python, by package
     "comms": 3_732,
     "training": 5_874,
     "scripts": 10_125,
-    "tests": 57_244,
+    "tests": 57_259,
 }
 INFERENCE_LINES = 46_410
 ROOT_FILES = 9
