@@ -156,6 +156,8 @@ def config_from_hf(raw: dict[str, Any]) -> ModelConfig:
     known = (*FAMILIES[family].keys, *(COUNTS_OF_EXPERTS if experts else ()))
     _refuse_unsupported(raw, rope, parameters, windowed, family=family, known=known)
     partial = positive(rope, "partial_rotary_factor", positive(raw, "partial_rotary_factor", 1.0)) if fused else 1.0
+    if partial > 1:
+        raise UserError(f"partial_rotary_factor must be at most 1, not {partial!r}")
     n_layers, hidden, heads = (
         count(raw, key, most=MOST[key]) for key in ("num_hidden_layers", "hidden_size", "num_attention_heads")
     )
@@ -292,19 +294,18 @@ def _without_rope(raw: dict[str, Any], family: str, n_layers: int) -> tuple[int,
 def _windows(raw: dict[str, Any], family: str, n_layers: int, bare: tuple[int, ...]) -> tuple[int | None, ...]:
     """Each layer's sliding window. A missing key has the default of transformers."""
     windows = FAMILIES[family].windows
-    used = get(raw, "use_sliding_window", bool, windows == "none")
-    if windows == "none" and used and (raw.get("sliding_window") or set(raw.get("layer_types") or ()) - {"full_attention"}):
+    used, kinds = get(raw, "use_sliding_window", bool, windows == "none"), get(raw, "layer_types", list, None)
+    if windows == "none" and used and (raw.get("sliding_window") or any(kind != "full_attention" for kind in kinds or ())):
         raise UserError(f"sliding_window is not a feature of the {family} family; set it to null, or model_type to mistral")
     if windows == "none" or (windows in ("where used", "without RoPE") and not used):
         return ()
     if raw.get("sliding_window", default := FAMILIES[family].window) is None:
-        if FAMILIES[family].local_theta is not None and set(get(raw, "layer_types", list, [None])) != {"full_attention"}:
+        if FAMILIES[family].local_theta is not None and (not kinds or any(kind != "full_attention" for kind in kinds)):
             raise UserError(
                 "sliding_window is null, but layers have a window; give its tokens, or full_attention in layer_types"
             )
         return ()
     window = count(raw, "sliding_window", default)
-    kinds = get(raw, "layer_types", list, None)
     if kinds is None and windows == "without RoPE":
         kinds = ["sliding_attention" if i in bare else "full_attention" for i in range(n_layers)]
     elif kinds is None:  # all layers, all but each n-th, or those from max_window_layers on

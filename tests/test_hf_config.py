@@ -477,6 +477,12 @@ OTHERS: list[tuple[dict[str, Any], dict[str, Any], str]] = [
     (PHI, {"attention_bias": True}, "attention_bias"),
     (WINDOWED, {"model_type": "llama"}, "sliding_window"),
     (WINDOWED, {"model_type": "llama", "sliding_window": None, "layer_types": ["sliding_attention"] * 3}, "sliding_window"),
+    *(
+        (WINDOWED | dict(model_type=kind, sliding_window=None), {"layer_types": bad}, "layer_types")
+        for kind in ("llama", "olmo2")
+        for bad in (3, "full_attention")
+    ),
+    (PHI, {"partial_rotary_factor": 1e308, "rope_scaling": None, "rope_parameters": {}}, "partial_rotary_factor"),
     (WINDOWED, {"sliding_window": "4096"}, "sliding_window"),
     (WINDOWED, {"sliding_window": 0}, "sliding_window"),
     (WINDOWED, {"layer_types": ["sliding_attention"]}, "windows"),
