@@ -103,9 +103,11 @@ def test_arguments_of_calls_fit_their_schemas(llm: LLM, tmp_path: Any, monkeypat
     monkeypatch.setitem(llm.tokenizer.chat_templates, "default", template + "{# <tool_call> again #}")
     pet = {"type": "function", "function": {"name": "pet", "parameters": SCHEMA}}
     called = {llm.tokenizer.special_texts["<|system|>"]: 100.0}  # wherever the grammar allows it
-    for answer in llm.chat([ASKED] * 3, SamplingParams(max_tokens=150, seed=seed, logit_bias=called), tools=[pet]):
-        call = answer.message["tool_calls"][0]["function"]
-        jsonschema.validate(json.loads(call["arguments"]), SCHEMA)
+    answers = llm.chat([ASKED] * 8, SamplingParams(max_tokens=300, seed=seed, logit_bias=called), tools=[pet])
+    calls = [call for answer in answers for call in answer.message.get("tool_calls", [])[:-1]]  # the last call may be cut
+    assert calls
+    for call in calls:
+        jsonschema.validate(json.loads(call["function"]["arguments"]), SCHEMA)
 
 
 def test_odd_schemas_of_tools(llm: LLM, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str], seed: int) -> None:
