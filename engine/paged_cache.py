@@ -110,10 +110,10 @@ class PagedContext(AttentionContext):
         scales = None if self.cache.scales is None else self.cache.scales[heads.slot]
         q = self._store(heads, qkv[0], frequencies, keys, values, scales)
         if self.starts is None:
-            out = paged_decode(q, keys, values, self.tables, self.lengths, heads.window, self.bound, scales)
+            out = paged_decode(q, keys, values, self.tables, self.lengths, heads.window, self.bound, scales, heads.sinks)
         else:
             spans = self.starts, self.lengths, heads.window, self.bound
-            out = paged_prefill(q, keys, values, self.tables, *spans, self._schedules, scales)
+            out = paged_prefill(q, keys, values, self.tables, *spans, self._schedules, scales, heads.sinks)
         return out.flatten(1)[None]
 
     def _attend_to_all(self, heads: Heads, qkv: Tensor, frequencies: Tensor) -> Tensor:

@@ -91,15 +91,18 @@ def paged_decode(
     window: int | None,
     max_length: int,
     scales: Tensor | None = None,
+    sinks: Tensor | None = None,
 ) -> Tensor:
     """Attention of one query for each sequence, at position lengths[b] - 1. Its key and value must be in the cache.
 
     q (B, H, D); keys and values (N, P, K, D), P a power of two; tables (B, W) int32; lengths (B,) int32, 0 for padding, whose
     output is zero. Returns (B, H, D) in q's dtype. max_length: an upper bound of the lengths, which determines the number of
-    splits. Shorter sequences are not slower because of it. scales: as of `dequantized`. The kernel raises ValueError as `shape_of`."""
+    splits. Shorter sequences are not slower because of it. scales: as of `dequantized`. sinks (H,): of
+    each head, a logit that joins the softmax without a value (gpt-oss). The kernel raises ValueError as `shape_of`."""
     if not on_gpu(q):
-        return paged_decode_reference(q, keys, values, tables, lengths, window, max_length, scales)
+        return paged_decode_reference(q, keys, values, tables, lengths, window, max_length, scales, sinks)
     if determinism.enabled():
+        assert sinks is None, "--deterministic refuses such models"
         return _segments().decode(q, keys, values, tables, lengths, window, max_length, scales)
     batch, n_heads, head_dim = q.shape
     shape, cache = shape_of(q, keys, values, scales), _pointers(keys, values, scales)
@@ -112,14 +115,14 @@ def paged_decode(
     splits = decode_splits(config, pairs, longest, launch["BLOCK_N"], sm_count(q.device))
     pieces = _partials(pairs * splits if splits > 1 else 0, shape["G"], head_dim, q.device)
     _paged_decode[(pairs, splits)](
-        q.contiguous(), *cache, tables, lengths, out, *pieces, splits, tables.stride(0), tables.shape[1],
+        q.contiguous(), *cache, sinks, tables, lengths, out, *pieces, splits, tables.stride(0), tables.shape[1],
         window or NO_WINDOW, math.log2(math.e) / math.sqrt(head_dim), SINGLE_SPLIT=splits == 1, WINDOWED=window is not None,
         **shape, **launch,
     )  # fmt: skip
     if splits > 1:
         combine = combine_launch(splits, head_dim)
         _combine_splits[(batch * n_heads, triton.cdiv(head_dim, combine["BLOCK_D"]))](
-            *pieces, lengths, out, splits, window or NO_WINDOW, K=shape["K"], G=shape["G"], D=head_dim,
+            *pieces, sinks, lengths, out, splits, window or NO_WINDOW, K=shape["K"], G=shape["G"], D=head_dim,
             BLOCK_N=launch["BLOCK_N"], **combine, **pdl_options(q.device),
         )  # fmt: skip
     return out
@@ -136,6 +139,7 @@ def paged_prefill(
     max_span: int,
     schedules: dict[int, Tensor] | None = None,
     scales: Tensor | None = None,
+    sinks: Tensor | None = None,
 ) -> Tensor:
     """Causal attention of S consecutive spans of queries in q, one of each sequence.
 
@@ -143,10 +147,11 @@ def paged_prefill(
     starts[s] … starts[s + 1] - 1 and may be empty; rows from starts[S] on are padding, whose output is zero; lengths (S,)
     int32: tokens of the sequence up to and with the span's last row. Returns (T, H, D) in q's dtype. max_span: an upper bound
     of the rows of a span. schedules: an empty dict that the caller keeps for calls with the same starts, lengths and T, which then
-    share what it gets. scales: as of `dequantized`. The kernel raises ValueError as `shape_of`."""
+    share what it gets. scales, sinks: as of `paged_decode`. The kernel raises ValueError as `shape_of`."""
     if not on_gpu(q):
-        return paged_prefill_reference(q, keys, values, tables, starts, lengths, window, max_span, scales=scales)
+        return paged_prefill_reference(q, keys, values, tables, starts, lengths, window, max_span, scales=scales, sinks=sinks)
     if determinism.enabled():
+        assert sinks is None, "--deterministic refuses such models"
         return _segments().prefill(q, keys, values, tables, starts, lengths, window, scales)
     (rows, _, head_dim), spans = q.shape, len(lengths)
     out = torch.empty(q.shape, dtype=q.dtype, device=q.device)
@@ -154,7 +159,7 @@ def paged_prefill(
         return out
     shape, cache = shape_of(q, keys, values, scales), _pointers(keys, values, scales)
     scale = math.log2(math.e) / math.sqrt(head_dim)
-    if specialized(q, keys, window):
+    if sinks is None and specialized(q, keys, window):
         hopper = import_module("kernels.prefill_attention_hopper")  # Triton may lack Gluon elsewhere
         tokens, schedules = hopper.tokens_of_tile(shape["G"]), {} if schedules is None else schedules
         if tokens not in schedules:
@@ -164,7 +169,7 @@ def paged_prefill(
     launch = prefill_launch(q.dtype, shape["G"], head_dim, min(max_span, rows), scales is not None)
     tiles = rows // launch["TOKENS"] + spans + 1  # each span, and the padding, may end with a partial tile
     _paged_prefill[(shape["K"], tiles)](
-        q.contiguous(), *cache, tables, starts, lengths, out, rows, spans, tables.stride(0), tables.shape[1],
+        q.contiguous(), *cache, sinks, tables, starts, lengths, out, rows, spans, tables.stride(0), tables.shape[1],
         window or NO_WINDOW, scale, SPANS=triton.next_power_of_2(spans + 1),
         WINDOWED=window is not None, **shape, **launch, **pdl_options(q.device),
     )  # fmt: skip
@@ -185,11 +190,12 @@ def paged_decode_reference(
     window: int | None,
     max_length: int,
     scales: Tensor | None = None,
+    sinks: Tensor | None = None,
 ) -> Tensor:
     out = torch.zeros_like(q)
     for b, length in enumerate(lengths.tolist()):
         if length:
-            out[b] = _attend(q[b : b + 1], keys, values, tables[b], length, window, scales)[0]
+            out[b] = _attend(q[b : b + 1], keys, values, tables[b], length, window, scales, sinks)[0]
     return out
 
 
@@ -204,13 +210,14 @@ def paged_prefill_reference(
     max_span: int,
     schedules: dict[int, Tensor] | None = None,
     scales: Tensor | None = None,
+    sinks: Tensor | None = None,
 ) -> Tensor:
     out = torch.zeros_like(q)
     bounds = starts.tolist()
     for s, length in enumerate(lengths.tolist()):
         first, last = bounds[s : s + 2]
         if last > first:
-            out[first:last] = _attend(q[first:last], keys, values, tables[s], length, window, scales)
+            out[first:last] = _attend(q[first:last], keys, values, tables[s], length, window, scales, sinks)
     return out
 
 
@@ -221,8 +228,9 @@ def dequantized(codes: Tensor, scales: Tensor | None) -> Tensor:
 
 
 def _attend(
-    q: Tensor, keys: Tensor, values: Tensor, table: Tensor, length: int, window: int | None, scales: Tensor | None
-) -> Tensor:
+    q: Tensor, keys: Tensor, values: Tensor, table: Tensor, length: int, window: int | None, scales: Tensor | None,
+    sinks: Tensor | None,
+) -> Tensor:  # fmt: skip
     """Attention of q (n, H, D), the last n of `length` positions of the sequence with block table `table` (W,): (n, H, D)."""
     n, _, head_dim = q.shape
     blocks = table[: -(-length // keys.shape[1])].long()
@@ -232,7 +240,10 @@ def _attend(
     scores = torch.einsum("nkgd,lkd->kgnl", grouped, k) / math.sqrt(head_dim)
     distances = torch.arange(length - n, length, device=q.device)[:, None] - torch.arange(length, device=q.device)
     visible = distances >= 0 if window is None else (distances >= 0) & (distances < window)
-    weights = scores.masked_fill(~visible, -torch.inf).softmax(-1)
+    scores = scores.masked_fill(~visible, -torch.inf)
+    if sinks is not None:
+        scores = torch.cat((scores, sinks.float().view(k.shape[1], -1, 1, 1).expand(-1, -1, n, -1)), -1)
+    weights = scores.softmax(-1)[..., :length]
     return torch.einsum("kgnl,lkd->nkgd", weights, v).flatten(1, 2).to(q.dtype)
 
 
@@ -407,6 +418,14 @@ def normalized(acc, row_sum):
 
 
 @triton.jit
+def with_sinks(row_sum, row_max, sinks, head):
+    """The sum of the softmax, relative to 2^row_max, with the term of each row's head. A row without keys gets infinity."""
+    if sinks is not None:
+        row_sum += tl.exp2(tl.load(sinks + head).to(tl.float32) * 1.4426950408889634 - row_max)
+    return row_sum
+
+
+@triton.jit
 def _attend_pair(
     q, keys, values, key_scales, value_scales, tables, table_stride, width, pair, begin, end, step, scale,
     K: tl.constexpr, G: tl.constexpr, D: tl.constexpr, P: tl.constexpr,
@@ -452,6 +471,7 @@ def _store_output(out, pair, mean, G: tl.constexpr, D: tl.constexpr):
 def _paged_decode(
     q, keys, values,
     key_scales, value_scales,  # of a cache of codes, else None
+    sinks,  # (H,) or None
     tables, lengths, out,
     partials,  # (B * K, splits, G, D) fp32: the splits' results
     weights,  # (B * K, splits, G) fp32: log2 of the sums of their exponentials
@@ -480,6 +500,8 @@ def _paged_decode(
         K, G, D, P, BLOCK_M, BLOCK_D, BLOCK_N, PRECISION,
     )  # fmt: skip
     if SINGLE_SPLIT:
+        if sinks is not None:
+            mean /= with_sinks(1.0, weight, sinks, pair % K * G + tl.arange(0, BLOCK_M) % G)[:, None]
         _store_output(out, pair, mean, G, D)
     elif begin < length:
         _store_piece(partials, weights, pair.to(tl.int64) * splits + split, mean, weight, G, D)
@@ -487,7 +509,7 @@ def _paged_decode(
 
 @triton.jit(do_not_specialize=["splits", "window"])
 def _combine_splits(
-    partials, weights, lengths, out, splits, window,
+    partials, weights, sinks, lengths, out, splits, window,
     K: tl.constexpr, G: tl.constexpr, D: tl.constexpr, BLOCK_D: tl.constexpr, BLOCK_N: tl.constexpr,
     BLOCK_S: tl.constexpr,  # `splits`, rounded up to a power of two
     PDL: tl.constexpr,
@@ -506,15 +528,16 @@ def _combine_splits(
     mask = used[:, None] & (feature < D)[None, :]
     part = tl.load(partials + slot[:, None] * D + feature[None, :], mask=mask, other=0.0, cache_modifier=".cg")
     weight = tl.load(weights + slot, mask=used, other=-1e30, cache_modifier=".cg")
-    weight = tl.exp2(weight - tl.max(weight, axis=0))
-    mean = tl.sum(part * weight[:, None], axis=0) / tl.sum(weight, axis=0)
+    most = tl.max(weight, axis=0)
+    weight = tl.exp2(weight - most)
+    mean = tl.sum(part * weight[:, None], axis=0) / with_sinks(tl.sum(weight, axis=0), most, sinks, pair % K * G + head)
     offsets = tl.program_id(0).to(tl.int64) * D + feature
     tl.store(out + offsets, mean.to(out.dtype.element_ty), mask=feature < D)
 
 
 @triton.jit(do_not_specialize=["rows", "spans", "width", "window"])
 def _paged_prefill(
-    q, keys, values, key_scales, value_scales, tables, starts, lengths, out, rows, spans, table_stride, width, window, scale,
+    q, keys, values, key_scales, value_scales, sinks, tables, starts, lengths, out, rows, spans, table_stride, width, window, scale,
     K: tl.constexpr, G: tl.constexpr, D: tl.constexpr, P: tl.constexpr,
     BLOCK_M: tl.constexpr, BLOCK_D: tl.constexpr, BLOCK_N: tl.constexpr,
     TOKENS: tl.constexpr,  # of a tile; each has G of the BLOCK_M rows
@@ -556,7 +579,7 @@ def _paged_prefill(
         queries, acc, row_max, row_sum, keys, values, key_scales, value_scales, kv_head, table, width,
         blocks_of(table, diagonal + tile, width, P), diagonal, stop, position, window, scale, BLOCK_N, K, D, P, BLOCK_N, True, WINDOWED, PRECISION,
     )  # fmt: skip
-    mean = normalized(acc, row_sum)
+    mean = normalized(acc, with_sinks(row_sum, row_max, sinks, kv_head * G + row % G))
     tl.store(out + offsets, mean.to(out.dtype.element_ty), mask=inside)
 
 

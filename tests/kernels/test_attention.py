@@ -48,18 +48,23 @@ def seen(rows: int, length: int, window: int | None, device: torch.device) -> Te
     return (ages >= 0) & (ages < (window or length))
 
 
-def attend64(q: Tensor, k: Tensor, v: Tensor, window: int | None) -> Tensor:
-    """Attention in fp64: q (n, H, D) at the last n of L positions, k and v (L, K, D)."""
+def attend64(q: Tensor, k: Tensor, v: Tensor, window: int | None, sinks: Tensor | None = None) -> Tensor:
+    """Attention in fp64: q (n, H, D) at the last n of L positions, k and v (L, K, D). sinks (H,): logits without values."""
     repeats = q.shape[1] // k.shape[1]
     k, v = (x.double().repeat_interleave(repeats, dim=1) for x in (k, v))
     scores = torch.einsum("nhd,lhd->hnl", q.double(), k) / q.shape[2] ** 0.5
-    weights = scores.masked_fill(~seen(len(q), len(k), window, q.device), -torch.inf).softmax(-1)
-    return torch.einsum("hnl,lhd->nhd", weights, v)
+    weights = scores.masked_fill(~seen(len(q), len(k), window, q.device), -torch.inf).exp()
+    total = weights.sum(-1) + (0 if sinks is None else sinks.double().exp()[:, None])
+    return torch.einsum("hnl,lhd->nhd", weights / total[..., None], v)
 
 
-def plain(q: Tensor, k: Tensor, v: Tensor, window: int | None) -> Tensor:
-    """The same with PyTorch's attention, in the dtype of the inputs."""
+def plain(q: Tensor, k: Tensor, v: Tensor, window: int | None, sinks: Tensor | None = None) -> Tensor:
+    """The same with PyTorch's attention, in the dtype of the inputs. A sink is the mask's value for a key and a value of zeros."""
     mask = seen(len(q), len(k), window, q.device)
+    if sinks is not None:
+        mask = torch.where(mask, 0.0, -torch.inf).to(q.dtype).expand(len(sinks), -1, -1)
+        mask = torch.cat((mask, sinks[:, None, None].expand(-1, len(q), 1)), -1)
+        k, v = (F.pad(x.to(q.dtype), (0, 0, 0, 0, 0, 1)) for x in (k, v))
     q, k, v = (x.to(q.dtype).transpose(0, 1)[None] for x in (q, k, v))
     return F.scaled_dot_product_attention(q, k, v, attn_mask=mask, enable_gqa=True)[0].transpose(0, 1)
 
@@ -110,24 +115,29 @@ def redraw(pages: Pages) -> None:
         cache.copy_(torch.randn_like(cache) + 0 * cache)
 
 
+def sinks_of(shape: Shape, device: str, dtype: torch.dtype) -> Tensor:
+    """From such that nothing sees to such that take almost all."""
+    return (torch.randn(shape.n_heads, device=device) * 3 + 2).to(dtype)
+
+
 def decode_faults(
-    decode: Callable, shape: Shape, longest: int, device: str, dtype: torch.dtype, codes: bool = False
+    decode: Callable, shape: Shape, longest: int, device: str, dtype: torch.dtype, codes: bool = False, sunk: bool = False
 ) -> list[str]:
     lengths = [random.randint(1, longest), 0, 1, min(shape.block_size, longest), longest]
     pages = Pages.of(shape, lengths, device, dtype, codes)
     q = torch.randn(len(lengths), shape.n_heads, shape.head_dim, device=device).to(dtype)
     on_device = torch.tensor(lengths, dtype=torch.int32, device=device)
-    bound = longest + random.randrange(500)
-    got = decode(q, pages.keys, pages.values, pages.tables, on_device, shape.window, bound, scales=pages.scales)
-    rows = [(q[i : i + 1], *pages.sequences[i], shape.window) for i, length in enumerate(lengths) if length]
-    name = f"decode {shape} {dtype} {codes=} {lengths}"
+    bound, sinks = longest + random.randrange(500), sinks_of(shape, device, dtype) if sunk else None
+    got = decode(q, pages.keys, pages.values, pages.tables, on_device, shape.window, bound, scales=pages.scales, sinks=sinks)
+    rows = [(q[i : i + 1], *pages.sequences[i], shape.window, sinks) for i, length in enumerate(lengths) if length]
+    name = f"decode {shape} {dtype} {codes=} {sunk=} {lengths}"
     found = [] if not got[1].any() else [f"{name}: padding is not zero"]
     exact, usual = [attend64(*row) for row in rows], [plain(*row) for row in rows]
     return found + worse(name, got[on_device > 0], torch.cat(usual), torch.cat(exact), factor(codes))
 
 
 def prefill_faults(
-    prefill: Callable, shape: Shape, longest: int, device: str, dtype: torch.dtype, codes: bool = False
+    prefill: Callable, shape: Shape, longest: int, device: str, dtype: torch.dtype, codes: bool = False, sunk: bool = False
 ) -> list[str]:
     counts = [random.randint(1, longest // 2), 0, 1, random.randint(1, longest), 1, 0]
     if random.random() < 0.3:
@@ -138,10 +148,14 @@ def prefill_faults(
     starts = torch.tensor([0, *counts]).cumsum(0).int().to(device)
     q = torch.randn(sum(counts) + padding, shape.n_heads, shape.head_dim, device=device).to(dtype)
     on_device = torch.tensor(lengths, dtype=torch.int32, device=device)
-    bound = max(counts) + random.randrange(3)
-    got = prefill(q, pages.keys, pages.values, pages.tables, starts, on_device, shape.window, bound, scales=pages.scales)
-    spans = [(part, *pages.sequences[s], shape.window) for s, part in enumerate(q[: sum(counts)].split(counts)) if len(part)]
-    name = f"prefill {shape} {dtype} {codes=} {counts} of {lengths}, {padding} rows of padding"
+    bound, sinks = max(counts) + random.randrange(3), sinks_of(shape, device, dtype) if sunk else None
+    got = prefill(
+        q, pages.keys, pages.values, pages.tables, starts, on_device, shape.window, bound, scales=pages.scales, sinks=sinks
+    )
+    spans = [
+        (part, *pages.sequences[s], shape.window, sinks) for s, part in enumerate(q[: sum(counts)].split(counts)) if len(part)
+    ]
+    name = f"prefill {shape} {dtype} {codes=} {sunk=} {counts} of {lengths}, {padding} rows of padding"
     found = [] if not got[sum(counts) :].any() else [f"{name}: padding is not zero"]
     exact, usual = [attend64(*span) for span in spans], [plain(*span) for span in spans]
     return found + worse(name, got[: sum(counts)], torch.cat(usual), torch.cat(exact), factor(codes))
@@ -151,8 +165,9 @@ def prefill_faults(
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 @pytest.mark.parametrize("shape", SHAPES, ids=str)
 def test_the_references(shape: Shape, dtype: torch.dtype, codes: bool, seed: int) -> None:
-    assert decode_faults(paged_decode_reference, shape, 200, "cpu", dtype, codes) == []
-    assert prefill_faults(paged_prefill_reference, shape, 60, "cpu", dtype, codes) == []
+    for sunk in (False, True):
+        assert decode_faults(paged_decode_reference, shape, 200, "cpu", dtype, codes, sunk) == []
+        assert prefill_faults(paged_prefill_reference, shape, 60, "cpu", dtype, codes, sunk) == []
 
 
 def faults(seed: int, device: str, cases: list[tuple[torch.dtype, Shape]], longest: int, codes: bool = False) -> list[str]:
@@ -174,6 +189,20 @@ def faults(seed: int, device: str, cases: list[tuple[torch.dtype, Shape]], longe
     return found
 
 
+def sink_faults(seed: int, device: str, cases: list[tuple[torch.dtype, Shape]], longest: int, codes: bool) -> list[str]:
+    """The same with sinks, in one split and in several."""
+    table, found = "CODE_CONFIGS" if codes else "DECODE_CONFIGS", []
+    torch.manual_seed(seed)
+    random.seed(seed)
+    with kernels_always(paged_attention), pytest.MonkeyPatch.context() as patch:
+        for dtype, shape in cases:
+            for splits in (1, 7):
+                patch.setattr(paged_attention, table, ((math.inf, paged_attention.DecodeConfig(32, 4, 2, 3, splits)),))
+                found += decode_faults(paged_attention.paged_decode, shape, longest, device, dtype, codes, True)
+            found += prefill_faults(paged_attention.paged_prefill, shape, longest // 2, device, dtype, codes, True)
+    return found
+
+
 def some_config(of: Callable[..., Any]) -> Any:
     """A random config: decode must be right with every config, not only with the default ones."""
     warps, stages, programs = random.choice([4, 8]), random.choice([2, 3]), random.choice([1, 3])
@@ -187,6 +216,12 @@ def test_kernels_in_the_interpreter(codes: bool, interpreters: Ranks, seed: int)
     random.shuffle(dtypes)
     cases = list(zip(dtypes, SHAPES, strict=True))
     assert interpreters.call(faults, seed, "cpu", random.sample(cases, 2 if codes else 4), 280, codes) == []
+
+
+@pytest.mark.parametrize("codes", [False, True], ids=["values", "codes"])
+def test_sinks_in_the_interpreter(codes: bool, interpreters: Ranks, seed: int) -> None:
+    cases = [(torch.float16, Shape(6, 2, 64, 16, 50)), (torch.float32, Shape(6, 2, 16, 8, None))]
+    assert interpreters.call(sink_faults, seed, "cpu", cases, 150, codes) == []
 
 
 def test_splits_fill_the_gpu_but_never_fall_below_a_tile() -> None:
@@ -208,6 +243,18 @@ def test_kernels_on_a_gpu(codes: bool, seed: int) -> None:
     dtypes = [torch.float32, torch.float16, torch.bfloat16]
     assert faults(seed, "cuda", list(product(dtypes, SHAPES)), 280, codes) == []
     assert faults(seed, "cuda", list(product([torch.bfloat16], LARGE)), 3000, codes) == []
+
+
+@needs_gpu
+@pytest.mark.parametrize("codes", [False, True], ids=["values", "codes"])
+def test_sinks_and_wide_heads_on_a_gpu(codes: bool, seed: int) -> None:
+    """Of gpt-oss's shape, and of Gemma's, with and without a window."""
+    oss, gemma = (
+        (Shape(64, 8, 64, 16, 128), Shape(64, 8, 64, 16, None)),
+        (Shape(8, 4, 256, 16, 700), Shape(8, 4, 256, 16, None)),
+    )
+    assert sink_faults(seed, "cuda", list(product([torch.float32, torch.bfloat16], oss)), 1500, codes) == []
+    assert faults(seed, "cuda", list(product([torch.float32, torch.bfloat16], gemma)), 1500, codes) == []
 
 
 @needs_gpu
