@@ -31,8 +31,8 @@ from torch import Tensor, nn
 
 from comms import Communicator, Local, NoCommunication, Residual
 from config import FAMILIES, ModelConfig
-from errors import UserError
 from kernels import determinism
+from kernels.dispatch import on_gpu, rejoin
 from kernels.embedding import embedding_shard
 from kernels.norm import rms_norm
 from layers.attention import AttentionContext, Heads, HeadsNorm
@@ -63,10 +63,21 @@ class RMSNorm(nn.Module):
         size = config.head_dim if of_heads else config.hidden_size
         self.centered = FAMILIES[config.family].centered
         self.weight = nn.Parameter(torch.full((size,), 0.0 if self.centered else 1.0, **factory))
+        self.kept: Tensor | None = None
 
     @property
     def scale(self) -> Tensor:
-        return 1 + self.weight.float() if self.centered else self.weight
+        """What x / rms(x) is multiplied by. GPU kernels read it before the kernels ahead of them have ended, so these are waited for once,
+        and inference, in which weights do not change, keeps the sum."""
+        if not self.centered:
+            return self.weight
+        if self.kept is not None and torch.is_inference_mode_enabled():
+            return self.kept
+        scale = 1 + self.weight.float()
+        if on_gpu(scale):
+            rejoin(scale)
+            self.kept = scale if scale.is_inference() else None
+        return scale
 
     def forward(self, x: Tensor) -> Tensor:
         return rms_norm(x, self.scale, self.eps)
@@ -272,8 +283,6 @@ class Transformer(nn.Module):
     def __init__(self, config: ModelConfig, comm: Communicator, device: torch.device, dtype: torch.dtype) -> None:
         super().__init__()
         factory: Factory = {"device": device, "dtype": dtype}
-        if device.type == "cuda" and FAMILIES[config.family].activation != "silu":
-            raise UserError(f"{config.family} models have no GPU kernels yet; use --device cpu")
         self.config = config
         self.shards = stream_shards(config, comm.rank, comm.world_size)
         comm.check_width(config.hidden_size)

@@ -69,7 +69,7 @@ def shapes(model: Transformer | EagleHead) -> dict[Shape, list[Tensor]]:
         found[Shape(*model.fc.shape)] = [model.fc]
     for module in layers(model):
         if not module.is_quantized:
-            gated = module.gated and module.adapters is None
+            gated = module.fused_gate
             found.setdefault(Shape(len(module.weight), module.weight.shape[1], gated), []).append(module.weight)
     return found
 
@@ -80,7 +80,7 @@ def quantized_shapes(model: Transformer | EagleHead) -> dict[QuantizedShape, lis
     for module in layers(model):
         for part in module.quantized or ():
             if (packed := getattr(part, "packed", None)) is not None:
-                gated = module.gated and module.packed is packed and module.adapters is None
+                gated = module.fused_gate and module.packed is packed
                 scaled = has_scaled_product(packed, model.norm.weight.dtype)
                 shape = QuantizedShape(packed.n, packed.k, gated, format=packed.format, scaled=scaled)
                 found.setdefault(shape, []).append(packed)

@@ -1,4 +1,4 @@
-"""SwiGLU (Shazeer, arXiv:2002.05202): silu(gate) * up of a fused projection."""
+"""SwiGLU and GEGLU (Shazeer, arXiv:2002.05202): silu(gate) * up or gelu(gate) * up of a fused projection."""
 
 import torch
 import torch.nn.functional as F
@@ -15,21 +15,24 @@ def swiglu(gate_up: Tensor) -> Tensor:
     """silu(gate) * up (..., I) of gate_up (..., 2I), in which the gate's I features are first, in the same dtype.
 
     The kernel computes in fp32 and rounds once; the reference also rounds silu(gate)."""
-    if not on_gpu(gate_up):
-        return swiglu_reference(gate_up)
+    return _launched(gate_up, False) if on_gpu(gate_up) else swiglu_reference(gate_up)
+
+
+def _launched(gate_up: Tensor, gelu: bool) -> Tensor:
+    """`swiglu` or `geglu` by the kernel."""
     rows, size = as_rows(gate_up), gate_up.shape[-1] // 2
     out = torch.empty(*gate_up.shape[:-1], size, dtype=gate_up.dtype, device=gate_up.device)
     if out.numel():
         grid = (rows.shape[0], triton.cdiv(size, BLOCK))
-        _swiglu[grid](rows, out, rows.stride(0), size, BLOCK=BLOCK, num_warps=4, **pdl_options(rows.device))
+        _swiglu[grid](rows, out, rows.stride(0), size, GELU=gelu, BLOCK=BLOCK, num_warps=4, **pdl_options(rows.device))
     return out
 
 
-def swiglu_codes(gate_up: Tensor) -> RowCodes:
-    """`swiglu` in 8 bits, for I a multiple of 16 of at most `row_codes.MAX_SIZE`, on CUDA without autograd."""
+def swiglu_codes(gate_up: Tensor, gelu: bool = False) -> RowCodes:
+    """`swiglu`, or with gelu `geglu`, in 8 bits, for I a multiple of 16 of at most `row_codes.MAX_SIZE`, on CUDA without autograd."""
     rows, size = as_rows(gate_up), gate_up.shape[-1] // 2
     out = empty_codes(torch.Size((*gate_up.shape[:-1], size)), gate_up)
-    options = {"BLOCK": triton.next_power_of_2(size), "num_warps": row_warps(size)} | pdl_options(rows.device)
+    options = {"BLOCK": triton.next_power_of_2(size), "num_warps": row_warps(size), "GELU": gelu} | pdl_options(rows.device)
     _swiglu_codes[(len(rows),)](rows, out.codes, out.scales, rows.stride(0), size, **options)
     return out
 
@@ -45,7 +48,11 @@ def swiglu_reference(gate_up: Tensor) -> Tensor:
 
 
 def geglu(gate_up: Tensor) -> Tensor:
-    """GEGLU (Shazeer, arXiv:2002.05202) by PyTorch: gelu(gate) * up (..., I) of gate_up (..., 2I), with the tanh of the GELU's paper."""
+    """The same with gelu(gate), which has the tanh of the GELU's paper."""
+    return _launched(gate_up, True) if on_gpu(gate_up) else geglu_reference(gate_up)
+
+
+def geglu_reference(gate_up: Tensor) -> Tensor:
     gate, up = gate_up.chunk(2, dim=-1)
     return F.gelu(gate, approximate="tanh") * up
 
@@ -59,27 +66,29 @@ def clamped_swiglu(gate_up: Tensor, limit: float) -> Tensor:
 
 
 @triton.jit
-def _swiglu(gate_up, out, row_stride, size, BLOCK: tl.constexpr, PDL: tl.constexpr):
+def _swiglu(gate_up, out, row_stride, size, GELU: tl.constexpr, BLOCK: tl.constexpr, PDL: tl.constexpr):
     row = tl.program_id(0).to(tl.int64)
     column = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
-    product = _product(gate_up, row * row_stride, column, size, PDL)
+    product = _product(gate_up, row * row_stride, column, size, GELU, PDL)
     tl.store(out + row * size + column, product.to(out.dtype.element_ty), mask=column < size)
 
 
 @triton.jit
-def _swiglu_codes(gate_up, codes, scales, row_stride, size, BLOCK: tl.constexpr, PDL: tl.constexpr):
+def _swiglu_codes(gate_up, codes, scales, row_stride, size, GELU: tl.constexpr, BLOCK: tl.constexpr, PDL: tl.constexpr):
     """One program for each row, which it holds in registers."""
     row = tl.program_id(0).to(tl.int64)
-    product = _product(gate_up, row * row_stride, tl.arange(0, BLOCK), size, PDL)
+    product = _product(gate_up, row * row_stride, tl.arange(0, BLOCK), size, GELU, PDL)
     store_codes(product.to(gate_up.dtype.element_ty).to(tl.float32), codes, scales, row, size, BLOCK)
 
 
 @triton.jit
-def _product(gate_up, start, column, size, PDL: tl.constexpr):
+def _product(gate_up, start, column, size, GELU: tl.constexpr, PDL: tl.constexpr):
     if PDL:
         tl.extra.cuda.gdc_launch_dependents()
         tl.extra.cuda.gdc_wait()
     pointers = gate_up + start + column
     gate = tl.load(pointers, mask=column < size, other=0.0).to(tl.float32)
     up = tl.load(pointers + size, mask=column < size, other=0.0).to(tl.float32)
+    if GELU:  # (1 + tanh(z)) / 2 = sigmoid(2z)
+        return gate * tl.sigmoid(1.5957691216057308 * gate * (1.0 + 0.044715 * gate * gate)) * up
     return gate * tl.sigmoid(gate) * up

@@ -129,6 +129,8 @@ class ShardedLinear(nn.Module):
         if self.adapters is not None:
             assert isinstance(x, Tensor)
             return self.finish(self.adapters.add(self._product(x), x))
+        if self.gated and not self.fused_gate:
+            return self.finish(self._product(x))
         if (packed := self.packed) is not None:
             return quantized_linear(x, packed, self.whole_bias(), self.gated, self.finish)
         assert isinstance(x, Tensor)
@@ -136,7 +138,7 @@ class ShardedLinear(nn.Module):
             return linear_swiglu(x, self.weight, self.whole_bias())
         return self.finish(self._product(x))
 
-    def _product(self, x: Tensor) -> Tensor:
+    def _product(self, x: Any) -> Tensor:
         """The matrix product with its bias, (..., out_features)."""
         if (packed := self.packed) is not None:
             product: Tensor = quantized_linear(x, packed, self.whole_bias())
@@ -190,8 +192,8 @@ class ShardedLinear(nn.Module):
         return packed is not None and reads_codes(packed, like)
 
     def gate(self, gate_up: Tensor) -> Tensor | RowCodes:
-        """silu(gate) * up of (..., 2 * in_features), as this layer reads it."""
-        return swiglu_codes(gate_up) if self.reads_codes(gate_up) else self.activation(gate_up)
+        """silu(gate) * up of (..., 2 * in_features), or what `Family.activation` says, as this layer reads it."""
+        return swiglu_codes(gate_up, self.activation is geglu) if self.reads_codes(gate_up) else self.activation(gate_up)
 
     def pack(self, dtype: torch.dtype) -> None:
         """Prepare quantized parts that are filled for the kernels of this GPU or CPU: as one weight if all are quantized alike.
@@ -222,6 +224,11 @@ class ShardedLinear(nn.Module):
             whole = self.bias.float() if determinism.enabled() else self.bias
             return self.bias if self.shard.count == 1 else whole / self.shard.count
         return F.pad(self.bias, self.padding) if any(self.padding) else self.bias
+
+    @property
+    def fused_gate(self) -> bool:
+        """Whether the layer is gated, and the kernel of its product may compute the activation, too. Kernels know only SwiGLU."""
+        return self.gated and self.activation is swiglu and self.adapters is None
 
     @property
     def is_mixed(self) -> bool:

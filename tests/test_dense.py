@@ -7,6 +7,7 @@ from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
+from unittest import mock
 
 import pytest
 import torch
@@ -20,16 +21,16 @@ from checkpoints.lora import open_adapter
 from checkpoints.presets import model_config
 from checkpoints.sources import open_source
 from checkpoints.weights import build_model
-from comms import Local
 from comms.interface import Done
 from config import LongRopeScaling, ModelConfig, validate, with_variant
 from engine.runner import Runner
+from engine.tuning import shapes
 from errors import UserError
 from kernels import determinism
 from kernels.sampling import gumbel_noise
 from layers.attention import Causal, Heads, _split_as_stored
 from layers.rope import rope_frequencies
-from model import RMSNorm, Transformer
+from model import RMSNorm
 from quantized.scheme import SCHEMES
 from scripts.quantize import Calibration, Job, quantize_model
 from tests.support.adapters import write_adapter
@@ -193,7 +194,7 @@ def test_queries_alone_are_scaled_as_queries_and_keys_are(seed: int) -> None:
 
 
 def test_gemma_rounds_as_transformers_does(tmp_path: Path, seed: int) -> None:
-    """Norms by 1 + weight, and embeddings, in bf16. A GPU is refused, and so is another activation."""
+    """Norms by 1 + weight, and embeddings, in bf16; GEGLU is not fused with its product. Another activation is refused."""
     theirs = save_theirs("gemma3_text", tmp_path).bfloat16()
     config = load(ALONE, tmp_path).config
     ours = build_model(str(tmp_path), config, ALONE, torch.bfloat16)
@@ -204,8 +205,11 @@ def test_gemma_rounds_as_transformers_does(tmp_path: Path, seed: int) -> None:
         assert torch.equal(ours.norm(x), theirs.model.norm(x))
         total, normed = Done(x).add_norm(x, ours.norm.scale, ours.norm.eps)
         assert torch.equal(total, x + x) and torch.equal(normed, theirs.model.norm(x + x))
-    with pytest.raises(UserError, match="gemma3_text models have no GPU kernels yet"):
-        Transformer(config, Local(), torch.device("cuda"), torch.bfloat16)
+        layer, x = ours.layers[0].mlp.w_gate_up, x[None]
+        with mock.patch("layers.linear.on_gpu", return_value=True):  # whose kernels know SwiGLU only
+            gate, up = layer._product(x).chunk(2, -1)
+            assert torch.equal(layer(x), theirs.model.layers[0].mlp.act_fn(gate) * up)
+    assert not any(shape.swiglu for shape in shapes(ours))
     with pytest.raises(UserError, match="hidden_activation = 'silu' is not supported"):
         config_from_hf(config_to_hf(config) | {"hidden_activation": "silu"})
     fresh = empty_model(config, CPU, torch.float32)

@@ -89,7 +89,11 @@ def config_of(name: str) -> ModelConfig:
     if name == "qwen3-yarn":  # requests are longer than the original context
         scaling = YarnScaling(4.0, 20, attention_factor=1.14)
         return ModelConfig(**shape | {"n_heads": 4, "n_kv_heads": 2}, family="qwen3", qk_norm=True, rope_scaling=scaling)
+    if name == "gemma3":  # with its GEGLU
+        return ModelConfig(**shape, family="gemma3_text", qk_norm=True, tie_embeddings=True, windows=(6, None, 6, None))
     config = ModelConfig(**shape)
+    if name == "sinks":  # gpt-oss's attention, without its experts
+        return replace(config, family="gpt_oss", qkv_bias=True, o_bias=True, windows=(6, None, 6, None))
     if name == "biased":
         return replace(config, qkv_bias=True, o_bias=True, mlp_bias=True)
     if "mistral" in name:

@@ -30,8 +30,12 @@ from engine.tuning import quantized_shapes, shapes, tune
 from kernels import linear_config, paged_attention
 from kernels.linear import linear, linear_swiglu
 from kernels.linear_config import Shape
+from layers.attention import Causal
+from layers.linear import ShardedLinear
 from model import Transformer
 from options import OVERLAPS
+from quantized.scheme import on_load
+from quantized.weight import quantize
 from tests import MODELS
 from tests.engine import gpu_drafts_rank
 from tests.engine.gpu_drafts_rank import DRAFTS
@@ -56,11 +60,11 @@ from tests.engine.test_engine import (
 from tests.engine.test_runner import LINES
 from tests.support.gpus import most_ranks, needs_hopper, torchrun
 from text.tokenizer_files import load_tokenizer
-from tp import World
+from tp import Shard, World
 
 GPUS = most_ranks()
 CUDA = torch.device("cuda")
-ALONE = World(0, 1, CUDA, comms.Local())
+ALONE, CPU = World(0, 1, CUDA, comms.Local()), torch.device("cpu")
 ON_CPU = World(0, 1, torch.device("cpu"), comms.Local())
 ROUNDING = 1e-4  # rounding error of logits of size 1 that are summed in another order
 
@@ -73,12 +77,13 @@ def on_gpu(model: Transformer) -> Transformer:
     return copy
 
 
-@pytest.mark.parametrize("name", [*PLAIN, "mistral", "qwen3-some-layers", "qwen3-yarn", "biased"])
+@pytest.mark.parametrize("name", [*PLAIN, "mistral", "qwen3-some-layers", "qwen3-yarn", "biased", "gemma3", "sinks"])
 def test_requests_of_every_kind_get_what_the_cpu_gives(name: str, seed: int) -> None:
-    model = random_model(replace(config_of(name), head_dim=16))
+    head_dim = {"gemma3": 256, "sinks": 64}.get(name, 16)
+    model = random_model(replace(config_of(name), head_dim=head_dim))
     twin = on_gpu(model)
     submits = random_submits(6)
-    size = 16 * 2 * twin.attention_slots * twin.n_kv_heads * 16 * 4  # bytes of a block
+    size = 16 * 2 * twin.attention_slots * twin.n_kv_heads * head_dim * 4  # bytes of a block
     for limits, at_once in (
         (EngineLimits(), 1000),
         (EngineLimits(max_batch_tokens=24, max_num_seqs=5, kv_memory=8.5 * size), 2),
@@ -88,6 +93,34 @@ def test_requests_of_every_kind_get_what_the_cpu_gives(name: str, seed: int) -> 
             answers = serve(engine, order, at_once)
             for submit in submits:
                 assert_same(model, submit, answers[submit.request_id].tokens, ROUNDING)
+
+
+@pytest.mark.parametrize("name", ["gemma3", "sinks"])
+@pytest.mark.parametrize("quantization", [None, "fp8", "int4"])
+def test_families_in_bf16_stay_near_fp32(name: str, quantization: str | None, seed: int) -> None:
+    """A gated layer whose kernels know no GEGLU, and logits: with few rows, and with many."""
+    config = replace(config_of(name), hidden_size=256, intermediate_size=512, head_dim=64)
+    model = random_model(config)
+    if quantization is None:
+        twin = on_gpu(model).bfloat16()
+        for tokens in (torch.randint(101, (1, count), device="cuda") for count in (1, 5, 70)):
+            with torch.inference_mode():
+                exact, usual = (m(tokens.cpu(), Causal(tokens.shape[1], CPU)) for m in (model, deepcopy(model).bfloat16()))
+                got = twin(tokens, Causal(tokens.shape[1], CUDA)).cpu()
+                assert twin.norm.scale is twin.norm.scale  # which no kernel of a step writes
+            assert (got - exact).norm() <= 2 * (usual - exact).norm() + 1e-3, tokens.shape
+        return
+    whole = replace(config, quantization=on_load(quantization))
+    layer = ShardedLinear(whole, Shard(0, 1), ("gate_proj", "up_proj"), 0, gated=True, device=CUDA, dtype=torch.bfloat16)
+    for _, part in layer.quantized_parts():
+        part.fill(quantize(torch.randn(part.n, part.k, device="cuda").bfloat16() / 16, part.scheme, "layer"))
+    layer.pack(torch.bfloat16)
+    for count in (1, 5, 70):
+        x = torch.randn(count, 256, device="cuda", dtype=torch.bfloat16)
+        with torch.inference_mode():
+            got, (gate, up) = layer(x), layer._product(x).float().chunk(2, -1)
+        gated = F.gelu(gate, approximate="tanh") if name == "gemma3" else F.silu(gate)
+        assert (got - gated * up).norm() < 0.01 * (gated * up).norm(), count
 
 
 @pytest.mark.parametrize("name", PLAIN)

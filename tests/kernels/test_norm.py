@@ -1,5 +1,6 @@
 """RMSNorm, SwiGLU, and RoPE with its write to the KV cache: the PyTorch references against fp64, the kernels against both."""
 
+import math
 import random
 from collections.abc import Callable
 
@@ -9,7 +10,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from kernels import activation, norm, rope_cache
-from kernels.activation import swiglu_reference
+from kernels.activation import geglu_reference, swiglu_reference
 from kernels.norm import add_rms_norm_reference, rms_norm_backward, rms_norm_reference
 from kernels.rope_cache import rope_store_reference
 from tests.support.kernels import codes_as_on_a_gpu, kernels_always, worse
@@ -28,6 +29,12 @@ def norm64(x: Tensor, weight: Tensor) -> Tensor:
 def swiglu64(gate_up: Tensor) -> Tensor:
     gate, up = gate_up.double().chunk(2, dim=-1)
     return gate / (1 + (-gate).exp()) * up
+
+
+def geglu64(gate_up: Tensor) -> Tensor:
+    """Hendrycks & Gimpel, arXiv:1606.08415, section 2."""
+    gate, up = gate_up.double().chunk(2, dim=-1)
+    return 0.5 * gate * (1 + ((2 / math.pi) ** 0.5 * (gate + 0.044715 * gate**3)).tanh()) * up
 
 
 def rotate64(x: Tensor, positions: Tensor, frequencies: Tensor) -> Tensor:
@@ -82,13 +89,14 @@ def norm_backward_faults(backward: Callable, device: str, dtype: torch.dtype) ->
     return found
 
 
-def swiglu_faults(swiglu: Callable, device: str, dtype: torch.dtype) -> list[str]:
+def gated_faults(swiglu: Callable, geglu: Callable, device: str, dtype: torch.dtype) -> list[str]:
     found = []
     for shape in ((3, 2, 100), (2, 7168), (1, 2), (9, 2050)):
         whole = torch.randn(*shape[:-1], shape[-1] + 32, device=device).to(dtype) * 4
         gate_up = whole[..., 32:]
         gate, up = gate_up.chunk(2, dim=-1)
         found += worse(f"swiglu {dtype} {shape}", swiglu(gate_up), F.silu(gate) * up, swiglu64(gate_up))
+        found += worse(f"geglu {dtype} {shape}", geglu(gate_up), F.gelu(gate, approximate="tanh") * up, geglu64(gate_up))
     return found
 
 
@@ -175,7 +183,10 @@ def code_faults(rope_store: Callable, device: str, dtype: torch.dtype) -> list[s
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 def test_the_references(dtype: torch.dtype, seed: int) -> None:
     found = norm_faults(rms_norm_reference, add_rms_norm_reference, "cpu", dtype)
-    assert found + swiglu_faults(swiglu_reference, "cpu", dtype) + rope_faults(rope_store_reference, "cpu", dtype) == []
+    assert (
+        found + gated_faults(swiglu_reference, geglu_reference, "cpu", dtype) + rope_faults(rope_store_reference, "cpu", dtype)
+        == []
+    )
     assert code_faults(rope_store_reference, "cpu", dtype) == []
 
 
@@ -188,7 +199,7 @@ def faults(seed: int, device: str, dtypes: list[torch.dtype]) -> list[str]:
         for dtype in dtypes:
             found += norm_faults(norm.rms_norm, norm.add_rms_norm, device, dtype)
             found += norm_backward_faults(rms_norm_backward, device, dtype)
-            found += swiglu_faults(activation.swiglu, device, dtype)
+            found += gated_faults(activation.swiglu, activation.geglu, device, dtype)
             found += rope_faults(rope_cache.rope_store, device, dtype)
             with codes_as_on_a_gpu():
                 found += code_faults(rope_cache.rope_store, device, dtype)

@@ -14,7 +14,7 @@ from kernels import activation, linear_quantized, norm
 from kernels.linear_config import Format
 from kernels.row_codes import RowCodes, quantize_rows
 from layers.attention import AttentionContext
-from layers.linear import ShardedLinear
+from layers.linear import ACTIVATIONS, ShardedLinear, geglu
 from model import Transformer
 from quantized.scheme import SCHEMES, on_load
 from quantized.weight import quantize, quantized_input
@@ -69,6 +69,7 @@ def faults(seed: int, device: str, dtype: torch.dtype) -> list[str]:
             found += same(f"norm {shape}", got, plain) + ([] if torch.equal(got_total, total) else [f"sum {shape}"])
             gate_up = torch.randn(*shape[:-1], 2 * shape[-1] + 8, device=device).to(dtype)[..., 8:] * 4
             found += same(f"swiglu {shape}", activation.swiglu_codes(gate_up), activation.swiglu(gate_up))
+            found += same(f"geglu {shape}", activation.swiglu_codes(gate_up, True), activation.geglu(gate_up))
     return found
 
 
@@ -134,10 +135,12 @@ def residual_streams(seed: int, device: str, variant: str) -> list[str]:
     torch.manual_seed(seed)
     ladder = {"ladder_layers": (0, 1)} if variant == "ladder" else {}
     config = ModelConfig(
-        vocab_size=64, hidden_size=128, intermediate_size=160, n_layers=2, n_heads=2, n_kv_heads=1, head_dim=64, max_seq_len=128, variant=variant,
+        vocab_size=64, hidden_size=128, intermediate_size=160, n_layers=2, n_heads=2, n_kv_heads=1, head_dim=64, max_seq_len=128,
+        variant="standard" if variant == "geglu" else variant,
         quantization=on_load("fp8"), **ladder,
     )  # fmt: skip
-    model = Transformer(config, Local(), torch.device(device), torch.bfloat16).eval().requires_grad_(False)
+    with mock.patch.dict(ACTIVATIONS, {"silu": geglu} if variant == "geglu" else {}):
+        model = Transformer(config, Local(), torch.device(device), torch.bfloat16).eval().requires_grad_(False)
     layers = [module for module in model.modules() if isinstance(module, ShardedLinear)]
     product = torch._scaled_mm if device == "cuda" else exact_product
     supported = mock.patch("layers.linear.packs_on_gpu", return_value=True)
@@ -172,12 +175,12 @@ def residual_streams(seed: int, device: str, variant: str) -> list[str]:
         with mock.patch.object(ShardedLinear, "reads_codes", return_value=False):
             expected = run()
     # the input of a down projection, and of each first layer but the model's
-    wanted = {"parallel": 1 + 2, "ladder": 2 + 2, "standard": 3 + 2}[variant]
+    wanted = {"parallel": 1 + 2, "ladder": 2 + 2, "standard": 3 + 2, "geglu": 3 + 2}[variant]
     found = [] if kinds.count(RowCodes) == wanted else [f"{kinds.count(RowCodes)} activations in 8 bits, not {wanted}"]
     return found + ([] if torch.equal(got, expected) and bool(got.isfinite().all()) else ["other bits"])
 
 
-VARIANTS = ("standard", "parallel", "ladder")
+VARIANTS = ("standard", "parallel", "ladder", "geglu")
 
 
 def test_a_model_in_the_interpreter(interpreters: Ranks, in_turn: Callable[..., str], seed: int) -> None:
