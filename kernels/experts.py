@@ -77,12 +77,13 @@ def _choose(x: Tensor, router: Tensor, chosen: int, normalized: bool, tile: int,
     new = x.new_empty
     slots, owners, starts = (new(total, dtype=torch.int32) for _ in range(3))
     routes = Routes(new(tokens, chosen, dtype=torch.int32), new(tokens, chosen, dtype=torch.float32), slots, owners, starts)
-    rows = max(16, power(tokens))
-    block, stages = (512, 3) if rows == 16 else (128, 2)
-    _router[(triton.cdiv(count, 16),)](
+    # a product of tensor cores has 16 rows and columns or more
+    rows, own = (max(16, power(tokens)), 16) if tile else (power(tokens), 4)
+    block, stages = (power(size), 1) if not tile else (512, 3) if rows == 16 else (128, 2)
+    _router[(triton.cdiv(count, own),)](
         x, router, new(tokens, count, dtype=torch.float32), counter, *routes, tokens,
-        E=count, C=size, CHOSEN=chosen, NORMALIZED=normalized, TILE=tile, ROWS=rows, BLOCK_E=16, BLOCK_K=min(block, max(16, power(size))),
-        EXPERTS=power(count), COLUMNS=power(chosen), SLOTS=power(total), num_warps=min(16, rows // 8 * 2), num_stages=stages, **pdl_options(x.device),
+        E=count, C=size, CHOSEN=chosen, NORMALIZED=normalized, TILE=tile, ROWS=rows, BLOCK_E=own, BLOCK_K=min(block, max(16, power(size))),
+        EXPERTS=power(count), COLUMNS=power(chosen), SLOTS=power(total), num_warps=max(4, min(16, rows // 8 * 2)), num_stages=stages, **pdl_options(x.device),
     )  # fmt: skip
     return routes._replace(starts=routes.starts[: most_tiles(total, count, tile)] if tile else routes.starts)
 
@@ -90,11 +91,15 @@ def _choose(x: Tensor, router: Tensor, chosen: int, normalized: bool, tile: int,
 def _of_slots(x: Tensor, gate_up: Tensor, down: Tensor, routes: Routes) -> Tensor:
     (tokens, size), chosen, inner = x.shape, routes.experts.shape[1], down.shape[1]
     hidden, out = x.new_empty(tokens * chosen, inner), torch.empty_like(x)
-    shapes: dict[str, Any] = dict(CHOSEN=chosen, C=size, INNER=inner, BLOCK_N=4, **pdl_options(x.device))
+    shapes: dict[str, Any] = dict(CHOSEN=chosen, C=size, INNER=inner, **pdl_options(x.device))
     # few steps, each of many bytes, because a step takes as long as the memory's latency
     blocks = [min(1024, triton.next_power_of_2(width)) for width in (size, inner)]
-    _slot_gate_up[(tokens * chosen, triton.cdiv(inner, 4))](x, gate_up, routes.experts, hidden, **shapes, BLOCK_K=blocks[0])
-    _slot_down[(tokens, triton.cdiv(size, 4))](hidden, down, routes.experts, routes.weights, out, **shapes, BLOCK_K=blocks[1])
+    _slot_gate_up[(tokens * chosen, triton.cdiv(inner, 2))](
+        x, gate_up, routes.experts, hidden, **shapes, BLOCK_N=2, BLOCK_K=blocks[0]
+    )
+    _slot_down[(tokens, triton.cdiv(size, 4))](
+        hidden, down, routes.experts, routes.weights, out, **shapes, BLOCK_N=4, BLOCK_K=blocks[1]
+    )
     return out
 
 
@@ -129,16 +134,26 @@ def _router(
     """Each program computes the logits of BLOCK_E experts. The last one to end chooses the experts, and sorts the slots into tiles."""
     if PDL:
         tl.extra.cuda.gdc_launch_dependents()
-        tl.extra.cuda.gdc_wait()
     row, k = tl.arange(0, ROWS), tl.arange(0, BLOCK_K)
     own = tl.program_id(0) * BLOCK_E + tl.arange(0, BLOCK_E)
-    total = tl.zeros((ROWS, BLOCK_E), tl.float32)
-    for first in range(0, C, BLOCK_K):
-        there = first + k < C
-        a = tl.load(x + row[:, None] * C + first + k[None, :], mask=(row < tokens)[:, None] & there[None, :], other=0.0)
-        w = tl.load(weight + own[None, :] * C + first + k[:, None], mask=(own < E)[None, :] & there[:, None], other=0.0)
-        total = tl.dot(a, w, total, input_precision="ieee")
-    tl.store(logits + row[:, None] * E + own[None, :], total, mask=(row < tokens)[:, None] & (own < E)[None, :])
+    if TILE == 0:  # few tokens: the whole weight is on its way before they are there
+        w = tl.load(weight + own[:, None] * C + k[None, :], mask=(own < E)[:, None] & (k < C)[None, :], other=0.0)
+        if PDL:
+            tl.extra.cuda.gdc_wait()
+        for i in tl.static_range(ROWS):
+            a = tl.load(x + i * C + k, mask=(k < C) & (i < tokens), other=0.0)
+            sums = tl.sum(w.to(tl.float32) * a.to(tl.float32)[None, :], 1)
+            tl.store(logits + i * E + own, sums, mask=(own < E) & (i < tokens))
+    else:
+        if PDL:
+            tl.extra.cuda.gdc_wait()
+        total = tl.zeros((ROWS, BLOCK_E), tl.float32)
+        for first in range(0, C, BLOCK_K):
+            there = first + k < C
+            a = tl.load(x + row[:, None] * C + first + k[None, :], mask=(row < tokens)[:, None] & there[None, :], other=0.0)
+            w = tl.load(weight + own[None, :] * C + first + k[:, None], mask=(own < E)[None, :] & there[:, None], other=0.0)
+            total = tl.dot(a, w, total, input_precision="ieee")
+        tl.store(logits + row[:, None] * E + own[None, :], total, mask=(row < tokens)[:, None] & (own < E)[None, :])
     tl.debug_barrier()
     if tl.atomic_add(counter, 1, sem="acq_rel") == tl.num_programs(0) - 1:
         tl.debug_barrier()
