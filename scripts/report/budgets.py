@@ -11,13 +11,13 @@ INFERENCE = ("checkpoints", "comms", "engine", "kernels", "layers", "quantized",
 LINES = {  # of Python, by package
     "server": 12_430,
     "engine": 10_073,
-    "kernels": 10_009,
+    "kernels": 10_024,
     "comms": 3_732,
     "training": 5_874,
     "scripts": 10_125,
-    "tests": 57_369,
+    "tests": 57_368,
 }
-INFERENCE_LINES = 46_459
+INFERENCE_LINES = 46_474
 ROOT_FILES = 9
 ENTERED_FILES = 56  # by a streamed chat request; tests/server/test_files_entered.py counts them
 PAGES_WORDS = 27_000  # README.md and docs, tables included: say in a page what its reader decides by
