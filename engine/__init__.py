@@ -1,7 +1,7 @@
 """The inference engine: scheduling, KV cache, sampling, stopping, and `LLM`, its Python API. Its files by what they do:
 
 programs      worker (a rank of the server), llm (Python), followers (its other ranks), bench; core: the engine of a rank; limits, protocol
-scheduling    sequence, scheduler, block_manager, pace
+scheduling    sequence (and its blocks), scheduler, pace
 steps         runner, step_inputs, paged_cache, schedules, tuning
 tokens        sampler, grammars, thinking; adapters; text, pooling_file; constrain/, calls/: what answers must be, and have
 speculation   speculation, text_drafter, model_drafter, head_model, draft_models, draft_costs

@@ -16,7 +16,6 @@ from torch import Tensor
 from checkpoints.eagle import EagleHead
 from config import require_causal
 from engine.adapters import Adapter, Adapters
-from engine.block_manager import BlockManager
 from engine.grammars import COMPILED, MAX_COMPILING, Compilation, Grammars, error_of
 from engine.head_model import HeadModel
 from engine.limits import STEP_TOKENS, EngineLimits, count_blocks, new_cache
@@ -27,7 +26,7 @@ from engine.runner import InFlightStep, Runner, StepResult
 from engine.sampler import advance, check_ids, new_state, sibling
 from engine.scheduler import Scheduler
 from engine.schedules import Schedules
-from engine.sequence import Chunk, Sequence, common_prefix
+from engine.sequence import BlockManager, Chunk, Sequence, common_prefix
 from engine.speculation import Speculation, measure
 from engine.step_inputs import Capacity
 from engine.text_drafter import PromptIndex

@@ -19,12 +19,11 @@ import torch
 from torch import Tensor
 
 from checkpoints.eagle import STREAMS
-from engine.block_manager import BlockManager
 from engine.head_model import HeadModel
 from engine.protocol import SamplingParams
 from engine.runner import InFlightStep, Runner
 from engine.sampler import SamplingState
-from engine.sequence import Chunk, Sequence, common_prefix
+from engine.sequence import BlockManager, Chunk, Sequence, common_prefix
 from engine.step_inputs import to_device
 
 MEASURED_TOKENS = 3  # of the drafts that `ModelDrafter.seconds` measures

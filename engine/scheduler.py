@@ -26,8 +26,7 @@ from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass, field
 from itertools import groupby
 
-from engine.block_manager import BlockManager
-from engine.sequence import Chunk, Sequence
+from engine.sequence import BlockManager, Chunk, Sequence
 from errors import UserError
 
 # --- the order in which waiting sequences start ------------------------------------------------------------------------------

@@ -11,8 +11,7 @@ from typing import Any
 
 import pytest
 
-from text.chat_form import ChatForm, fit, read_arguments
-from text.chat_template import NAMES, TOOL, form_of, render
+from text.chat_form import NAMES, TOOL, ChatForm, fit, form_of, read_arguments, render
 
 RAISE = "{{ raise_exception('no') }}"
 KNOWN = "{% if m.role not in ('system', 'user', 'assistant', 'tool') %}" + RAISE + "{% endif %}"

@@ -22,8 +22,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from errors import UserError
-from text.chat_form import Message, fit
-from text.chat_template import form_of, give_tools, render
+from text.chat_form import Message, fit, form_of, give_tools, render
 from text.control_tokens import Guard, Spellings
 
 PLAIN_CHAT = (  # the template of ByteTokenizer

@@ -17,11 +17,10 @@ from deploy.plan import __main__ as program
 from deploy.plan.choice import RESERVE, largest_batch, measured
 from deploy.plan.load import HOST_SECONDS, LEAD, Goals, largest_rate, poisson, simulate
 from deploy.plan.steps import RESULTS, Steps, Tables, gpu, read_rows, setup_of
-from engine.block_manager import BlockManager
 from engine.limits import EngineLimits, cache_memory
 from engine.protocol import SamplingParams
 from engine.scheduler import Scheduler
-from engine.sequence import Chunk
+from engine.sequence import BlockManager, Chunk
 from engine.sequence import Sequence as Request
 from scripts.sweep.rows import Setting
 from tests import MODELS, ROOT

@@ -9,10 +9,9 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from engine.block_manager import BlockManager
 from engine.protocol import SamplingParams, Turn
 from engine.scheduler import Scheduler, WaitingQueue, fair_shares
-from engine.sequence import Sequence
+from engine.sequence import BlockManager, Sequence
 
 
 class Server:

@@ -8,10 +8,9 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from engine.block_manager import BlockManager
 from engine.protocol import SamplingParams
 from engine.scheduler import Scheduler
-from engine.sequence import Chunk, Sequence
+from engine.sequence import BlockManager, Chunk, Sequence
 from errors import UserError
 from tests.support.blocks import check_blocks
 

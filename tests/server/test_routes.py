@@ -13,7 +13,7 @@ import pytest
 from prometheus_client import CollectorRegistry, Histogram
 
 from engine.protocol import Stats
-from server import app, metrics, replies
+from server import frontend, metrics, replies
 from server.metrics import Latencies, Rate, TokenHistogram
 from tests.support.server_thread import CHAT, CONTEXT, TOKENIZER, Site, wait_for
 
@@ -51,7 +51,7 @@ def test_models_health_version_docs(site: Site) -> None:
 def test_the_page_of_the_api_is_made_once(make_site: Callable[..., Site], monkeypatch: pytest.MonkeyPatch) -> None:
     """It takes long, and anybody may ask for it."""
     made: list[Any] = []
-    monkeypatch.setattr(app, "render_docs", lambda described: made.append(described) or "page")
+    monkeypatch.setattr(frontend, "render_docs", lambda described: made.append(described) or "page")
     site = make_site()
     assert not made and [site.http.get("/docs").text for _ in range(3)] == ["page"] * 3 and len(made) == 1
 

@@ -6,10 +6,9 @@ from typing import Any
 
 import pytest
 
-from engine.block_manager import BlockManager
 from engine.core import Engine
 from engine.scheduler import Scheduler, WaitingQueue
-from engine.sequence import Sequence
+from engine.sequence import BlockManager, Sequence
 from server import recovery
 from server.engine_client import OutputQueue
 from server.journal_file import JournalFile

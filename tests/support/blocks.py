@@ -2,7 +2,7 @@
 
 from collections.abc import Sequence
 
-from engine.block_manager import BlockManager
+from engine.sequence import BlockManager
 
 
 def check_blocks(manager: BlockManager, tables: Sequence[Sequence[int]]) -> None:
