@@ -63,20 +63,21 @@ class RMSNorm(nn.Module):
         size = config.head_dim if of_heads else config.hidden_size
         self.centered = FAMILIES[config.family].centered
         self.weight = nn.Parameter(torch.full((size,), 0.0 if self.centered else 1.0, **factory))
-        self.kept: Tensor | None = None
+        self.kept: tuple[int, Tensor] | None = None  # with the weight's version
 
     @property
     def scale(self) -> Tensor:
         """What x / rms(x) is multiplied by. GPU kernels read it before the kernels ahead of them have ended, so these are waited for once,
-        and inference, in which weights do not change, keeps the sum."""
+        and inference keeps the sum until the weight changes."""
         if not self.centered:
             return self.weight
-        if self.kept is not None and torch.is_inference_mode_enabled():
-            return self.kept
+        version = 0 if self.weight.is_inference() else self.weight._version
+        if self.kept is not None and self.kept[0] == version and torch.is_inference_mode_enabled():
+            return self.kept[1]
         scale = 1 + self.weight.float()
         if on_gpu(scale):
             rejoin(scale)
-            self.kept = scale if scale.is_inference() else None
+            self.kept = (version, scale) if scale.is_inference() else None
         return scale
 
     def forward(self, x: Tensor) -> Tensor:

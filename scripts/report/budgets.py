@@ -15,9 +15,9 @@ LINES = {  # of Python, by package
     "comms": 3_732,
     "training": 5_874,
     "scripts": 10_125,
-    "tests": 57_363,
+    "tests": 57_367,
 }
-INFERENCE_LINES = 46_442
+INFERENCE_LINES = 46_443
 ROOT_FILES = 9
 ENTERED_FILES = 53  # by a streamed chat request; tests/server/test_files_entered.py counts them
 PAGES_WORDS = 27_000  # README.md and docs, tables included: say in a page what its reader decides by

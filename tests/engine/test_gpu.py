@@ -108,6 +108,10 @@ def test_families_in_bf16_stay_near_fp32(name: str, quantization: str | None, se
                 got = twin(tokens, Causal(tokens.shape[1], CUDA)).cpu()
                 assert twin.norm.scale is twin.norm.scale  # which no kernel of a step writes
             assert (got - exact).norm() <= 2 * (usual - exact).norm() + 1e-3, tokens.shape
+        with torch.no_grad():
+            twin.norm.weight.add_(1)  # as an optimizer's step does
+        with torch.inference_mode():
+            assert twin.norm.scale.float().equal(twin.norm.weight.float() + twin.norm.centered)
         return
     whole = replace(config, quantization=on_load(quantization))
     layer = ShardedLinear(whole, Shard(0, 1), ("gate_proj", "up_proj"), 0, gated=True, device=CUDA, dtype=torch.bfloat16)
