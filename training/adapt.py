@@ -24,7 +24,6 @@ from cli import Parser, run
 from comms import Local
 from config import ModelConfig, require_causal
 from errors import UserError
-from kernels import determinism
 from layers.attention import Causal
 from model import Transformer
 from tp import World, init_world, together
@@ -32,14 +31,7 @@ from training.batches import Batch
 from training.convert import parse_layers, to_hybrid_ladder
 from training.loop import Setup, prepare, train
 from training.losses import cross_entropy, distillation
-from training.options import (
-    add_batch_options,
-    add_execution_options,
-    add_router_options,
-    add_run_options,
-    check_numbers,
-    dtype_of,
-)
+from training.options import dtype_of, parse_run
 
 
 def parse_args(argv: Sequence[str] | None = None) -> argparse.Namespace:
@@ -55,13 +47,7 @@ def parse_args(argv: Sequence[str] | None = None) -> argparse.Namespace:
         help="share of the loss that is the KL divergence from the predictions of the original model, 0 to 1. With 0, no rank holds "
         "the original (default: 0.5)",
     )
-    add_batch_options(parser, learning_rate=1e-5, by_passes=True)
-    add_execution_options(parser)
-    add_router_options(parser)
-    add_run_options(parser)
-    args = parser.parse_args(argv)
-    check_numbers(args)
-    determinism.refuse(args.deterministic, compiled=args.compile)
+    args = parse_run(parser, argv, learning_rate=1e-5, by_passes=True)
     fetch_checkpoint(args)
     if not 0 <= args.distill <= 1:
         raise UserError(f"--distill must be between 0 and 1, not {args.distill}")

@@ -12,6 +12,7 @@ from checkpoints.weights import DTYPES
 from comms.cluster import shipped_clusters
 from config import ModelConfig
 from errors import UserError
+from kernels import determinism
 from options import above_zero, dtype_name, zero_or_more
 from training.executor import BUCKET_BYTES
 from training.optimizer import Schedule
@@ -24,6 +25,20 @@ POSITIVE = (
     *("sequence_length", "global_batch", "micro_batch", "steps", "save_every", "keep", "log_every"),
     *("learning_rate", "clip", "gpus_per_node", "stop_after"),
 )
+
+
+def parse_run(
+    parser: argparse.ArgumentParser, argv: Sequence[str] | None, learning_rate: float, by_passes: bool = False
+) -> argparse.Namespace:
+    """Add the options of a run behind those of its command, and parse and check them all. The last two as in `add_batch_options`."""
+    add_batch_options(parser, learning_rate, by_passes)
+    add_execution_options(parser)
+    add_router_options(parser)
+    add_run_options(parser)
+    args = parser.parse_args(argv)
+    check_numbers(args)
+    determinism.refuse(args.deterministic, compiled=args.compile)
+    return args
 
 
 def add_batch_options(parser: argparse.ArgumentParser, learning_rate: float, by_passes: bool = False) -> None:

@@ -20,11 +20,10 @@ from checkpoints.sources import open_source
 from cli import Parser, run
 from config import TRAINABLE, require_causal, usage
 from errors import UserError
-from kernels import determinism
 from tp import init_world, together
 from training.loop import Setup, prepare, train
 from training.losses import cross_entropy
-from training.options import add_batch_options, add_execution_options, add_router_options, add_run_options, check_numbers
+from training.options import parse_run
 from training.token_file import tokenizer_folder
 
 
@@ -43,13 +42,7 @@ def parse_args(argv: Sequence[str] | None = None) -> argparse.Namespace:
         metavar="DIR",
         help="folder whose tokenizer is copied to the result (default: that of --model, or that of the token file for a preset)",
     )
-    add_batch_options(parser, learning_rate=3e-4)
-    add_execution_options(parser)
-    add_router_options(parser)
-    add_run_options(parser)
-    args = parser.parse_args(argv)
-    check_numbers(args)
-    determinism.refuse(args.deterministic, compiled=args.compile)
+    args = parse_run(parser, argv, learning_rate=3e-4)
     fetch_named(args, model="model")
     return args
 

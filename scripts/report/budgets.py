@@ -13,9 +13,9 @@ LINES = {  # of Python, by package
     "engine": 10_066,
     "kernels": 10_024,
     "comms": 3_732,
-    "training": 5_874,
+    "training": 5_868,
     "scripts": 10_125,
-    "tests": 57_367,
+    "tests": 57_368,
 }
 INFERENCE_LINES = 46_443
 ROOT_FILES = 9

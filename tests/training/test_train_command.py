@@ -172,6 +172,7 @@ def wait_for(condition: Any, job: quick_start.Popen, seconds: float = 300.0) -> 
 @pytest.mark.parametrize(
     ("more", "part"),
     [
+        (["--deterministic", "--compile"], "leave it or --deterministic out"),
         (["--global-batch", 0], "--global-batch must be above 0"),
         (["--learning-rate", "nan"], "--learning-rate must be above 0"),
         (["--sharding", "2,1,2"], "does not divide"),
