@@ -38,24 +38,29 @@ class Routes(NamedTuple):
 
 
 def sparse_mlp(
-    x: Tensor, router: Tensor, gate_up: Tensor, down: Tensor, chosen: int, normalized: bool, counter: Tensor
-) -> Tensor:
+    x: Tensor, router: Tensor, gate_up: Tensor, down: Tensor, chosen: int, normalized: bool, counter: Tensor,
+    biases: tuple[Tensor | None, Tensor | None, Tensor | None] = (None, None, None), limit: float = 0.0,
+) -> Tensor:  # fmt: skip
     """The sum over each token's experts of weight · down · (silu(gate · x) * (up · x)), on a GPU.
 
     x: (T, C). router: (E, C). gate_up: (E * 2 * I, C), each expert's gate and then its up. down: (E * C, I). counter: (1,) int32, of
-    the router's programs that have ended; 0 between launches. Returns (T, C) of x's data type. Sums and the router are in fp32."""
+    the router's programs that have ended; 0 between launches. biases: of the router (E,), of gate_up and of down, with an entry for each
+    of their rows. limit: of `clamped_swiglu`, which then is the activation; 0 for none. Returns (T, C) of x's data type. Sums and the router are in fp32."""
     tokens, count = len(x), len(router)
     if tokens <= FEW:
-        return _of_slots(x, gate_up, down, _choose(x, router, chosen, normalized, 0, counter))
+        return _of_slots(x, gate_up, down, _choose(x, router, chosen, normalized, 0, counter, biases[0]), biases[1:], limit)
     tile = min(128, max(16, triton.next_power_of_2(tokens * chosen // count)))
     choose = _choose if tokens <= MOST else _choose_many
-    return _of_tiles(x, gate_up, down, choose(x, router, chosen, normalized, tile, counter), tile)
+    routes = choose(x, router, chosen, normalized, tile, counter, biases[0])
+    return _of_tiles(x, gate_up, down, routes, tile, biases[1:], limit)
 
 
-def _choose_many(x: Tensor, router: Tensor, chosen: int, normalized: bool, tile: int, _: Tensor) -> Routes:
+def _choose_many(
+    x: Tensor, router: Tensor, chosen: int, normalized: bool, tile: int, _: Tensor, bias: Tensor | None = None
+) -> Routes:
     """Any number of tokens, with PyTorch."""
     wide = torch.mm(x, router.t(), out_dtype=torch.float32) if x.is_cuda else x.float() @ router.float().t()
-    experts, weights = route(wide, chosen, normalized)
+    experts, weights = route(wide if bias is None else wide + bias.float(), chosen, normalized)
     owners, slots = experts.flatten().sort(stable=True)
     place, total = torch.arange(len(slots), device=x.device), len(slots)
     first = torch.searchsorted(owners, owners)  # of the slots of the same expert
@@ -70,7 +75,9 @@ def most_tiles(slots: int, experts: int, tile: int) -> int:
     return min(slots, experts + slots // tile)
 
 
-def _choose(x: Tensor, router: Tensor, chosen: int, normalized: bool, tile: int, counter: Tensor) -> Routes:
+def _choose(
+    x: Tensor, router: Tensor, chosen: int, normalized: bool, tile: int, counter: Tensor, bias: Tensor | None = None
+) -> Routes:
     """Up to MOST tokens. tile: of the tiles, 0 for none."""
     (tokens, size), count = x.shape, len(router)
     total, power = tokens * chosen, triton.next_power_of_2
@@ -81,29 +88,33 @@ def _choose(x: Tensor, router: Tensor, chosen: int, normalized: bool, tile: int,
     rows, own = (max(16, power(tokens)), 16) if tile else (power(tokens), 4)
     block, stages = (power(size), 1) if not tile else (512, 3) if rows == 16 else (128, 2)
     _router[(triton.cdiv(count, own),)](
-        x, router, new(tokens, count, dtype=torch.float32), counter, *routes, tokens,
+        x, router, bias, new(tokens, count, dtype=torch.float32), counter, *routes, tokens,
         E=count, C=size, CHOSEN=chosen, NORMALIZED=normalized, TILE=tile, ROWS=rows, BLOCK_E=own, BLOCK_K=min(block, max(16, power(size))),
         EXPERTS=power(count), COLUMNS=power(chosen), SLOTS=power(total), num_warps=max(4, min(16, rows // 8 * 2)), num_stages=stages, **pdl_options(x.device),
     )  # fmt: skip
     return routes._replace(starts=routes.starts[: most_tiles(total, count, tile)] if tile else routes.starts)
 
 
-def _of_slots(x: Tensor, gate_up: Tensor, down: Tensor, routes: Routes) -> Tensor:
+def _of_slots(
+    x: Tensor, gate_up: Tensor, down: Tensor, routes: Routes, biases: tuple[Tensor | None, ...], limit: float
+) -> Tensor:
     (tokens, size), chosen, inner = x.shape, routes.experts.shape[1], down.shape[1]
     hidden, out = x.new_empty(tokens * chosen, inner), torch.empty_like(x)
     shapes: dict[str, Any] = dict(CHOSEN=chosen, C=size, INNER=inner, **pdl_options(x.device))
     # few steps, each of many bytes, because a step takes as long as the memory's latency
     blocks = [min(1024, triton.next_power_of_2(width)) for width in (size, inner)]
     _slot_gate_up[(tokens * chosen, triton.cdiv(inner, 2))](
-        x, gate_up, routes.experts, hidden, **shapes, BLOCK_N=2, BLOCK_K=blocks[0]
+        x, gate_up, biases[0], routes.experts, hidden, **shapes, BLOCK_N=2, BLOCK_K=blocks[0], LIMIT=limit
     )
     _slot_down[(tokens, triton.cdiv(size, 4))](
-        hidden, down, routes.experts, routes.weights, out, **shapes, BLOCK_N=4, BLOCK_K=blocks[1]
+        hidden, down, biases[1], routes.experts, routes.weights, out, **shapes, BLOCK_N=4, BLOCK_K=blocks[1]
     )
     return out
 
 
-def _of_tiles(x: Tensor, gate_up: Tensor, down: Tensor, routes: Routes, tile: int) -> Tensor:
+def _of_tiles(
+    x: Tensor, gate_up: Tensor, down: Tensor, routes: Routes, tile: int, biases: tuple[Tensor | None, ...], limit: float
+) -> Tensor:
     (tokens, size), chosen, inner = x.shape, routes.experts.shape[1], down.shape[1]
     total = tokens * chosen
     hidden, parts, out = x.new_empty(total, inner), x.new_empty(total, size), torch.empty_like(x)
@@ -115,11 +126,11 @@ def _of_tiles(x: Tensor, gate_up: Tensor, down: Tensor, routes: Routes, tile: in
     listed = routes.slots, routes.owners, routes.starts, total
     columns = 32 if small else 64
     _tile_gate_up[(len(routes.starts), triton.cdiv(inner, columns))](
-        x, gate_up, hidden, *listed, **shapes, BLOCK_N=columns, **options
+        x, gate_up, biases[0], hidden, *listed, **shapes, BLOCK_N=columns, LIMIT=limit, **options
     )
     columns = 32 if small else 128
     _tile_down[(len(routes.starts), triton.cdiv(size, columns))](
-        hidden, down, routes.weights, parts, *listed, **shapes, BLOCK_N=columns, **options
+        hidden, down, biases[1], routes.weights, parts, *listed, **shapes, BLOCK_N=columns, **options
     )
     _sum[(tokens, triton.cdiv(size, 1024))](parts, out, CHOSEN=chosen, C=size, BLOCK=1024, **pdl_options(x.device))
     return out
@@ -127,7 +138,7 @@ def _of_tiles(x: Tensor, gate_up: Tensor, down: Tensor, routes: Routes, tile: in
 
 @triton.jit
 def _router(
-    x, weight, logits, counter, experts, weights, slots, owners, starts, tokens,
+    x, weight, bias, logits, counter, experts, weights, slots, owners, starts, tokens,
     E: tl.constexpr, C: tl.constexpr, CHOSEN: tl.constexpr, NORMALIZED: tl.constexpr, TILE: tl.constexpr, ROWS: tl.constexpr,
     BLOCK_E: tl.constexpr, BLOCK_K: tl.constexpr, EXPERTS: tl.constexpr, COLUMNS: tl.constexpr, SLOTS: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
@@ -143,6 +154,8 @@ def _router(
         for i in tl.static_range(ROWS):
             a = tl.load(x + i * C + k, mask=(k < C) & (i < tokens), other=0.0)
             sums = tl.sum(w.to(tl.float32) * a.to(tl.float32)[None, :], 1)
+            if bias is not None:
+                sums += tl.load(bias + own, mask=own < E, other=0.0).to(tl.float32)
             tl.store(logits + i * E + own, sums, mask=(own < E) & (i < tokens))
     else:
         if PDL:
@@ -153,6 +166,8 @@ def _router(
             a = tl.load(x + row[:, None] * C + first + k[None, :], mask=(row < tokens)[:, None] & there[None, :], other=0.0)
             w = tl.load(weight + own[None, :] * C + first + k[:, None], mask=(own < E)[None, :] & there[:, None], other=0.0)
             total = tl.dot(a, w, total, input_precision="ieee")
+        if bias is not None:
+            total += tl.load(bias + own, mask=own < E, other=0.0).to(tl.float32)[None, :]
         tl.store(logits + row[:, None] * E + own[None, :], total, mask=(row < tokens)[:, None] & (own < E)[None, :])
     tl.debug_barrier()
     if tl.atomic_add(counter, 1, sem="acq_rel") == tl.num_programs(0) - 1:
@@ -200,16 +215,20 @@ def _larger(a, b):
 
 
 @triton.jit
-def _activated(gate, up, DTYPE: tl.constexpr):
-    """silu(gate) * up of two products, which PyTorch rounds before."""
+def _activated(gate, up, DTYPE: tl.constexpr, LIMIT: tl.constexpr):
+    """silu(gate) * up of two products, which PyTorch rounds before; with a limit, `clamped_swiglu`."""
     gate, up = gate.to(DTYPE).to(tl.float32), up.to(DTYPE).to(tl.float32)
+    if LIMIT > 0:
+        gate, up = tl.where(gate > LIMIT, LIMIT, gate), tl.where(up > LIMIT, LIMIT, tl.where(up < -LIMIT, -LIMIT, up))
+        return (gate / (1 + tl.exp(-1.702 * gate)) * (up + 1)).to(DTYPE)
     return (gate / (1 + tl.exp(-gate)) * up).to(DTYPE)
 
 
 @triton.jit
 def _slot_gate_up(
-    x, weight, experts, out,
-    CHOSEN: tl.constexpr, C: tl.constexpr, INNER: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr, PDL: tl.constexpr,
+    x, weight, bias, experts, out,
+    CHOSEN: tl.constexpr, C: tl.constexpr, INNER: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr, LIMIT: tl.constexpr,
+    PDL: tl.constexpr,
 ):  # fmt: skip
     """hidden = silu(gate · x) * (up · x) of a slot and BLOCK_N of INNER features."""
     if PDL:
@@ -226,13 +245,18 @@ def _slot_gate_up(
         a = tl.load(x + slot // CHOSEN * C + first + k, mask=there, other=0.0).to(tl.float32)[None, :]
         left += tl.load(gate + first, mask=inside, other=0.0).to(tl.float32) * a
         right += tl.load(gate + INNER * C + first, mask=inside, other=0.0).to(tl.float32) * a
-    hidden = _activated(tl.sum(left, 1), tl.sum(right, 1), out.dtype.element_ty)
+    one, other = tl.sum(left, 1), tl.sum(right, 1)
+    if bias is not None:
+        own = bias + tl.load(experts + slot) * (2 * INNER) + n
+        one += tl.load(own, mask=n < INNER, other=0.0).to(tl.float32)
+        other += tl.load(own + INNER, mask=n < INNER, other=0.0).to(tl.float32)
+    hidden = _activated(one, other, out.dtype.element_ty, LIMIT)
     tl.store(out + slot * INNER + n, hidden, mask=n < INNER)
 
 
 @triton.jit
 def _slot_down(
-    x, weight, experts, weights, out,
+    x, weight, bias, experts, weights, out,
     CHOSEN: tl.constexpr, C: tl.constexpr, INNER: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
     """The sum over a token's slots of weight · down · hidden, of BLOCK_N of C features."""
@@ -250,14 +274,19 @@ def _slot_down(
             there = first + k < INNER
             a = tl.load(x + slot * INNER + first + k, mask=there, other=0.0).to(tl.float32)[None, :] * share
             total += tl.load(matrix + first, mask=(n < C)[:, None] & there[None, :], other=0.0).to(tl.float32) * a
-    tl.store(out + token * C + n, tl.sum(total, 1).to(out.dtype.element_ty), mask=n < C)
+    place, sums = out + token * C + n, tl.sum(total, 1)
+    if bias is not None:
+        for i in tl.static_range(CHOSEN):
+            own = bias + tl.load(experts + token * CHOSEN + i) * C + n
+            sums += tl.load(weights + token * CHOSEN + i) * tl.load(own, mask=n < C, other=0.0).to(tl.float32)
+    tl.store(place, sums.to(out.dtype.element_ty), mask=n < C)
 
 
 @triton.jit
 def _tile_gate_up(
-    x, weight, out, slots, owners, starts, total,
+    x, weight, bias, out, slots, owners, starts, total,
     CHOSEN: tl.constexpr, C: tl.constexpr, INNER: tl.constexpr, TILE: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr,
-    PDL: tl.constexpr,
+    LIMIT: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
     """hidden = silu(gate · x) * (up · x) of a tile's slots and BLOCK_N of INNER features."""
     if PDL:
@@ -283,13 +312,17 @@ def _tile_gate_up(
         v = tl.load(gate + INNER * C + first, mask=inside & there[:, None], other=0.0)
         left = tl.dot(a, w, left, input_precision="ieee")
         right = tl.dot(a, v, right, input_precision="ieee")
-    hidden = _activated(left, right, out.dtype.element_ty)
+    if bias is not None:
+        own = bias + expert * (2 * INNER) + n
+        left += tl.load(own, mask=n < INNER, other=0.0).to(tl.float32)[None, :]
+        right += tl.load(own + INNER, mask=n < INNER, other=0.0).to(tl.float32)[None, :]
+    hidden = _activated(left, right, out.dtype.element_ty, LIMIT)
     tl.store(out + slot[:, None] * INNER + n[None, :], hidden, mask=mine[:, None] & inside)
 
 
 @triton.jit
 def _tile_down(
-    x, weight, weights, out, slots, owners, starts, total,
+    x, weight, bias, weights, out, slots, owners, starts, total,
     CHOSEN: tl.constexpr, C: tl.constexpr, INNER: tl.constexpr, TILE: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr,
     PDL: tl.constexpr,
 ):  # fmt: skip
@@ -312,6 +345,8 @@ def _tile_down(
         a = tl.load(x + slot[:, None] * INNER + first + k[None, :], mask=mine[:, None] & there[None, :], other=0.0)
         w = tl.load(matrix + first, mask=(n < C)[None, :] & there[:, None], other=0.0)
         sums = tl.dot(a, w, sums, input_precision="ieee")
+    if bias is not None:
+        sums += tl.load(bias + expert * C + n, mask=n < C, other=0.0).to(tl.float32)[None, :]
     sums *= tl.load(weights + slot, mask=mine, other=0.0)[:, None]
     tl.store(out + slot[:, None] * C + n[None, :], sums.to(out.dtype.element_ty), mask=mine[:, None] & (n < C)[None, :])
 

@@ -81,7 +81,9 @@ class SparseMLP(nn.Module):
         if on_gpu(x):
             router, experts = self.router, self.router.experts
             weights = router.weight, self.w_gate_up.weight, self.w_down.weight
-            return sparse_mlp(rows, *weights, experts.chosen, experts.normalized, router.counter).view(x.shape)
+            biases = router.bias, self.w_gate_up.whole_bias(), self.w_down.whole_bias()
+            choice = experts.chosen, experts.normalized, router.counter
+            return sparse_mlp(rows, *weights, *choice, biases, self.limit or 0.0).view(x.shape)
         return self._each(rows, *self.router(rows)).view(x.shape)
 
     def _each(self, x: Tensor, experts: Tensor, weights: Tensor) -> Tensor:

@@ -11,13 +11,13 @@ INFERENCE = ("checkpoints", "comms", "engine", "kernels", "layers", "quantized",
 LINES = {  # of Python, by package
     "server": 12_415,
     "engine": 10_066,
-    "kernels": 10_024,
+    "kernels": 10_059,
     "comms": 3_732,
     "training": 5_868,
     "scripts": 10_125,
-    "tests": 57_368,
+    "tests": 57_380,
 }
-INFERENCE_LINES = 46_443
+INFERENCE_LINES = 46_480
 ROOT_FILES = 9
 ENTERED_FILES = 53  # by a streamed chat request; tests/server/test_files_entered.py counts them
 PAGES_WORDS = 27_000  # README.md and docs, tables included: say in a page what its reader decides by

@@ -11,20 +11,27 @@ from tests.support.gpus import needs_gpu
 from tests.support.ranks import Ranks
 
 
-def definition(x: Tensor, gate_up: Tensor, down: Tensor, experts: Tensor, weights: Tensor) -> Tensor:
-    """Of a token, the sum over its experts; all in fp64."""
+def definition(
+    x: Tensor, gate_up: Tensor, down: Tensor, experts: Tensor, weights: Tensor, biases: tuple[Tensor, Tensor], limit: float
+) -> Tensor:
+    """Of a token, the sum over its experts; all in fp64. With a limit, the activation is gpt-oss's."""
     size, inner = x.shape[1], down.shape[1]
     matrices, outs = gate_up.double().view(-1, 2, inner, size), down.double().view(-1, size, inner)
+    above, below = biases[0].double().view(-1, 2, inner), biases[1].double().view(-1, size)
     out = torch.zeros(x.shape, dtype=torch.float64)
     for t, row in enumerate(x.double()):
         for e, weight in zip(experts[t].tolist(), weights[t].double(), strict=True):
-            gate, up = matrices[e] @ row
-            out[t] += weight * (outs[e] @ (torch.nn.functional.silu(gate) * up))
+            gate, up = matrices[e] @ row + above[e]
+            hidden = torch.nn.functional.silu(gate) * up
+            if limit:
+                gate, up = gate.minimum(torch.tensor(limit)), up.maximum(torch.tensor(-limit)).minimum(torch.tensor(limit))
+                hidden = gate / (1 + torch.exp(-1.702 * gate)) * (up + 1)
+            out[t] += weight * (outs[e] @ hidden + below[e])
     return out
 
 
-def faults(seed: int, device: str, dtype: torch.dtype, cases: list[tuple[int, ...]]) -> list[str]:
-    """Cases (tokens, experts, chosen, hidden size, width of an expert) in which the kernels differ from the definition."""
+def faults(seed: int, device: str, dtype: torch.dtype, cases: list[tuple[int, ...]], limit: float = 0.0) -> list[str]:
+    """With a limit, there are biases, too. Cases (tokens, experts, chosen, hidden size, width of an expert) in which the kernels differ from the definition."""
     torch.manual_seed(seed)
     random.seed(seed)
     found = []
@@ -35,16 +42,19 @@ def faults(seed: int, device: str, dtype: torch.dtype, cases: list[tuple[int, ..
             x += shared
             router[: count // 2] += shared / shared.norm() * random.choice([-1, 1])
         gate_up, down = torch.randn(count * 2 * inner, size) * size**-0.5, torch.randn(count * size, inner) * inner**-0.5
-        x, router, gate_up, down = (t.to(dtype) for t in (x, router, gate_up, down))
+        biases = tuple(torch.randn(rows) * (limit > 0) for rows in (count, count * 2 * inner, count * size))
+        x, router, gate_up, down, *biases = (t.to(dtype) for t in (x, router, gate_up, down, *biases))
         normalized = random.random() < 0.5
-        logits = x.double() @ router.double().t()
+        logits = x.double() @ router.double().t() + biases[0].double()
         order = logits.sort(-1, descending=True).values
         clear = torch.ones(tokens, dtype=torch.bool) if chosen == count else order[:, chosen - 1] - order[:, chosen] > 1e-4
         experts, weights = route(logits, chosen, normalized)
-        expected = definition(x, gate_up, down, experts, weights)
+        expected = definition(x, gate_up, down, experts, weights, (biases[1], biases[2]), limit)
+        given = tuple(b.to(device) if limit else None for b in biases)
         counter = torch.zeros(1, dtype=torch.int32, device=device)
         for _ in range(2):
-            got = sparse_mlp(*(t.to(device) for t in (x, router, gate_up, down)), chosen, normalized, counter).cpu().double()
+            got = sparse_mlp(*(t.to(device) for t in (x, router, gate_up, down)), chosen, normalized, counter, given, limit)
+            got = got.cpu().double()
             error = ((got - expected).norm(dim=1) / expected.norm(dim=1))[clear].max().item()
             allowed = 1e-4 if dtype == torch.float32 else 2e-2  # logits up to 45 have errors of 1e-5, and so have the weights
             if not error < allowed:
@@ -52,17 +62,19 @@ def faults(seed: int, device: str, dtype: torch.dtype, cases: list[tuple[int, ..
     return found
 
 
-def test_kernels_in_the_interpreter(interpreters: Ranks, seed: int) -> None:
+@pytest.mark.parametrize("limit", [0.0, 0.5])
+def test_kernels_in_the_interpreter(limit: float, interpreters: Ranks, seed: int) -> None:
     cases = [(1, 4, 2, 40, 24), (3, 5, 5, 72, 33), (17, 3, 1, 33, 40), (20, 20, 3, 20, 9)]
-    assert interpreters.call(faults, seed, "cpu", torch.float32, cases) == []
+    assert interpreters.call(faults, seed, "cpu", torch.float32, cases, limit) == []
 
 
 @needs_gpu
+@pytest.mark.parametrize("limit", [0.0, 0.5])
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, torch.float32])
-def test_kernels_on_a_gpu(dtype: torch.dtype, seed: int) -> None:
+def test_kernels_on_a_gpu(dtype: torch.dtype, limit: float, seed: int) -> None:
     cases = [(n, 16, 4, 256, 192) for n in (1, 2, 16, 127, 128, 129, 1000)]
     cases += [(5, 7, 7, 80, 48), (300, 2, 1, 264, 136), (1, 128, 8, 2048, 768), (33, 8, 2, 512, 1792)]
-    assert faults(seed, "cuda", dtype, cases) == []
+    assert faults(seed, "cuda", dtype, cases, limit) == []
 
 
 def test_the_router_s_choice(seed: int) -> None:
