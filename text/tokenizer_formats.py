@@ -10,8 +10,7 @@ from typing import Any
 
 from errors import UserError, first_line, is_panic
 from ranks.bounded import bounded
-from text.control_tokens import alternatives
-from text.tokenizer import Added, Pieces, Tokenizer, TokenizerSettings
+from text.tokenizer import Added, Pieces, Tokenizer, TokenizerSettings, alternatives
 
 # Llama 3's split pattern and special tokens, from llama_models 0.3 (models/llama3/tokenizer.py). A checkpoint of the HF
 # layout has other names for some reserved tokens in `added_tokens_decoder`; those take precedence.

@@ -10,7 +10,7 @@ import pytest
 
 from server import replies
 from tests.support.server_thread import CHAT, CONTEXT, STORY, TOKENIZER, TOOL, Site
-from text.control_tokens import PRIVATE_USE
+from text.tokenizer import PRIVATE_USE
 
 
 def test_chat_with_the_openai_client(site: Site) -> None:
