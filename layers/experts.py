@@ -60,8 +60,6 @@ class SparseMLP(nn.Module):
         super().__init__()
         assert config.experts is not None
         self.count, self.limit, self.out_features = config.experts.count, config.experts.limit, config.hidden_size
-        if device.type == "cuda" and self.limit:
-            raise UserError(f"{config.family} models have no GPU kernels yet; use --device cpu")
         if device.type == "cuda" and config.quantization:
             raise UserError("experts in 8 or 4 bits have no GPU kernels yet; use a 16-bit checkpoint, without --quantize")
         names = [f"experts.{i}" for i in range(self.count)]

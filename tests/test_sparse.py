@@ -261,11 +261,16 @@ def test_experts_are_not_tuned_as_other_layers(tmp_path: Path, seed: int) -> Non
 @pytest.mark.parametrize(
     "n", [pytest.param(n, marks=pytest.mark.skipif(most_ranks() < n, reason=f"needs {n} GPUs")) for n in (1, 2)]
 )
-@pytest.mark.parametrize("variant", ["standard", "parallel", "ladder"])
-def test_gpus_choose_the_tokens_that_a_cpu_finds_likeliest(variant: str, n: int, tmp_path: Path, seed: int) -> None:
+@pytest.mark.parametrize(
+    ("family", "variant"),
+    [(sparse, "standard"), (sparse, "parallel"), (sparse, "ladder"), (gpt_oss, "standard"), (gpt_oss, "ladder")],
+)
+def test_gpus_choose_the_tokens_that_a_cpu_finds_likeliest(
+    family: Callable[..., ModelConfig], variant: str, n: int, tmp_path: Path, seed: int
+) -> None:
     """Steps of 3 and of 40 sequences, and chunks of up to 160 tokens: each way of reading experts. Where two experts are about equally
     likely, rounding decides, so 1 and 2 answers may differ."""
-    config = replace(sparse(head_dim=16, intermediate_size=96, hidden_size=64), max_seq_len=512)
+    config = family(head_dim=16, intermediate_size=96, hidden_size=64, max_seq_len=512)
     save_random(variant_of(config, variant), tmp_path)
     model = load(ALONE, tmp_path)
     for count, longest, may_differ in ((3, 200, 1), (40, 20, 2)):
@@ -398,8 +403,6 @@ def test_a_checkpoint_without_its_experts(
 def test_gpus_refuse_what_has_no_kernels_yet() -> None:
     """Before they allocate anything, so that no GPU is needed here."""
     gpu, shard = torch.device("cuda"), Shard(0, 2)
-    with pytest.raises(UserError, match="gpt_oss models have no GPU kernels yet"):
-        SparseMLP(gpt_oss(), 0, shard, gpu, torch.bfloat16)
     with pytest.raises(UserError, match="experts in 8 or 4 bits have no GPU kernels yet"):
         SparseMLP(replace(sparse(), quantization=on_load("int8")), 0, shard, gpu, torch.bfloat16)
     with pytest.raises(UserError, match="olmoe models run on one GPU only"):
