@@ -31,6 +31,7 @@ from torch import Tensor, nn
 
 from comms import Communicator, Local, NoCommunication, Residual
 from config import FAMILIES, ModelConfig
+from errors import UserError
 from kernels import determinism
 from kernels.dispatch import on_gpu, rejoin
 from kernels.embedding import embedding_shard
@@ -284,6 +285,9 @@ class Transformer(nn.Module):
     def __init__(self, config: ModelConfig, comm: Communicator, device: torch.device, dtype: torch.dtype) -> None:
         super().__init__()
         factory: Factory = {"device": device, "dtype": dtype}
+        family = FAMILIES[config.family]
+        if device.type == "cuda" and comm.world_size > 1 and (family.wide_norm or any(family.norms[1::2])):
+            raise UserError(f"{config.family} models run on one GPU only; start one rank, or use --device cpu")
         self.config = config
         self.shards = stream_shards(config, comm.rank, comm.world_size)
         comm.check_width(config.hidden_size)

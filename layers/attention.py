@@ -15,7 +15,6 @@ from torch import Tensor, nn
 
 from comms import Communicator
 from config import ModelConfig, YarnScaling
-from errors import UserError
 from kernels import determinism, exact
 from kernels.lora import Groups
 from kernels.rope_cache import rope_store
@@ -89,8 +88,6 @@ class HeadsNorm(nn.Module):
 
     def __init__(self, config: ModelConfig, layer: int, shard: Shard, device: torch.device, dtype: torch.dtype) -> None:
         super().__init__()
-        if device.type == "cuda" and shard.count > 1:
-            raise UserError(f"{config.family} models run on one GPU only; start one rank, or use --device cpu")
         self.config, self.layer, self.shard = config, layer, shard
         self.q_norm, self.k_norm = (
             nn.Parameter(torch.ones(len(shard.range(config, axis)), device=device, dtype=dtype))

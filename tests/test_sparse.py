@@ -22,12 +22,14 @@ from checkpoints.export import save_checkpoint
 from checkpoints.hf_config import config_from_hf, config_to_hf, unread_keys
 from checkpoints.memory import weight_bytes
 from checkpoints.presets import model_config, preset
+from comms import NoCommunication
 from config import Experts, ModelConfig, YarnScaling, validate, with_variant
 from engine import LLM, SamplingParams, tuning
 from engine.limits import EngineLimits
 from errors import UserError
-from layers.attention import Causal, HeadsNorm
+from layers.attention import Causal
 from layers.experts import SparseMLP
+from model import Transformer
 from quantized.scheme import Scheme, on_load
 from quantized.weight import dequantize, quantize
 from tests.support.adapters import merged, write_adapter
@@ -405,8 +407,9 @@ def test_gpus_refuse_what_has_no_kernels_yet() -> None:
     gpu, shard = torch.device("cuda"), Shard(0, 2)
     with pytest.raises(UserError, match="experts in 8 or 4 bits have no GPU kernels yet"):
         SparseMLP(replace(sparse(), quantization=on_load("int8")), 0, shard, gpu, torch.bfloat16)
-    with pytest.raises(UserError, match="olmoe models run on one GPU only"):
-        HeadsNorm(olmoe(), 0, shard, gpu, torch.bfloat16)
+    for config in (olmoe(), base_config(family="olmo2", qk_norm=True), base_config(family="gemma3_text", qk_norm=True)):
+        with pytest.raises(UserError, match=f"{config.family} models run on one GPU only"):
+            Transformer(config, NoCommunication(0, 2), gpu, torch.bfloat16)
     with pytest.raises(UserError, match="norm over all heads would join the streams"):
         validate(with_variant(olmoe(), "desync-2x:2"))
 

@@ -15,9 +15,9 @@ LINES = {  # of Python, by package
     "comms": 3_732,
     "training": 5_868,
     "scripts": 10_125,
-    "tests": 57_383,
+    "tests": 57_386,
 }
-INFERENCE_LINES = 46_469
+INFERENCE_LINES = 46_470
 ROOT_FILES = 9
 ENTERED_FILES = 52  # by a streamed chat request; tests/server/test_files_entered.py counts them
 PAGES_WORDS = 27_000  # README.md and docs, tables included: say in a page what its reader decides by
