@@ -150,8 +150,8 @@ def setup_of(name: str, gpu: Gpu, variant: str | None, tp: int, quantize: str | 
 
 
 def read_rows(files: Iterable[Path]) -> list[Row]:
-    """The rows of sweeps (`make sweep`) of presets on the known GPUs, in bf16 or quantized, with the communicator that `auto`
-    chose. Raises UserError for a file that cannot be read."""
+    """The rows of sweeps (`make sweep`) of presets of dense models on the known GPUs, in bf16 or quantized, with the communicator
+    that `auto` chose. Raises UserError for a file that cannot be read."""
     found = []
     for file in files:
         try:
@@ -174,6 +174,8 @@ def _counts(setting: dict[str, Any]) -> bool:
 def _rows(setting: dict[str, Any], samples: Sequence[dict[str, Any]], gpu: Gpu) -> list[Row]:
     """The decode step and a step of the prefill, each the median of the runs."""
     setup = setup_of(setting["model"], gpu, setting["variant"], setting["tp"], setting.get("quantize"))
+    if setup.config.experts:  # a step reads those that its tokens have, which no roofline here knows
+        return []
     batch, prompt = setting["batch"], setting["prompt_length"]
     decode = float(np.median([sample["decode_ms_per_token"] for sample in samples])) / 1e3
     decode -= setup.seconds_per_context * batch * (prompt + setting["new_tokens"] / 2)

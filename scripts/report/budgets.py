@@ -15,7 +15,7 @@ LINES = {  # of Python, by package
     "comms": 3_732,
     "training": 5_868,
     "scripts": 10_125,
-    "tests": 57_386,
+    "tests": 57_388,
 }
 INFERENCE_LINES = 46_470
 ROOT_FILES = 9

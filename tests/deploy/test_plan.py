@@ -139,6 +139,8 @@ def test_a_prefill_is_divided_by_its_steps(tmp_path: Path, seed: int) -> None:
             json.dumps({"setting": setting, "samples": samples, "machine": {"gpus": "1 x H100"}})
         )
         found.append([(row.tokens, row.seconds) for row in read_rows([path])])
+    path.write_text(path.read_text().replace("llama-3-8b", "qwen3-30b-a3b"))
+    assert read_rows([path]) == []  # a step reads some experts only
     (decode, (tokens, seconds)), several = found
     assert tokens == 1 << 16 and several == [decode, (1 << 13, pytest.approx(seconds / 8))]
 
